@@ -1,0 +1,36 @@
+# `make demo` and `make test` work from a clean checkout; everything is installed into .venv.
+PYTHON ?= python3
+# Exact version: a range would resolve to a newer build that drags in gigabytes of CUDA packages.
+TORCH  ?= torch==2.13.0
+# Where the base Python already has torch (a GPU image, say), the venv borrows it instead of installing one.
+HAS_TORCH := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo yes)
+BIN := .venv/bin
+
+.PHONY: demo test lint bench clean
+
+demo: .venv/installed
+	$(BIN)/python -m flatfsdp verify --out out/demo
+
+test: .venv/installed
+	$(BIN)/python -m pytest
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/bytes.py
+
+.venv/installed: setup.py pyproject.toml
+ifeq ($(HAS_TORCH),yes)
+	$(PYTHON) -m venv --system-site-packages .venv
+else
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet "$(TORCH)"
+endif
+	$(BIN)/pip install --quiet -e ".[test]"
+	touch $@
+
+clean:
+	rm -rf .venv out build *.egg-info

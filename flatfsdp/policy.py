@@ -1,0 +1,70 @@
+"""What the user decides, as frozen values that are validated when they are made.
+
+Next: `fsdp.py` reads them; nothing else in the engine takes flags.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+GradSync = Literal["last", "every"]
+"""When gradients are reduced: in the last microbatch's backward, or in every backward."""
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of a parameter's stations through one step; all floating point.
+
+    Attributes:
+        param: master shard, which the optimizer updates.
+        compute: unsharded parameters, and floating-point inputs of the root's forward.
+        accumulate: the flat gradient buffer (`main_grad`) in which microbatches are added up.
+        reduce: what travels in the reduce-scatter; the reduced shard comes back in `param`.
+        buffer: floating-point module buffers; None leaves them as they are.
+    """
+
+    param: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    accumulate: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+    buffer: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        for field, dtype in vars(self).items():
+            if dtype is None and field == "buffer":
+                continue
+            if not isinstance(dtype, torch.dtype) or dtype not in _PLAIN_FLOATS:
+                names = ", ".join(str(d) for d in _PLAIN_FLOATS)
+                raise ValueError(f"Precision.{field} is {dtype!r}; it must be one of {names}")
+
+
+_PLAIN_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """How many units are gathered ahead of the one that computes; 0 turns it off.
+
+    Each step of depth costs the unsharded parameters of one more unit.  The order is the one that the
+    previous forward recorded, so the first step does not prefetch.
+    """
+
+    forward: int = 1
+    backward: int = 1
+
+    def __post_init__(self) -> None:
+        for field, depth in vars(self).items():
+            if not isinstance(depth, int) or depth < 0:
+                raise ValueError(
+                    f"Prefetch.{field} is {depth!r}; it must be an integer >= 0 (0 turns it off)"
+                )
+
+
+def check_grad_sync(value: str) -> GradSync:
+    """Returns `value` if it names a gradient-sync policy, else raises ValueError."""
+    if value not in get_args(GradSync):
+        raise ValueError(f"grad_sync is {value!r}; it must be one of {get_args(GradSync)}")
+    return value  # type: ignore[return-value]

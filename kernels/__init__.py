@@ -1,0 +1,1 @@
+"""Numerical operations of FlatFSDP, one file per operation; installed as `flatfsdp.kernels`."""

@@ -1,0 +1,29 @@
+"""Packaging of FlatFSDP: pure Python, nothing is compiled at install time.
+
+The top-level folder `kernels/` is installed as `flatfsdp.kernels`.  CPU-only machines: install
+`torch==2.13.0` by exact version first, since a version range resolves to a build with CUDA packages.
+"""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+setup(
+    name="flatfsdp",
+    version="0.1.0",
+    description="An FSDP-integrated flat-parameter engine: no concat, gradients land where reduce-scatter reads",
+    long_description=Path(__file__).with_name("README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.10",
+    packages=[*find_packages(include=["flatfsdp", "flatfsdp.*"]), "flatfsdp.kernels"],
+    package_dir={"flatfsdp.kernels": "kernels"},
+    package_data={"flatfsdp": ["py.typed"]},
+    install_requires=["torch>=2.11,<2.14", "numpy", "rich", "typer", "matplotlib"],
+    extras_require={
+        "test": ["pytest", "pytest-timeout", "hypothesis", "ruff", "mypy"],
+        "cuda": ["triton", "nvmath-python"],
+        "baseline": ["fairscale==0.4.13"],
+    },
+)
