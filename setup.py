@@ -11,7 +11,7 @@ from setuptools import find_packages, setup
 setup(
     name="flatfsdp",
     version="0.1.0",
-    description="An FSDP-integrated flat-parameter engine: no concat, gradients land where reduce-scatter reads",
+    description="An FSDP-integrated flat-parameter engine: gradients land where reduce-scatter reads",
     long_description=Path(__file__).with_name("README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -26,7 +26,7 @@ class Site:
 
 
 class Binding:
-    """The slots of one layout and, for each slot, every site that shares it (tied parameters have several)."""
+    """The slots of one layout and, for each slot, every site that holds it (tied parameters have several)."""
 
     def __init__(self, layout: FlatLayout, sites: Sequence[tuple[Site, ...]]) -> None:
         self.layout = layout

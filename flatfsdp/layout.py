@@ -139,24 +139,19 @@ class FlatLayout:
         """What shard `rank` of `num_shards` holds, in address order; empty if it is all padding."""
         length = self.shard_numel(num_shards)
         low, high = rank * length, (rank + 1) * length
-        return [
-            Piece(
-                slot,
-                max(low, slot.offset) - slot.offset,
-                min(high, slot.end) - slot.offset,
-                max(0, slot.offset - low),
-            )
-            for slot in self.slots
-            if slot.numel and slot.offset < high and slot.end > low
-        ]
+        pieces = []
+        for slot in self.slots:
+            start, stop = max(low, slot.offset), min(high, slot.end)
+            if start < stop:
+                pieces.append(Piece(slot, start - slot.offset, stop - slot.offset, start - low))
+        return pieces
 
     def gaps(self, num_shards: int) -> list[tuple[int, int]]:
         """Ranges [start, stop) of the padded buffer that no slot owns, in address order."""
-        edges = [
-            0,
-            *(edge for slot in self.slots for edge in (slot.offset, slot.end)),
-            self.padded_numel(num_shards),
-        ]
+        edges = [0]
+        for slot in self.slots:
+            edges += [slot.offset, slot.end]
+        edges.append(self.padded_numel(num_shards))
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
 
     def views(self, flat: Tensor) -> list[Tensor]:
