@@ -8,21 +8,40 @@ Next: `flat_params_wrapper.py` and `unshard.py` bind views of their flat buffers
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from flatfsdp.layout import FlatLayout, ParamSpec
+from flatfsdp.wrapper import ModuleWrapper
 
 
 @dataclass(frozen=True)
 class Site:
-    """One place where a parameter is registered: `getattr(module, attribute)`; `name` is its full path."""
+    """One place where a parameter is registered: `getattr(module, attribute)`.
+
+    `name` is its key in the state dict of the module it was looked up from: no level for wrappers.
+    """
 
     module: nn.Module
     attribute: str
     name: str
+
+
+def parameter_sites(module: nn.Module, prefix: str = "") -> Iterator[tuple[Site, nn.Parameter]]:
+    """Every place below `module` where a parameter is registered, in state-dict order.
+
+    A tied parameter comes up once for each of its keys; so does one of a submodule that has several paths.
+    """
+    for attribute, parameter in module._parameters.items():
+        if parameter is not None:
+            yield Site(module, attribute, prefix + attribute), parameter
+    for name, child in module._modules.items():
+        if child is not None:
+            level = "" if isinstance(module, ModuleWrapper) and child is module.module else f"{name}."
+            yield from parameter_sites(child, prefix + level)
 
 
 class Binding:
@@ -31,6 +50,7 @@ class Binding:
     def __init__(self, layout: FlatLayout, sites: Sequence[tuple[Site, ...]]) -> None:
         self.layout = layout
         self.sites = tuple(sites)
+        self._order = {site.module: tuple(site.module._parameters) for group in sites for site in group}
 
     @staticmethod
     def of(module: nn.Module, parameters: Iterable[nn.Parameter]) -> Binding:
@@ -40,11 +60,9 @@ class Binding:
             ValueError: if a parameter is not registered below `module`.
         """
         found: dict[nn.Parameter, list[Site]] = {parameter: [] for parameter in parameters}
-        for path, owner in module.named_modules():
-            for attribute, parameter in owner._parameters.items():
-                if parameter in found:
-                    name = f"{path}.{attribute}" if path else attribute
-                    found[parameter].append(Site(owner, attribute, name))
+        for site, parameter in parameter_sites(module):
+            if parameter in found:
+                found[parameter].append(site)
         for parameter, sites in found.items():
             if not sites:
                 raise ValueError(
@@ -67,16 +85,31 @@ class Binding:
         for sites, tensor in zip(self.sites, tensors, strict=True):
             for site in sites:
                 site.module._parameters.pop(site.attribute, None)
+                _assign(site, tensor)
                 if isinstance(tensor, nn.Parameter):
-                    # Module.__setattr__ would register it again.
-                    site.module.__dict__[site.attribute] = tensor
-                else:
-                    # Through __setattr__, because some layers (RNNs) keep a second list in step there.
-                    setattr(site.module, site.attribute, tensor)
+                    # The assignment registered it: back to a plain attribute.
+                    site.module.__dict__[site.attribute] = site.module._parameters.pop(site.attribute)
 
     def register(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Registers real parameters at every site, in place of what `bind` put there."""
+        """Registers real parameters at every site, in place of what `bind` put there.
+
+        The modules list their parameters in the original order again, which is the order of state-dict keys.
+        """
         for sites, parameter in zip(self.sites, parameters, strict=True):
             for site in sites:
                 site.module.__dict__.pop(site.attribute, None)
-                site.module.register_parameter(site.attribute, parameter)
+                _assign(site, parameter)
+        for module, names in self._order.items():
+            registered = module._parameters
+            for name in [name for name in names if name in registered]:
+                registered[name] = registered.pop(name)
+
+
+def _assign(site: Site, tensor: Tensor) -> None:
+    """`module.attribute = tensor`, and a recurrent layer's own list of its weights stays in step."""
+    setattr(site.module, site.attribute, tensor)
+    if isinstance(site.module, nn.RNNBase):
+        # Its __setattr__ has updated `_flat_weights`.  If these weak references lag behind, the next forward
+        # on CUDA calls flatten_parameters, which moves the weights out of the flat buffer with set_().
+        rnn = site.module
+        rnn._flat_weight_refs = [None if w is None else weakref.ref(w) for w in rnn._flat_weights]

@@ -63,8 +63,17 @@ class Prefetch:
                 )
 
 
-def check_grad_sync(value: str) -> GradSync:
-    """Returns `value` if it names a gradient-sync policy, else raises ValueError."""
-    if value not in get_args(GradSync):
-        raise ValueError(f"grad_sync is {value!r}; it must be one of {get_args(GradSync)}")
-    return value  # type: ignore[return-value]
+@dataclass(frozen=True)
+class Policy:
+    """All choices of one `FlatFSDP`; its constructor documents them."""
+
+    precision: Precision
+    reshard_after_forward: bool
+    optimize_backward_concat: bool
+    grad_sync: GradSync
+    prefetch: Prefetch
+    poison_on_free: bool
+
+    def __post_init__(self) -> None:
+        if self.grad_sync not in get_args(GradSync):
+            raise ValueError(f"grad_sync is {self.grad_sync!r}; it must be one of {get_args(GradSync)}")

@@ -1,0 +1,85 @@
+"""What the benchmarks share: ranks in processes of their own, a model to shard, and results on disk."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import platform
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+RESULTS = Path(__file__).parent / "results"
+"""Where every benchmark writes its JSON and its picture."""
+
+Result = TypeVar("Result")
+
+
+class Block(nn.Module):
+    """One unit to shard: x + down(relu(up(x))), 2 * width * hidden parameters and no biases."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
+
+
+class Blocks(nn.Module):
+    """Equal blocks one after the other; the root itself has no parameters."""
+
+    def __init__(self, depth: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def run_on_ranks(world_size: int, fn: Callable[..., Result], *args: object) -> list[Result]:
+    """Returns what `fn(rank, world_size, *args)` returned on each of `world_size` gloo ranks, by rank.
+
+    Each rank is a fresh process with one thread and an initialised default group; `fn` is a top-level
+    function of an importable module, and its results can be pickled.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank_main, (world_size, folder, fn, args), nprocs=world_size)
+        return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
+
+
+def _rank_main(
+    rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    # A file, not a port: benchmarks that run at the same time do not meet.
+    store = dist.FileStore(f"{folder}/store", world_size)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    try:
+        (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(fn(rank, world_size, *args)))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def environment(device: str = "cpu") -> dict[str, str]:
+    """What a reader needs to judge the numbers; no dates and no host names, so that reruns compare equal."""
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    return {"torch": torch.__version__, "python": platform.python_version(), "device": device, "name": name}
+
+
+def write_json(name: str, payload: dict[str, Any], device: str = "cpu") -> Path:
+    """Writes `payload` and the environment to `results/<name>.json` and returns the path."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"environment": environment(device), **payload}, indent=2) + "\n")
+    return path

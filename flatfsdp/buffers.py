@@ -1,0 +1,186 @@
+"""The flat storages: who owns them, when they appear, when they go.
+
+    buffer            dtype       length   owner           appears                  goes
+    master shard      param       1/N      FlatGroup       construction             never
+    compute shard     compute     1/N      FlatGroup       construction             never (none if same dtype)
+    FlatBuffer        compute     1        FlatGroup       unshard                  reshard
+    MainGrad          accumulate  1        FlatGroup       first gradient of a step handed to the reducer
+    reduced shard     reduce      1/N      Reducer         reduce-scatter           becomes the master's .grad
+
+Next: `unshard.py` fills the FlatBuffer, `reduce.py` takes the MainGrad.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flatfsdp.kernels.accumulate import accumulate, bytes_moved
+from flatfsdp.layout import FlatLayout
+from flatfsdp.microbatch import Microbatch
+from flatfsdp.observe import ByteLedger
+
+logger = logging.getLogger(__name__)
+
+
+class FlatBuffer:
+    """A flat tensor whose memory comes and goes while the tensor, and every view of it, stays.
+
+    What autograd saved for backward are such views, so they are valid again once the memory is back and
+    filled.  Views can only be made while there is memory, so it starts with some.
+
+    Args:
+        numel: length in elements.
+        poison: debug mode: the memory stays and holds NaN whenever it would be free, so that whoever
+            reads too early or too late gets NaN instead of stale numbers or a crash.
+    """
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, poison: bool) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._poison = poison
+        self._storage = self.tensor.untyped_storage()
+        self._nbytes = self._storage.nbytes()
+        self.is_allocated = True
+
+    def allocate(self) -> None:
+        """Gets memory, with undefined contents; nothing if it has some."""
+        if not self.is_allocated:
+            self._storage.resize_(self._nbytes)
+            self.is_allocated = True
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        if self._poison:
+            self.tensor.fill_(torch.nan)
+        else:
+            self._storage.resize_(0)
+        self.is_allocated = False
+
+    def alias(self) -> Tensor:
+        """The same memory with a version counter of its own: filling the buffer is no in-place change to it."""
+        return self.tensor.data
+
+
+class MainGrad:
+    """Gradients of one group, added up over microbatches in one flat buffer that reduce-scatter reads in place.
+
+    Appears when the first gradient of a step lands.  The first write to a slot copies, later ones add, so
+    nothing is zeroed except the alignment gaps; each microbatch is one add, in order.
+
+    Args:
+        layout: places of the parameters.
+        num_shards: the buffer is padded for this many shards.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        num_shards: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        microbatch: Microbatch,
+        ledger: ByteLedger,
+        *,
+        poison: bool,
+    ) -> None:
+        self._layout = layout
+        self._num_shards = num_shards
+        self._dtype = dtype
+        self._device = device
+        self._poison = poison
+        self.microbatch = microbatch
+        self.ledger = ledger
+        self._tensor: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._written: list[bool] = []
+        self._step = -1
+        self._exposed: Sequence[Tensor] = ()
+
+    @property
+    def is_allocated(self) -> bool:
+        return self._tensor is not None
+
+    def expose(self, parameters: Sequence[Tensor]) -> None:
+        """Gives each parameter `main_grad` (None while there is no buffer) and `get_main_grad()`."""
+        self._exposed = parameters
+        for index, parameter in enumerate(parameters):
+            parameter.get_main_grad = partial(self.get, index)  # type: ignore[attr-defined]
+        self._show()
+
+    def get(self, index: int) -> Tensor:
+        """View of slot `index` to add to: zero if nothing has landed there in this step."""
+        view = self._open()[index]
+        if not self._written[index]:
+            view.zero_()
+            self._written[index] = True
+        return view
+
+    def land(self, index: int, grad: Tensor) -> None:
+        """Adds one parameter's gradient of one microbatch."""
+        view = self._open()[index]
+        self._accumulate(view, grad, first=not self._written[index])
+        self._written[index] = True
+
+    def land_flat(self, grad: Tensor) -> None:
+        """Adds the concatenated gradient of one microbatch, in the compute dtype and padded."""
+        self._open()
+        if not any(self._written) or all(self._written):
+            assert self._tensor is not None
+            self._accumulate(self._tensor, grad, first=not any(self._written))
+            self._written = [True] * len(self._written)
+            return
+        for index, part in enumerate(self._layout.views(grad)):
+            self.land(index, part)
+
+    def take(self) -> Tensor:
+        """Hands the buffer over to be reduced; slots in which nothing landed in this step are zero."""
+        views = self._open()
+        for view, written in zip(views, self._written, strict=True):
+            if not written:
+                view.zero_()
+        tensor = self._tensor
+        assert tensor is not None
+        self.drop()
+        return tensor
+
+    def drop(self) -> None:
+        """Forgets the buffer and what is in it."""
+        self._tensor, self._views, self._written = None, [], []
+        self._show()
+
+    def _open(self) -> list[Tensor]:
+        """The slots' views, with a buffer that belongs to the current step."""
+        if self._tensor is None:
+            self._allocate()
+        elif self._step != self.microbatch.step:
+            if any(self._written):
+                logger.warning(
+                    "dropped gradients of a step that was never reduced (its last backward failed, or was "
+                    "not marked as the last one)"
+                )
+            self._written = [False] * len(self._written)
+        self._step = self.microbatch.step
+        return self._views
+
+    def _allocate(self) -> None:
+        numel = self._layout.padded_numel(self._num_shards)
+        self._tensor = torch.empty(numel, dtype=self._dtype, device=self._device)
+        if self._poison:
+            self._tensor.fill_(torch.nan)
+        for start, stop in self._layout.gaps(self._num_shards):
+            self._tensor[start:stop].zero_()
+        self._views = self._layout.views(self._tensor)
+        self._written = [False] * len(self._views)
+        self._show()
+
+    def _show(self) -> None:
+        for index, parameter in enumerate(self._exposed):
+            parameter.main_grad = self._views[index] if self._views else None  # type: ignore[attr-defined]
+
+    def _accumulate(self, target: Tensor, grad: Tensor, *, first: bool) -> None:
+        accumulate(target, grad, first=first)
+        self.ledger.add("accumulate", bytes_moved(target, grad, first=first))

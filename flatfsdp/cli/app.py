@@ -1,0 +1,198 @@
+"""The commands and their options; what they do is in one file each.
+
+Exit codes: 0 all is well; 1 `verify` found a difference, or a rank failed; 2 the options make no sense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+
+from flatfsdp.cli import options
+from flatfsdp.cli.gpt import GPTConfig
+from flatfsdp.cli.ranks import Device, Launch, Payload, Rank, Result, is_main, run_on_ranks
+from flatfsdp.cli.train import train_on_rank
+from flatfsdp.cli.training import PrecisionName, Strategy, TrainSettings
+from flatfsdp.cli.verify import VerifyJob, table, verdict_lines, verify_on_rank
+
+app = typer.Typer(
+    help="FlatFSDP: train language models on flat parameters, without concatenating a gradient.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    # Its tracebacks print every local variable; a rank's plain traceback says more.
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+
+@app.command()
+def verify(
+    precision: Annotated[
+        list[PrecisionName],
+        typer.Option(
+            default_factory=lambda: [PrecisionName.fp32, PrecisionName.bf16],
+            show_default="fp32 and bf16",
+            help="Compute dtype; repeat for several.",
+        ),
+    ],
+    strategy: Annotated[
+        list[Strategy],
+        typer.Option(
+            default_factory=lambda: [Strategy.zero2, Strategy.zero3],
+            show_default="zero2 and zero3",
+            help="dp: gradients all-reduced; zero2, zero3: sharded. Repeat for several.",
+        ),
+    ],
+    ranks: options.Ranks = None,
+    microbatches: options.Microbatches = 4,
+    steps: options.Steps = 20,
+    layers: options.Layers = 4,
+    hidden: options.Hidden = 128,
+    heads: options.Heads = 4,
+    seq: options.Seq = 128,
+    batch: options.Batch = 4,
+    lr: options.LearningRate = 3e-3,
+    seed: options.Seed = 0,
+    data: options.Data = None,
+    device: options.OnDevice = Device.auto,
+    self_test: Annotated[
+        bool,
+        typer.Option("--self-test", help="Damage one bit of one gradient; verify must notice and exit 1."),
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Folder for verify.json and losses.png.")] = Path("out/verify"),
+    json: options.Json = False,
+) -> None:
+    """Prove that [bold]optimize_backward_concat[/bold] changes no bit: train with it off and on, compare.
+
+    Losses, reduced gradients of every step, final parameters and optimizer state are compared on every
+    rank. Exits with 1 if anything differs. All gradients are kept in host memory for that.
+
+    [bold]Examples[/bold]
+
+    [green]python -m flatfsdp verify[/green]
+
+    [green]python -m flatfsdp verify --precision bf16 --strategy dp --strategy zero3 --ranks 4[/green]
+
+    [green]python -m flatfsdp verify --self-test[/green]
+
+    [green]torchrun --nproc-per-node 4 -m flatfsdp verify --json[/green]
+    """
+    with usage_errors():
+        settings = TrainSettings(
+            model=GPTConfig(layers, hidden, heads, seq),
+            batch=batch,
+            microbatches=microbatches,
+            steps=steps,
+            lr=lr,
+            seed=seed,
+            data=data,
+        )
+        job = VerifyJob(settings, tuple(precision), tuple(strategy), self_test)
+        launch = Launch(ranks, device, deterministic=True)
+        check_input_and_output(settings, out)
+    report = launched(verify_on_rank, job, launch)
+    if is_main():
+        report.write(out)
+        if json:
+            print(report.json())
+        else:
+            console = results_console()
+            console.print(table(report))
+            for line in verdict_lines(report):
+                console.print(line, style="green" if report.equal else "red", highlight=False)
+            console.print(f"Wrote {out / 'verify.json'} and {out / 'losses.png'}.", highlight=False)
+    raise typer.Exit(0 if report.equal else 1)
+
+
+@app.command()
+def train(
+    precision: Annotated[PrecisionName, typer.Option(help="Compute dtype.")] = PrecisionName.bf16,
+    strategy: Annotated[
+        Strategy, typer.Option(help="dp: gradients all-reduced; zero2, zero3: sharded.")
+    ] = Strategy.zero3,
+    optimize_backward_concat: Annotated[
+        bool, typer.Option(help="Gradients land in the flat buffer; off: autograd concatenates them.")
+    ] = True,
+    ranks: options.Ranks = None,
+    microbatches: options.Microbatches = 4,
+    steps: options.Steps = 100,
+    layers: options.Layers = 4,
+    hidden: options.Hidden = 128,
+    heads: options.Heads = 4,
+    seq: options.Seq = 128,
+    batch: options.Batch = 4,
+    lr: options.LearningRate = 3e-3,
+    seed: options.Seed = 0,
+    data: options.Data = None,
+    device: options.OnDevice = Device.auto,
+    out: Annotated[Path, typer.Option(help="Folder for train.json and losses.png.")] = Path("out/train"),
+    json: options.Json = False,
+) -> None:
+    """Train a small GPT on real text, sharded over the ranks.
+
+    [bold]Examples[/bold]
+
+    [green]python -m flatfsdp train --steps 200[/green]
+
+    [green]python -m flatfsdp train --data README.md --precision fp32 --strategy zero2[/green]
+
+    [green]torchrun --nproc-per-node 4 -m flatfsdp train --hidden 1024 --heads 16 --layers 12[/green]
+    """
+    with usage_errors():
+        settings = TrainSettings(
+            model=GPTConfig(layers, hidden, heads, seq),
+            precision=precision,
+            strategy=strategy,
+            optimize_backward_concat=optimize_backward_concat,
+            batch=batch,
+            microbatches=microbatches,
+            steps=steps,
+            lr=lr,
+            seed=seed,
+            data=data,
+        )
+        launch = Launch(ranks, device)
+        check_input_and_output(settings, out)
+    report = launched(train_on_rank, settings, launch)
+    if is_main():
+        report.write(out)
+        if json:
+            print(report.json())
+        else:
+            results_console().print(f"{report.summary()}. Wrote {out}.", highlight=False)
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """What a configuration refuses is the user's to mend: a message and exit code 2, no traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def check_input_and_output(settings: TrainSettings, out: Path) -> None:
+    """Reads the data once and makes the output folder, so that no rank fails, or works for nothing."""
+    settings.sampler()
+    out.mkdir(parents=True, exist_ok=True)
+
+
+def launched(function: Callable[[Rank, Payload], Result], payload: Payload, launch: Launch) -> Result:
+    """`run_on_ranks`; a rank's failure becomes its traceback on stderr and exit code 1."""
+    try:
+        return run_on_ranks(function, payload, launch)
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+
+
+def results_console() -> Console:
+    """stdout; a pipe or a log has no width, and gets one that fits the table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)

@@ -1,0 +1,84 @@
+"""What `verify` compares: every loss, gradient, parameter and optimizer state of two runs, bit for bit.
+
+In:   a run's `Trained` and the reduced gradients that a `GradientRecorder` kept.
+Out:  for each kind of evidence the first place where two runs differ, or nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from flatfsdp import FlatFSDP
+from flatfsdp.cli.training import Trained
+
+KINDS = ("losses", "gradients", "parameters", "optimizer state")
+
+NamedTensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class GradientRecorder:
+    """Keeps a copy of this rank's reduced gradient shards of every step: an `AfterBackward`.
+
+    Attributes:
+        gradients: "step 3, <unit>" -> a copy on the CPU, as it was before clipping.
+    """
+
+    gradients: NamedTensors = field(default_factory=dict)
+
+    def __call__(self, step: int, model: FlatFSDP) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                self.gradients[f"step {step}, {name}"] = parameter.grad.detach().to("cpu", copy=True)
+
+
+def flip_lowest_bit(model: FlatFSDP) -> None:
+    """Changes one gradient element by the least that FP32 can express: the largest of the first unit."""
+    grad = next(p.grad for p in model.parameters() if p.grad is not None)
+    grad.view(torch.int32)[grad.abs().argmax()] ^= 1
+
+
+def evidence(trained: Trained, gradients: NamedTensors) -> dict[str, NamedTensors]:
+    """All that one rank saw of a run, for each of `KINDS`, on the CPU."""
+    state: NamedTensors = {}
+    for name, parameter in trained.model.named_parameters():
+        for key, value in trained.optimizer.state[parameter].items():
+            state[f"{name}.{key}"] = torch.as_tensor(value).cpu()
+    return {
+        "losses": {f"step {step}": losses_m for step, losses_m in enumerate(trained.local_losses)},
+        "gradients": gradients,
+        "parameters": {name: p.detach().cpu() for name, p in trained.model.named_parameters()},
+        "optimizer state": state,
+    }
+
+
+def first_difference(off: NamedTensors, on: NamedTensors) -> str | None:
+    """Names the first tensor that is not the same in both, and says how much of it; None if all are."""
+    if off.keys() != on.keys():
+        return f"only one run has {sorted(off.keys() ^ on.keys())[0]}"
+    for name, tensor in off.items():
+        note = _difference(tensor, on[name])
+        if note is not None:
+            return f"{name}: {note}"
+    return None
+
+
+def _difference(off: Tensor, on: Tensor) -> str | None:
+    """None if `torch.equal` and the same bytes, which also tells 0.0 from -0.0."""
+    if off.shape != on.shape or off.dtype != on.dtype:
+        return f"{off.dtype} {tuple(off.shape)} and {on.dtype} {tuple(on.shape)}"
+    # A NaN is not equal to itself: two broken runs prove nothing about each other.
+    if bool(off.isnan().any() | on.isnan().any()):
+        return f"{int(off.isnan().sum())} NaN with the flag off, {int(on.isnan().sum())} with it on"
+    if torch.equal(off, on) and torch.equal(_bytes(off), _bytes(on)):
+        return None
+    changed = (_bytes(off) != _bytes(on)).view(-1, off.element_size()).any(dim=1)
+    return f"{int(changed.sum())} of {off.numel()} elements"
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The memory of the tensor, uint8 [numel * element size]."""
+    return tensor.contiguous().view(-1).view(torch.uint8)

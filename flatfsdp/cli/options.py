@@ -1,0 +1,33 @@
+"""The options that several commands share, each written once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from flatfsdp.cli.ranks import Device
+
+Layers = Annotated[int, typer.Option(min=1, help="Transformer layers; each is one unit.")]
+Hidden = Annotated[int, typer.Option(min=1, help="Width of the model; a multiple of --heads.")]
+Heads = Annotated[int, typer.Option(min=1, help="Attention heads.")]
+Seq = Annotated[int, typer.Option(min=1, help="Bytes in one sequence.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences in one microbatch of one rank.")]
+Microbatches = Annotated[int, typer.Option(min=1, help="Microbatches in one optimizer step.")]
+Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps.")]
+LearningRate = Annotated[float, typer.Option("--lr", help="Learning rate of AdamW.")]
+Seed = Annotated[int, typer.Option(help="Decides the initial parameters and the order of the data.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        help="File or folder to train on, as bytes. Default: the running Python's own standard library.",
+        show_default=False,
+    ),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes to start; 2 if left out. Under torchrun: torchrun's own."),
+]
+OnDevice = Annotated[Device, typer.Option("--device", help="auto takes the GPUs if there is one a rank.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON, and nothing else, on stdout.")]

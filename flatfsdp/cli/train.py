@@ -1,0 +1,51 @@
+"""`train`: one run of the GPT, its losses as JSON and as a picture.
+
+In:   `TrainSettings`.
+Out:  a `TrainReport`, the same on every rank but for the times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flatfsdp.cli.ranks import Rank
+from flatfsdp.cli.report import RunSummary, environment, plot_losses, to_json
+from flatfsdp.cli.training import TrainSettings, train
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """One finished run."""
+
+    run: RunSummary
+    environment: dict[str, Any]
+    settings: TrainSettings = field(repr=False)
+
+    def json(self) -> str:
+        return to_json(
+            {"environment": self.environment, "options": asdict(self.settings), "run": asdict(self.run)}
+        )
+
+    def write(self, folder: Path) -> None:
+        """Writes `train.json` and `losses.png`."""
+        folder.joinpath("train.json").write_text(self.json() + "\n")
+        plot_losses(folder / "losses.png", self._title(), {"training loss": {"loss": self.run.losses}})
+
+    def summary(self) -> str:
+        settings, losses = self.settings, self.run.losses
+        tokens = self.environment["world_size"] * settings.microbatches * settings.batch * settings.model.seq
+        return (
+            f"{self._title()}: loss {losses[0]:.4f} -> {losses[-1]:.4f} in {len(losses)} steps, "
+            f"{self.run.ms:.1f} ms a step, {1e3 * tokens / self.run.ms:,.0f} tokens/s"
+        )
+
+    def _title(self) -> str:
+        return f"{self.settings.label}, {self.environment['world_size']} ranks"
+
+
+def train_on_rank(rank: Rank, settings: TrainSettings) -> TrainReport:
+    """Trains; every rank must call it."""
+    trained = train(settings, settings.sampler(), rank)
+    return TrainReport(RunSummary.of(trained), environment(rank), settings)

@@ -1,0 +1,194 @@
+"""The one training loop of the command line: build, wrap, and run steps of several microbatches.
+
+In:   `TrainSettings`, a `Sampler` and a `Rank`.
+Out:  a `Trained`: what every step measured, and the model and the optimizer as they ended.
+Next: `verify.py` compares two of them bit for bit, `train.py` reports one.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp.cli.data import Sampler, load_corpus
+from flatfsdp.cli.gpt import GPT, Block, GPTConfig
+from flatfsdp.cli.progress import StepBar
+from flatfsdp.cli.ranks import Rank
+
+
+class PrecisionName(str, Enum):
+    """The compute dtype; parameters, accumulation and reduction are FP32 in both."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
+
+class Strategy(str, Enum):
+    """What is sharded: nothing (dp), gradients and optimizer (zero2), or the parameters as well (zero3)."""
+
+    dp = "dp"
+    zero2 = "zero2"
+    zero3 = "zero3"
+
+
+COMPUTE_DTYPES = {PrecisionName.fp32: torch.float32, PrecisionName.bf16: torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Everything that decides a run's numbers, but for the number of ranks.
+
+    Attributes:
+        batch: sequences in one microbatch of one rank.
+        microbatches: forwards and backwards before one optimizer step.
+        clip: largest norm of the gradient of one step.
+        data: file or folder with the text; None means the standard library.
+    """
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    precision: PrecisionName = PrecisionName.fp32
+    strategy: Strategy = Strategy.zero3
+    optimize_backward_concat: bool = True
+    batch: int = 4
+    microbatches: int = 4
+    steps: int = 20
+    lr: float = 3e-3
+    clip: float = 1.0
+    seed: int = 0
+    data: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "microbatches", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        for name in ("lr", "clip"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+    @property
+    def label(self) -> str:
+        flag = "on" if self.optimize_backward_concat else "off"
+        return f"{self.precision.value} {self.strategy.value} flag {flag}"
+
+    def sampler(self) -> Sampler:
+        """Reads the data; raises DataError if it cannot be used."""
+        return Sampler(load_corpus(self.data), self.batch, self.model.seq, self.seed)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one step measured.
+
+    Attributes:
+        loss: mean over microbatches and ranks, the exact FP32 value, the same on every rank.
+        grad_norm: norm of the whole reduced gradient before clipping.
+        ms: wall time, without data loading and without the `after_backward` hook.
+    """
+
+    loss: float
+    grad_norm: float
+    ms: float
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A finished run.
+
+    Attributes:
+        local_losses: FP32 [steps, microbatches] on the CPU, of this rank alone.
+        bytes_per_parameter: the model's byte ledger for the last step.
+    """
+
+    steps: list[Step]
+    local_losses: Tensor
+    bytes_per_parameter: dict[str, float]
+    model: FlatFSDP
+    optimizer: torch.optim.Optimizer
+
+    def losses(self) -> list[float]:
+        return [step.loss for step in self.steps]
+
+    def ms(self) -> float:
+        """Median time of a step; the first one allocates and records the order of the units."""
+        return statistics.median([step.ms for step in self.steps[1:] or self.steps])
+
+
+AfterBackward = Callable[[int, FlatFSDP], None]
+"""Called with (step, model) when the reduced gradients of a step are there, before they are clipped."""
+
+
+def train(
+    settings: TrainSettings, sampler: Sampler, rank: Rank, after_backward: AfterBackward | None = None
+) -> Trained:
+    """Trains a fresh model; the same arguments give the same bits wherever the kernels are deterministic."""
+    model = auto_wrap(
+        GPT(settings.model, settings.seed),
+        by_class(Block),
+        device=rank.device,
+        precision=Precision(compute=COMPUTE_DTYPES[settings.precision]),
+        reshard_after_forward=settings.strategy is Strategy.zero3,
+        shard=settings.strategy is not Strategy.dp,
+        optimize_backward_concat=settings.optimize_backward_concat,
+    )
+    # No weight decay: a flat shard holds matrices and norms alike, and the norms should not decay.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    steps: list[Step] = []
+    local_losses = torch.empty(settings.steps, settings.microbatches)
+    tokens = rank.world * settings.microbatches * settings.batch * settings.model.seq
+    with StepBar(settings.label, settings.steps, visible=rank.index == 0) as bar:
+        for index in range(settings.steps):
+            batches = [
+                tuple(tensor.to(rank.device) for tensor in sampler.sample(index, microbatch, rank.index))
+                for microbatch in range(settings.microbatches)
+            ]
+            model.ledger.reset()
+            start = _now(rank.device)
+            losses_m = _forward_backward(model, batches)
+            reduced = resumed = _now(rank.device)
+            if after_backward is not None:
+                after_backward(index, model)
+                resumed = _now(rank.device)
+            norm = model.clip_grad_norm_(settings.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            ms = 1e3 * (_now(rank.device) - resumed + reduced - start)
+            local_losses[index] = losses_m.cpu()
+            steps.append(Step(_mean_over_ranks(losses_m, rank.world), float(norm), ms))
+            bar.advance(steps[-1].loss, tokens / ms * 1e3)
+    return Trained(steps, local_losses, model.ledger.bytes_per_parameter(), model, optimizer)
+
+
+def _forward_backward(model: FlatFSDP, batches: list[tuple[Tensor, ...]]) -> Tensor:
+    """One step's forwards and backwards; returns the losses, FP32 [microbatches]."""
+    losses = []
+    for tokens_bt, targets_bt in microbatches(model, batches):
+        loss = model(tokens_bt, targets_bt)
+        (loss / len(batches)).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def _mean_over_ranks(losses_m: Tensor, world: int) -> float:
+    """The mean of [world, microbatches] losses, added up in one fixed order on every rank.
+
+    Gathered and not all-reduced, whose order of additions belongs to the backend.
+    """
+    gathered = [torch.empty_like(losses_m) for _ in range(world)]
+    dist.all_gather(gathered, losses_m)
+    return float(torch.stack(gathered).cpu().mean())
+
+
+def _now(device: torch.device) -> float:
+    """Seconds, after everything issued so far has run."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

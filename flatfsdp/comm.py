@@ -1,0 +1,172 @@
+"""Ranks, side streams and collectives: all that differs between gloo and NCCL, or torch 2.11 and 2.13.
+
+Next: `unshard.py` gathers and `reduce.py` reduces through these few functions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+# torch 2.13 renamed these and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """One process group and this process's place in it; `group` None is a world of one."""
+
+    group: dist.ProcessGroup | None
+    size: int
+    rank: int
+
+    @staticmethod
+    def of(group: dist.ProcessGroup | None) -> Ranks:
+        if group is None:
+            return Ranks(None, 1, 0)
+        return Ranks(group, dist.get_world_size(group), dist.get_rank(group))
+
+    def own_communicator(self) -> Ranks:
+        """The same ranks over a communicator of their own, so that two collectives can be under way at once.
+
+        Collective over these ranks.
+        """
+        if self.group is None or self.size == 1:
+            return self
+        members = dist.get_process_group_ranks(self.group)
+        backend = dist.get_backend(self.group)
+        group = dist.new_group(members, backend=backend, use_local_synchronization=True)
+        return Ranks(group, self.size, self.rank)
+
+    @property
+    def averages(self) -> bool:
+        """Whether the backend divides inside its reduction; gloo can only sum."""
+        return self.group is not None and "nccl" in str(dist.get_backend(self.group))
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Parameters are sharded over `shard` and replicated over `replicate`."""
+
+    shard: Ranks
+    replicate: Ranks
+
+    @staticmethod
+    def of(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, shard: bool) -> Grid:
+        """Resolves the constructor's arguments.
+
+        `mesh` is 1-D (shard) or 2-D (replicate, shard).  With neither argument it is the default process
+        group, or one rank where torch.distributed is not initialised.  `shard=False` replicates over all.
+
+        Raises:
+            ValueError: for both a mesh and a process group, or a mesh of another number of dimensions.
+        """
+        if mesh is not None and process_group is not None:
+            raise ValueError("pass either process_group or mesh, not both: a mesh brings its own groups")
+        if mesh is not None and mesh.ndim == 2:
+            if not shard:
+                raise ValueError(
+                    "shard=False replicates over one group; pass a 1-D mesh, not (replicate, shard)"
+                )
+            return Grid(Ranks.of(mesh.get_group(1)), Ranks.of(mesh.get_group(0)))
+        if mesh is not None:
+            if mesh.ndim != 1:
+                raise ValueError(f"mesh has {mesh.ndim} dimensions; pass (shard,) or (replicate, shard)")
+            process_group = mesh.get_group()
+        if process_group is None and dist.is_available() and dist.is_initialized():
+            process_group = dist.group.WORLD
+        every, alone = Ranks.of(process_group), Ranks.of(None)
+        return Grid(every, alone) if shard else Grid(alone, every)
+
+    @property
+    def size(self) -> int:
+        return self.shard.size * self.replicate.size
+
+
+class Lane:
+    """A CUDA stream beside the compute stream; on CPU the calling thread itself, where all is in order.
+
+    Memory that a lane touches is always allocated and freed on the compute stream.  That is safe because a
+    lane starts after the compute stream (`after_compute`), and the compute stream waits for the lane's
+    event before it frees.  So nothing needs `record_stream`, and the host never waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def after_compute(self) -> Iterator[None]:
+        """Runs the body's kernels on this lane, after everything the compute stream was given so far."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event after the lane's work so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+
+def compute_waits_for(event: torch.cuda.Event | None) -> None:
+    """Makes the current stream, not the host, wait."""
+    if event is not None:
+        torch.cuda.current_stream().wait_event(event)
+
+
+def all_gather(full: Tensor, shard: Tensor, ranks: Ranks) -> None:
+    """full[r * len(shard) : (r + 1) * len(shard)] = rank r's shard, both 1-D and of one dtype."""
+    _all_gather(full, shard, group=ranks.group)
+
+
+def reduce_scatter(shard: Tensor, full: Tensor, ranks: Ranks) -> None:
+    """shard = this rank's part of the ranks' sum of `full` (their mean where `ranks.averages`)."""
+    _reduce_scatter(shard, full, op=_reduction(ranks), group=ranks.group)
+
+
+def all_reduce(tensor: Tensor, ranks: Ranks) -> None:
+    """In place: the ranks' sum of `tensor` (their mean where `ranks.averages`)."""
+    dist.all_reduce(tensor, op=_reduction(ranks), group=ranks.group)
+
+
+def _reduction(ranks: Ranks) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.AVG if ranks.averages else dist.ReduceOp.SUM
+
+
+def broadcast(tensor: Tensor, ranks: Ranks) -> None:
+    """In place: the tensor of the group's first rank."""
+    dist.broadcast(tensor, group=ranks.group, group_src=0)
+
+
+def check_same_on_all_ranks(lines: Sequence[str], ranks: Ranks, device: torch.device) -> None:
+    """Raises RuntimeError on every rank, naming the first difference, unless all ranks pass equal `lines`.
+
+    Costs one all-reduce of two integers where the ranks agree.
+    """
+    if ranks.size == 1:
+        return
+    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+    extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
+    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=ranks.group)
+    largest, negated_smallest = extremes.tolist()
+    if largest == -negated_smallest:
+        return
+    everyone: list[list[str]] = [[] for _ in range(ranks.size)]
+    dist.all_gather_object(everyone, list(lines), group=ranks.group)
+    for rank, theirs in enumerate(everyone):
+        for expected, found in zip_longest(everyone[0], theirs, fillvalue="nothing"):
+            if expected != found:
+                raise RuntimeError(
+                    f"the model is not the same on all ranks: rank 0 has [{expected}] where rank {rank} has "
+                    f"[{found}]; build it from the same configuration on every rank"
+                )

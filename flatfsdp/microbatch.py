@@ -1,0 +1,90 @@
+"""Which microbatch this is, in one place.
+
+A root module and all its units share one `Microbatch`.  `no_sync()`, `set_is_last_backward()` and
+`microbatches()` write it; the units read it when a gradient lands, never in the forward, so schedules in
+which the forward of one microbatch runs before the backward of another need nothing special.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from torch import nn
+
+Batch = TypeVar("Batch")
+
+
+class Microbatch:
+    """Position in the current step.
+
+    Attributes:
+        is_first: set by `microbatches` for the first one of a step.
+        is_last: whether the backward that runs now, or next, is the last one of the step.
+        index: backwards finished in this step.
+        step: number of steps ended, reduced or abandoned.  A gradient buffer remembers the step it was
+            opened in, so what an abandoned step left behind is never added to.
+    """
+
+    def __init__(self) -> None:
+        self.is_first = True
+        self.is_last = True
+        self.index = 0
+        self.step = 0
+        self._loop: object = None
+
+    def end_step(self) -> None:
+        """The step is over, whether it was reduced or abandoned."""
+        self.step += 1
+        self.index = 0
+
+    def begin_loop(self, loop: object) -> None:
+        """A `microbatches` loop takes over; what an unfinished step accumulated is out of date."""
+        self._loop = loop
+        self.end_step()
+
+    def end_loop(self, loop: object) -> None:
+        """Back to one microbatch a step, unless a later loop has begun: after an exception, a loop may end late."""
+        if self._loop is loop:
+            self.is_first = self.is_last = True
+
+    @contextmanager
+    def not_last(self) -> Iterator[None]:
+        before, self.is_last = self.is_last, False
+        try:
+            yield
+        finally:
+            self.is_last = before
+
+
+def microbatches(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yields the batches of one optimizer step and tells every FlatFSDP in `model` which is first and last.
+
+    Run forward and backward of each batch inside the loop; gradients are reduced in the last one's
+    backward (or in every one's, with `grad_sync="every"`).  Looks one batch ahead, so `batches` may be a
+    generator.  Gradients that an unfinished earlier step left behind are dropped.
+
+        for tokens, targets in microbatches(model, batches):
+            model(tokens, targets).backward()
+        optimizer.step()
+    """
+    # Before the root module is first called, its units still have one each.
+    found = [module.__dict__.get("microbatch") for module in model.modules()]
+    states = {state for state in found if isinstance(state, Microbatch)}
+    source = iter(batches)
+    loop = missing = object()
+    batch = next(source, missing)
+    for state in states:
+        state.begin_loop(loop)
+    is_first = True
+    try:
+        while batch is not missing:
+            following = next(source, missing)
+            for state in states:
+                state.is_first, state.is_last = is_first, following is missing
+            yield batch  # type: ignore[misc]
+            batch, is_first = following, False
+    finally:
+        for state in states:
+            state.end_loop(loop)

@@ -1,0 +1,57 @@
+"""What the engine does, made visible: profiler labels and the byte ledger.
+
+The ledger is the engine's own account; `copy_counter.py` measures the same thing from outside.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
+from typing import Literal
+
+import torch
+
+Traffic = Literal["cast", "concat", "accumulate", "divide", "gather", "reduce"]
+
+
+class ByteLedger:
+    """Bytes that this rank moved for its parameters since the last `reset`; one per root module.
+
+    Local traffic counts bytes read plus bytes written:
+        cast: master shard to compute shard.
+        concat: autograd's concatenation of gradients (`optimize_backward_concat=False`).
+        accumulate: gradients into `main_grad` (a copy the first time, an add later).
+        divide: the reduced shard by the number of ranks, where the backend can only sum.
+    Wire traffic counts the bytes this rank receives (gather) or sends (reduce):
+        gather: all-gather of parameters, (N - 1) / N of the full size.
+        reduce: reduce-scatter, (N - 1) / N of the full size; all-reduce, twice that.
+
+    Attributes:
+        parameters: number of parameters of the model, all ranks together.
+        bytes: total by kind of traffic.
+        calls: number of operations by kind of traffic.
+    """
+
+    def __init__(self) -> None:
+        self.parameters = 0
+        self.bytes: Counter[str] = Counter()
+        self.calls: Counter[str] = Counter()
+
+    def add(self, kind: Traffic, nbytes: float) -> None:
+        self.bytes[kind] += nbytes  # type: ignore[assignment]
+        self.calls[kind] += 1
+
+    def bytes_per_parameter(self) -> dict[str, float]:
+        """Bytes by kind of traffic, divided by the number of parameters."""
+        return {kind: nbytes / max(self.parameters, 1) for kind, nbytes in self.bytes.items()}
+
+    def reset(self) -> None:
+        self.bytes.clear()
+        self.calls.clear()
+
+
+def span(event: str, unit: str, microbatch: int, nbytes: int) -> AbstractContextManager[object]:
+    """A profiler range such as `flatfsdp.all_gather blocks.3 mb=1 bytes=8192`; free when nothing profiles."""
+    if not torch.autograd._profiler_enabled():
+        return nullcontext()
+    return torch.profiler.record_function(f"flatfsdp.{event} {unit} mb={microbatch} bytes={nbytes}")

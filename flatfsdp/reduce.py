@@ -1,0 +1,129 @@
+"""Gradients on their way from `main_grad` to the master shard's `.grad`.
+
+In:   groups whose last gradient of a reducing backward has landed (`unit.py`).
+Out:  `master.grad`, this rank's shard of the mean over all ranks, in the master's dtype.
+Next: `optim.clip_grad_norm_` and the optimizer.
+
+Every rank launches the reductions in one fixed order, whatever order the gradients land in: the reverse of
+registration, which is the order of a backward.  A group that is ready early waits for its turn.  So ranks
+whose control flow differs (a layer skipped on one of them) still pair the same collectives, and a group in
+which nothing landed reduces zeros rather than leave the other ranks waiting.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.comm import Grid, Lane, all_reduce, compute_waits_for, reduce_scatter
+from flatfsdp.observe import ByteLedger, span
+from flatfsdp.unshard import FlatGroup
+
+MAX_IN_FLIGHT = 2
+"""Reductions under way before the compute stream waits for the oldest: one runs while the next one's
+gradients are being computed.  Bounds how many gradient buffers outlive their backward."""
+
+
+class _Reduction(NamedTuple):
+    """Keeps `flat`, which the lane may still read, alive until the compute stream has waited for `done`."""
+
+    group: FlatGroup
+    flat: Tensor
+    shard: Tensor
+    done: torch.cuda.Event | None
+
+
+class Reducer:
+    """Reduces the gradients of all groups of one root.
+
+    Args:
+        groups: trained groups in registration order.
+        grid: as the groups', over communicators of their own.
+    """
+
+    def __init__(
+        self, groups: Iterable[FlatGroup], grid: Grid, device: torch.device, ledger: ByteLedger
+    ) -> None:
+        self._order = list(groups)[::-1]
+        self._grid = grid
+        self._lane = Lane(device)
+        self._ledger = ledger
+        self._ready: set[FlatGroup] = set()
+        self._next = 0
+        self._in_flight: deque[_Reduction] = deque()
+
+    def ready(self, group: FlatGroup) -> None:
+        """All gradients of `group` have landed: reduces it as soon as it is its turn."""
+        self._ready.add(group)
+        while self._next < len(self._order) and self._order[self._next] in self._ready:
+            self._launch(self._order[self._next])
+            self._next += 1
+
+    def finish(self) -> None:
+        """Reduces what is left and sets `master.grad` of every group, adding to one that is there."""
+        for group in self._order[self._next :]:
+            self._launch(group)
+        while self._in_flight:
+            self._retire()
+        self._next = 0
+        self._ready.clear()
+
+    def abandon(self) -> None:
+        """Waits for what is under way and forgets its results."""
+        for reduction in self._in_flight:
+            compute_waits_for(reduction.done)
+        self._in_flight.clear()
+        self._next = 0
+        self._ready.clear()
+
+    def _launch(self, group: FlatGroup) -> None:
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._retire()
+        assert group.main_grad is not None
+        flat = group.main_grad.take()
+        shards, replicas = self._grid.shard, self._grid.replicate
+        wire_dtype = group.policy.precision.reduce
+        shard = flat
+        if shards.size > 1:
+            shard = flat.new_empty(group.master.numel(), dtype=wire_dtype)
+        full_bytes = flat.numel() * wire_dtype.itemsize
+        with self._lane.after_compute():
+            # A no-op in the usual case, where gradients are reduced in the dtype they were accumulated in.
+            payload = flat.to(wire_dtype)
+            if shards.size > 1:
+                nbytes = full_bytes * (shards.size - 1) // shards.size
+                with span("reduce_scatter", group.name, group.microbatch.index, nbytes):
+                    reduce_scatter(shard, payload, shards)
+                self._ledger.add("reduce", nbytes)
+            else:
+                shard = payload
+            if replicas.size > 1:
+                nbytes = 2 * shard.numel() * wire_dtype.itemsize * (replicas.size - 1) // replicas.size
+                with span("all_reduce", group.name, group.microbatch.index, nbytes):
+                    all_reduce(shard, replicas)
+                self._ledger.add("reduce", nbytes)
+            self._divide(shard)
+        self._in_flight.append(_Reduction(group, flat, shard, self._lane.mark()))
+
+    def _divide(self, shard: Tensor) -> None:
+        """The sum over ranks becomes their mean, where the backend has not divided."""
+        divisor = 1
+        for ranks in (self._grid.shard, self._grid.replicate):
+            if not ranks.averages:
+                divisor *= ranks.size
+        if divisor > 1:
+            shard.div_(divisor)
+            self._ledger.add("divide", 2 * shard.numel() * shard.element_size())
+
+    def _retire(self) -> None:
+        group, _, shard, done = self._in_flight.popleft()
+        compute_waits_for(done)
+        grad = shard.to(group.master.dtype)
+        if group.master.grad is None:
+            group.master.grad = grad
+        else:
+            group.master.grad.add_(grad)

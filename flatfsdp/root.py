@@ -1,0 +1,155 @@
+"""What all units of one model share: the order of execution, the lanes, and the end of a backward.
+
+In:   the first FlatFSDP module that is called becomes the root of all FlatFSDP modules inside it.
+Out:  one `Root` that its units refer to.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+from torch.autograd import Variable
+
+from flatfsdp.comm import Grid, Lane
+from flatfsdp.microbatch import Microbatch
+from flatfsdp.observe import ByteLedger
+from flatfsdp.policy import Prefetch
+from flatfsdp.reduce import Reducer
+from flatfsdp.unit import Unit
+
+logger = logging.getLogger(__name__)
+
+
+class ForwardOrder:
+    """The units in the order in which a forward called them, for prefetching.
+
+    Attributes:
+        current: of the forward that runs, or ran last.
+    """
+
+    def __init__(self, prefetch: Prefetch) -> None:
+        self._prefetch = prefetch
+        self._previous: list[Unit] = []
+        self.current: list[Unit] = []
+
+    def start(self) -> None:
+        """A root forward begins."""
+        self._previous, self.current = self.current, []
+
+    def record(self, unit: Unit) -> int:
+        """Notes that `unit` runs now; returns its position."""
+        self.current.append(unit)
+        return len(self.current) - 1
+
+    def after(self, position: int) -> Iterator[Unit]:
+        """Units to gather ahead in a forward: those that followed last time, if the order is the same so far."""
+        if position < len(self._previous) and self._previous[position] is self.current[position]:
+            yield from self._previous[position + 1 : position + 1 + self._prefetch.forward]
+
+    def before(self, order: list[Unit], position: int) -> Iterator[Unit]:
+        """Units to gather ahead in the backward of a forward that ran in `order`."""
+        earlier = (unit for unit in reversed(order[: max(position, 0)]) if not unit.backward_done)
+        return islice(earlier, self._prefetch.backward)
+
+
+class _EndOfBackward:
+    """Autograd keeps this callable until the backward ends, and drops it uncalled if the backward fails."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+
+    def __call__(self) -> None:
+        self._root.end_backward()
+
+
+class Root:
+    """Shared state of one model.
+
+    Attributes:
+        units: in registration order; the root module's own comes first.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        grid: Grid,
+        device: torch.device,
+        prefetch: Prefetch,
+        reduce_every: bool,
+        microbatch: Microbatch,
+        ledger: ByteLedger,
+    ) -> None:
+        self.units = units
+        self.microbatch = microbatch
+        self.ledger = ledger
+        self.order = ForwardOrder(prefetch)
+        self.gather_lane = Lane(device)
+        self.reducer = Reducer([u.trained for u in units if u.trained is not None], grid, device, ledger)
+        self._reduce_every = reduce_every
+        self._in_backward = False
+        self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
+
+    @property
+    def unit(self) -> Unit:
+        """The root module's own unit."""
+        return self.units[0]
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients that land now are to be reduced in this backward."""
+        return self._reduce_every or self.microbatch.is_last
+
+    def begin_forward(self) -> None:
+        if self._backward_failed:
+            self.abandon_step()
+        self.order.start()
+
+    def end_forward(self, *, backward_follows: bool) -> None:
+        """Frees what was gathered ahead and not used and, without a backward, everything."""
+        for unit in self.units[1:]:
+            unit.drop_unused()
+        if not backward_follows:
+            for unit in self.units:
+                unit.reshard()
+                unit.expire()
+
+    def begin_backward(self) -> None:
+        """Called by whatever happens first in a backward, and often after that."""
+        if self._backward_failed:
+            self.abandon_step()
+        if not self._in_backward:
+            callback = _EndOfBackward(self)
+            Variable._execution_engine.queue_callback(callback)
+            self._end_of_backward = weakref.ref(callback)
+            self._in_backward = True
+
+    def end_backward(self) -> None:
+        """All gradients of this backward have landed."""
+        if self.reduces:
+            self.reducer.finish()
+        for unit in self.units:
+            unit.end_of_backward()
+        self._in_backward = False
+        self.microbatch.index += 1
+        if self.microbatch.is_last:
+            for unit in self.units:
+                unit.expire()
+            self.microbatch.end_step()
+
+    @property
+    def _backward_failed(self) -> bool:
+        """Whether a backward began whose end was never called and never will be."""
+        return self._in_backward and (self._end_of_backward is None or self._end_of_backward() is None)
+
+    def abandon_step(self) -> None:
+        """After an exception: back to a state in which the next step is clean."""
+        logger.warning("a step failed; what it had accumulated since the last reduction is dropped")
+        self._in_backward = False
+        self.reducer.abandon()
+        for unit in self.units:
+            unit.abandon()
+        self.microbatch.end_step()

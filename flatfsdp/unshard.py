@@ -1,0 +1,260 @@
+"""Parameters on their way from the master shard to the module, and back.
+
+In:   the parameters of one unit that train alike (`FlatGroup`), already packed by `layout.py`.
+Out:  `module.weight` aliases the gathered flat buffer from `unshard` to `reshard`.
+Next: the layers compute; gradients land in `MainGrad`; `reduce.py` reduces them.
+
+    master shard --cast, once a step--> compute shard --all-gather--> flat buffer <--alias-- module.weight
+
+A group's parameters are in one of three states:
+
+    SHARDED --unshard--> GATHERING --wait--> UNSHARDED --reshard--> SHARDED
+                         GATHERING (prefetched, then not needed) --reshard--> SHARDED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.binding import Binding
+from flatfsdp.buffers import FlatBuffer, MainGrad
+from flatfsdp.comm import Grid, Lane, all_gather, compute_waits_for
+from flatfsdp.layout import ParamSlot
+from flatfsdp.microbatch import Microbatch
+from flatfsdp.observe import ByteLedger, span
+from flatfsdp.policy import Policy
+
+
+class ShardState(Enum):
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+class FlatGroup:
+    """The trained, or the frozen, parameters of one unit: one layout, one master shard, one flat buffer.
+
+    With `optimize_backward_concat`, and for frozen parameters, the module keeps its own Parameter objects
+    as leaves that alias the flat buffer.  Without it the module sees autograd views of one flat leaf, made
+    anew in each forward.
+
+    Args:
+        module: the wrapped module.
+        parameters: parameters registered below `module`, all trained or all frozen.
+        landed: called when a parameter's gradient of this backward is in `main_grad`, with its slot index,
+            or with None when all slots landed at once.
+
+    Attributes:
+        name: of the unit, for labels and messages; set by the root.
+        master: the flat shard that the optimizer updates, 1-D, `layout.shard_numel(N)` elements.
+        main_grad: None if frozen.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: list[nn.Parameter],
+        grid: Grid,
+        device: torch.device,
+        policy: Policy,
+        microbatch: Microbatch,
+        ledger: ByteLedger,
+        landed: Callable[[int | None], None],
+    ) -> None:
+        self.name = type(module).__name__
+        self.grid = grid
+        self.policy = policy
+        self.microbatch = microbatch
+        self.ledger = ledger
+        self.binding = Binding.of(module, parameters)
+        self.layout = self.binding.layout
+        self.trainable = parameters[0].requires_grad
+        self.state = ShardState.SHARDED
+
+        precision, num_shards = policy.precision, grid.shard.size
+        shard = torch.zeros(self.layout.shard_numel(num_shards), dtype=precision.param, device=device)
+        self.master = nn.Parameter(shard, requires_grad=self.trainable)
+        for slot, parameter in zip(self.layout.slots, parameters, strict=True):
+            self.load(slot, parameter.detach())
+
+        same_dtype = precision.compute == precision.param
+        self._compute_shard = (
+            self.master.data if same_dtype else torch.empty_like(shard, dtype=precision.compute)
+        )
+        # One rank holds everything: the compute shard already is the unsharded buffer.
+        self._buffer: FlatBuffer | None = None
+        if num_shards > 1:
+            numel = self.layout.padded_numel(num_shards)
+            self._buffer = FlatBuffer(numel, precision.compute, device, poison=policy.poison_on_free)
+        self._gathered: torch.cuda.Event | None = None
+        self._cast_version: int | None = None
+
+        self.main_grad: MainGrad | None = None
+        if self.trainable:
+            self.main_grad = MainGrad(
+                self.layout,
+                num_shards,
+                precision.accumulate,
+                device,
+                microbatch,
+                ledger,
+                poison=policy.poison_on_free,
+            )
+        self._landed = landed
+        self._flat_leaf: Tensor | None = None
+        if self.trainable and not policy.optimize_backward_concat:
+            self._flat_leaf = self._unsharded_alias().requires_grad_()
+            self._flat_leaf.register_post_accumulate_grad_hook(self._land_flat)
+            self.bind_views()
+        else:
+            self._adopt(parameters)
+        if self._buffer is not None:
+            self._buffer.free()
+
+    def _unsharded_alias(self) -> Tensor:
+        return self._compute_shard.data if self._buffer is None else self._buffer.alias()
+
+    def attach(self, microbatch: Microbatch, ledger: ByteLedger) -> None:
+        """Joins a root: its microbatch and its ledger from now on."""
+        self.microbatch, self.ledger = microbatch, ledger
+        if self.main_grad is not None:
+            self.main_grad.microbatch, self.main_grad.ledger = microbatch, ledger
+
+    # ---- module <-> flat buffer -------------------------------------------------------------------------
+
+    def _adopt(self, parameters: list[nn.Parameter]) -> None:
+        """Makes the module's own Parameters leaves that alias the flat buffer, for good."""
+        for index, (parameter, view) in enumerate(
+            zip(parameters, self.layout.views(self._unsharded_alias()), strict=True)
+        ):
+            parameter.data = view
+            if self.trainable:
+                parameter.register_post_accumulate_grad_hook(partial(self._land, index))
+        self._bind(parameters)
+
+    def bind_views(self) -> None:
+        """Gives the module autograd views that lead this forward's gradients to the flat leaf, if there is one."""
+        if self._flat_leaf is not None:
+            self._bind(self.layout.views(self._flat_leaf))
+
+    def _bind(self, tensors: Sequence[Tensor]) -> None:
+        self._bound = tensors
+        self.binding.bind(tensors)
+        if self.main_grad is not None:
+            self.main_grad.expose(tensors)
+
+    def rebind(self) -> None:
+        """Undoes a `Binding.register`."""
+        self.binding.bind(self._bound)
+
+    def _land(self, index: int, parameter: Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        # No gradient: the layer wrote it into main_grad itself.
+        if grad is not None:
+            assert self.main_grad is not None
+            if grad.layout is not torch.strided:
+                raise TypeError(
+                    f"{self.name}.{self.layout.slots[index].name} got a {grad.layout} gradient; flat buffers are "
+                    "dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
+                )
+            self.main_grad.land(index, grad)
+        self._landed(index)
+
+    def _land_flat(self, leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None and self.main_grad is not None
+        # Autograd has just concatenated it: read every view's gradient, write the flat one.
+        self.ledger.add("concat", 2 * grad.numel() * grad.element_size())
+        self.main_grad.land_flat(grad)
+        self._landed(None)
+
+    # ---- master shard -> flat buffer --------------------------------------------------------------------
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether the compute shard, and a buffer gathered from it, still say what the master says.
+
+        In-place writes raise the master's version, so an optimizer step, or a load, in between is noticed.
+        """
+        return self._cast_version == self.master._version
+
+    def expire(self) -> None:
+        """Casts and gathers anew next time, even if no in-place write to the master was counted."""
+        if self.trainable:
+            self._cast_version = None
+
+    def unshard(self, lane: Lane) -> None:
+        """Starts to gather the parameters; nothing if they are there, or on their way, and up to date."""
+        if self.state is not ShardState.SHARDED:
+            if self._is_current:
+                return
+            self.wait()
+        if self._buffer is not None:
+            self._buffer.allocate()
+        with lane.after_compute():
+            if not self._is_current:
+                self._cast()
+            if self._buffer is not None:
+                self._gather(self._buffer.tensor)
+        self._gathered = lane.mark()
+        self.state = ShardState.GATHERING
+
+    def _cast(self) -> None:
+        if self._compute_shard.dtype != self.master.dtype:
+            nbytes = self.master.numel() * (self.master.element_size() + self._compute_shard.element_size())
+            with span("cast", self.name, self.microbatch.index, nbytes):
+                self._compute_shard.copy_(self.master.detach())
+            self.ledger.add("cast", nbytes)
+        self._cast_version = self.master._version
+
+    def _gather(self, full: Tensor) -> None:
+        ranks = self.grid.shard
+        nbytes = full.numel() * full.element_size() * (ranks.size - 1) // ranks.size
+        with span("all_gather", self.name, self.microbatch.index, nbytes):
+            all_gather(full, self._compute_shard, ranks)
+        self.ledger.add("gather", nbytes)
+
+    def wait(self) -> None:
+        """Makes the compute stream wait until the parameters are there."""
+        if self.state is ShardState.GATHERING:
+            compute_waits_for(self._gathered)
+            self.state = ShardState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Frees the flat buffer; what autograd saved of it becomes valid again with the next unshard."""
+        self.wait()
+        if self.state is ShardState.UNSHARDED and self._buffer is not None:
+            self._buffer.free()
+            self.state = ShardState.SHARDED
+
+    # ---- checkpoints ------------------------------------------------------------------------------------
+
+    def full_master(self) -> list[nn.Parameter]:
+        """A fresh copy of every parameter in master precision, in slot order.  Collective if sharded."""
+        full = self.master.detach()
+        if self.grid.shard.size > 1:
+            full = full.new_empty(self.layout.padded_numel(self.grid.shard.size))
+            all_gather(full, self.master.detach(), self.grid.shard)
+        else:
+            full = full.clone()
+        return [nn.Parameter(view, requires_grad=self.trainable) for view in self.layout.views(full)]
+
+    def load(self, slot: ParamSlot, tensor: Tensor) -> None:
+        """Copies this rank's part of a full parameter into the master shard."""
+        for piece in self.layout.pieces(self.grid.shard.rank, self.grid.shard.size):
+            if piece.slot is slot:
+                part = tensor.reshape(-1)[piece.start : piece.stop]
+                with torch.no_grad():
+                    self.master[piece.shard_offset : piece.shard_offset + part.numel()].copy_(part)
+
+    def describe(self) -> Iterable[str]:
+        """The geometry, one line a parameter, equal on all ranks of a sound model."""
+        kind = "trained" if self.trainable else "frozen"
+        for slot in self.layout.slots:
+            yield f"{self.name}: {kind} {slot.name} {list(slot.shape)} at {slot.offset}"
+        yield f"{self.name}: {self.policy}"

@@ -1,0 +1,184 @@
+"""FlatLayout: where parameters lie in a flat buffer, for any shapes, alignments and numbers of shards."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flatfsdp.layout import ELEMENT_ALIGNMENT, Align, FlatLayout, ParamSpec
+
+properties = settings(max_examples=60, deadline=None, derandomize=True)
+
+# Row lengths with a small common multiple keep the buffers of the examples small.
+columns = st.sampled_from([1, 2, 3, 4, 6, 8])
+shapes = st.one_of(
+    st.just(()),
+    st.tuples(st.integers(0, 70)),
+    st.tuples(st.integers(0, 300), columns),
+    st.tuples(st.integers(0, 40), columns, st.sampled_from([1, 2])),
+)
+specs = st.lists(st.tuples(shapes, st.sampled_from(Align)), min_size=1, max_size=6).map(
+    lambda drawn: [ParamSpec(f"p{i}", shape, align=align) for i, (shape, align) in enumerate(drawn)]
+)
+shard_counts = st.integers(1, 5)
+
+
+def protected_elements(spec_or_slot) -> int:
+    """How many elements a shard boundary must not separate, written out independently of Align.unit."""
+    row = math.prod(spec_or_slot.shape[1:])
+    return {Align.ELEMENTS: 1, Align.ROWS: row, Align.ROWS_128: 128 * row}[spec_or_slot.align]
+
+
+@properties
+@given(specs)
+def test_slots_are_complete_disjoint_aligned_and_in_bounds(specs):
+    layout = FlatLayout.pack(specs)
+    assert [(s.name, s.shape, s.role, s.align) for s in layout.slots] == [
+        (s.name, s.shape, s.role, s.align) for s in specs
+    ]
+    end = 0
+    for slot in layout.slots:
+        assert slot.numel == math.prod(slot.shape)
+        assert slot.offset >= end, "slots overlap or are out of order"
+        assert slot.offset % ELEMENT_ALIGNMENT == 0
+        if protected_elements(slot):
+            assert slot.offset % protected_elements(slot) == 0
+        end = slot.end
+    assert layout.numel == end <= layout.padded_numel(1)
+
+
+@properties
+@given(specs, shard_counts)
+def test_slots_and_gaps_tile_the_padded_buffer_exactly(specs, num_shards):
+    layout = FlatLayout.pack(specs)
+    covered = torch.zeros(layout.padded_numel(num_shards), dtype=torch.int32)
+    for slot in layout.slots:
+        covered[slot.offset : slot.end] += 1
+    gaps = layout.gaps(num_shards)
+    for start, stop in gaps:
+        assert start < stop
+        covered[start:stop] += 1
+    assert covered.eq(1).all()
+    assert gaps == sorted(gaps)
+
+
+@properties
+@given(specs, shard_counts)
+def test_shards_are_equal_aligned_and_long_enough(specs, num_shards):
+    layout = FlatLayout.pack(specs)
+    length = layout.shard_numel(num_shards)
+    assert length % ELEMENT_ALIGNMENT == 0
+    assert layout.padded_numel(num_shards) == length * num_shards
+    # Enough, and no more than rounding up asks for.
+    assert length * num_shards >= layout.numel
+    assert (length - layout.shard_multiple) * num_shards < max(layout.numel, 1)
+
+
+@properties
+@given(specs, shard_counts)
+def test_pieces_of_all_ranks_cover_each_slot_once_and_keep_its_alignment(specs, num_shards):
+    layout = FlatLayout.pack(specs)
+    length = layout.shard_numel(num_shards)
+    covered = {slot.name: torch.zeros(slot.numel, dtype=torch.int32) for slot in layout.slots}
+    for rank in range(num_shards):
+        cursor = 0
+        for piece in layout.pieces(rank, num_shards):
+            slot, size = piece.slot, piece.stop - piece.start
+            covered[slot.name][piece.start : piece.stop] += 1
+            assert size > 0
+            assert cursor <= piece.shard_offset, "pieces of one shard overlap or are out of order"
+            cursor = piece.shard_offset + size
+            assert cursor <= length
+            # The same element whether it is counted from the shard or from the slot: offsets do not
+            # depend on the number of shards.
+            assert rank * length + piece.shard_offset == slot.offset + piece.start
+            assert piece.start % protected_elements(slot) == 0
+            assert piece.stop == slot.numel or piece.stop % protected_elements(slot) == 0
+    assert all(counts.eq(1).all() for counts in covered.values())
+
+
+def test_boundaries_move_to_whole_rows_and_blocks_of_128_rows():
+    """A slot of 300 rows of 3 over 2 shards: cut anywhere on 16, between rows, or after 256 rows."""
+    cuts = {}
+    for align in Align:
+        layout = FlatLayout.pack([ParamSpec("w", (300, 3), align=align)])
+        cuts[align] = layout.pieces(0, 2)[0].stop
+    assert cuts[Align.ELEMENTS] == 464  # 450 rounded up to 16
+    assert cuts[Align.ROWS] == 480  # ... to 16 and to rows of 3
+    assert cuts[Align.ROWS_128] == 768  # ... to 128 rows of 3
+
+
+def test_a_rank_beyond_the_data_holds_nothing():
+    layout = FlatLayout.pack([ParamSpec("w", (16,))])
+    assert [len(layout.pieces(rank, 4)) for rank in range(4)] == [1, 0, 0, 0]
+
+
+@properties
+@given(specs, shard_counts)
+def test_views_alias_their_ranges(specs, num_shards):
+    layout = FlatLayout.pack(specs)
+    flat = torch.arange(layout.padded_numel(num_shards), dtype=torch.int64)
+    views = layout.views(flat)
+    assert [tuple(view.shape) for view in views] == [spec.shape for spec in specs]
+    for slot, view in zip(layout.slots, views, strict=True):
+        assert torch.equal(view.flatten(), torch.arange(slot.offset, slot.end))
+        view.fill_(-1)
+    for start, stop in layout.gaps(num_shards):
+        assert torch.equal(flat[start:stop], torch.arange(start, stop)), "a view reaches into a gap"
+    assert flat.eq(-1).sum() == sum(slot.numel for slot in layout.slots)
+
+
+@properties
+@given(specs, shard_counts)
+def test_backward_through_views_fills_slots_and_leaves_zeros_in_gaps(specs, num_shards):
+    layout = FlatLayout.pack(specs)
+    flat = torch.zeros(layout.padded_numel(num_shards), requires_grad=True)
+    torch.stack([(i + 1) * view.sum() for i, view in enumerate(layout.views(flat))]).sum().backward()
+    expected = torch.zeros_like(flat)
+    for i, slot in enumerate(layout.slots):
+        expected[slot.offset : slot.end] = i + 1
+    assert torch.equal(flat.grad, expected)
+
+
+@properties
+@given(specs, st.data())
+def test_digest_changes_with_name_shape_alignment_and_order(specs, data):
+    layout = FlatLayout.pack(specs)
+    assert FlatLayout.pack(list(specs)).digest() == layout.digest()
+    i = data.draw(st.integers(0, len(specs) - 1))
+    spec = specs[i]
+    replacements = [
+        dataclasses.replace(spec, name="other"),
+        dataclasses.replace(spec, shape=(*spec.shape, 1)),
+        dataclasses.replace(spec, shape=(1, *spec.shape)),
+        dataclasses.replace(spec, align=next(a for a in Align if a is not spec.align)),
+    ]
+    changed = [[*specs[:i], new, *specs[i + 1 :]] for new in replacements]
+    changed += [specs[:i] + specs[i + 1 :], [*specs, ParamSpec("more", (3,))]]
+    if len(specs) > 1:
+        changed.append(specs[::-1])
+    digests = [FlatLayout.pack(c).digest() for c in changed]
+    assert layout.digest() not in digests
+
+
+def test_digest_sees_a_swap_of_names_between_equal_shapes():
+    one = FlatLayout.pack([ParamSpec("a", (4,)), ParamSpec("b", (4,))])
+    other = FlatLayout.pack([ParamSpec("b", (4,)), ParamSpec("a", (4,))])
+    assert one.digest() != other.digest()
+
+
+def test_duplicate_names_are_rejected():
+    with pytest.raises(ValueError, match=r"two parameters are called 'fc\.weight'"):
+        FlatLayout.pack([ParamSpec("fc.weight", (2,)), ParamSpec("fc.weight", (3,))])
+
+
+def test_an_empty_layout_has_no_elements():
+    layout = FlatLayout.pack([])
+    assert (layout.numel, layout.padded_numel(3), layout.gaps(3)) == (0, 0, [])
+    assert layout.views(torch.empty(0)) == []
+    assert layout.pieces(0, 3) == []
