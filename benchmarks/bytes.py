@@ -40,20 +40,18 @@ MASTER_BYTES = 4  # FP32; also what gradients are accumulated and reduced in
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table: an engine and how it is asked to behave."""
+    """An engine and how it is asked to behave.
+
+    Attributes:
+        zero: 3 frees parameters after each forward and backward, 2 keeps them for a step.
+        sync: gradients are reduced in the last microbatch or in every one.
+        concat_free: FlatFSDP's `optimize_backward_concat`.
+    """
 
     engine: Literal["FlatFSDP", "FSDP2"]
     zero: Literal[2, 3]
     sync: Literal["last", "every"] = "last"
     concat_free: bool = True
-
-    @property
-    def label(self) -> str:
-        if self.engine == "FlatFSDP":
-            flag = "on" if self.concat_free else "off"
-            every = ", every" if self.sync == "every" else ""
-            return f"FlatFSDP flag {flag}, ZeRO-{self.zero}{every}"
-        return f"FSDP2 reduce {self.sync}, ZeRO-{self.zero}"
 
 
 CASES = (
@@ -124,6 +122,12 @@ class Row:
     promised: Traffic
     ledger: dict[str, float]
     missed: dict[str, int]
+
+    @property
+    def label(self) -> str:
+        flag = (" on" if self.case.concat_free else " off") if self.case.engine == "FlatFSDP" else ""
+        sync = f", {self.case.sync}" if self.microbatches > 1 else ""
+        return f"{self.case.engine}{flag}, ZeRO-{self.case.zero}{sync}"
 
     def disagreements(self) -> list[str]:
         """What differs, one line each; empty is what we want."""
@@ -314,7 +318,7 @@ def main(
         cases = [(case, steps) for steps in accumulation for case in _cases(steps)]
         per_rank = run_on_ranks(world_size, measure_all, cases)
         for row, *others in zip(*per_rank, strict=True):
-            assert all(other == row for other in others), f"ranks disagree about {row.case.label}"
+            assert all(other == row for other in others), f"ranks disagree about {row.label}"
             rows.append(row)
     payload = {"units": UNITS, "parameters": PARAMETERS, "rows": [_as_dict(row) for row in rows]}
     written = [write_json("bytes", payload), draw(rows)]
@@ -334,7 +338,7 @@ def _cases(steps: int) -> list[Case]:
 
 def _as_dict(row: Row) -> dict[str, Any]:
     return {
-        "label": row.case.label,
+        "label": row.label,
         **asdict(row),
         "local": {"measured": row.measured.local, "promised": row.promised.local},
         "disagreements": row.disagreements(),
@@ -358,7 +362,7 @@ def show(rows: list[Row]) -> None:
             got = row.measured
             color = "red" if row.disagreements() else "green"
             table.add_row(
-                row.case.label,
+                row.label,
                 *(f"{getattr(got, part):.2f}" for part in HEADINGS),
                 f"[bold]{got.local:.2f}[/]",
                 f"[{color}]{row.promised.local:.2f}[/]",
@@ -367,7 +371,7 @@ def show(rows: list[Row]) -> None:
         console.print(table)
         for row in chosen:
             for line in row.disagreements():
-                console.print(f"[red]{row.case.label}: {line}[/]")
+                console.print(f"[red]{row.label}: {line}[/]")
     if not any(row.disagreements() for row in rows):
         console.print("Every measurement equals its formula, and FlatFSDP's ledger agrees.")
 
@@ -409,15 +413,16 @@ def draw(rows: list[Row]) -> Path:
         layout="constrained",
     )
     for axis, steps, group in zip(axes[:, 0], panels, groups, strict=True):
-        labels = [row.case.label for row in group]
+        labels = [row.label for row in group]
         left = [0.0] * len(group)
         for part in HEADINGS:
             widths = [getattr(row.measured, part) for row in group]
             axis.barh(labels, widths, left=left, color=COLORS[part], label=MEANING[part], height=0.7)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for row, total in zip(group, left, strict=True):
-            note = "" if not row.disagreements() else f" (formula: {row.promised.local:g})"
-            axis.text(total, row.case.label, f" {total:.1f}{note}", va="center", fontsize=9)
+            agrees = _equal(row.measured.local, row.promised.local)
+            note = "" if agrees else f" (formula: {row.promised.local:g})"
+            axis.text(total, row.label, f" {total:.1f}{note}", va="center", fontsize=9)
         axis.set_title(_counted(steps), loc="left", fontsize=10)
         axis.set_xlim(right=1.08 * max(left))
         axis.invert_yaxis()

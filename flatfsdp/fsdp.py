@@ -102,14 +102,15 @@ class FlatFSDP(ModuleWrapper):
         self._root: Root | None = None
         self._unit = Unit(reshard_after_forward)
         _prepare_buffers(module, device, policy.precision.buffer)
-        for name, trained in (("flat_param", True), ("frozen_flat_param", False)):
-            chosen = [p for p in parameters.values() if p.requires_grad == trained]
-            if chosen:
-                group = FlatGroup(
-                    module, chosen, grid, device, policy, self.microbatch, self.ledger, self._unit.landed
-                )
-                self._unit.add(group)
-                self.register_parameter(name, group.master)
+        chosen = {
+            "flat_param": [p for p in parameters.values() if p.requires_grad],
+            "frozen_flat_param": [p for p in parameters.values() if not p.requires_grad],
+        }
+        bindings = {name: Binding.of(module, members) for name, members in chosen.items() if members}
+        for name, binding in bindings.items():
+            group = FlatGroup(binding, grid, device, policy, self.microbatch, self.ledger, self._unit.landed)
+            self._unit.add(group)
+            self.register_parameter(name, group.master)
         for name, parameter in parameters.items():
             parameter._flatfsdp_name = name  # type: ignore[attr-defined]
 

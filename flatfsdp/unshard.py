@@ -44,8 +44,7 @@ class FlatGroup:
     anew in each forward.
 
     Args:
-        module: the wrapped module.
-        parameters: parameters registered below `module`, all trained or all frozen.
+        binding: of parameters that are registered in the module, all trained or all frozen.
         landed: called when a parameter's gradient of this backward is in `main_grad`, with its slot index,
             or with None when all slots landed at once.
 
@@ -57,8 +56,7 @@ class FlatGroup:
 
     def __init__(
         self,
-        module: nn.Module,
-        parameters: list[nn.Parameter],
+        binding: Binding,
         grid: Grid,
         device: torch.device,
         policy: Policy,
@@ -66,13 +64,14 @@ class FlatGroup:
         ledger: ByteLedger,
         landed: Callable[[int | None], None],
     ) -> None:
-        self.name = type(module).__name__
+        self.name = "unit"
         self.grid = grid
         self.policy = policy
         self.microbatch = microbatch
         self.ledger = ledger
-        self.binding = Binding.of(module, parameters)
-        self.layout = self.binding.layout
+        self.binding = binding
+        self.layout = binding.layout
+        parameters = binding.parameters()
         self.trainable = parameters[0].requires_grad
         self.state = ShardState.SHARDED
 

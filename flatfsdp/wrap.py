@@ -49,8 +49,8 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> Flat
     units: dict[nn.Module, FlatFSDP] = {}
 
     def visit(parent: nn.Module, prefix: str) -> None:
-        for child_name, child in list(parent.named_children()):
-            if isinstance(child, FlatFSDP):
+        for child_name, child in list(parent._modules.items()):
+            if child is None or isinstance(child, FlatFSDP):
                 continue
             name = f"{prefix}{child_name}"
             if child not in units:
