@@ -10,6 +10,7 @@ raised here; under torchrun, torchrun does the same.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import tempfile
@@ -153,5 +154,8 @@ def _on_rank(
     )
     result = function(Rank(index, launch.world, device), payload)
     # Only after success: after an exception the others may be inside a collective, and this would wait.
+    # Models hold process groups in reference cycles, and a group that outlives the interpreter aborts the
+    # process: its threads still have tensors to let go of, which takes a lock that no longer exists.
+    gc.collect()
     dist.destroy_process_group()
     return result

@@ -35,7 +35,10 @@ def test_a_tied_parameter_is_one_slot_with_all_its_sites():
 def test_slots_follow_the_given_order_and_only_the_given_parameters():
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
     binding = Binding.of(model, [model[1].bias, model[0].weight, model[1].bias])
-    assert [(slot.name, slot.shape) for slot in binding.layout.slots] == [("1.bias", (4,)), ("0.weight", (3, 2))]
+    assert [(slot.name, slot.shape) for slot in binding.layout.slots] == [
+        ("1.bias", (4,)),
+        ("0.weight", (3, 2)),
+    ]
 
 
 def test_a_submodule_with_two_paths_has_both_state_dict_keys():

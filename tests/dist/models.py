@@ -1,0 +1,117 @@
+"""A small language model and training loops that the distributed tests share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
+
+VOCAB, WIDTH = 30, 20  # sizes that no alignment divides
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 3 * WIDTH)
+        self.down = nn.Linear(3 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks, head; returns the loss of predicting the input."""
+
+    def __init__(self, blocks: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(self.logits(tokens).float().flatten(0, 1), tokens.flatten())
+
+
+def build(seed: int = 0, **options: Any) -> FlatFSDP:
+    torch.manual_seed(seed)
+    return auto_wrap(Net(), by_class(Block), **options)
+
+
+def data(rank: int, steps: int, count: int) -> Iterator[list[Tensor]]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(steps):
+        yield [torch.randint(0, VOCAB, (2, 7), generator=generator) for _ in range(count)]
+
+
+class Trace(NamedTuple):
+    """What a training run produced on one rank; compare with `same`."""
+
+    losses: list[Tensor]
+    grads: list[Tensor]
+    parameters: list[Tensor]
+    optimizer: list[Tensor]
+
+
+def train(model: FlatFSDP, rank: int, steps: int = 3, count: int = 3) -> Trace:
+    """AdamW over the flat shards; records reduced gradients before clipping."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, grads = [], []
+    for batches in data(rank, steps, count):
+        for tokens in microbatches(model, batches):
+            loss = model(tokens)
+            loss.backward()
+            losses.append(loss.detach())
+        grads += grads_of(model)
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = [v for p in model.parameters() for v in optimizer.state[p].values()]
+    return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], state)
+
+
+def train_unsharded(
+    world_size: int, steps: int = 3, count: int = 3
+) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The same training in one process, on every rank's data: rank 0's losses and the final state dict.
+
+    Gradients are summed over microbatches and averaged over ranks; all in FP32.
+    """
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for per_rank in zip(*(data(rank, steps, count) for rank in range(world_size)), strict=True):
+        for rank, batches in enumerate(per_rank):
+            for tokens in batches:
+                loss = model(tokens)
+                (loss / world_size).backward()
+                if rank == 0:
+                    losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, model.state_dict()
+
+
+def grads_of(model: FlatFSDP) -> list[Tensor]:
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def same_trace(a: Trace, b: Trace) -> dict[str, bool]:
+    return {field: same(getattr(a, field), getattr(b, field)) for field in Trace._fields}

@@ -1,0 +1,113 @@
+"""Pools of ranks that live for the whole test session, so that one test costs milliseconds, not imports.
+
+`run_ranks(4, case, *args)` calls `case(rank, 4, *args)` on each of four processes inside an initialised
+process group and returns their results in rank order.  `case` is a top-level function of a test module.
+An exception on any rank is raised here with the tracebacks of all; ranks that are still in a collective
+then, or that do not answer in time, are killed and the next call starts a fresh pool.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_POOLS: dict[tuple[int, str], Pool] = {}
+
+
+class RankFailure(AssertionError):
+    """At least one rank raised; `errors` holds each rank's traceback, or None."""
+
+    def __init__(self, errors: list[str | None]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"--- rank {r} ---\n{e}" for r, e in enumerate(errors) if e))
+
+
+def run_ranks(
+    world_size: int, case: Callable[..., Any], *args: Any, backend: str = "gloo", timeout: float = 120.0
+) -> list[Any]:
+    """With `backend="nccl"` each rank has the GPU of its number as current device."""
+    key = (world_size, backend)
+    if key not in _POOLS:
+        _POOLS[key] = Pool(world_size, backend)
+    try:
+        return _POOLS[key].run(case, args, timeout)
+    except BaseException:
+        _POOLS.pop(key).stop()
+        raise
+
+
+class Pool:
+    def __init__(self, world_size: int, backend: str) -> None:
+        context = mp.get_context("spawn")
+        store = tempfile.NamedTemporaryFile(delete=False).name  # noqa: SIM115 - torch deletes it
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, rank, world_size, backend, store)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, case: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
+        for pipe in self._pipes:
+            pipe.send((case, args))
+        results: list[Any] = [None] * len(self._pipes)
+        errors: list[str | None] = [None] * len(self._pipes)
+        deadline = time.monotonic() + timeout
+        for rank, pipe in enumerate(self._pipes):
+            # Once one rank has failed, the others get a moment to fail too, not the whole time limit.
+            patience = 15.0 if any(errors) else deadline - time.monotonic()
+            if not pipe.poll(max(patience, 0.0)):
+                errors[rank] = "no answer in time (stuck in a collective?)"
+                continue
+            try:
+                ok, value = pipe.recv()
+            except EOFError:
+                errors[rank] = "the process died"
+                continue
+            if ok:
+                results[rank] = value
+            else:
+                errors[rank] = value
+        if any(errors):
+            raise RankFailure(errors)
+        return results
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+
+def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: str) -> None:
+    torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
+    )
+    while True:
+        try:
+            case, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            result = case(rank, world_size, *args)
+            pipe.send((True, result))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))

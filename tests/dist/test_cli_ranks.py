@@ -1,0 +1,43 @@
+"""Starting ranks from the command line: results come back, a failing rank ends all of them."""
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flatfsdp.cli.ranks import Device, Launch, Rank, run_on_ranks
+
+
+def add_up(rank: Rank, payload: float) -> tuple[int, float, bool]:
+    total = torch.tensor(payload * (rank.index + 1))
+    dist.all_reduce(total)
+    return rank.world, total.item(), torch.are_deterministic_algorithms_enabled()
+
+
+def fail_on_rank_1(rank: Rank, message: str) -> None:
+    if rank.index == 1:
+        raise RuntimeError(message)
+    dist.barrier()  # waits for rank 1, which never comes
+
+
+def test_result_of_rank_0_comes_back() -> None:
+    launch = Launch(2, Device.cpu, deterministic=True)
+    assert run_on_ranks(add_up, 10.0, launch) == (2, 30.0, True)
+
+
+def test_a_failing_rank_ends_all_with_its_traceback() -> None:
+    start = time.monotonic()
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException) as caught:
+        run_on_ranks(fail_on_rank_1, "on purpose", Launch(2, Device.cpu))
+    assert "fail_on_rank_1" in str(caught.value)
+    assert "RuntimeError: on purpose" in str(caught.value)
+    assert time.monotonic() - start < 60
+
+
+def test_ranks_must_agree_with_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert Launch().world == 4
+    with pytest.raises(ValueError, match="torchrun started 4"):
+        Launch(ranks=2)

@@ -1,0 +1,110 @@
+"""`python -m flatfsdp verify`, as a user runs it: its verdict, its files, its exit codes."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flatfsdp.cli.app import app
+
+KINDS = ["losses", "gradients", "parameters", "optimizer state"]
+TINY = ["--device", "cpu", "--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "32", "--batch", "2"]
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    return subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=240, env=environment
+    )
+
+
+def verify(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return run("flatfsdp", "verify", *TINY, "--out", str(out), *options)
+
+
+def written(out: Path) -> dict[str, Any]:
+    assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
+    report: dict[str, Any] = json.loads((out / "verify.json").read_text())
+    return report
+
+
+def test_flag_on_equals_flag_off(tmp_path: Path) -> None:
+    done = verify(tmp_path, "--steps", "6")
+    assert done.returncode == 0, done.stderr
+    report = written(tmp_path)
+    names = [(row["precision"], row["strategy"]) for row in report["rows"]]
+    assert names == [("fp32", "zero2"), ("fp32", "zero3"), ("bf16", "zero2"), ("bf16", "zero3")]
+    assert report["equal"]
+    assert report["environment"]["world_size"] == 2
+    assert report["options"]["settings"]["microbatches"] == 4
+    for row in report["rows"]:
+        assert row["differences"] == {kind: [] for kind in KINDS}
+        assert row["falling"]
+        assert len(row["off"]["losses"]) == 6
+        assert row["off"]["losses"] == row["on"]["losses"]
+        assert row["on"]["bytes_per_parameter"].get("concat", 0) == 0
+        assert row["on"]["local_bytes"] < row["off"]["local_bytes"]
+        assert float.fromhex(row["on"]["final_loss_hex"]) == row["on"]["losses"][-1]
+        assert done.stdout.count(row["on"]["final_loss_hex"]) >= 2
+    assert "DIFFER" not in done.stdout
+    assert "flag on equals flag off" in done.stdout.lower()
+
+
+def test_one_damaged_bit_on_one_rank_is_noticed(tmp_path: Path) -> None:
+    done = verify(tmp_path, "--steps", "4", "--self-test", "--precision", "fp32", "--strategy", "zero3")
+    assert done.returncode == 1
+    assert "DIFFER" in done.stdout
+    (row,) = written(tmp_path)["rows"]
+    assert not row["equal"]
+    (gradients,) = row["differences"]["gradients"]  # rank 1 alone: rank 0 sees the same gradients
+    assert gradients.startswith("rank 1: step 1, ")
+    assert " 1 of " in gradients
+    assert row["differences"]["optimizer state"]
+    assert f"fp32 zero3: gradients differ first at {gradients}" in " ".join(done.stdout.split())
+
+
+def test_torchrun_json_and_data_parallel(tmp_path: Path) -> None:
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "flatfsdp", "verify")
+    options = ("--steps", "2", "--precision", "fp32", "--strategy", "dp", "--json", "--out", str(tmp_path))
+    done = run(*torchrun, *TINY, *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == written(tmp_path)
+    assert [row["strategy"] for row in written(tmp_path)["rows"]] == ["dp"]
+
+
+def test_train_writes_its_losses(tmp_path: Path) -> None:
+    done = run("flatfsdp", "train", *TINY, "--steps", "6", "--precision", "fp32", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "fp32 zero3 flag on, 2 ranks: loss " in done.stdout
+    losses = json.loads((tmp_path / "train.json").read_text())["run"]["losses"]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "losses.png").exists()
+
+
+@pytest.mark.parametrize("command", ["verify", "train"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "no/such/file"], "no/such/file does not exist"),
+        (["--microbatches", "0"], "--microbatches"),
+        (["--hidden", "30", "--heads", "4"], "multiple of heads"),
+        (["--strategy", "zero4"], "'zero2', 'zero3'"),
+        (["--lr", "0"], "lr is 0.0; it must be above 0"),
+        (["--device", "cuda", "--ranks", "1000"], "one GPU for each of 1000 ranks"),
+    ],
+)
+def test_senseless_options_are_explained(
+    command: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, [command, *options])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())

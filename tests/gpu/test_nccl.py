@@ -1,0 +1,146 @@
+"""The same engine on CUDA streams and NCCL, and beside fairscale's.  Needs two GPUs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from flatfsdp import FlatFSDP, Precision, Prefetch, auto_wrap, by_class, microbatches
+from flatfsdp.cli.gpt import GPT, Block, GPTConfig
+from tests.dist.models import Trace, grads_of, same, same_trace
+from tests.dist.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+BF16 = Precision(compute=torch.bfloat16)
+WORLD_SIZES = [n for n in (2, 4) if n <= torch.cuda.device_count()]
+SMALL = GPTConfig(layers=4, hidden=256, heads=4, seq=128)
+WIDE = GPTConfig(layers=6, hidden=2048, heads=16, seq=1024)
+
+
+def build(config: GPTConfig = SMALL, **options: Any) -> FlatFSDP:
+    return auto_wrap(GPT(config), by_class(Block), device="cuda", **options)
+
+
+def tokens(config: GPTConfig, rank: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    shape = (2, config.seq)
+    return [torch.randint(0, config.vocab, shape, generator=generator).cuda() for _ in range(count)]
+
+
+def train(model: FlatFSDP, batches: list[torch.Tensor], steps: int = 4) -> Trace:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses, grads = [], []
+    for _ in range(steps):
+        for batch in microbatches(model, batches):
+            loss = model(batch, batch)
+            loss.backward()
+            losses.append(loss.detach())
+        grads += grads_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.isfinite(loss) for loss in losses)
+    state = [v.cpu() for p in model.parameters() for v in optimizer.state[p].values()]
+    return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], state)
+
+
+def flags_agree(rank: int, world_size: int, options: dict[str, Any]) -> bool:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    batches = tokens(SMALL, rank, 3)
+    reference = train(build(**options), batches)
+    variants: list[dict[str, Any]] = [
+        {},
+        {"poison_on_free": True},
+        {"poison_on_free": True, "prefetch": Prefetch(2, 2)},
+        {"poison_on_free": True, "prefetch": Prefetch(0, 0)},
+    ]
+    traces = [train(build(optimize_backward_concat=True, **options, **v), batches) for v in variants]
+    return all(all(same_trace(reference, trace).values()) for trace in traces)
+
+
+@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"shard": False}], ids=str)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_flag_on_equals_flag_off(world_size: int, options: dict[str, Any], precision: Precision) -> None:
+    options = {"precision": precision, **options}
+    assert run_ranks(world_size, flags_agree, options, backend="nccl") == [True] * world_size
+
+
+def beside_fairscale(rank: int, world_size: int, reshard: bool) -> dict[str, bool]:
+    """Losses and gathered parameters of three engines after the same steps, in FP32."""
+    from fairscale.nn.data_parallel import FullyShardedDataParallel
+
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    batches = tokens(SMALL, rank, 3)
+
+    plain = GPT(SMALL).cuda()
+    for index, block in enumerate(plain.blocks):
+        plain.blocks[index] = FullyShardedDataParallel(block, reshard_after_forward=reshard)
+    theirs = FullyShardedDataParallel(plain, reshard_after_forward=reshard)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(4):
+        for index, batch in enumerate(batches):
+            with theirs.no_sync() if index < len(batches) - 1 else nullcontext():
+                loss = theirs(batch, batch)
+                loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = theirs.state_dict()
+
+    result = {}
+    for flag in (False, True):
+        model = build(reshard_after_forward=reshard, optimize_backward_concat=flag)
+        trace = train(model, batches)
+        ours = model.state_dict()
+        result[f"losses, flag {flag}"] = same(trace.losses, losses)
+        result[f"parameters, flag {flag}"] = all(torch.equal(ours[name], state[name]) for name in ours)
+    return result
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
+def test_fp32_equals_fairscale_bit_for_bit_on_two_ranks(reshard: bool) -> None:
+    pytest.importorskip("fairscale")
+    for result in run_ranks(2, beside_fairscale, reshard, backend="nccl"):
+        assert all(result.values()), result
+
+
+def traced_backward(rank: int, world_size: int) -> dict[str, Any]:
+    """Kernel intervals of the last microbatch, after two steps of warm-up."""
+    model = build(WIDE, optimize_backward_concat=True, precision=BF16)
+    batches = tokens(WIDE, rank, 2)
+    for _ in range(2):
+        for batch in microbatches(model, batches):
+            model(batch, batch).backward()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+        for batch in microbatches(model, batches):
+            model(batch, batch).backward()
+        torch.cuda.synchronize()
+    events = trace.events()
+    kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
+    reductions = [e.time_range for e in kernels if "ReduceScatter" in e.name]
+    compute = [e.time_range for e in kernels if "nccl" not in e.name.lower() and "flatfsdp" not in e.name]
+    overlapped = sum(max(0.0, min(r.end, c.end) - max(r.start, c.start)) for r in reductions for c in compute)
+    return {
+        "concats": [e.name for e in events if e.name in ("aten::cat", "SplitWithSizesBackward0")],
+        "reductions": len(reductions),
+        "us": sum(r.end - r.start for r in reductions),
+        "overlapped_us": overlapped,
+    }
+
+
+def test_trace_shows_no_concat_and_overlapped_reductions() -> None:
+    for seen in run_ranks(2, traced_backward, backend="nccl"):
+        assert seen["concats"] == []
+        assert seen["reductions"] == WIDE.layers + 1
+        assert seen["overlapped_us"] > 0.5 * seen["us"], seen
+        print(seen)
