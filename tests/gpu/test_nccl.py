@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import FlatFSDP, Precision, Prefetch, auto_wrap, by_class, microbatches
-from flatfsdp.cli.gpt import GPT, Block, GPTConfig
+from flatfsdp.cli.gpt import GPT, MLP, Block, GPTConfig
 from tests.dist.models import Trace, grads_of, same, same_trace
 from tests.dist.ranks import run_ranks
 
@@ -36,7 +37,7 @@ def tokens(config: GPTConfig, rank: int, count: int) -> list[torch.Tensor]:
 
 
 def train(model: FlatFSDP, batches: list[torch.Tensor], steps: int = 4) -> Trace:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     losses, grads = [], []
     for _ in range(steps):
         for batch in microbatches(model, batches):
@@ -84,7 +85,7 @@ def beside_fairscale(rank: int, world_size: int, reshard: bool) -> dict[str, boo
     for index, block in enumerate(plain.blocks):
         plain.blocks[index] = FullyShardedDataParallel(block, reshard_after_forward=reshard)
     theirs = FullyShardedDataParallel(plain, reshard_after_forward=reshard)
-    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=1e-3, foreach=False)
     losses = []
     for _ in range(4):
         for index, batch in enumerate(batches):
@@ -94,7 +95,9 @@ def beside_fairscale(rank: int, world_size: int, reshard: bool) -> dict[str, boo
             losses.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
-    state = theirs.state_dict()
+    with theirs.summon_full_params():
+        state = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
+    state = {name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): v for name, v in state.items()}
 
     result = {}
     for flag in (False, True):
@@ -102,7 +105,9 @@ def beside_fairscale(rank: int, world_size: int, reshard: bool) -> dict[str, boo
         trace = train(model, batches)
         ours = model.state_dict()
         result[f"losses, flag {flag}"] = same(trace.losses, losses)
-        result[f"parameters, flag {flag}"] = all(torch.equal(ours[name], state[name]) for name in ours)
+        differing = [name for name in ours if not torch.equal(ours[name], state[name])]
+        result[f"parameters, flag {flag}"] = differing == []
+        print(differing, sorted(ours) == sorted(state))
     return result
 
 
@@ -114,16 +119,22 @@ def test_fp32_equals_fairscale_bit_for_bit_on_two_ranks(reshard: bool) -> None:
 
 
 def traced_backward(rank: int, world_size: int) -> dict[str, Any]:
-    """Kernel intervals of the last microbatch, after two steps of warm-up."""
-    model = build(WIDE, optimize_backward_concat=True, precision=BF16)
-    batches = tokens(WIDE, rank, 2)
+    """Kernel intervals of a step, after two of warm-up; the model itself concatenates nothing."""
+    model = auto_wrap(
+        nn.Sequential(*(MLP(WIDE) for _ in range(WIDE.layers))),
+        by_class(MLP),
+        device="cuda",
+        optimize_backward_concat=True,
+        precision=BF16,
+    )
+    batches = [torch.randn(4, WIDE.seq, WIDE.hidden, device="cuda") for _ in range(2)]
     for _ in range(2):
         for batch in microbatches(model, batches):
-            model(batch, batch).backward()
+            model(batch).square().mean().backward()
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         for batch in microbatches(model, batches):
-            model(batch, batch).backward()
+            model(batch).square().mean().backward()
         torch.cuda.synchronize()
     events = trace.events()
     kernels = [e for e in events if e.device_type == torch.autograd.DeviceType.CUDA]
@@ -141,6 +152,6 @@ def traced_backward(rank: int, world_size: int) -> dict[str, Any]:
 def test_trace_shows_no_concat_and_overlapped_reductions() -> None:
     for seen in run_ranks(2, traced_backward, backend="nccl"):
         assert seen["concats"] == []
-        assert seen["reductions"] == WIDE.layers + 1
+        assert seen["reductions"] == WIDE.layers
         assert seen["overlapped_us"] > 0.5 * seen["us"], seen
         print(seen)

@@ -1,0 +1,12 @@
+"""Unit tests compute on tiny tensors, on which several threads only wait for each other."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
