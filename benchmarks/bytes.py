@@ -5,9 +5,8 @@ beside the number that each design promises.  Four equal units, FP32 master para
 reduction, gloo; the second step is counted, so that nothing of the first step's set-up is in it.
 
 Local bytes are reads plus writes of copy kernels on one rank; matrix products, the optimizer and what a
-collective does inside are not in it.  Wire bytes are (N - 1) / N of each collective's payload.  FlatFSDP
-divides by the number of ranks itself where it runs on gloo ("divide"); FSDP2 lets gloo do so, unseen here.
-On NCCL both let the collective average, and that column is zero.
+collective does inside are not in it (the division by the number of ranks, for one).  Wire bytes are
+(N - 1) / N of each collective's payload.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Traffic:
         copy: into all-gather buffers and out of them.
         concat: gradients into one flat tensor.
         accumulate: gradients widened to FP32 and added up.
-        other: division by the number of ranks; zero-fill, of which there should be none.
+        other: division and zero-fill, of which there should be none.
         gathers, reduces: all-gather and reduce-scatter calls of a unit.
         wire_gather, wire_reduce: bytes per parameter that a rank sends.
     """
@@ -101,7 +100,7 @@ HEADINGS = {
     "copy": "copy\nin/out",
     "concat": "concat",
     "accumulate": "accu-\nmulate",
-    "other": "divide",
+    "other": "other",
 }
 """The local parts of a `Traffic` and their columns."""
 
@@ -153,7 +152,6 @@ def _as_ledger(measured: Traffic) -> dict[str, float]:
         "cast": measured.cast,
         "concat": measured.concat,
         "accumulate": measured.accumulate,
-        "divide": measured.other,
         "gather": measured.wire_gather,
         "reduce": measured.wire_reduce,
     }
@@ -188,7 +186,7 @@ def _flat_local(case: Case, ranks: int, steps: int) -> dict[str, float]:
         "copy": 0,
         "concat": 0 if case.concat_free else 2 * p * steps,
         "accumulate": landed,
-        "other": reduces * 2 * m / ranks,  # the engine sums on gloo; NCCL averages inside the reduction
+        "other": 0,
     }
 
 
@@ -392,7 +390,7 @@ MEANING = {
     "copy": "copy in / copy out",
     "concat": "concat",
     "accumulate": "widen and add",
-    "other": "divide (on gloo)",
+    "other": "divide, zero-fill",
 }
 
 

@@ -47,11 +47,6 @@ class Ranks:
         group = dist.new_group(members, backend=backend, use_local_synchronization=True)
         return Ranks(group, self.size, self.rank)
 
-    @property
-    def averages(self) -> bool:
-        """Whether the backend divides inside its reduction; gloo can only sum."""
-        return self.group is not None and "nccl" in str(dist.get_backend(self.group))
-
 
 @dataclass(frozen=True)
 class Grid:
@@ -129,18 +124,14 @@ def all_gather(full: Tensor, shard: Tensor, ranks: Ranks) -> None:
     _all_gather(full, shard, group=ranks.group)
 
 
-def reduce_scatter(shard: Tensor, full: Tensor, ranks: Ranks) -> None:
-    """shard = this rank's part of the ranks' sum of `full` (their mean where `ranks.averages`)."""
-    _reduce_scatter(shard, full, op=_reduction(ranks), group=ranks.group)
+def reduce_scatter_mean(shard: Tensor, full: Tensor, ranks: Ranks) -> None:
+    """shard = this rank's part of the mean of `full` over the ranks."""
+    _reduce_scatter(shard, full, op=dist.ReduceOp.AVG, group=ranks.group)
 
 
-def all_reduce(tensor: Tensor, ranks: Ranks) -> None:
-    """In place: the ranks' sum of `tensor` (their mean where `ranks.averages`)."""
-    dist.all_reduce(tensor, op=_reduction(ranks), group=ranks.group)
-
-
-def _reduction(ranks: Ranks) -> dist.ReduceOp.RedOpType:
-    return dist.ReduceOp.AVG if ranks.averages else dist.ReduceOp.SUM
+def all_reduce_mean(tensor: Tensor, ranks: Ranks) -> None:
+    """In place: the mean of `tensor` over the ranks."""
+    dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=ranks.group)
 
 
 def broadcast(tensor: Tensor, ranks: Ranks) -> None:

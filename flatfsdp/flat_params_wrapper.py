@@ -289,7 +289,8 @@ class FlattenParamsWrapper(ModuleWrapper):
             return {**copy.deepcopy(kept, memo), "_groups": groups}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self._portable_state({})
+        # What refers to this wrapper refers to what is being pickled, not to a copy.
+        return self._portable_state({id(self): self})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         groups = state["_groups"]
@@ -340,10 +341,10 @@ class _FlatViews(torch.autograd.Function):
 def _groups(
     module: nn.Module, param_list: Iterable[nn.Parameter] | Iterable[Iterable[nn.Parameter]] | None
 ) -> list[list[nn.Parameter]]:
-    """The parameters of each group, each once."""
+    """The parameters of each group."""
     if param_list is None:
         found = [p for site, p in parameter_sites(module) if not isinstance(site.module, ModuleWrapper)]
-        return [list(dict.fromkeys(found))] if found else []
+        return [found] if found else []
     entries: list[Any] = list(param_list)
     is_one_group = any(isinstance(entry, Tensor) for entry in entries)
     lists = [entries] if is_one_group else [list(entry) for entry in entries]
@@ -362,7 +363,7 @@ def _groups(
                     f"parameter {names.get(parameter)} is in groups {group_of[parameter]} and {index} of "
                     "param_list; put it, and what it is tied to, in one group"
                 )
-    return [list(dict.fromkeys(group)) for group in lists]
+    return lists
 
 
 def _check_group(binding: Binding) -> None:

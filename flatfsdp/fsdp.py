@@ -92,7 +92,7 @@ class FlatFSDP(ModuleWrapper):
         )
         grid = Grid.of(process_group, mesh, shard)
         parameters = _parameters_to_take(module)
-        device = _resolve_device(device, parameters, grid)
+        device = _resolve_device(device, module, parameters, grid)
         super().__init__(module)
         self.policy = policy
         self.grid = grid
@@ -286,15 +286,15 @@ def _parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _resolve_device(
-    device: torch.device | str | None, parameters: dict[str, nn.Parameter], grid: Grid
+    device: torch.device | str | None, module: nn.Module, parameters: dict[str, nn.Parameter], grid: Grid
 ) -> torch.device:
-    devices = {p.device: name for name, p in parameters.items()}
     if device is None:
-        if len(devices) > 1:
-            raise ValueError(
-                f"parameters are on several devices ({devices}); pass device= or move the module"
-            )
-        device = next(iter(devices), torch.device("cpu"))
+        found = {m.device: f"unit {name}" for name, m in _units_in(module)}
+        found |= {p.device: f"parameter {name}" for name, p in parameters.items()}
+        if len(found) > 1:
+            places = ", ".join(f"{what} is on {where}" for where, what in found.items())
+            raise ValueError(f"{places}; pass device= to say where the whole module shall be")
+        device = next(iter(found), torch.device("cpu"))
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -307,10 +307,13 @@ def _resolve_device(
 
 
 def _prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    for owner in module.modules():
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                owner._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
+    """Moves and casts buffers, except those of inner units, which have been."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
+    for child in module.children():
+        if not isinstance(child, FlatFSDP):
+            _prepare_buffers(child, device, dtype)
 
 
 def _units_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, FlatFSDP]]:

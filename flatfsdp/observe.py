@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-Traffic = Literal["cast", "concat", "accumulate", "divide", "gather", "reduce"]
+Traffic = Literal["cast", "concat", "accumulate", "gather", "reduce"]
 
 
 class ByteLedger:
@@ -20,8 +20,8 @@ class ByteLedger:
     Local traffic counts bytes read plus bytes written:
         cast: master shard to compute shard.
         concat: autograd's concatenation of gradients (`optimize_backward_concat=False`).
-        accumulate: gradients into `main_grad` (a copy the first time, an add later).
-        divide: the reduced shard by the number of ranks, where the backend can only sum.
+        accumulate: gradients into `main_grad` (a copy the first time, an add later), and reduced shards
+            into a `.grad` that is there already.
     Wire traffic counts the bytes this rank receives (gather) or sends (reduce):
         gather: all-gather of parameters, (N - 1) / N of the full size.
         reduce: reduce-scatter, (N - 1) / N of the full size; all-reduce, twice that.

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatfsdp.comm import Grid, Lane, all_reduce, compute_waits_for, reduce_scatter
+from flatfsdp.comm import Grid, Lane, all_reduce_mean, compute_waits_for, reduce_scatter_mean
 from flatfsdp.observe import ByteLedger, span
 from flatfsdp.unshard import FlatGroup
 
@@ -97,27 +97,16 @@ class Reducer:
             if shards.size > 1:
                 nbytes = full_bytes * (shards.size - 1) // shards.size
                 with span("reduce_scatter", group.name, group.microbatch.index, nbytes):
-                    reduce_scatter(shard, payload, shards)
+                    reduce_scatter_mean(shard, payload, shards)
                 self._ledger.add("reduce", nbytes)
             else:
                 shard = payload
             if replicas.size > 1:
                 nbytes = 2 * shard.numel() * wire_dtype.itemsize * (replicas.size - 1) // replicas.size
                 with span("all_reduce", group.name, group.microbatch.index, nbytes):
-                    all_reduce(shard, replicas)
+                    all_reduce_mean(shard, replicas)
                 self._ledger.add("reduce", nbytes)
-            self._divide(shard)
         self._in_flight.append(_Reduction(group, flat, shard, self._lane.mark()))
-
-    def _divide(self, shard: Tensor) -> None:
-        """The sum over ranks becomes their mean, where the backend has not divided."""
-        divisor = 1
-        for ranks in (self._grid.shard, self._grid.replicate):
-            if not ranks.averages:
-                divisor *= ranks.size
-        if divisor > 1:
-            shard.div_(divisor)
-            self._ledger.add("divide", 2 * shard.numel() * shard.element_size())
 
     def _retire(self) -> None:
         group, _, shard, done = self._in_flight.popleft()
@@ -127,3 +116,4 @@ class Reducer:
             group.master.grad = grad
         else:
             group.master.grad.add_(grad)
+            self._ledger.add("accumulate", 3 * grad.numel() * grad.element_size())

@@ -135,6 +135,6 @@ def _report_original_names(wrapper: ModuleWrapper, _incompatible_keys: object) -
     """After a load: takes the level of `wrapper` out of the keys that the modules below it reported."""
     prefix, reports = wrapper._reports_from_below
     wrapper._reports_from_below = "", []
-    level = re.compile(rf"(?<![\w.]){re.escape(prefix)}module\.(?=\w)")
+    level = re.compile(rf"(?<![\w.-]){re.escape(prefix)}module\.(?=\w)")
     for report, start in reports:
-        report[start:] = [level.sub(lambda _: prefix, text, count=1) for text in report[start:]]
+        report[start:] = [level.sub(lambda _: prefix, text) for text in report[start:]]

@@ -97,7 +97,9 @@ def beside_fairscale(rank: int, world_size: int, reshard: bool) -> dict[str, boo
         optimizer.zero_grad()
     with theirs.summon_full_params():
         state = {name: parameter.detach().clone() for name, parameter in plain.named_parameters()}
-    state = {name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): v for name, v in state.items()}
+    state = {
+        name.replace("_fsdp_wrapped_module.", "").replace("_fpw_module.", ""): v for name, v in state.items()
+    }
 
     result = {}
     for flag in (False, True):

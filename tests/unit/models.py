@@ -102,5 +102,5 @@ def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
 def nest(model: nn.Module) -> nn.Module:
     """Wrappers in plain modules, in wrappers, and directly in each other."""
     model.mlp[0] = FlattenParamsWrapper(model.mlp[0], [model.mlp[0].weight])
-    model.mlp = FlattenParamsWrapper(FlattenParamsWrapper(model.mlp, []))
+    model.mlp = FlattenParamsWrapper(FlattenParamsWrapper(model.mlp, [model.mlp[2].weight]))
     return nn.Sequential(nn.Sequential(FlattenParamsWrapper(model)))

@@ -276,6 +276,22 @@ def test_forward_without_gradients_and_then_with():
     assert wrapper.flat_param.grad.abs().sum() > 0
 
 
+def test_forward_computes_with_the_flat_parameter_as_it_is_now():
+    """Replaced for one call, frozen, or with other storage."""
+    wrapper, other = wrap_all().eval(), wrap_all(seed=5).eval()
+    tensor = other.flat_param.detach().clone().requires_grad_()
+    output = torch.func.functional_call(wrapper, {"flat_param_0": tensor}, (tokens(),))
+    assert torch.equal(output, other(tokens()))
+    output.sum().backward()
+    assert tensor.grad.abs().sum() > 0
+    assert wrapper.flat_param.grad is None
+    assert torch.equal(wrapper(tokens()), build().eval()(tokens()))
+    wrapper.flat_param.requires_grad_(False)
+    assert not wrapper(tokens()).requires_grad
+    wrapper.flat_param.data = tensor.detach()
+    assert torch.equal(wrapper(tokens()), other(tokens()))
+
+
 def test_frozen_groups_get_no_gradient():
     model = build()
     model.mlp.requires_grad_(False)

@@ -233,6 +233,15 @@ def test_deepcopy_keeps_what_wrapped_modules_share_with_others():
     assert copied.activation is not model.activation
 
 
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, by_pickle])
+def test_a_module_that_knows_its_wrapper_knows_the_copy_afterwards(duplicate):
+    wrapper = wrap_all()
+    wrapper.module.owners = [wrapper]
+    copied = duplicate(wrapper)
+    assert copied.module.owners[0] is copied
+    assert_same_state(copied.state_dict(), wrapper.state_dict())
+
+
 def test_copies_keep_mode_names_frozen_state_and_hooks():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)).eval()
     wrapper = FlattenParamsWrapper(model, [list(m.parameters()) for m in model], ["a", "b"]).eval()

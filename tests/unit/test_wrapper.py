@@ -73,7 +73,7 @@ def test_state_dict_aliases_the_flat_parameter_as_in_any_module():
 def test_nested_wrappers_save_load_and_train_like_the_plain_module():
     plain, nested = nn.Sequential(nn.Sequential(build())), nest(build())
     assert_same_state(nested.state_dict(), plain.state_dict())
-    assert len(list(nested.parameters())) == 3
+    assert len(list(nested.parameters())) == 4
     losses = [train(model, torch.optim.Adam(model.parameters(), foreach=False)) for model in (plain, nested)]
     assert torch.equal(losses[0][-1], losses[1][-1])
     assert_same_state(nested.state_dict(), plain.state_dict())
@@ -91,7 +91,7 @@ def test_flat_parameters_are_not_flattened_again():
     assert "mlp.0.weight" not in names
     assert not any("flat_param" in name for name in names)
     # The outermost wrapper of the two took what the innermost had left, under its state-dict name.
-    assert inner.metadata(0).param_names == ("0.bias", "2.weight")
+    assert inner.metadata(0).param_names == ("0.bias",)
     wrapped = FlattenParamsWrapper(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"0\.flat_param_0 is a flat parameter of an inner wrapper"):
         FlattenParamsWrapper(nn.Sequential(wrapped), [wrapped.flat_param])
@@ -154,7 +154,7 @@ def broken(state: dict) -> dict:
         "mlp.7.weight": torch.zeros(1),
         "mlp.0.nonsense": torch.zeros(1),
         "module.unused": torch.zeros(3),
-        "head.bias": torch.zeros(12),
+        "head.bias": torch.zeros(11, 1),
         "embedding.weight": "text",
         "norm.running_mean": torch.zeros(2),
     }
@@ -195,6 +195,21 @@ def test_a_child_called_module_keeps_its_name():
         wrapper.load_state_dict(make().state_dict())
         state = {"module.bad": 1, "submodule.bad": 1, "bad": 1, "module.running_mean": torch.zeros(3)}
         assert words(error_of(wrapper, state)) == words(error_of(make(), state))
+
+
+def test_messages_that_mention_several_keys_or_names_like_module():
+    def make():
+        return nn.ModuleDict({"a-module": nn.InstanceNorm1d(2), "module": nn.InstanceNorm1d(2)})
+
+    state = {
+        f"{name}.{key}": torch.zeros(2)
+        for name in make()
+        for key in ("running_mean", "running_var", "weight")
+    }
+    expected = error_of(make(), state)
+    assert '"module.running_mean" and "module.running_var"' in expected
+    for model in (FlattenParamsWrapper(make()), FlattenParamsWrapper(FlattenParamsWrapper(make()))):
+        assert words(error_of(model, state)) == words(expected)
 
 
 def test_not_strict_loading_reports_keys_and_loads_the_rest():
