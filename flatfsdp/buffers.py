@@ -61,12 +61,12 @@ class FlatBuffer:
         self.is_allocated = False
 
     def alias(self) -> Tensor:
-        """The same memory with a version counter of its own: filling the buffer is no in-place change to it."""
+        """The same memory with its own version counter, so that filling the buffer is no change to it."""
         return self.tensor.data
 
 
 class MainGrad:
-    """Gradients of one group, added up over microbatches in one flat buffer that reduce-scatter reads in place.
+    """Gradients of one group, added up over microbatches in the flat buffer that reduce-scatter reads.
 
     Appears when the first gradient of a step lands.  The first write to a slot copies, later ones add, so
     nothing is zeroed except the alignment gaps; each microbatch is one add, in order.

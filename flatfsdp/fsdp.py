@@ -144,7 +144,7 @@ class FlatFSDP(ModuleWrapper):
         return self._init_root().microbatch.not_last()
 
     def set_is_last_backward(self, is_last: bool) -> None:
-        """Says whether the next backwards are the last of their step: those reduce.  For pipeline schedules."""
+        """Says whether the next backwards are the last of their step and reduce; for pipeline schedules."""
         self._init_root().microbatch.is_last = is_last
 
     def clip_grad_norm_(
@@ -262,7 +262,7 @@ class FlatFSDP(ModuleWrapper):
 
 
 def _parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters below `module` that no FlatFSDP owns, by name, each once; validated before anything changes."""
+    """Parameters below `module` that no FlatFSDP owns, by name; validated before anything changes."""
     found: dict[nn.Parameter, str] = {}
     for site, parameter in parameter_sites(module):
         if not isinstance(site.module, FlatFSDP):
@@ -271,8 +271,8 @@ def _parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
         owner_name = getattr(parameter, "_flatfsdp_name", None)
         if owner_name is not None:
             raise ValueError(
-                f"parameter {name} is tied to {owner_name}, which another FlatFSDP unit has taken; wrap a module "
-                "that contains both, so that they live in one unit"
+                f"parameter {name} is tied to {owner_name}, which another FlatFSDP unit has taken; wrap a "
+                "module that contains both, so that they live in one unit"
             )
         if parameter.is_meta:
             raise ValueError(
@@ -317,7 +317,7 @@ def _prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype
 
 
 def _units_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, FlatFSDP]]:
-    """Every FlatFSDP in `module`, itself included, in registration order, by its path without wrapper levels."""
+    """Every FlatFSDP in `module`, itself included, in registration order, with its path without wrappers."""
     if isinstance(module, FlatFSDP):
         yield prefix.rstrip(".") or "root", module
     for name, child in module._modules.items():

@@ -45,7 +45,7 @@ class Microbatch:
         self.end_step()
 
     def end_loop(self, loop: object) -> None:
-        """Back to one microbatch a step, unless a later loop has begun: after an exception, a loop may end late."""
+        """Back to one microbatch a step, unless a later loop has begun: after an error one may end late."""
         if self._loop is loop:
             self.is_first = self.is_last = True
 

@@ -46,7 +46,7 @@ class ForwardOrder:
         return len(self.current) - 1
 
     def after(self, position: int) -> Iterator[Unit]:
-        """Units to gather ahead in a forward: those that followed last time, if the order is the same so far."""
+        """Units to gather ahead in a forward: those that followed here in the previous one."""
         if position < len(self._previous) and self._previous[position] is self.current[position]:
             yield from self._previous[position + 1 : position + 1 + self._prefetch.forward]
 

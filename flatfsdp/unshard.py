@@ -137,7 +137,7 @@ class FlatGroup:
         self._bind(parameters)
 
     def bind_views(self) -> None:
-        """Gives the module autograd views that lead this forward's gradients to the flat leaf, if there is one."""
+        """Gives the module autograd views that lead this forward's gradients to the flat leaf, if any."""
         if self._flat_leaf is not None:
             self._bind(self.layout.views(self._flat_leaf))
 
@@ -158,8 +158,8 @@ class FlatGroup:
             assert self.main_grad is not None
             if grad.layout is not torch.strided:
                 raise TypeError(
-                    f"{self.name}.{self.layout.slots[index].name} got a {grad.layout} gradient; flat buffers are "
-                    "dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
+                    f"{self.name}.{self.layout.slots[index].name} got a {grad.layout} gradient; flat buffers "
+                    "are dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
                 )
             self.main_grad.land(index, grad)
         self._landed(index)
