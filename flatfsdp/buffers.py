@@ -120,13 +120,24 @@ class MainGrad:
         return view
 
     def land(self, index: int, grad: Tensor) -> None:
-        """Adds one parameter's gradient of one microbatch."""
+        """Adds one parameter's gradient of one microbatch.
+
+        Raises:
+            TypeError: if it is sparse.
+        """
+        if grad.layout is not torch.strided:
+            raise TypeError(
+                f"parameter {self._layout.slots[index].name} got a {grad.layout} gradient; flat buffers are "
+                "dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
+            )
         view = self._open()[index]
         self._accumulate(view, grad, first=not self._written[index])
         self._written[index] = True
 
     def land_flat(self, grad: Tensor) -> None:
-        """Adds the concatenated gradient of one microbatch, in the compute dtype and padded."""
+        """Adds the gradient of one microbatch that autograd has just concatenated, padded."""
+        # It read every view's gradient and wrote the flat one.
+        self.ledger.add("concat", 2 * grad.numel() * grad.element_size())
         self._open()
         if not any(self._written) or all(self._written):
             assert self._tensor is not None

@@ -226,7 +226,7 @@ class FlattenParamsWrapper(ModuleWrapper):
                         moved[parameter.data_ptr()] = parameter
                 if len(moved) > 1:
                     names = ", ".join(site.name for site in sites)
-                    raise ValueError(f"{names} are tied, but got different parameters in unflatten_params")
+                    raise ValueError(f"{names} are tied, but got different values inside unflatten_params")
                 # Cloned, because two parameters may have changed places.
                 writes += [(view, value.detach().clone()) for value in moved.values()]
         for view, value in writes:
@@ -249,11 +249,11 @@ class FlattenParamsWrapper(ModuleWrapper):
         self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
         """The flat parameters under their own names, and the rest as in `state_dict`; can be loaded, too."""
-        state_dict: dict[str, Any] = self.module.state_dict(
+        saved: dict[str, Any] = self.module.state_dict(
             destination=destination, prefix=prefix, keep_vars=keep_vars
         )
-        self._save_to_state_dict(state_dict, prefix, keep_vars)
-        return state_dict
+        self._save_to_state_dict(saved, prefix, keep_vars)
+        return saved
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Also accepts the flat form: turns it into the ordinary one first."""

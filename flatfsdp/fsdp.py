@@ -233,7 +233,7 @@ class FlatFSDP(ModuleWrapper):
             yield
         finally:
             for group in self._unit.groups:
-                group.rebind()
+                group.params.rebind()
 
     def _load_slot(self, binding: Binding, slot: ParamSlot, value: Tensor) -> None:
         next(group for group in self._unit.groups if group.binding is binding).load(slot, value)

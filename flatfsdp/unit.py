@@ -107,7 +107,7 @@ class Unit:
             position = self.root.order.record(self)
             self._use(self.root.order.after(position))
         for group in self.groups:
-            group.bind_views()
+            group.params.begin_forward()
         return position
 
     def after_forward(self, position: int, inputs: Any, outputs: Any) -> None:
@@ -123,8 +123,10 @@ class Unit:
                 torch.autograd.graph.register_multi_grad_hook(needing_grad, self._inputs_ready)
         if in_backward():
             return
-        keep = differentiable and (self is self.root.unit or not self._reshard_after_forward)
-        if not keep:
+        # A backward that starts from something in which no tensor was found could not gather them again.
+        is_opaque = torch.is_grad_enabled() and next(tensors_in(outputs), None) is None
+        keeps = self is self.root.unit or not self._reshard_after_forward
+        if not is_opaque and not (differentiable and keeps):
             self.reshard()
 
     # ---- backward ---------------------------------------------------------------------------------------
@@ -132,6 +134,8 @@ class Unit:
     def _before_backward(self, order: list[Unit], position: int, _grad: Tensor) -> None:
         self.root.begin_backward()
         self._use(self.root.order.before(order, position))
+        for group in self.groups:
+            group.params.begin_backward()
 
     @property
     def backward_done(self) -> bool:

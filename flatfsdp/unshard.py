@@ -14,9 +14,8 @@ A group's parameters are in one of three states:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from enum import Enum
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +26,7 @@ from flatfsdp.comm import Grid, Lane, all_gather, compute_waits_for
 from flatfsdp.layout import ParamSlot
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger, span
+from flatfsdp.params import Leaves, Views
 from flatfsdp.policy import Policy
 
 
@@ -39,19 +39,16 @@ class ShardState(Enum):
 class FlatGroup:
     """The trained, or the frozen, parameters of one unit: one layout, one master shard, one flat buffer.
 
-    With `optimize_backward_concat`, and for frozen parameters, the module keeps its own Parameter objects
-    as leaves that alias the flat buffer.  Without it the module sees autograd views of one flat leaf, made
-    anew in each forward.
-
     Args:
         binding: of parameters that are registered in the module, all trained or all frozen.
-        landed: called when a parameter's gradient of this backward is in `main_grad`, with its slot index,
-            or with None when all slots landed at once.
+        landed: called when a gradient of this backward is in `main_grad`, with its slot's index, or with
+            None when all slots landed at once.
 
     Attributes:
         name: of the unit, for labels and messages; set by the root.
         master: the flat shard that the optimizer updates, 1-D, `layout.shard_numel(N)` elements.
         main_grad: None if frozen.
+        params: what the module sees.
     """
 
     def __init__(
@@ -87,9 +84,11 @@ class FlatGroup:
         )
         # One rank holds everything: the compute shard already is the unsharded buffer.
         self._buffer: FlatBuffer | None = None
+        unsharded = self._compute_shard.data
         if num_shards > 1:
             numel = self.layout.padded_numel(num_shards)
             self._buffer = FlatBuffer(numel, precision.compute, device, poison=policy.poison_on_free)
+            unsharded = self._buffer.alias()
         self._gathered: torch.cuda.Event | None = None
         self._cast_version: int | None = None
 
@@ -104,73 +103,19 @@ class FlatGroup:
                 ledger,
                 poison=policy.poison_on_free,
             )
-        self._landed = landed
-        self._flat_leaf: Tensor | None = None
-        if self.trainable and not policy.optimize_backward_concat:
-            self._flat_leaf = self._unsharded_alias().requires_grad_()
-            self._flat_leaf.register_post_accumulate_grad_hook(self._land_flat)
-            self.bind_views()
+        self.params: Leaves | Views
+        if self.main_grad is None or policy.optimize_backward_concat:
+            self.params = Leaves(binding, unsharded, self.main_grad, landed)
         else:
-            self._adopt(parameters)
+            self.params = Views(binding, unsharded, self.main_grad, landed)
         if self._buffer is not None:
-            self._buffer.free()
-
-    def _unsharded_alias(self) -> Tensor:
-        return self._compute_shard.data if self._buffer is None else self._buffer.alias()
+            self._free(self._buffer)
 
     def attach(self, microbatch: Microbatch, ledger: ByteLedger) -> None:
         """Joins a root: its microbatch and its ledger from now on."""
         self.microbatch, self.ledger = microbatch, ledger
         if self.main_grad is not None:
             self.main_grad.microbatch, self.main_grad.ledger = microbatch, ledger
-
-    # ---- module <-> flat buffer -------------------------------------------------------------------------
-
-    def _adopt(self, parameters: list[nn.Parameter]) -> None:
-        """Makes the module's own Parameters leaves that alias the flat buffer, for good."""
-        for index, (parameter, view) in enumerate(
-            zip(parameters, self.layout.views(self._unsharded_alias()), strict=True)
-        ):
-            parameter.data = view
-            if self.trainable:
-                parameter.register_post_accumulate_grad_hook(partial(self._land, index))
-        self._bind(parameters)
-
-    def bind_views(self) -> None:
-        """Gives the module autograd views that lead this forward's gradients to the flat leaf, if any."""
-        if self._flat_leaf is not None:
-            self._bind(self.layout.views(self._flat_leaf))
-
-    def _bind(self, tensors: Sequence[Tensor]) -> None:
-        self._bound = tensors
-        self.binding.bind(tensors)
-        if self.main_grad is not None:
-            self.main_grad.expose(tensors)
-
-    def rebind(self) -> None:
-        """Undoes a `Binding.register`."""
-        self.binding.bind(self._bound)
-
-    def _land(self, index: int, parameter: Tensor) -> None:
-        grad, parameter.grad = parameter.grad, None
-        # No gradient: the layer wrote it into main_grad itself.
-        if grad is not None:
-            assert self.main_grad is not None
-            if grad.layout is not torch.strided:
-                raise TypeError(
-                    f"{self.name}.{self.layout.slots[index].name} got a {grad.layout} gradient; flat buffers "
-                    "are dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
-                )
-            self.main_grad.land(index, grad)
-        self._landed(index)
-
-    def _land_flat(self, leaf: Tensor) -> None:
-        grad, leaf.grad = leaf.grad, None
-        assert grad is not None and self.main_grad is not None
-        # Autograd has just concatenated it: read every view's gradient, write the flat one.
-        self.ledger.add("concat", 2 * grad.numel() * grad.element_size())
-        self.main_grad.land_flat(grad)
-        self._landed(None)
 
     # ---- master shard -> flat buffer --------------------------------------------------------------------
 
@@ -228,8 +173,12 @@ class FlatGroup:
         """Frees the flat buffer; what autograd saved of it becomes valid again with the next unshard."""
         self.wait()
         if self.state is ShardState.UNSHARDED and self._buffer is not None:
-            self._buffer.free()
+            self._free(self._buffer)
             self.state = ShardState.SHARDED
+
+    def _free(self, buffer: FlatBuffer) -> None:
+        self.params.conceal()
+        buffer.free()
 
     # ---- checkpoints ------------------------------------------------------------------------------------
 

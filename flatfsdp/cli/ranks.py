@@ -11,6 +11,7 @@ raised here; under torchrun, torchrun does the same.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import pickle
 import tempfile
@@ -144,6 +145,9 @@ def _on_rank(
     else:
         # The ranks are the parallelism here; more threads than cores only wait for each other.
         torch.set_num_threads(1)
+    # Every optimizer imports it, and it keeps the default group, if there is one by then, in a default
+    # argument for good; see the end of this function.
+    importlib.import_module("torch._dynamo")
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         init_method=rendezvous,
@@ -153,9 +157,9 @@ def _on_rank(
         device_id=device if device.type == "cuda" else None,
     )
     result = function(Rank(index, launch.world, device), payload)
-    # Only after success: after an exception the others may be inside a collective, and this would wait.
-    # Models hold process groups in reference cycles, and a group that outlives the interpreter aborts the
-    # process: its threads still have tensors to let go of, which takes a lock that no longer exists.
+    # A process group must not outlive the interpreter: its threads may still have tensors to let go of, for
+    # which they need a lock that is gone, and abort the process.  Models hold groups in reference cycles.
     gc.collect()
+    # Only after success: after an exception the others may be inside a collective, and this would wait.
     dist.destroy_process_group()
     return result

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FlatFSDP, Precision, Prefetch, microbatches
+from flatfsdp import FlatFSDP, Precision, Prefetch, auto_wrap, by_class, microbatches
 from flatfsdp.unshard import ShardState
-from tests.dist.models import Block, Net, build, data
+from tests.dist.models import Block, Net, build, data, grads_of, same
 from tests.dist.ranks import run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
@@ -262,3 +262,58 @@ def no_stale_weights(rank: int, world_size: int, options: dict[str, Any]) -> Non
 @pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {}, {"shard": False}], ids=str)
 def test_an_update_reaches_weights_that_are_still_gathered(options: dict[str, Any], flag: bool) -> None:
     run_ranks(2, no_stale_weights, {"optimize_backward_concat": flag, **options})
+
+
+def read_while_sharded(rank: int, world_size: int, flag: bool) -> None:
+    """Reading a parameter whose memory is gone must not crash the process."""
+    model = build(optimize_backward_concat=flag, reshard_after_forward=False)
+    tokens = next(data(rank, 1, 1))[0]
+    weight = model.blocks[0].up.weight
+    assert weight.shape == (60, 20)
+    assert weight.isnan().all()
+    assert "nan" in repr(weight)
+    model(tokens)
+    assert not model.blocks[0].up.weight.isnan().any(), "kept after forward"
+
+
+@FLAGS
+def test_a_sharded_parameter_reads_as_nan(flag: bool) -> None:
+    run_ranks(2, read_while_sharded, flag)
+
+
+class Opaque:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class HidesItsOutput(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Opaque(super().forward(x))
+
+
+class OpaqueNet(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+            x = x.value if isinstance(x, Opaque) else x
+        return self.head(x).square().mean()
+
+
+def opaque_output(rank: int, world_size: int, flag: bool) -> None:
+    grads = []
+    for block in (Block, HidesItsOutput):
+        torch.manual_seed(0)
+        net = OpaqueNet()
+        for b in net.blocks:
+            b.__class__ = block
+        model = auto_wrap(net, by_class(Block), optimize_backward_concat=flag)
+        model(next(data(rank, 1, 1))[0]).backward()
+        assert unsharded(model) == NONE
+        grads.append(grads_of(model))
+    assert same(*grads)
+
+
+@FLAGS
+def test_a_unit_whose_output_cannot_be_hooked_stays_until_the_backward_is_over(flag: bool) -> None:
+    run_ranks(2, opaque_output, flag)

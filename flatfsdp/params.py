@@ -1,0 +1,140 @@
+"""What the module sees of a flat buffer, and how gradients get to `main_grad`: the flag's two settings.
+
+In:   the unsharded flat buffer of one group, and the places in the module where its parameters were.
+Out:  `module.weight` in forward and backward; gradients in `MainGrad`; a call of `landed` for each.
+Next: `unit.py` counts what has landed.
+
+`Leaves` (`optimize_backward_concat=True`) and `Views` (False) are used alike:
+
+    begin_forward, begin_backward    the buffer has been gathered: show it
+    conceal                          it is about to be freed: show NaN, in memory that is safe to read
+    rebind                           something else was bound in the meantime: bind again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flatfsdp.binding import Binding
+from flatfsdp.buffers import MainGrad
+from flatfsdp.layout import FlatLayout
+
+
+class Leaves:
+    """The module keeps its own Parameter objects, as leaves that alias the flat buffer.
+
+    Each gradient lands by itself; nothing is concatenated.  Also serves frozen parameters, for which there
+    is no `main_grad`.
+
+    Args:
+        unsharded: 1-D, padded; its memory must be there now, and may come and go later.
+        landed: called with the slot's index once a gradient is in `main_grad`.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        unsharded: Tensor,
+        main_grad: MainGrad | None,
+        landed: Callable[[int | None], None],
+    ) -> None:
+        self._binding = binding
+        self._main_grad = main_grad
+        self._landed = landed
+        self._parameters = binding.parameters()
+        self._views = binding.layout.views(unsharded)
+        self._absent = _absent(binding.layout, unsharded)
+        self._is_concealed = True
+        self._show()
+        if main_grad is not None:
+            for index, parameter in enumerate(self._parameters):
+                parameter.register_post_accumulate_grad_hook(partial(self._land, index))
+            main_grad.expose(self._parameters)
+        self.rebind()
+
+    def begin_forward(self) -> None:
+        self._show()
+
+    def begin_backward(self) -> None:
+        self._show()
+
+    def _show(self) -> None:
+        if self._is_concealed:
+            for parameter, view in zip(self._parameters, self._views, strict=True):
+                parameter.data = view
+            self._is_concealed = False
+
+    def conceal(self) -> None:
+        for parameter, absent in zip(self._parameters, self._absent, strict=True):
+            parameter.data = absent
+        self._is_concealed = True
+
+    def rebind(self) -> None:
+        self._binding.bind(self._parameters)
+
+    def _land(self, index: int, parameter: Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        # No gradient: the layer wrote it into main_grad itself.
+        if grad is not None:
+            assert self._main_grad is not None
+            self._main_grad.land(index, grad)
+        self._landed(index)
+
+
+class Views:
+    """The module gets autograd views of one flat leaf, made anew in each forward.
+
+    Autograd concatenates their gradients in each backward, and all slots land at once.
+    """
+
+    def __init__(
+        self, binding: Binding, unsharded: Tensor, main_grad: MainGrad, landed: Callable[[int | None], None]
+    ) -> None:
+        self._binding = binding
+        self._main_grad = main_grad
+        self._landed = landed
+        self._absent = _absent(binding.layout, unsharded)
+        self._leaf = unsharded.requires_grad_()
+        self._leaf.register_post_accumulate_grad_hook(self._land)
+        self._views: Sequence[Tensor] = ()
+        self._is_concealed = False
+        self.begin_forward()
+
+    def begin_forward(self) -> None:
+        self._views = self._binding.layout.views(self._leaf)
+        self._is_concealed = False
+        self.rebind()
+
+    def begin_backward(self) -> None:
+        """A recomputation inside the module reads the parameters again; any forward's views serve."""
+        if self._is_concealed:
+            self._is_concealed = False
+            self.rebind()
+
+    def conceal(self) -> None:
+        self._is_concealed = True
+        self.rebind()
+
+    def rebind(self) -> None:
+        shown = self._absent if self._is_concealed else self._views
+        self._binding.bind(shown)
+        self._main_grad.expose(shown)
+
+    def _land(self, leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        assert grad is not None
+        self._main_grad.land_flat(grad)
+        self._landed(None)
+
+
+def _absent(layout: FlatLayout, like: Tensor) -> list[Tensor]:
+    """What a parameter shows while it is sharded: its shape, full of NaN, in the memory of one element.
+
+    A view of freed memory would crash the process when somebody prints it.
+    """
+    nan = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
+    return [nan.expand(slot.shape) for slot in layout.slots]
