@@ -245,13 +245,9 @@ class FlattenParamsWrapper(ModuleWrapper):
         flat = self.flat_params[self._bindings.index(binding)]
         flat[slot.offset : slot.end].view(slot.shape).copy_(value)
 
-    def flat_state_dict(
-        self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
+    def flat_state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The flat parameters under their own names, and the rest as in `state_dict`; can be loaded, too."""
-        saved: dict[str, Any] = self.module.state_dict(
-            destination=destination, prefix=prefix, keep_vars=keep_vars
-        )
+        saved = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         self._save_to_state_dict(saved, prefix, keep_vars)
         return saved
 
