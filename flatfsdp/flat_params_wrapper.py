@@ -60,6 +60,7 @@ class FlattenParamsWrapper(ModuleWrapper):
         super().__init__(module)
         self._bindings: tuple[Binding, ...] = ()
         self._flat_names: tuple[str, ...] = ()
+        self._is_flat = False
         bindings = [Binding.of(module, group) for group in _groups(module, param_list)]
         for binding in bindings:
             _check_group(binding)
@@ -69,7 +70,7 @@ class FlattenParamsWrapper(ModuleWrapper):
         self._flatten(bindings, flat_param_names)
 
     def _flatten(self, bindings: Sequence[Binding], names: Sequence[str]) -> None:
-        self._bindings, self._flat_names = tuple(bindings), tuple(names)
+        self._bindings, self._flat_names, self._is_flat = tuple(bindings), tuple(names), bool(names)
         for name, binding in zip(names, bindings, strict=True):
             parameters = binding.parameters()
             flat = parameters[0].new_zeros(binding.layout.padded_numel(1))
@@ -101,7 +102,7 @@ class FlattenParamsWrapper(ModuleWrapper):
     @property
     def is_flattened(self) -> bool:
         """False inside `unflatten_params`, and if there is nothing to flatten."""
-        return any(name in self._parameters for name in self._flat_names)
+        return self._is_flat
 
     @property
     def flat_params(self) -> list[nn.Parameter]:
@@ -199,6 +200,7 @@ class FlattenParamsWrapper(ModuleWrapper):
             # The flat parameter stays an attribute, but is not registered.
             self.__dict__[name] = self._parameters.pop(name)
             binding.register(parameters)
+        self._is_flat = False
         try:
             yield
             if flat_params is None:
@@ -206,6 +208,7 @@ class FlattenParamsWrapper(ModuleWrapper):
         finally:
             for name in self._flat_names:
                 self._register_flat(name, self.__dict__.pop(name))
+            self._is_flat = True
             self._bind_views()
 
     def _write_back(self) -> None:

@@ -110,7 +110,7 @@ class FlatFSDP(ModuleWrapper):
         for name, binding in bindings.items():
             group = FlatGroup(binding, grid, device, policy, self.microbatch, self.ledger, self._unit.landed)
             self._unit.add(group)
-            self.register_parameter(name, group.master)
+            self._register_flat(name, group.master)
         for name, parameter in parameters.items():
             parameter._flatfsdp_name = name  # type: ignore[attr-defined]
 
@@ -265,8 +265,14 @@ def _parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters below `module` that no FlatFSDP owns, by name; validated before anything changes."""
     found: dict[nn.Parameter, str] = {}
     for site, parameter in parameter_sites(module):
-        if not isinstance(site.module, FlatFSDP):
-            found.setdefault(parameter, site.name)
+        if isinstance(site.module, FlatFSDP):
+            continue
+        if isinstance(site.module, ModuleWrapper):
+            raise ValueError(
+                f"{site.name} is a flat parameter of an inner {type(site.module).__name__}; FlatFSDP makes its "
+                "own flat parameters, so wrap the plain module"
+            )
+        found.setdefault(parameter, site.name)
     for parameter, name in found.items():
         owner_name = getattr(parameter, "_flatfsdp_name", None)
         if owner_name is not None:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from flatfsdp.cli.ranks import Rank
 from flatfsdp.cli.training import Trained
@@ -99,6 +100,7 @@ def _draw(axes: Axes, name: str, curves: Mapping[str, list[float]]) -> None:
     styles = ({"linewidth": 6, "color": "#f2b880"}, {"linewidth": 1.5, "color": "#1f3a68", "linestyle": "--"})
     for (label, losses), style in zip(curves.items(), styles, strict=False):
         axes.plot(range(len(losses)), losses, label=label, **style)  # type: ignore[arg-type]
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_title(name)
     axes.set_xlabel("step")
     axes.set_ylabel("loss (nats a byte)")

@@ -42,7 +42,7 @@ class TrainReport:
         )
 
     def _title(self) -> str:
-        return f"{self.settings.label}, {self.environment['world_size']} ranks"
+        return f"{self.settings.label}, world size {self.environment['world_size']}"
 
 
 def train_on_rank(rank: Rank, settings: TrainSettings) -> TrainReport:

@@ -88,13 +88,11 @@ class Report:
 
     def json(self) -> str:
         rows = [{**asdict(row), "equal": row.equal, "falling": row.on.falling} for row in self.rows]
+        options = asdict(self.job)
+        for varied in ("precision", "strategy", "optimize_backward_concat"):
+            del options["settings"][varied]
         return to_json(
-            {
-                "equal": self.equal,
-                "environment": self.environment,
-                "options": asdict(self.job),
-                "rows": rows,
-            }
+            {"equal": self.equal, "environment": self.environment, "options": options, "rows": rows}
         )
 
     def write(self, folder: Path) -> None:
@@ -103,7 +101,7 @@ class Report:
         world, settings = self.environment["world_size"], self.job.settings
         plot_losses(
             folder / "losses.png",
-            f"optimize_backward_concat off and on ({world} ranks, {settings.microbatches} microbatches)",
+            f"optimize_backward_concat off and on (world size {world}, {settings.microbatches} microbatches)",
             {row.name: {"flag off": row.off.losses, "flag on": row.on.losses} for row in self.rows},
         )
 
@@ -188,11 +186,11 @@ def verdict_lines(report: Report) -> list[str]:
     """Where the runs differ, or one line that says that they do not."""
     if report.equal:
         return [
-            f"Flag on equals flag off, bit for bit, on all {report.environment['world_size']} ranks: "
-            f"{len(report.rows)} configurations, {report.job.settings.steps} steps."
+            f"Flag on equals flag off, bit for bit, at world size {report.environment['world_size']}: "
+            f"{len(report.rows)} configurations, {report.job.settings.steps} steps each."
         ]
     return [
-        f"{row.name}: {kind} differ first at {place}"
+        f"{row.name}, {kind}: first difference on {place}"
         for row in report.rows
         for kind in KINDS
         for place in row.differences[kind]

@@ -1,11 +1,14 @@
 """Starting ranks from the command line: results come back, a failing rank ends all of them."""
 
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
+from flatfsdp.cli.app import app
 from flatfsdp.cli.ranks import Device, Launch, Rank, run_on_ranks
 
 
@@ -15,9 +18,9 @@ def add_up(rank: Rank, payload: float) -> tuple[int, float, bool]:
     return rank.world, total.item(), torch.are_deterministic_algorithms_enabled()
 
 
-def fail_on_rank_1(rank: Rank, message: str) -> None:
+def fail_on_rank_1(rank: Rank, payload: object) -> None:
     if rank.index == 1:
-        raise RuntimeError(message)
+        raise RuntimeError("on purpose")
     dist.barrier()  # waits for rank 1, which never comes
 
 
@@ -26,12 +29,13 @@ def test_result_of_rank_0_comes_back() -> None:
     assert run_on_ranks(add_up, 10.0, launch) == (2, 30.0, True)
 
 
-def test_a_failing_rank_ends_all_with_its_traceback() -> None:
+def test_a_failing_rank_ends_all_with_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("flatfsdp.cli.app.train_on_rank", fail_on_rank_1)
     start = time.monotonic()
-    with pytest.raises(torch.multiprocessing.ProcessRaisedException) as caught:
-        run_on_ranks(fail_on_rank_1, "on purpose", Launch(2, Device.cpu))
-    assert "fail_on_rank_1" in str(caught.value)
-    assert "RuntimeError: on purpose" in str(caught.value)
+    result = CliRunner().invoke(app, ["train", "--device", "cpu", "--out", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "in fail_on_rank_1" in result.output
+    assert "RuntimeError: on purpose" in result.output
     assert time.monotonic() - start < 60
 
 

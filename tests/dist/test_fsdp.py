@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, by_size, microbatches
+from flatfsdp import FlatFSDP, FlattenParamsWrapper, Precision, auto_wrap, by_class, by_size, microbatches
 from tests.dist.models import Block, Net, build, data, grads_of, same, same_trace, train
 from tests.dist.ranks import RankFailure, run_ranks
 
@@ -255,6 +255,7 @@ def integer_parameter() -> None:
         (sparse_gradient, TypeError, r"embedding\.weight got a torch\.sparse_coo gradient"),
         (integer_parameter, ValueError, r"parameter table is torch\.int32"),
         (lambda: FlatFSDP(nn.Linear(2, 2, device="meta")), ValueError, "parameter weight is on the meta device"),
+        (lambda: FlatFSDP(FlattenParamsWrapper(nn.Linear(2, 2))), ValueError, "flat_param_0 is a flat parameter"),
         (lambda: FlatFSDP(nn.Linear(2, 2), grad_sync="never"), ValueError, "grad_sync is 'never'"),
         (lambda: FlatFSDP(nn.Linear(2, 2)).double(), TypeError, "pass device= and precision="),
         (lambda: copy.deepcopy(FlatFSDP(nn.Linear(2, 2))), TypeError, "cannot be copied"),

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from flatfsdp.binding import Binding
 from flatfsdp.flat_params_wrapper import FlattenParamsWrapper
 from tests.unit.models import (
     MODELS,
@@ -290,6 +291,18 @@ def test_forward_computes_with_the_flat_parameter_as_it_is_now():
     assert not wrapper(tokens()).requires_grad
     wrapper.flat_param.data = tensor.detach()
     assert torch.equal(wrapper(tokens()), other(tokens()))
+
+
+def test_forward_computes_with_what_another_engine_put_in_place_of_the_flat_parameter():
+    """Flat parameters get sharded by taking them out of the wrapper; it must not go on with its old views."""
+    wrapper, other = wrap_all().eval(), wrap_all(seed=5).eval()
+    tensor = other.flat_param.detach().clone().requires_grad_()
+    Binding.of(nn.Sequential(wrapper), [wrapper.flat_param]).bind([tensor])
+    assert list(wrapper.parameters()) == []
+    output = wrapper(tokens())
+    assert torch.equal(output, other(tokens()))
+    output.sum().backward()
+    assert tensor.grad.abs().sum() > 0
 
 
 def test_frozen_groups_get_no_gradient():
