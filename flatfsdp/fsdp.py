@@ -269,8 +269,8 @@ def _parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
             continue
         if isinstance(site.module, ModuleWrapper):
             raise ValueError(
-                f"{site.name} is a flat parameter of an inner {type(site.module).__name__}; FlatFSDP makes its "
-                "own flat parameters, so wrap the plain module"
+                f"{site.name} is a flat parameter of an inner {type(site.module).__name__}; FlatFSDP makes "
+                "its own, so wrap the plain module"
             )
         found.setdefault(parameter, site.name)
     for parameter, name in found.items():

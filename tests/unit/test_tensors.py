@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from flatfsdp.tensors import cast_floats, tensors_in
+
+
+@dataclass
+class Output:
+    hidden: torch.Tensor
+    extra: dict[str, object]
+
+
+def test_tensors_are_found_at_any_depth() -> None:
+    a, b, c, d = (torch.full((), float(i)) for i in range(4))
+    value = (a, [{"x": b}, "text", None], Output(c, {"y": (d, 3)}), Output)
+    assert [t.item() for t in tensors_in(value)] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_only_floating_point_tensors_are_cast_and_gradients_flow() -> None:
+    x = torch.ones(2, requires_grad=True)
+    cast, tokens, mask, rest = cast_floats((x, torch.arange(2), torch.tensor([True]), "text"), torch.bfloat16)
+    assert (cast.dtype, tokens.dtype, mask.dtype, rest) == (torch.bfloat16, torch.int64, torch.bool, "text")
+    cast.sum().backward()
+    assert x.grad is not None
+    assert x.grad.dtype == torch.float32
