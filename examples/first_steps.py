@@ -1,7 +1,7 @@
 """Train a small GPT on this Python's own source code, sharded over however many ranks there are.
 
-    python examples/first_steps.py                          # one process
-    torchrun --nproc-per-node 2 examples/first_steps.py     # two ranks, on GPUs if there are enough
+python examples/first_steps.py                          # one process
+torchrun --nproc-per-node 2 examples/first_steps.py     # two ranks, on GPUs if there are enough
 """
 
 import os
