@@ -13,8 +13,10 @@ Next: `unit.py` counts what has landed.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +54,7 @@ class Leaves:
         self._show()
         if main_grad is not None:
             for index, parameter in enumerate(self._parameters):
-                parameter.register_post_accumulate_grad_hook(partial(self._land, index))
+                parameter.register_post_accumulate_grad_hook(partial(_weakly(self._land), index))
             main_grad.expose(self._parameters)
         self.rebind()
 
@@ -99,7 +101,7 @@ class Views:
         self._landed = landed
         self._absent = _absent(binding.layout, unsharded)
         self._leaf = unsharded.requires_grad_()
-        self._leaf.register_post_accumulate_grad_hook(self._land)
+        self._leaf.register_post_accumulate_grad_hook(_weakly(self._land))
         self._views: Sequence[Tensor] = ()
         self._is_concealed = False
         self.begin_forward()
@@ -138,3 +140,19 @@ def _absent(layout: FlatLayout, like: Tensor) -> list[Tensor]:
     """
     nan = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
     return [nan.expand(slot.shape) for slot in layout.slots]
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls `method` as long as its object is alive, without keeping it alive.
+
+    The garbage collector does not look into these hooks: a hook that held its object, which holds the
+    parameter, would keep the model, its buffers and its process groups for good.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return hook

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -317,3 +319,15 @@ def opaque_output(rank: int, world_size: int, flag: bool) -> None:
 @FLAGS
 def test_a_unit_whose_output_cannot_be_hooked_stays_until_the_backward_is_over(flag: bool) -> None:
     run_ranks(2, opaque_output, flag)
+
+
+@FLAGS
+def test_a_model_that_is_dropped_frees_its_buffers(flag: bool) -> None:
+    model = build(optimize_backward_concat=flag)
+    model(next(data(0, 1, 1))[0]).backward()
+    group = weakref.ref(groups(model)[0])
+    shard = weakref.ref(model.flat_param)
+    del model
+    gc.collect()
+    assert group() is None
+    assert shard() is None
