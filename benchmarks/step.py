@@ -128,7 +128,7 @@ class Run:
         ms: of each timed step.
         losses: of each step, those of warm-up included; mean over microbatches.
         peak_gib: most memory allocated during the timed steps.
-        leftover_gib: allocated before the model was built, data included: what earlier runs did not free.
+        leftover_gib: allocated before the model was built: the data, and what earlier runs did not free.
     """
 
     ms: list[float]
@@ -257,7 +257,7 @@ def measure_all(rank: Rank, job: Job) -> list[Row]:
             mine = f"{type(error).__name__}: {error}".strip()
             if rank.index == 0:
                 traceback.print_exc()
-        # Only now, when the exception's frames are gone, can all of the model go.
+        # Only now that the exception is gone, and its frames with it, can all of the model go.
         _free(rank.device)
         everyones: list[Any] = [None] * rank.world
         dist.all_gather_object(everyones, mine)
@@ -434,6 +434,9 @@ def show(payload: dict[str, Any], job: Job, ranks: int) -> None:
             console.print(f"{row['label']} failed: {row['failed']}", style="red", markup=False)
         elif row["skipped"]:
             console.print(f"{row['label']}: skipped, {row['skipped']}", markup=False)
+    leftovers = [run["leftover_gib"] for row in payload["rows"] for run in row["runs"]]
+    if leftovers and max(leftovers) - min(leftovers) > 0.5:
+        console.print(f"[red]Up to {max(leftovers) - min(leftovers):.1f} GiB of earlier runs were not freed.[/]")
     for mode, same in payload["flag_changes_nothing"].items():
         answer = "the same in every step" if same else "[red]not the same[/]"
         console.print(f"FlatFSDP, {mode}: losses with the flag off and on are {answer}.")
