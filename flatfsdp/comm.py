@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -36,16 +37,24 @@ class Ranks:
         return Ranks(group, dist.get_world_size(group), dist.get_rank(group))
 
     def own_communicator(self) -> Ranks:
-        """The same ranks over a communicator of their own, so that two collectives can be under way at once.
+        """The same ranks over a second communicator, so that two collectives can be under way at once.
 
-        Collective over these ranks.
+        Collective over these ranks, the first time.
         """
         if self.group is None or self.size == 1:
             return self
-        members = dist.get_process_group_ranks(self.group)
-        backend = dist.get_backend(self.group)
-        group = dist.new_group(members, backend=backend, use_local_synchronization=True)
-        return Ranks(group, self.size, self.rank)
+        if self.group not in _second_communicators:
+            _second_communicators[self.group] = dist.new_group(
+                dist.get_process_group_ranks(self.group),
+                backend=dist.get_backend(self.group),
+                use_local_synchronization=True,
+            )
+        return Ranks(_second_communicators[self.group], self.size, self.rank)
+
+
+_second_communicators: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""Shared by all models over a group: NCCL takes seconds and hundreds of megabytes to make one, and frees none
+before the group is destroyed."""
 
 
 @dataclass(frozen=True)
