@@ -1,0 +1,245 @@
+"""How `step.py` times a training step: the same steps for every engine, one engine after the other."""
+
+from __future__ import annotations
+
+import gc
+import math
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _engines import Variant, position, shard
+from _llama import SHAPES, Llama, LlamaConfig
+from torch import Tensor
+from torch.profiler import profile
+
+from flatfsdp import microbatches
+from flatfsdp.cli.ranks import Rank
+
+SEED = 0
+LEARNING_RATE = 1e-4
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank measures.
+
+    Attributes:
+        shape: key of `SHAPES`.
+        reshard: parameters are freed after each forward and backward (ZeRO-3), or kept for a step (ZeRO-2).
+        steps, warmup: of each run, timed and before those.
+        rounds: how often the variants are measured in turn.
+        traces: folder for a Chrome trace of one more step of each variant.
+    """
+
+    shape: str
+    microbatches: int
+    reshard: bool
+    steps: int
+    warmup: int
+    rounds: int
+    variants: tuple[Variant, ...]
+    traces: Path | None
+
+    @property
+    def config(self) -> LlamaConfig:
+        return SHAPES[self.shape]
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.shape}-m{self.microbatches}-{'reshard' if self.reshard else 'keep'}"
+
+    def order(self) -> list[Variant]:
+        return [*(self.variants * self.rounds), self.variants[0]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One variant, built, warmed up and timed once.
+
+    Attributes:
+        ms: of each timed step.
+        losses: of each step, those of warm-up included; mean over microbatches.
+        peak_gib: most memory allocated during the timed steps.
+        leftover_gib: allocated before the model was built: the data, and what earlier runs did not free.
+    """
+
+    ms: list[float]
+    losses: list[float]
+    peak_gib: float
+    leftover_gib: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """All runs of a variant, over all ranks: the slowest one's times, the mean of losses, the highest peak.
+
+    Attributes:
+        skipped: why it could not be measured here, or empty.
+        failed: what went wrong in one of its runs, or empty.
+    """
+
+    variant: Variant
+    runs: list[Run]
+    skipped: str = ""
+    failed: str = ""
+
+    @property
+    def ms(self) -> float | None:
+        """Median of all timed steps."""
+        return statistics.median(ms for run in self.runs for ms in run.ms) if self.runs else None
+
+
+class Clock:
+    """Marks on the device's own time line, so that the host may run ahead; on CPU, wall-clock time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def mark(self) -> None:
+        if self._device.type == "cuda":
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record()
+        else:
+            self._times.append(time.perf_counter())
+
+    def gaps(self) -> list[float]:
+        """Milliseconds between consecutive marks; waits for the last one."""
+        if self._events:
+            self._events[-1].synchronize()
+            pairs = zip(self._events, self._events[1:], strict=False)
+            return [start.elapsed_time(end) for start, end in pairs]
+        return [1e3 * (end - start) for start, end in zip(self._times, self._times[1:], strict=False)]
+
+
+def measure_all(rank: Rank, job: Job) -> list[Row]:
+    """On one rank: every variant, by turns; all ranks return the same."""
+    batches = _batches(job, rank)
+    runs: dict[Variant, list[Run]] = {variant: [] for variant in job.variants}
+    skipped = {variant: variant.unavailable(rank.device) for variant in job.variants}
+    failed = dict.fromkeys(job.variants, "")
+    for variant in job.order():
+        if skipped[variant] or failed[variant]:
+            continue
+        try:
+            mine: Run | str = _measure(variant, job, rank, batches)
+        except Exception as error:  # the other engines' figures are worth having
+            mine = f"{type(error).__name__}: {error}".strip()
+            if rank.index == 0:
+                traceback.print_exc()
+        # Only now that the exception is gone, and its frames with it, can all of the model go.
+        _free(rank.device)
+        everyones: list[Any] = [None] * rank.world
+        dist.all_gather_object(everyones, mine)
+        problems = [
+            f"rank {index}: {found}" for index, found in enumerate(everyones) if isinstance(found, str)
+        ]
+        if problems:
+            failed[variant] = problems[0]
+        else:
+            runs[variant].append(_over_ranks(everyones))
+        if rank.index == 0:
+            outcome = failed[variant] or f"{statistics.median(runs[variant][-1].ms):.1f} ms/step"
+            print(f"{variant.label}: {outcome}", file=sys.stderr, flush=True)
+    return [Row(v, runs[v], skipped[v], failed[v]) for v in job.variants]
+
+
+def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor, ...]]) -> Run:
+    leftover = _allocated(rank.device)
+    torch.manual_seed(SEED)
+    # Where it will be sharded: a host may not have room for an FP32 copy of the model for each rank.
+    with rank.device:
+        plain = Llama(job.config)
+    model = shard(plain, variant, job.reshard, rank.device)
+    del plain
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+
+    def step() -> Tensor:
+        losses = []
+        for index, batch in enumerate(microbatches(model, batches)):
+            with position(model, index == len(batches) - 1, job.reshard):
+                loss = model(*batch)
+                loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).mean()
+
+    losses = [step() for _ in range(job.warmup)]
+    dist.barrier()
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    clock = Clock(rank.device)
+    clock.mark()
+    for _ in range(job.steps):
+        losses.append(step())
+        clock.mark()
+    milliseconds = clock.gaps()
+    peak = torch.cuda.max_memory_allocated() / GIB if rank.device.type == "cuda" else 0.0
+    values = torch.stack(losses).tolist()
+    # With NaN in the data a GPU draws less power and runs faster: such a time is no result.
+    wrong = [index for index, value in enumerate(values) if not math.isfinite(value)]
+    if wrong:
+        raise FloatingPointError(f"the loss of step {wrong[0]} is {values[wrong[0]]}")
+    if job.traces is not None:
+        _trace(step, job.traces / f"{job.name}-{variant.name}.json", rank)
+    return Run(milliseconds, values, peak, leftover)
+
+
+def _trace(step: Callable[[], Tensor], path: Path, rank: Rank) -> None:
+    """A Chrome trace of one step on rank 0."""
+    if rank.index != 0:
+        step()
+        return
+    with profile() as recorded:
+        step().item()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    recorded.export_chrome_trace(str(path))
+
+
+def _batches(job: Job, rank: Rank) -> list[tuple[Tensor, ...]]:
+    """One sequence for each microbatch, the same in every step and for every engine."""
+    config, device = job.config, rank.device
+    generator = torch.Generator(device).manual_seed(SEED + 1 + rank.index)
+
+    def batch() -> tuple[Tensor, ...]:
+        if not config.vocab:
+            shape = (1, config.seq, config.hidden)
+            return (torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16),)
+        tokens = torch.randint(config.vocab, (1, config.seq + 1), generator=generator, device=device)
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        return (inputs, targets) if config.loss == "cross-entropy" else (inputs,)
+
+    return [batch() for _ in range(job.microbatches)]
+
+
+def _over_ranks(runs: list[Run]) -> Run:
+    return Run(
+        ms=[max(step) for step in zip(*(run.ms for run in runs), strict=True)],
+        losses=[statistics.fmean(step) for step in zip(*(run.losses for run in runs), strict=True)],
+        peak_gib=max(run.peak_gib for run in runs),
+        leftover_gib=max(run.leftover_gib for run in runs),
+    )
+
+
+def _allocated(device: torch.device) -> float:
+    return torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0.0
+
+
+def _free(device: torch.device) -> None:
+    """Models are full of reference cycles, and compiled code keeps what it was traced with."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
