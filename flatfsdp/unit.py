@@ -1,6 +1,6 @@
 """One wrapped module through forward and backward: when its parameters come and go, when it is done.
 
-In:   calls of the module (`before_forward`, `after_forward`), gradients (`_landed`), autograd's hooks.
+In:   calls of the module (`before_forward`, `after_forward`), gradients (`landed`), autograd's hooks.
 Out:  `unshard`, `wait` and `reshard` on its groups, `Reducer.ready` when its last gradient has landed.
 Next: `root.py` ends the backward for all units together.
 
@@ -8,7 +8,7 @@ Next: `root.py` ends the backward for all units together.
     before_forward    unshard, prefetch, wait            -
     after_forward     reshard, unless kept (see below)   -
     _before_backward  unshard, prefetch, wait            -
-    _landed           -                                  one more slot of this backward is in main_grad
+    landed            -                                  one more slot of this backward is in main_grad
     _after_backward   reshard, unless kept               all slots are in: ready to reduce, if reducing
     end_of_backward   reshard, unless kept               slots that got nothing are settled by the root
 

@@ -142,9 +142,8 @@ def _on_rank(
     device = torch.device("cuda", local) if launch.use_cuda() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        # The ranks are the parallelism here; more threads than cores only wait for each other.
-        torch.set_num_threads(1)
+    # The ranks are the parallelism; a thread per core in each of them would mostly wait for the others'.
+    torch.set_num_threads(1)
     # Every optimizer imports it, and it keeps the default group, if there is one by then, in a default
     # argument for good; see the end of this function.
     importlib.import_module("torch._dynamo")
