@@ -122,10 +122,10 @@ class Lane:
         return None if self._stream is None else self._stream.record_event()
 
 
-def compute_waits_for(event: torch.cuda.Event | None) -> None:
-    """Makes the current stream, not the host, wait."""
+def compute_waits_for(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """Makes the device's current stream, not the host, wait; the current device may be another one."""
     if event is not None:
-        torch.cuda.current_stream().wait_event(event)
+        torch.cuda.current_stream(device).wait_event(event)
 
 
 def all_gather(full: Tensor, shard: Tensor, ranks: Ranks) -> None:

@@ -75,7 +75,7 @@ class Reducer:
     def abandon(self) -> None:
         """Waits for what is under way and forgets its results."""
         for reduction in self._in_flight:
-            compute_waits_for(reduction.done)
+            compute_waits_for(reduction.done, reduction.shard.device)
         self._in_flight.clear()
         self._next = 0
         self._ready.clear()
@@ -110,7 +110,7 @@ class Reducer:
 
     def _retire(self) -> None:
         group, _, shard, done = self._in_flight.popleft()
-        compute_waits_for(done)
+        compute_waits_for(done, shard.device)
         grad = shard.to(group.master.dtype)
         if group.master.grad is None:
             group.master.grad = grad

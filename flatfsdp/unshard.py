@@ -166,7 +166,7 @@ class FlatGroup:
     def wait(self) -> None:
         """Makes the compute stream wait until the parameters are there."""
         if self.state is ShardState.GATHERING:
-            compute_waits_for(self._gathered)
+            compute_waits_for(self._gathered, self.master.device)
             self.state = ShardState.UNSHARDED
 
     def reshard(self) -> None:
