@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from weakref import WeakKeyDictionary
@@ -74,6 +74,8 @@ class Grid:
         Raises:
             ValueError: for both a mesh and a process group, or a mesh of another number of dimensions.
         """
+        if isinstance(process_group, DeviceMesh):
+            raise TypeError("process_group is a DeviceMesh; pass it as mesh=")
         if mesh is not None and process_group is not None:
             raise ValueError("pass either process_group or mesh, not both: a mesh brings its own groups")
         if mesh is not None and mesh.ndim == 2:
@@ -91,17 +93,13 @@ class Grid:
         every, alone = Ranks.of(process_group), Ranks.of(None)
         return Grid(every, alone) if shard else Grid(alone, every)
 
-    @property
-    def size(self) -> int:
-        return self.shard.size * self.replicate.size
-
 
 class Lane:
     """A CUDA stream beside the compute stream; on CPU the calling thread itself, where all is in order.
 
-    Memory that a lane touches is always allocated and freed on the compute stream.  That is safe because a
-    lane starts after the compute stream (`after_compute`), and the compute stream waits for the lane's
-    event before it frees.  So nothing needs `record_stream`, and the host never waits.
+    A lane's work starts after the compute stream's work so far (`after_compute`), and the compute stream
+    waits for the lane's event before it uses or frees what the lane touched.  So memory may be allocated on
+    either stream and freed on the other, nothing needs `record_stream`, and the host never waits.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -162,7 +160,9 @@ def check_same_on_all_ranks(lines: Sequence[str], ranks: Ranks, device: torch.de
     if largest == -negated_smallest:
         return
     everyone: list[list[str]] = [[] for _ in range(ranks.size)]
-    dist.all_gather_object(everyone, list(lines), group=ranks.group)
+    # It sends through the current device.
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        dist.all_gather_object(everyone, list(lines), group=ranks.group)
     for rank, theirs in enumerate(everyone):
         for expected, found in zip_longest(everyone[0], theirs, fillvalue="nothing"):
             if expected != found:

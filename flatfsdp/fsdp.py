@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatfsdp.binding import Binding, parameter_sites
+from flatfsdp.binding import Binding
 from flatfsdp.comm import Grid, broadcast, check_same_on_all_ranks
 from flatfsdp.layout import ParamSlot
 from flatfsdp.microbatch import Microbatch
@@ -82,21 +82,24 @@ class FlatFSDP(ModuleWrapper):
         prefetch: Prefetch | None = None,
         poison_on_free: bool = False,
     ) -> None:
+        if not isinstance(module, nn.Module):
+            raise TypeError(f"FlatFSDP wraps an nn.Module, not {module!r}")
         policy = Policy(
-            precision or Precision(),
+            Precision() if precision is None else precision,
             reshard_after_forward,
             optimize_backward_concat,
             grad_sync,
-            prefetch or Prefetch(),
+            Prefetch() if prefetch is None else prefetch,
             poison_on_free,
         )
         grid = Grid.of(process_group, mesh, shard)
         parameters = _parameters_to_take(module)
         device = _resolve_device(device, module, parameters, grid)
         super().__init__(module)
-        self.policy = policy
-        self.grid = grid
-        self.device = device
+        # Private, because what is found here hides the wrapped module's attribute of the same name.
+        self._policy = policy
+        self._grid = grid
+        self._device = device
         self.microbatch = Microbatch()
         self.ledger = ByteLedger()
         self._root: Root | None = None
@@ -111,33 +114,45 @@ class FlatFSDP(ModuleWrapper):
             group = FlatGroup(binding, grid, device, policy, self.microbatch, self.ledger, self._unit.landed)
             self._unit.add(group)
             self._register_flat(name, group.master)
+            for sites in binding.sites:
+                for site in sites:
+                    # So that a unit that shares the parameter, or its module, can tell.
+                    site.module.__dict__.setdefault("_flatfsdp_names", {})[site.attribute] = site.name
         for name, parameter in parameters.items():
             parameter._flatfsdp_name = name  # type: ignore[attr-defined]
+        module.register_forward_pre_hook(self._check_gathered)
 
     # ---- training ---------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         root = self._init_root()
-        unit = self._unit
-        is_root_forward = unit is root.unit and not in_backward()
-        if is_root_forward:
-            root.begin_forward()
-            precision = self.policy.precision
-            if precision.compute != precision.param:
-                args, kwargs = cast_floats((args, kwargs), precision.compute)
+        if root.in_forward or in_backward():
+            return self._forward(args, kwargs)
+        root.begin_forward()
         try:
-            position = unit.before_forward()
-            outputs = self.module(*args, **kwargs)
-            unit.after_forward(position, (args, kwargs), outputs)
-        except Exception:
-            if is_root_forward:
-                root.abandon_step()
+            args, kwargs = cast_floats((args, kwargs), self._policy.precision.compute)
+            outputs = self._forward(args, kwargs)
+        except BaseException:
+            root.fail_forward()
             raise
-        if is_root_forward:
-            root.end_forward(
-                backward_follows=torch.is_grad_enabled() and any(t.requires_grad for t in tensors_in(outputs))
-            )
+        tensors = list(tensors_in(outputs))
+        # In an output that hides its tensors there may be one to start a backward from.
+        can_start_backward = not tensors or any(t.requires_grad for t in tensors)
+        root.end_forward(backward_follows=torch.is_grad_enabled() and can_start_backward)
         return outputs
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        position = self._unit.before_forward()
+        outputs = self.module(*args, **kwargs)
+        self._unit.after_forward(position, (args, kwargs), outputs)
+        return outputs
+
+    def _check_gathered(self, module: nn.Module, _inputs: Any) -> None:
+        if self._unit.is_sharded:
+            raise RuntimeError(
+                f"the forward of {type(module).__name__} was called past its FlatFSDP, so its parameters are "
+                "not gathered; call the FlatFSDP module, not its .module or a method that calls it"
+            )
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Backwards that run inside accumulate gradients and do not reduce them."""
@@ -150,9 +165,10 @@ class FlatFSDP(ModuleWrapper):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scales the reduced gradients of the whole model so that their norm is at most `max_norm`.
+        """Scales the reduced gradients of this module so that their norm is at most `max_norm`.
 
-        Collective.  `torch.nn.utils.clip_grad_norm_` would see this rank's shards only.
+        Call it on the root, for the norm of the whole model.  Collective.
+        `torch.nn.utils.clip_grad_norm_` would see this rank's shards only.
 
         Returns:
             The norm over all ranks before scaling, 0-dim, in the master's dtype.
@@ -163,7 +179,7 @@ class FlatFSDP(ModuleWrapper):
         self._init_root()
         return clip_grad_norm(
             list(self.parameters()),
-            self.grid.shard,
+            self._grid.shard,
             max_norm,
             norm_type,
             error_if_nonfinite=error_if_nonfinite,
@@ -172,8 +188,8 @@ class FlatFSDP(ModuleWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drops what was accumulated and not reduced, which `optimizer.zero_grad()` cannot see."""
         super().zero_grad(set_to_none)
-        for unit in self._init_root().units:
-            unit.drop_gradients()
+        for _, wrapped in _units_in(self):
+            wrapped._unit.drop_gradients()
 
     # ---- the root ---------------------------------------------------------------------------------------
 
@@ -193,18 +209,25 @@ class FlatFSDP(ModuleWrapper):
                 group.name = name
         groups = [group for wrapped in inside for group in wrapped._unit.groups]
         lines = [line for group in groups for line in group.describe()]
-        for ranks in (self.grid.shard, self.grid.replicate):
-            check_same_on_all_ranks(lines, ranks, self.device)
-        for wrapped in inside:
-            if wrapped.grid != self.grid:
-                raise ValueError("all FlatFSDP modules of one model must use the same process group or mesh")
-        reduce_grid = Grid(self.grid.shard.own_communicator(), self.grid.replicate.own_communicator())
+        for ranks in (self._grid.shard, self._grid.replicate):
+            check_same_on_all_ranks(lines, ranks, self._device)
+        for wrapped, name in inside.items():
+            for what in ("_grid", "_device"):
+                if getattr(wrapped, what) != getattr(self, what):
+                    raise ValueError(f"unit {name} has another process group, mesh or device than its root")
+            for what in ("grad_sync", "prefetch"):
+                ours, theirs = (getattr(m._policy, what) for m in (self, wrapped))
+                if theirs != ours:
+                    raise ValueError(
+                        f"unit {name} has {what}={theirs!r}, but its root {ours!r}; make them equal"
+                    )
+        reduce_grid = Grid(self._grid.shard.own_communicator(), self._grid.replicate.own_communicator())
         root = Root(
             [wrapped._unit for wrapped in inside],
             reduce_grid,
-            self.device,
-            self.policy.prefetch,
-            self.policy.grad_sync == "every",
+            self._device,
+            self._policy.prefetch,
+            self._policy.grad_sync == "every",
             self.microbatch,
             self.ledger,
         )
@@ -214,8 +237,8 @@ class FlatFSDP(ModuleWrapper):
         for group in groups:
             group.attach(self.microbatch, self.ledger)
             self.ledger.parameters += sum(slot.numel for slot in group.layout.slots)
-            if self.grid.replicate.size > 1:
-                broadcast(group.master.data, self.grid.replicate)
+            if self._grid.replicate.size > 1:
+                broadcast(group.master.data, self._grid.replicate)
         return root
 
     # ---- checkpoints: the parts of ModuleWrapper's state_dict -------------------------------------------
@@ -241,7 +264,7 @@ class FlatFSDP(ModuleWrapper):
     # ---- what does not work on a sharded module ---------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FlatFSDP:
-        for group in self._unit.groups:
+        for group in (group for _, wrapped in _units_in(self) for group in wrapped._unit.groups):
             probe = fn(group.master.detach()[:1])
             if (probe.dtype, probe.device) != (group.master.dtype, group.master.device):
                 raise TypeError(
@@ -264,22 +287,23 @@ class FlatFSDP(ModuleWrapper):
 def _parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters below `module` that no FlatFSDP owns, by name; validated before anything changes."""
     found: dict[nn.Parameter, str] = {}
-    for site, parameter in parameter_sites(module):
-        if isinstance(site.module, FlatFSDP):
-            continue
-        if isinstance(site.module, ModuleWrapper):
+    for path, owner in _own_modules(module):
+        if isinstance(owner, ModuleWrapper):
             raise ValueError(
-                f"{site.name} is a flat parameter of an inner {type(site.module).__name__}; FlatFSDP makes "
-                "its own, so wrap the plain module"
+                f"{path or 'the module'} is a {type(owner).__name__}, which has flat parameters of its own; "
+                "wrap the plain module"
             )
-        found.setdefault(parameter, site.name)
+        taken = owner.__dict__.get("_flatfsdp_names", {})
+        for attribute, name in taken.items():
+            if attribute not in owner._parameters:
+                raise ValueError(_tied_message(f"{path}.{attribute}", name))
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, f"{path}.{attribute}".lstrip("."))
     for parameter, name in found.items():
         owner_name = getattr(parameter, "_flatfsdp_name", None)
         if owner_name is not None:
-            raise ValueError(
-                f"parameter {name} is tied to {owner_name}, which another FlatFSDP unit has taken; wrap a "
-                "module that contains both, so that they live in one unit"
-            )
+            raise ValueError(_tied_message(name, owner_name))
         if parameter.is_meta:
             raise ValueError(
                 f"parameter {name} is on the meta device; materialise the module before wrapping it"
@@ -291,11 +315,26 @@ def _parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for parameter, name in found.items()}
 
 
+def _tied_message(name: str, other: str) -> str:
+    return (
+        f"parameter {name} is tied to {other}, which another FlatFSDP unit has taken; wrap a module that "
+        "contains both, so that they live in one unit"
+    )
+
+
+def _own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """`module` and what is below it, but not what inner units have taken, each with its path."""
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None and not isinstance(child, FlatFSDP):
+            yield from _own_modules(child, f"{path}.{name}".lstrip("."))
+
+
 def _resolve_device(
     device: torch.device | str | None, module: nn.Module, parameters: dict[str, nn.Parameter], grid: Grid
 ) -> torch.device:
     if device is None:
-        found = {m.device: f"unit {name}" for name, m in _units_in(module)}
+        found = {m._device: f"unit {name}" for name, m in _units_in(module)}
         found |= {p.device: f"parameter {name}" for name, p in parameters.items()}
         if len(found) > 1:
             places = ", ".join(f"{what} is on {where}" for where, what in found.items())
@@ -313,13 +352,14 @@ def _resolve_device(
 
 
 def _prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Moves and casts buffers, except those of inner units, which have been."""
-    for name, buffer in module._buffers.items():
-        if buffer is not None:
-            module._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
-    for child in module.children():
-        if not isinstance(child, FlatFSDP):
-            _prepare_buffers(child, device, dtype)
+    """Moves and casts the buffers outside inner units; tied ones stay tied."""
+    prepared: dict[Tensor, Tensor] = {}
+    for _, owner in _own_modules(module):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                if buffer not in prepared:
+                    prepared[buffer] = buffer.to(device, dtype if buffer.is_floating_point() else None)
+                owner._buffers[name] = prepared[buffer]
 
 
 def _units_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, FlatFSDP]]:

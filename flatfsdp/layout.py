@@ -13,8 +13,6 @@ therefore be read by M ranks by cutting the same line elsewhere.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -167,11 +165,6 @@ class FlatLayout:
             cursor = slot.end
         parts = flat.split([*sizes, flat.numel() - cursor])
         return [part.view(slot.shape) for part, slot in zip(parts[1::2], self.slots, strict=False)]
-
-    def digest(self) -> str:
-        """Hash of the whole geometry; equal on two ranks exactly if the layouts are."""
-        described = [(s.name, s.shape, s.role.value, s.align.value, s.offset) for s in self.slots]
-        return hashlib.sha256(json.dumps([described, self.numel, self.shard_multiple]).encode()).hexdigest()
 
 
 def _round_up(value: int, multiple: int) -> int:

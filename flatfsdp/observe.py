@@ -18,7 +18,7 @@ class ByteLedger:
     """Bytes that this rank moved for its parameters since the last `reset`; one per root module.
 
     Local traffic counts bytes read plus bytes written:
-        cast: master shard to compute shard.
+        cast: master shard to compute shard, and gradients to and from another dtype of reduction.
         concat: autograd's concatenation of gradients (`optimize_backward_concat=False`).
         accumulate: gradients into `main_grad` (a copy the first time, an add later), and reduced shards
             into a `.grad` that is there already.

@@ -100,6 +100,8 @@ class Views:
         self._main_grad = main_grad
         self._landed = landed
         self._absent = _absent(binding.layout, unsharded)
+        # The user's hooks are on parameters that the module will not see again.
+        self._hooks = [tuple((p._backward_hooks or {}).values()) for p in binding.parameters()]
         self._leaf = unsharded.requires_grad_()
         self._leaf.register_post_accumulate_grad_hook(_weakly(self._land))
         self._views: Sequence[Tensor] = ()
@@ -107,7 +109,12 @@ class Views:
         self.begin_forward()
 
     def begin_forward(self) -> None:
-        self._views = self._binding.layout.views(self._leaf)
+        # Differentiable in every forward: the recomputation of an earlier one may read them in backward.
+        with torch.inference_mode(False), torch.enable_grad():
+            self._views = self._binding.layout.views(self._leaf)
+        for view, hooks in zip(self._views, self._hooks, strict=True):
+            for hook in hooks:
+                view.register_hook(hook)
         self._is_concealed = False
         self.rebind()
 

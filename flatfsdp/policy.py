@@ -75,5 +75,9 @@ class Policy:
     poison_on_free: bool
 
     def __post_init__(self) -> None:
+        if not isinstance(self.precision, Precision):
+            raise TypeError(f"precision is {self.precision!r}; pass Precision(compute=...)")
+        if not isinstance(self.prefetch, Prefetch):
+            raise TypeError(f"prefetch is {self.prefetch!r}; pass Prefetch(forward=..., backward=...)")
         if self.grad_sync not in get_args(GradSync):
             raise ValueError(f"grad_sync is {self.grad_sync!r}; it must be one of {get_args(GradSync)}")

@@ -55,6 +55,7 @@ class Reducer:
         self._ready: set[FlatGroup] = set()
         self._next = 0
         self._in_flight: deque[_Reduction] = deque()
+        self._reduced: list[tuple[FlatGroup, Tensor]] = []
 
     def ready(self, group: FlatGroup) -> None:
         """All gradients of `group` have landed: reduces it as soon as it is its turn."""
@@ -69,16 +70,22 @@ class Reducer:
             self._launch(group)
         while self._in_flight:
             self._retire()
-        self._next = 0
-        self._ready.clear()
+        # Only now, so that a backward that fails half-way leaves every `.grad` as it was.
+        for group, grad in self._reduced:
+            self._add_to_master(group.master, grad)
+        self._reset()
 
     def abandon(self) -> None:
         """Waits for what is under way and forgets its results."""
         for reduction in self._in_flight:
             compute_waits_for(reduction.done, reduction.shard.device)
+        self._reset()
+
+    def _reset(self) -> None:
         self._in_flight.clear()
-        self._next = 0
+        self._reduced.clear()
         self._ready.clear()
+        self._next = 0
 
     def _launch(self, group: FlatGroup) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -92,8 +99,7 @@ class Reducer:
             shard = flat.new_empty(group.master.numel(), dtype=wire_dtype)
         full_bytes = flat.numel() * wire_dtype.itemsize
         with self._lane.after_compute():
-            # A no-op in the usual case, where gradients are reduced in the dtype they were accumulated in.
-            payload = flat.to(wire_dtype)
+            payload = self._cast(flat, wire_dtype)
             if shards.size > 1:
                 nbytes = full_bytes * (shards.size - 1) // shards.size
                 with span("reduce_scatter", group.name, group.microbatch.index, nbytes):
@@ -111,9 +117,19 @@ class Reducer:
     def _retire(self) -> None:
         group, _, shard, done = self._in_flight.popleft()
         compute_waits_for(done, shard.device)
-        grad = shard.to(group.master.dtype)
-        if group.master.grad is None:
-            group.master.grad = grad
+        self._reduced.append((group, self._cast(shard, group.master.dtype)))
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Usually nothing: gradients are reduced in the dtype in which they were accumulated."""
+        if tensor.dtype == dtype:
+            return tensor
+        cast = tensor.to(dtype)
+        self._ledger.add("cast", tensor.numel() * (tensor.element_size() + cast.element_size()))
+        return cast
+
+    def _add_to_master(self, master: Tensor, grad: Tensor) -> None:
+        if master.grad is None:
+            master.grad = grad
         else:
-            group.master.grad.add_(grad)
+            master.grad.add_(grad)
             self._ledger.add("accumulate", 3 * grad.numel() * grad.element_size())

@@ -90,7 +90,9 @@ class Root:
         self.gather_lane = Lane(device)
         self.reducer = Reducer([u.trained for u in units if u.trained is not None], grid, device, ledger)
         self._reduce_every = reduce_every
+        self.in_forward = False
         self._in_backward = False
+        self._backward_task = -1
         self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
 
     @property
@@ -104,18 +106,32 @@ class Root:
         return self._reduce_every or self.microbatch.is_last
 
     def begin_forward(self) -> None:
+        """Called before the outermost forward of any unit; the inner ones run inside it."""
         if self._backward_failed:
             self.abandon_step()
         self.order.start()
+        self.in_forward = True
 
     def end_forward(self, *, backward_follows: bool) -> None:
         """Frees what was gathered ahead and not used and, without a backward, everything."""
+        self.in_forward = False
         for unit in self.units[1:]:
             unit.drop_unused()
         if not backward_follows:
-            for unit in self.units:
-                unit.reshard()
-                unit.expire()
+            self._free_parameters()
+
+    def fail_forward(self) -> None:
+        """The outermost forward raised; one without a backward has left gradients alone."""
+        self.in_forward = False
+        if torch.is_grad_enabled():
+            self.abandon_step()
+        else:
+            self._free_parameters()
+
+    def _free_parameters(self) -> None:
+        for unit in self.units:
+            unit.reshard()
+            unit.expire()
 
     def begin_backward(self) -> None:
         """Called by whatever happens first in a backward, and often after that."""
@@ -125,7 +141,17 @@ class Root:
             callback = _EndOfBackward(self)
             Variable._execution_engine.queue_callback(callback)
             self._end_of_backward = weakref.ref(callback)
+            self._backward_task = torch._C._current_graph_task_id()
             self._in_backward = True
+
+    @property
+    def in_nested_backward(self) -> bool:
+        """Whether a backward inside the backward is running: reentrant checkpointing.
+
+        A parameter used in several checkpoints gets a gradient from each of them; only at the end of the
+        outer backward is it known that no more will come.
+        """
+        return torch._C._current_graph_task_id() != self._backward_task
 
     def end_backward(self) -> None:
         """All gradients of this backward have landed."""

@@ -9,12 +9,17 @@ Next: `root.py` ends the backward for all units together.
     after_forward     reshard, unless kept (see below)   -
     _before_backward  unshard, prefetch, wait            -
     landed            -                                  one more slot of this backward is in main_grad
-    _after_backward   reshard, unless kept               all slots are in: ready to reduce, if reducing
+    _free_if_done     reshard, unless kept               all slots are in: ready to reduce, if reducing
     end_of_backward   reshard, unless kept               slots that got nothing are settled by the root
 
 Kept: with `reshard_after_forward=False` until the last backward of a step; the root module from its forward
 to its backward, because its head runs last in one and first in the other.  Nothing is kept where no
 backward follows.
+
+All gradients having landed is not enough to free parameters in backward: a frozen parameter, or a use of
+`weight.detach()`, may still be needed for the gradient of the unit's inputs.  So each call of the module is
+an *open use* from the first gradient of its outputs to the last gradient of its inputs, and parameters are
+freed when everything has landed and no use is open.
 """
 
 from __future__ import annotations
@@ -50,18 +55,20 @@ class Unit:
     def __init__(self, reshard_after_forward: bool) -> None:
         self.groups: list[FlatGroup] = []
         self.trained: FlatGroup | None = None
-        self._has_frozen = False
         self.root: Root
         self._reshard_after_forward = reshard_after_forward
         self._landed_slots: set[int] = set()
-        self._inputs_done = False
+        self._open_uses: set[object] = set()
 
     def add(self, group: FlatGroup) -> None:
         self.groups.append(group)
         if group.trainable:
             self.trained = group
-        else:
-            self._has_frozen = True
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some parameter is not there to compute with."""
+        return any(group.state is ShardState.SHARDED for group in self.groups)
 
     # ---- parameters -------------------------------------------------------------------------------------
 
@@ -98,6 +105,12 @@ class Unit:
 
     def before_forward(self) -> int:
         """Makes the parameters ready; returns the unit's position in this forward."""
+        for group in self.groups:
+            if group.master.requires_grad != group.trainable:
+                raise RuntimeError(
+                    f"requires_grad of unit {group.name} was changed after wrapping; freeze or unfreeze "
+                    "parameters before FlatFSDP wraps them"
+                )
         if in_backward():
             # A recomputation: its order says nothing about the next forward, and a unit gathered ahead of
             # it may have finished its backward already, so that nobody would free it.
@@ -115,12 +128,10 @@ class Unit:
         differentiable = (
             [t for t in tensors_in(outputs) if t.requires_grad] if torch.is_grad_enabled() else []
         )
-        for tensor in differentiable:
-            tensor.register_hook(partial(self._before_backward, self.root.order.current, position))
-        if differentiable and self._has_frozen:
-            needing_grad = [t for t in tensors_in(inputs) if t.requires_grad]
-            if needing_grad:
-                torch.autograd.graph.register_multi_grad_hook(needing_grad, self._inputs_ready)
+        if differentiable:
+            use = self._follow_inputs(inputs)
+            for tensor in differentiable:
+                tensor.register_hook(partial(self._before_backward, use, self.root.order.current, position))
         if in_backward():
             return
         # A backward that starts from something in which no tensor was found could not gather them again.
@@ -129,10 +140,28 @@ class Unit:
         if not is_opaque and not (differentiable and keeps):
             self.reshard()
 
+    def _follow_inputs(self, inputs: Any) -> object | None:
+        """Opens a use that ends once the inputs have their gradients; None if none will have one."""
+        needing_grad = [t for t in tensors_in(inputs) if t.requires_grad]
+        if not needing_grad:
+            return None
+        use = object()
+
+        def close(_grads: Any) -> None:
+            # An input that is a leaf would keep the hook for good.
+            handle.remove()
+            self._open_uses.discard(use)
+            self._free_if_done()
+
+        handle = torch.autograd.graph.register_multi_grad_hook(needing_grad, close)
+        return use
+
     # ---- backward ---------------------------------------------------------------------------------------
 
-    def _before_backward(self, order: list[Unit], position: int, _grad: Tensor) -> None:
+    def _before_backward(self, use: object | None, order: list[Unit], position: int, _grad: Tensor) -> None:
         self.root.begin_backward()
+        if use is not None:
+            self._open_uses.add(use)
         self._use(self.root.order.before(order, position))
         for group in self.groups:
             group.params.begin_backward()
@@ -150,34 +179,32 @@ class Unit:
             self._landed_slots.update(range(len(self.trained.layout.slots)))
         else:
             self._landed_slots.add(index)
-        if self.backward_done:
+        if self.backward_done and not self.root.in_nested_backward:
             if self.root.reduces:
                 self.root.reducer.ready(self.trained)
-            # Every gradient has landed, so no trained parameter is needed any more; a frozen one may be.
-            if not self._has_frozen or self._inputs_done:
-                self._after_backward()
+            self._free_if_done()
 
-    def _inputs_ready(self, _grads: Any) -> None:
-        self._inputs_done = True
-        if self.backward_done or self.trained is None:
-            self._after_backward()
+    def _free_if_done(self) -> None:
+        done = self.backward_done or self.trained is None
+        if done and not self._open_uses and not self.root.in_nested_backward:
+            self._free_after_backward()
 
-    def _after_backward(self) -> None:
+    def _free_after_backward(self) -> None:
         if self._reshard_after_forward or self.root.microbatch.is_last:
             self.reshard()
 
     def end_of_backward(self) -> None:
         """The whole backward is over: frees what is still there and starts to count anew."""
-        self._after_backward()
+        self._free_after_backward()
         self._landed_slots.clear()
-        self._inputs_done = False
+        self._open_uses.clear()
 
     def abandon(self) -> None:
         """After an exception: frees parameters and drops gradients."""
         self.reshard()
         self.expire()
         self._landed_slots.clear()
-        self._inputs_done = False
+        self._open_uses.clear()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:

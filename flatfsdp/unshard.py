@@ -71,6 +71,7 @@ class FlatGroup:
         parameters = binding.parameters()
         self.trainable = parameters[0].requires_grad
         self.state = ShardState.SHARDED
+        self._cast_version: int | None = None
 
         precision, num_shards = policy.precision, grid.shard.size
         shard = torch.zeros(self.layout.shard_numel(num_shards), dtype=precision.param, device=device)
@@ -90,7 +91,6 @@ class FlatGroup:
             self._buffer = FlatBuffer(numel, precision.compute, device, poison=policy.poison_on_free)
             unsharded = self._buffer.alias()
         self._gathered: torch.cuda.Event | None = None
-        self._cast_version: int | None = None
 
         self.main_grad: MainGrad | None = None
         if self.trainable:
@@ -110,6 +110,8 @@ class FlatGroup:
             self.params = Views(binding, unsharded, self.main_grad, landed)
         if self._buffer is not None:
             self._free(self._buffer)
+        else:
+            self._cast()
 
     def attach(self, microbatch: Microbatch, ledger: ByteLedger) -> None:
         """Joins a root: its microbatch and its ledger from now on."""
@@ -129,8 +131,7 @@ class FlatGroup:
 
     def expire(self) -> None:
         """Casts and gathers anew next time, even if no in-place write to the master was counted."""
-        if self.trainable:
-            self._cast_version = None
+        self._cast_version = None
 
     def unshard(self, lane: Lane) -> None:
         """Starts to gather the parameters; nothing if they are there, or on their way, and up to date."""
@@ -194,6 +195,8 @@ class FlatGroup:
 
     def load(self, slot: ParamSlot, tensor: Tensor) -> None:
         """Copies this rank's part of a full parameter into the master shard."""
+        # On every rank: one whose shard is all padding writes nothing that would raise the version.
+        self.expire()
         for piece in self.layout.pieces(self.grid.shard.rank, self.grid.shard.size):
             if piece.slot is slot:
                 part = tensor.reshape(-1)[piece.start : piece.stop]

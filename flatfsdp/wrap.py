@@ -36,16 +36,20 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> Flat
 
     Args:
         model: changed in place.
-        policy: `by_class`, `by_size`, or any callable of (name, module, numel).
+        policy: `by_class`, `by_size`, or any callable of (name, module, numel).  It is not asked about the
+            parts of nn.MultiheadAttention.
         fsdp_options: passed to every `FlatFSDP`.
 
     Returns:
         The wrapped model.
 
     Raises:
+        TypeError: if the policy is a class or cannot be called.
         ValueError: if the policy picks nothing: the whole model would be one unit, which is never freed
             between forward and backward.
     """
+    if isinstance(policy, type) or not callable(policy):
+        raise TypeError(f"the wrap policy is {policy!r}; pass by_class(...), by_size(...) or a function")
     units: dict[nn.Module, FlatFSDP] = {}
 
     def visit(parent: nn.Module, prefix: str) -> None:
@@ -54,7 +58,9 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> Flat
                 continue
             name = f"{prefix}{child_name}"
             if child not in units:
-                visit(child, f"{name}.")
+                # It computes with its children's parameters, without calling them.
+                if not isinstance(child, nn.MultiheadAttention):
+                    visit(child, f"{name}.")
                 if policy(name, child, _free_numel(child)):
                     units[child] = FlatFSDP(child, **fsdp_options)
             if child in units:

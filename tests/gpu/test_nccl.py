@@ -109,7 +109,6 @@ def beside_fairscale(rank: int, world_size: int, reshard: bool) -> dict[str, boo
         result[f"losses, flag {flag}"] = same(trace.losses, losses)
         differing = [name for name in ours if not torch.equal(ours[name], state[name])]
         result[f"parameters, flag {flag}"] = differing == []
-        print(differing, sorted(ours) == sorted(state))
     return result
 
 
