@@ -124,22 +124,18 @@ class MainGrad:
 
         Raises:
             TypeError: if it is sparse.
-            RuntimeError: if it is itself differentiable.
         """
-        name = f"parameter {self._layout.slots[index].name}"
         if grad.layout is not torch.strided:
             raise TypeError(
-                f"{name} got a {grad.layout} gradient; flat buffers are dense, so build the layer without "
-                "sparse gradients (nn.Embedding(sparse=False))"
+                f"parameter {self._layout.slots[index].name} got a {grad.layout} gradient; flat buffers are "
+                "dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
             )
-        _check_first_order(name, grad)
         view = self._open()[index]
         self._accumulate(view, grad, first=not self._written[index])
         self._written[index] = True
 
     def land_flat(self, grad: Tensor) -> None:
         """Adds the gradient of one microbatch that autograd has just concatenated, padded."""
-        _check_first_order("a parameter", grad)
         # It read every view's gradient and wrote the flat one.
         self.ledger.add("concat", 2 * grad.numel() * grad.element_size())
         self._open()
@@ -199,11 +195,3 @@ class MainGrad:
     def _accumulate(self, target: Tensor, grad: Tensor, *, first: bool) -> None:
         accumulate(target, grad, first=first)
         self.ledger.add("accumulate", bytes_moved(target, grad, first=first))
-
-
-def _check_first_order(name: str, grad: Tensor) -> None:
-    if grad.requires_grad:
-        raise RuntimeError(
-            f"{name} got a differentiable gradient (create_graph=True); second derivatives would need "
-            "parameters that are freed by then, and are not supported"
-        )

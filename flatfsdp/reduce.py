@@ -68,6 +68,10 @@ class Reducer:
         """Reduces what is left and sets `master.grad` of every group, adding to one that is there."""
         for group in self._order[self._next :]:
             self._launch(group)
+        # A nested backward (reentrant checkpointing) may have brought more to a group that was launched.
+        for group in self._order:
+            if group.main_grad is not None and group.main_grad.is_allocated:
+                self._launch(group)
         while self._in_flight:
             self._retire()
         # Only now, so that a backward that fails half-way leaves every `.grad` as it was.

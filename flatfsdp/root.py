@@ -135,6 +135,11 @@ class Root:
 
     def begin_backward(self) -> None:
         """Called by whatever happens first in a backward, and often after that."""
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True is not supported: second derivatives would need parameters that are freed "
+                "by then"
+            )
         if self._backward_failed:
             self.abandon_step()
         if not self._in_backward:

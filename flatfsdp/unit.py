@@ -142,18 +142,19 @@ class Unit:
 
     def _follow_inputs(self, inputs: Any) -> object | None:
         """Opens a use that ends once the inputs have their gradients; None if none will have one."""
-        needing_grad = [t for t in tensors_in(inputs) if t.requires_grad]
-        if not needing_grad:
+        awaited = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
+        if not awaited:
             return None
         use = object()
 
-        def close(_grads: Any) -> None:
-            # An input that is a leaf would keep the hook for good.
-            handle.remove()
-            self._open_uses.discard(use)
-            self._free_if_done()
+        def arrived(key: int, _grad: Tensor) -> None:
+            # An input that is a leaf would keep its hook for good.
+            handles.pop(key).remove()
+            if not handles:
+                self._open_uses.discard(use)
+                self._free_if_done()
 
-        handle = torch.autograd.graph.register_multi_grad_hook(needing_grad, close)
+        handles = {key: tensor.register_hook(partial(arrived, key)) for key, tensor in awaited.items()}
         return use
 
     # ---- backward ---------------------------------------------------------------------------------------
