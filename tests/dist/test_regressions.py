@@ -1,0 +1,236 @@
+"""Orders of events and uses of a module in which gradients, weights or ranks once went wrong."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from tests.dist.models import Block, Net, build, data, grads_of, same
+from tests.dist.ranks import run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+
+
+class DetachedUse(nn.Module):
+    """All gradients of the weight land before the input's gradient, which needs the weight, is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight.detach() + torch.ones_like(x) * self.weight
+
+
+class FrozenBelow(nn.Module):
+    """A frozen layer under a trained one, called on two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(8, 8)
+        self.frozen.requires_grad_(False)
+        self.trained = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(torch.tanh(self.frozen(x)))
+
+
+class Twice(nn.Module):
+    def __init__(self, unit: nn.Module, recompute: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.unit = unit
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.first(x)
+        for _ in range(2):
+            y = checkpoint(self.unit, y, use_reentrant=True) if self.recompute else self.unit(y)
+        return (y * self.unit(self.first(-x))).square().mean()
+
+
+def against_plain(rank: int, world_size: int, unit: Any, recompute: bool, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = Twice(unit(), recompute)
+    sharded = copy.deepcopy(plain)
+    sharded.unit = FlatFSDP(sharded.unit, **options)
+    model = FlatFSDP(sharded, **options)
+    x = torch.randn(4, 8)
+    model(x).backward()
+    plain(x).backward()
+    optimizers = (torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=1.0) for m in (model, plain))
+    for optimizer in optimizers:
+        optimizer.step()
+    ours = model.state_dict()
+    for name, expected in plain.state_dict().items():
+        torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@FLAGS
+@pytest.mark.parametrize("poison", [False, True])
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "reentrant"])
+@pytest.mark.parametrize("unit", [DetachedUse, FrozenBelow])
+def test_parameters_stay_until_the_gradients_of_the_inputs_are_there(
+    unit: Any, recompute: bool, poison: bool, flag: bool
+) -> None:
+    options = {"optimize_backward_concat": flag, "poison_on_free": poison}
+    run_ranks(2, against_plain, unit, recompute, options)
+
+
+def failing_last_backward(rank: int, world_size: int, flag: bool) -> None:
+    """The last microbatch's backward fails after some units have been reduced."""
+    torch.manual_seed(0)
+    model = auto_wrap(Net(6), by_class(Block), optimize_backward_concat=flag)
+    torch.manual_seed(0)
+    fresh = auto_wrap(Net(6), by_class(Block), optimize_backward_concat=flag)
+    failing, clean = data(rank, 2, 2)
+
+    def fail(_grad: torch.Tensor) -> None:
+        raise ZeroDivisionError
+
+    def fail_in_backward(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        if model.microbatch.is_last:
+            output.register_hook(fail)
+
+    handle = model.blocks[0].up.register_forward_hook(fail_in_backward)
+    step = (model(tokens).backward() for tokens in microbatches(model, failing))
+    with pytest.raises(ZeroDivisionError):
+        list(step)
+    handle.remove()
+    assert grads_of(model) == []
+    for m in (model, fresh):
+        for tokens in microbatches(m, clean):
+            m(tokens).backward()
+    assert same(grads_of(model), grads_of(fresh))
+
+
+@FLAGS
+def test_a_backward_that_fails_half_reduced_leaves_no_gradient(flag: bool) -> None:
+    run_ranks(2, failing_last_backward, flag)
+
+
+def eval_failure(rank: int, world_size: int) -> None:
+    """An exception in an eval forward between microbatches loses nothing; nor does a child's zero_grad."""
+    model, reference = build(optimize_backward_concat=True), build(optimize_backward_concat=True)
+    first, second = next(data(rank, 1, 2))
+    for m in (model, reference):
+        with m.no_sync():
+            m(first).backward()
+        if m is model:
+            with pytest.raises(IndexError), torch.no_grad():
+                m(torch.full((1, 2), 999))
+        m(second).backward()
+    assert same(grads_of(model), grads_of(reference))
+    with model.no_sync():
+        model(first).backward()
+    model.blocks[2].zero_grad()
+    kept = [m._unit.trained.main_grad.is_allocated for m in (model, *model.blocks)]
+    assert kept == [True, True, True, False]
+
+
+def test_failed_evaluation_and_a_childs_zero_grad_leave_other_gradients_alone() -> None:
+    run_ranks(2, eval_failure)
+
+
+def load_with_padding(rank: int, world_size: int) -> None:
+    """The last rank's shard is all padding, so that loading writes nothing there."""
+    model = FlatFSDP(nn.Linear(4, 4), reshard_after_forward=False, optimize_backward_concat=True)
+    x = torch.ones(2, 4)
+    model(x)
+    state = model.state_dict()
+    model.load_state_dict({name: value + 1 for name, value in state.items()})
+    torch.testing.assert_close(
+        model(x).detach(), x @ (state["weight"] + 1).t() + state["bias"] + 1, rtol=1e-5, atol=1e-5
+    )
+
+
+def test_loading_reaches_ranks_that_hold_only_padding() -> None:
+    run_ranks(4, load_with_padding)
+
+
+def frozen_teacher(rank: int, world_size: int) -> None:
+    """The usual moving-average idiom writes through `.data`, which no version counter sees."""
+    teacher = nn.Linear(8, 8)
+    teacher.requires_grad_(False)
+    model = FlatFSDP(teacher, precision=Precision(compute=torch.bfloat16))
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+        for shard in model.parameters():
+            shard.data.zero_().add_(1.0)
+        assert (model(torch.ones(2, 8)) == 9.0).all()
+
+
+def test_a_write_through_data_reaches_a_frozen_model() -> None:
+    run_ranks(2, frozen_teacher)
+
+
+def past_the_wrapper(rank: int, world_size: int) -> None:
+    model = build()
+    with pytest.raises(RuntimeError, match="forward of Block was called past its FlatFSDP"):
+        model.blocks[0].module(torch.zeros(1, 20))
+    model.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="requires_grad of unit root was changed after wrapping"):
+        model(torch.zeros(1, 2, dtype=torch.long))
+
+
+def test_calls_past_the_wrapper_and_late_freezing_raise() -> None:
+    run_ranks(2, past_the_wrapper)
+
+
+def user_hooks(rank: int, world_size: int, flag: bool) -> None:
+    """A hook on a parameter runs before its gradient lands."""
+    grads = []
+    for factor in (1.0, 10.0):
+        torch.manual_seed(0)
+        net = Net()
+        net.blocks[0].up.weight.register_hook(lambda g, factor=factor: g * factor)
+        model = auto_wrap(net, by_class(Block), optimize_backward_concat=flag)
+        model(next(data(rank, 1, 1))[0]).backward()
+        grads.append(model.blocks[0].clip_grad_norm_(torch.inf))
+    assert grads[1] > 2 * grads[0]
+
+
+@FLAGS
+def test_hooks_on_parameters_run_before_the_gradient_lands(flag: bool) -> None:
+    run_ranks(2, user_hooks, flag)
+
+
+def test_second_derivatives_raise() -> None:
+    model = FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=True)
+    loss = model(torch.ones(1, 2)).square().sum()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        loss.backward(create_graph=True)
+
+
+def test_parameters_on_one_rank_can_be_read_before_the_first_forward() -> None:
+    plain = nn.Linear(4, 4)
+    expected = plain.weight.detach().bfloat16()
+    model = FlatFSDP(plain, precision=Precision(compute=torch.bfloat16), optimize_backward_concat=True)
+    assert torch.equal(model.weight, expected)
+
+
+def test_an_opaque_output_of_the_root_can_be_differentiated() -> None:
+    run_ranks(2, opaque_root)
+
+
+class OpaqueNet(Net):
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return type("Output", (), {"loss": super().forward(tokens)})()
+
+
+def opaque_root(rank: int, world_size: int) -> None:
+    tokens = next(data(rank, 1, 1))[0]
+    grads = []
+    for net in (Net, OpaqueNet):
+        torch.manual_seed(0)
+        model = auto_wrap(net(), by_class(Block), optimize_backward_concat=True, poison_on_free=True)
+        output = model(tokens)
+        (output if net is Net else output.loss).backward()
+        grads.append(grads_of(model))
+    assert same(*grads)
