@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatfsdp.autograd import in_backward
 from flatfsdp.binding import Binding
 from flatfsdp.comm import Grid, broadcast, check_same_on_all_ranks
 from flatfsdp.layout import ParamSlot
@@ -25,7 +26,7 @@ from flatfsdp.optim import clip_grad_norm
 from flatfsdp.policy import GradSync, Policy, Precision, Prefetch
 from flatfsdp.root import Root
 from flatfsdp.tensors import cast_floats, tensors_in
-from flatfsdp.unit import Unit, in_backward
+from flatfsdp.unit import Unit
 from flatfsdp.unshard import FlatGroup
 from flatfsdp.wrapper import ModuleWrapper
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from itertools import islice
 
 import torch
-from torch.autograd import Variable
 
+from flatfsdp.autograd import call_at_end_of_backward, running_backward
 from flatfsdp.comm import Grid, Lane
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger
@@ -144,9 +144,9 @@ class Root:
             self.abandon_step()
         if not self._in_backward:
             callback = _EndOfBackward(self)
-            Variable._execution_engine.queue_callback(callback)
+            call_at_end_of_backward(callback)
             self._end_of_backward = weakref.ref(callback)
-            self._backward_task = torch._C._current_graph_task_id()
+            self._backward_task = running_backward()
             self._in_backward = True
 
     @property
@@ -156,7 +156,7 @@ class Root:
         A parameter used in several checkpoints gets a gradient from each of them; only at the end of the
         outer backward is it known that no more will come.
         """
-        return torch._C._current_graph_task_id() != self._backward_task
+        return running_backward() != self._backward_task
 
     def end_backward(self) -> None:
         """All gradients of this backward have landed."""

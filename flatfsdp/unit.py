@@ -8,8 +8,8 @@ Next: `root.py` ends the backward for all units together.
     before_forward    unshard, prefetch, wait            -
     after_forward     reshard, unless kept (see below)   -
     _before_backward  unshard, prefetch, wait            -
-    landed            -                                  one more slot of this backward is in main_grad
-    _free_if_done     reshard, unless kept               all slots are in: ready to reduce, if reducing
+    landed            -                                  one more slot is in; the last one: ready to reduce
+    _free_if_done     reshard, unless kept               -
     end_of_backward   reshard, unless kept               slots that got nothing are settled by the root
 
 Kept: with `reshard_after_forward=False` until the last backward of a step; the root module from its forward
@@ -31,16 +31,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from flatfsdp.autograd import in_backward
 from flatfsdp.tensors import tensors_in
 from flatfsdp.unshard import FlatGroup, ShardState
 
 if TYPE_CHECKING:
     from flatfsdp.root import Root
-
-
-def in_backward() -> bool:
-    """Whether autograd is running: a forward that runs now is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Unit:
@@ -125,9 +121,8 @@ class Unit:
 
     def after_forward(self, position: int, inputs: Any, outputs: Any) -> None:
         """Frees the parameters, or arranges for the backward to find them."""
-        differentiable = (
-            [t for t in tensors_in(outputs) if t.requires_grad] if torch.is_grad_enabled() else []
-        )
+        tensors = list(tensors_in(outputs)) if torch.is_grad_enabled() else []
+        differentiable = [t for t in tensors if t.requires_grad]
         if differentiable:
             use = self._follow_inputs(inputs)
             for tensor in differentiable:
@@ -135,7 +130,7 @@ class Unit:
         if in_backward():
             return
         # A backward that starts from something in which no tensor was found could not gather them again.
-        is_opaque = torch.is_grad_enabled() and next(tensors_in(outputs), None) is None
+        is_opaque = torch.is_grad_enabled() and not tensors
         keeps = self is self.root.unit or not self._reshard_after_forward
         if not is_opaque and not (differentiable and keeps):
             self.reshard()
