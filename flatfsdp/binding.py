@@ -76,6 +76,34 @@ class Binding:
         """The registered parameter of each slot; only while they are registered."""
         return [sites[0].module._parameters[sites[0].attribute] for sites in self.sites]  # type: ignore[misc]
 
+    def replaced(self, views: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(view, new value) of each slot whose registered parameter no longer is the slot's own memory.
+
+        Only while parameters are registered; `views` are what they were registered over.
+
+        Raises:
+            ValueError: if a parameter has been removed or replaced by one of another shape, or a tied one by
+                two different ones.
+        """
+        writes = []
+        for slot, sites, view in zip(self.layout.slots, self.sites, views, strict=True):
+            moved: dict[int, Tensor] = {}
+            for parameter in (site.module._parameters.get(site.attribute) for site in sites):
+                if parameter is None or tuple(parameter.shape) != slot.shape:
+                    found = "removed" if parameter is None else f"given shape {tuple(parameter.shape)}"
+                    raise ValueError(
+                        f"parameter {slot.name} was {found} while it was registered; its place in the flat "
+                        f"parameter has shape {slot.shape}"
+                    )
+                if parameter.data_ptr() != view.data_ptr():
+                    moved[parameter.data_ptr()] = parameter
+            if len(moved) > 1:
+                names = ", ".join(site.name for site in sites)
+                raise ValueError(f"{names} are tied, but got different values while they were registered")
+            # Cloned, because two parameters may have changed places.
+            writes += [(view, value.detach().clone()) for value in moved.values()]
+        return writes
+
     def bind(self, tensors: Sequence[Tensor]) -> None:
         """Makes `site.module.attribute` be the given tensor of its slot, as a plain attribute.
 
@@ -85,7 +113,7 @@ class Binding:
         for sites, tensor in zip(self.sites, tensors, strict=True):
             for site in sites:
                 site.module._parameters.pop(site.attribute, None)
-                _assign(site, tensor)
+                assign(site, tensor)
                 if isinstance(tensor, nn.Parameter):
                     # The assignment registered it: back to a plain attribute.
                     site.module.__dict__[site.attribute] = site.module._parameters.pop(site.attribute)
@@ -98,14 +126,14 @@ class Binding:
         for sites, parameter in zip(self.sites, parameters, strict=True):
             for site in sites:
                 site.module.__dict__.pop(site.attribute, None)
-                _assign(site, parameter)
+                assign(site, parameter)
         for module, names in self._order.items():
             registered = module._parameters
             for name in [name for name in names if name in registered]:
                 registered[name] = registered.pop(name)
 
 
-def _assign(site: Site, tensor: Tensor) -> None:
+def assign(site: Site, tensor: Tensor) -> None:
     """`module.attribute = tensor`, and a recurrent layer's own list of its weights stays in step."""
     setattr(site.module, site.attribute, tensor)
     if isinstance(site.module, nn.RNNBase):

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -63,6 +64,10 @@ class Grid:
 
     shard: Ranks
     replicate: Ranks
+
+    @property
+    def num_ranks(self) -> int:
+        return self.shard.size * self.replicate.size
 
     @staticmethod
     def of(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, shard: bool) -> Grid:
@@ -131,19 +136,56 @@ def all_gather(full: Tensor, shard: Tensor, ranks: Ranks) -> None:
     _all_gather(full, shard, group=ranks.group)
 
 
-def reduce_scatter_mean(shard: Tensor, full: Tensor, ranks: Ranks) -> None:
-    """shard = this rank's part of the mean of `full` over the ranks."""
-    _reduce_scatter(shard, full, op=dist.ReduceOp.AVG, group=ranks.group)
+def gather(full: Tensor | None, shard: Tensor, ranks: Ranks) -> None:
+    """As `all_gather`, on the first rank only; the others pass None."""
+    parts = None if full is None else list(full.chunk(ranks.size))
+    dist.gather(shard, parts, group=ranks.group, group_dst=0)
 
 
-def all_reduce_mean(tensor: Tensor, ranks: Ranks) -> None:
-    """In place: the mean of `tensor` over the ranks."""
-    dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=ranks.group)
+def scatter(shard: Tensor, full: Tensor | None, ranks: Ranks) -> None:
+    """The reverse of `gather`: shard = this rank's part of the first rank's `full`."""
+    if ranks.size == 1:
+        assert full is not None
+        shard.copy_(full)
+        return
+    parts = None if full is None else list(full.chunk(ranks.size))
+    dist.scatter(shard, parts, group=ranks.group, group_src=0)
+
+
+def reduce_scatter(shard: Tensor, full: Tensor, ranks: Ranks, *, mean: bool) -> None:
+    """shard = this rank's part of the sum, or mean, of `full` over the ranks."""
+    _reduce_scatter(shard, full, op=_operation(mean), group=ranks.group)
+
+
+def all_reduce(tensor: Tensor, ranks: Ranks, *, mean: bool) -> None:
+    """In place: the sum, or mean, of `tensor` over the ranks."""
+    dist.all_reduce(tensor, op=_operation(mean), group=ranks.group)
+
+
+def _operation(mean: bool) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
 
 
 def broadcast(tensor: Tensor, ranks: Ranks) -> None:
     """In place: the tensor of the group's first rank."""
-    dist.broadcast(tensor, group=ranks.group, group_src=0)
+    if ranks.size > 1:
+        dist.broadcast(tensor, group=ranks.group, group_src=0)
+
+
+def broadcast_object(value: Any, grid: Grid, device: torch.device) -> Any:
+    """What the grid's first rank passes, which has to be picklable.  Collective over the whole grid."""
+    box = [value]
+    with on_device(device):
+        # Along the first rank's replicas, then inside each replica.
+        for ranks in (grid.replicate, grid.shard):
+            if ranks.size > 1:
+                dist.broadcast_object_list(box, group=ranks.group, group_src=0)
+    return box[0]
+
+
+def on_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Makes `device` the current one: collectives of Python objects travel through that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def check_same_on_all_ranks(lines: Sequence[str], ranks: Ranks, device: torch.device) -> None:
@@ -160,8 +202,7 @@ def check_same_on_all_ranks(lines: Sequence[str], ranks: Ranks, device: torch.de
     if largest == -negated_smallest:
         return
     everyone: list[list[str]] = [[] for _ in range(ranks.size)]
-    # It sends through the current device.
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with on_device(device):
         dist.all_gather_object(everyone, list(lines), group=ranks.group)
     for rank, theirs in enumerate(everyone):
         for expected, found in zip_longest(everyone[0], theirs, fillvalue="nothing"):

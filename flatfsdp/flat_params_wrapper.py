@@ -213,25 +213,9 @@ class FlattenParamsWrapper(ModuleWrapper):
 
     def _write_back(self) -> None:
         """Copies registered parameters that do not alias their slot, after a check of all of them."""
-        writes = []
-        for binding, flat in zip(self._bindings, self.flat_params, strict=True):
-            views = binding.layout.views(flat.detach())
-            for slot, sites, view in zip(binding.layout.slots, binding.sites, views, strict=True):
-                moved: dict[int, Tensor] = {}
-                for parameter in (site.module._parameters.get(site.attribute) for site in sites):
-                    if parameter is None or tuple(parameter.shape) != slot.shape:
-                        found = "removed" if parameter is None else f"given shape {tuple(parameter.shape)}"
-                        raise ValueError(
-                            f"parameter {slot.name} was {found} inside unflatten_params; its place in the "
-                            f"flat parameter has shape {slot.shape}"
-                        )
-                    if parameter.data_ptr() != view.data_ptr():
-                        moved[parameter.data_ptr()] = parameter
-                if len(moved) > 1:
-                    names = ", ".join(site.name for site in sites)
-                    raise ValueError(f"{names} are tied, but got different values inside unflatten_params")
-                # Cloned, because two parameters may have changed places.
-                writes += [(view, value.detach().clone()) for value in moved.values()]
+        flats = [flat.detach() for flat in self.flat_params]
+        pairs = zip(self._bindings, flats, strict=True)
+        writes = [w for binding, flat in pairs for w in binding.replaced(binding.layout.views(flat))]
         for view, value in writes:
             view.copy_(value)
 

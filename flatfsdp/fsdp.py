@@ -8,7 +8,7 @@ Next: its `forward` drives `unit.py`; to follow one parameter, start at `layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.autograd import in_backward
-from flatfsdp.binding import Binding
-from flatfsdp.comm import Grid, broadcast, check_same_on_all_ranks
+from flatfsdp.binding import Binding, parameter_sites
+from flatfsdp.comm import Grid, check_same_on_all_ranks
 from flatfsdp.layout import ParamSlot
+from flatfsdp.meta import ParamInit, materialize
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger
 from flatfsdp.optim import clip_grad_norm
-from flatfsdp.policy import GradSync, Policy, Precision, Prefetch
+from flatfsdp.policy import Division, GradSync, Policy, Precision, Prefetch
 from flatfsdp.root import Root
+from flatfsdp.summon import Gathering, whole_parameters
 from flatfsdp.tensors import cast_floats, tensors_in
 from flatfsdp.unit import Unit
 from flatfsdp.unshard import FlatGroup
@@ -42,10 +44,11 @@ class FlatFSDP(ModuleWrapper):
     parameter without a gradient in a reducing backward counts as one with a zero gradient.
 
     Args:
-        module: on any device but meta, and the same on all ranks.
+        module: the same on all ranks.
         process_group: ranks to shard over; default: all, or this process alone without torch.distributed.
         mesh: instead of process_group: 1-D (shard), or 2-D (replicate, shard).
-        device: where shards, buffers and compute live; default: where the module is.
+        device: where shards, buffers and compute live; default: where the module is.  Needed for a module on
+            the meta device, whose parameters are made and initialised unit by unit.
         precision: dtypes of the stations of a parameter.
         shard: False keeps parameters on every rank and all-reduces gradients (plain data parallel).
         reshard_after_forward: True frees unsharded parameters after each forward and backward (ZeRO-3);
@@ -53,9 +56,13 @@ class FlatFSDP(ModuleWrapper):
         optimize_backward_concat: True lets each gradient land in the flat buffer that is reduced.  False
             is the baseline: autograd concatenates all gradients of a unit in every microbatch.  Both give
             the same bits.
-        grad_sync: reduce gradients in the "last" microbatch's backward, or in "every" one's, which needs
-            no full-size gradient buffer between microbatches and moves M times the bytes.
+        grad_sync: reduce-scatter gradients in the "last" microbatch's backward, or in "every" one's, which
+            needs no full-size gradient buffer between microbatches and moves M times the bytes.  Across the
+            replicas of a 2-D mesh they are reduced in the last one either way.
         prefetch: units to gather ahead.
+        cpu_offload: master shards, their gradients and so the optimizer stay in host memory.
+        param_init_fn: initialises the tensors that a module on the meta device owns directly; default: its
+            `reset_parameters()`.  Seed all ranks alike.
         poison_on_free: debug mode: freed buffers read as NaN.  Costs the memory that freeing would save.
 
     Attributes:
@@ -64,8 +71,8 @@ class FlatFSDP(ModuleWrapper):
         ledger: bytes moved; shared likewise.
 
     Raises:
-        ValueError: for parameters that cannot be sharded, naming them: on the meta device, not floating
-            point, tied to one in another unit, on a device that the backend cannot reach.
+        ValueError: for parameters that cannot be sharded, naming them: not floating point, tied to one in
+            another unit, on a device that the backend cannot reach, on the meta device and not initialised.
     """
 
     def __init__(
@@ -81,6 +88,8 @@ class FlatFSDP(ModuleWrapper):
         optimize_backward_concat: bool = False,
         grad_sync: GradSync = "last",
         prefetch: Prefetch | None = None,
+        cpu_offload: bool = False,
+        param_init_fn: ParamInit | None = None,
         poison_on_free: bool = False,
     ) -> None:
         if not isinstance(module, nn.Module):
@@ -91,11 +100,15 @@ class FlatFSDP(ModuleWrapper):
             optimize_backward_concat,
             grad_sync,
             Prefetch() if prefetch is None else prefetch,
+            cpu_offload,
             poison_on_free,
         )
         grid = Grid.of(process_group, mesh, shard)
         parameters = _parameters_to_take(module)
         device = _resolve_device(device, module, parameters, grid)
+        if any(parameter.is_meta for parameter in parameters.values()):
+            materialize(_own_modules(module), device, param_init_fn)
+            parameters = _parameters_to_take(module)
         super().__init__(module)
         # Private, because what is found here hides the wrapped module's attribute of the same name.
         self._policy = policy
@@ -104,6 +117,7 @@ class FlatFSDP(ModuleWrapper):
         self.microbatch = Microbatch()
         self.ledger = ByteLedger()
         self._root: Root | None = None
+        self._is_whole = False
         self._unit = Unit(reshard_after_forward)
         _prepare_buffers(module, device, policy.precision.buffer)
         chosen = {
@@ -114,7 +128,7 @@ class FlatFSDP(ModuleWrapper):
         for name, binding in bindings.items():
             group = FlatGroup(binding, grid, device, policy, self.microbatch, self.ledger, self._unit.landed)
             self._unit.add(group)
-            self._register_flat(name, group.master)
+            self._register_flat(name, group.master.flat)
             for sites in binding.sites:
                 for site in sites:
                     # So that a unit that shares the parameter, or its module, can tell.
@@ -127,6 +141,8 @@ class FlatFSDP(ModuleWrapper):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         root = self._init_root()
+        if self._is_whole:
+            raise RuntimeError("a FlatFSDP module cannot compute inside summon_full_params; leave it first")
         if root.in_forward or in_backward():
             return self._forward(args, kwargs)
         root.begin_forward()
@@ -178,19 +194,33 @@ class FlatFSDP(ModuleWrapper):
             RuntimeError: if the norm is not finite and `error_if_nonfinite`, on all ranks.
         """
         self._init_root()
-        return clip_grad_norm(
-            list(self.parameters()),
-            self._grid.shard,
-            max_norm,
-            norm_type,
-            error_if_nonfinite=error_if_nonfinite,
-        )
+        masters = [group.master for _, m in units_in(self) for group in m._unit.groups if group.trainable]
+        return clip_grad_norm(masters, self._grid, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drops what was accumulated and not reduced, which `optimizer.zero_grad()` cannot see."""
         super().zero_grad(set_to_none)
-        for _, wrapped in _units_in(self):
+        for _, wrapped in units_in(self):
             wrapped._unit.drop_gradients()
+            for group in wrapped._unit.groups:
+                group.master.zero_grad(set_to_none)
+
+    def set_gradient_divide_factors(self, predivide: float, postdivide: float, recurse: bool = True) -> None:
+        """Divides gradients by `predivide` before and by `postdivide` after their sum over ranks.
+
+        In place of the mean.  predivide * postdivide = number of ranks gives the mean again, with a sum that
+        stays inside the range of a narrow `Precision.reduce`.
+
+        Args:
+            recurse: for the units inside as well.
+
+        Raises:
+            ValueError: if a factor is not positive.
+        """
+        division = Division(predivide, postdivide)
+        for _, wrapped in units_in(self) if recurse else [("", self)]:
+            for group in wrapped._unit.groups:
+                group.division = division
 
     # ---- the root ---------------------------------------------------------------------------------------
 
@@ -202,33 +232,32 @@ class FlatFSDP(ModuleWrapper):
         if self._root is not None:
             return self._root
         inside: dict[FlatFSDP, str] = {}
-        for name, wrapped in _units_in(self):
+        for prefix, wrapped in units_in(self):
             # A module with two paths is one unit, under its first name.
-            inside.setdefault(wrapped, name)
-        for wrapped, name in inside.items():
+            inside.setdefault(wrapped, prefix)
+        for wrapped, prefix in inside.items():
             for group in wrapped._unit.groups:
-                group.name = name
+                group.prefix = prefix
         groups = [group for wrapped in inside for group in wrapped._unit.groups]
         lines = [line for group in groups for line in group.describe()]
         for ranks in (self._grid.shard, self._grid.replicate):
             check_same_on_all_ranks(lines, ranks, self._device)
-        for wrapped, name in inside.items():
-            for what in ("_grid", "_device"):
-                if getattr(wrapped, what) != getattr(self, what):
-                    raise ValueError(f"unit {name} has another process group, mesh or device than its root")
+        for wrapped, prefix in inside.items():
+            name = prefix.rstrip(".")
+            if wrapped._device != self._device:
+                raise ValueError(f"unit {name} is on {wrapped._device}, but its root on {self._device}")
             for what in ("grad_sync", "prefetch"):
                 ours, theirs = (getattr(m._policy, what) for m in (self, wrapped))
                 if theirs != ours:
                     raise ValueError(
                         f"unit {name} has {what}={theirs!r}, but its root {ours!r}; make them equal"
                     )
-        reduce_grid = Grid(self._grid.shard.own_communicator(), self._grid.replicate.own_communicator())
         root = Root(
             [wrapped._unit for wrapped in inside],
-            reduce_grid,
             self._device,
             self._policy.prefetch,
-            self._policy.grad_sync == "every",
+            # With nothing to shard there is no shard to keep a sum in.
+            self._policy.grad_sync == "every" and any(group.grid.shard.size > 1 for group in groups),
             self.microbatch,
             self.ledger,
         )
@@ -238,40 +267,100 @@ class FlatFSDP(ModuleWrapper):
         for group in groups:
             group.attach(self.microbatch, self.ledger)
             self.ledger.parameters += sum(slot.numel for slot in group.layout.slots)
-            if self._grid.replicate.size > 1:
-                broadcast(group.master.data, self._grid.replicate)
         return root
 
     # ---- checkpoints: the parts of ModuleWrapper's state_dict -------------------------------------------
 
     @property
     def bindings(self) -> list[Binding]:
-        return [group.binding for group in self._unit.groups]
+        return [] if self._is_whole else [group.binding for group in self._unit.groups]
 
-    @contextmanager
-    def _registered_parameters(self) -> Iterator[None]:
-        self._init_root()
-        for group in self._unit.groups:
-            group.binding.register(group.full_master())
-        try:
-            yield
-        finally:
-            for group in self._unit.groups:
-                group.params.rebind()
+    def _registered_parameters(self) -> AbstractContextManager[None]:
+        gathering = self._init_root().state_dict_gathering
+        return self._whole(gathering, writeback=False)
 
     def _load_slot(self, binding: Binding, slot: ParamSlot, value: Tensor) -> None:
-        next(group for group in self._unit.groups if group.binding is binding).load(slot, value)
+        next(group for group in self._unit.groups if group.binding is binding).master.load(slot, value)
+
+    # ---- ordinary parameters for a while ----------------------------------------------------------------
+
+    @contextmanager
+    def summon_full_params(
+        self,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+    ) -> Iterator[None]:
+        """Inside, the wrapped module has its ordinary parameters: whole, in master precision, by their names.
+
+        `parameters()` and `named_parameters()` list them, under the names they had before wrapping, and no
+        flat ones.  Collective, at both ends.  Gradients are not summoned.
+
+        Args:
+            recurse: also those of the units inside.
+            writeback: at the end, changed values, in place or by another parameter object, go to the shards;
+                a parameter changed differently on several ranks ends up in parts of each.
+            rank0_only: only the first rank gets them, and it alone writes back.
+            offload_to_cpu: in host memory; the device then holds no more than one unit at a time.
+
+        Raises:
+            RuntimeError: inside a forward or backward; on the other ranks, if the first one raises inside the
+                block under rank0_only.
+            ValueError: at the end, if a parameter has been removed or given another shape.
+        """
+        root = self._init_root()
+        if root.in_forward or in_backward():
+            raise RuntimeError("full parameters cannot be summoned inside a forward or backward")
+        gathering = Gathering(rank0_only, offload_to_cpu)
+        wrapped = dict.fromkeys(m for _, m in units_in(self)) if recurse else [self]
+        with ExitStack() as stack:
+            for unit in wrapped:
+                stack.enter_context(unit._whole(gathering, writeback=writeback))
+            yield
+
+    @contextmanager
+    def _whole(self, gathering: Gathering, *, writeback: bool) -> Iterator[None]:
+        if self._is_whole:
+            yield
+            return
+        flats = dict(self._parameters)
+        with whole_parameters(self._unit.groups, gathering, writeback=writeback):
+            # The flat parameters stay attributes, but are not registered.
+            self._parameters.clear()
+            self.__dict__.update(flats)
+            self._is_whole = True
+            try:
+                yield
+            finally:
+                self._is_whole = False
+                for name, flat in flats.items():
+                    del self.__dict__[name]
+                    self._parameters[name] = flat
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        if not (self._is_whole and recurse):
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+            return
+        seen: set[nn.Parameter] = set()
+        for site, parameter in parameter_sites(self.module, f"{prefix}." if prefix else ""):
+            if not remove_duplicate or parameter not in seen:
+                seen.add(parameter)
+                yield site.name, parameter
 
     # ---- what does not work on a sharded module ---------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FlatFSDP:
-        for group in (group for _, wrapped in _units_in(self) for group in wrapped._unit.groups):
-            probe = fn(group.master.detach()[:1])
-            if (probe.dtype, probe.device) != (group.master.dtype, group.master.device):
+        for group in (group for _, wrapped in units_in(self) for group in wrapped._unit.groups):
+            flat = group.master.flat
+            probe = fn(flat.detach()[:1])
+            if (probe.dtype, probe.device) != (flat.dtype, flat.device):
                 raise TypeError(
-                    f"a FlatFSDP module cannot be moved or converted ({group.master.dtype} on "
-                    f"{group.master.device} to {probe.dtype} on {probe.device}); pass device= and precision= "
-                    "to the constructor instead"
+                    f"a FlatFSDP module cannot be moved or converted ({flat.dtype} on {flat.device} to "
+                    f"{probe.dtype} on {probe.device}); pass device= and precision= to the constructor "
+                    "instead"
                 )
         return self
 
@@ -305,10 +394,6 @@ def _parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
         owner_name = getattr(parameter, "_flatfsdp_name", None)
         if owner_name is not None:
             raise ValueError(_tied_message(name, owner_name))
-        if parameter.is_meta:
-            raise ValueError(
-                f"parameter {name} is on the meta device; materialise the module before wrapping it"
-            )
         if not parameter.is_floating_point():
             raise ValueError(
                 f"parameter {name} is {parameter.dtype}; only floating-point parameters can be sharded"
@@ -335,8 +420,11 @@ def _resolve_device(
     device: torch.device | str | None, module: nn.Module, parameters: dict[str, nn.Parameter], grid: Grid
 ) -> torch.device:
     if device is None:
-        found = {m._device: f"unit {name}" for name, m in _units_in(module)}
-        found |= {p.device: f"parameter {name}" for name, p in parameters.items()}
+        found = {m._device: f"unit {prefix.rstrip('.')}" for prefix, m in units_in(module)}
+        found |= {p.device: f"parameter {name}" for name, p in parameters.items() if not p.is_meta}
+        meta = next((name for name, p in parameters.items() if p.is_meta), None)
+        if meta is not None and not found:
+            raise ValueError(f"parameter {meta} is on the meta device; pass device= to say where it shall be")
         if len(found) > 1:
             places = ", ".join(f"{what} is on {where}" for where, what in found.items())
             raise ValueError(f"{places}; pass device= to say where the whole module shall be")
@@ -363,11 +451,15 @@ def _prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype
                 owner._buffers[name] = prepared[buffer]
 
 
-def _units_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, FlatFSDP]]:
-    """Every FlatFSDP in `module`, itself included, in registration order, with its path without wrappers."""
+def units_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, FlatFSDP]]:
+    """Every FlatFSDP in `module`, itself included, in registration order.
+
+    Each with the prefix of its parameters' original names: "" for `module` itself, else such as "blocks.0.".
+    One that has two paths comes up twice.
+    """
     if isinstance(module, FlatFSDP):
-        yield prefix.rstrip(".") or "root", module
+        yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
             level = "" if isinstance(module, ModuleWrapper) else f"{name}."
-            yield from _units_in(child, prefix + level)
+            yield from units_in(child, prefix + level)

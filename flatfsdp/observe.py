@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-Traffic = Literal["cast", "concat", "accumulate", "gather", "reduce"]
+Traffic = Literal["cast", "concat", "accumulate", "offload", "gather", "reduce"]
 
 
 class ByteLedger:
@@ -21,7 +21,9 @@ class ByteLedger:
         cast: master shard to compute shard, and gradients to and from another dtype of reduction.
         concat: autograd's concatenation of gradients (`optimize_backward_concat=False`).
         accumulate: gradients into `main_grad` (a copy the first time, an add later), and reduced shards
-            into a `.grad` that is there already.
+            into a sum or a gradient that is there already.
+    Traffic between host and device (`cpu_offload`) counts once:
+        offload: master shards one way, reduced gradients the other.
     Wire traffic counts the bytes this rank receives (gather) or sends (reduce):
         gather: all-gather of parameters, (N - 1) / N of the full size.
         reduce: reduce-scatter, (N - 1) / N of the full size; all-reduce, twice that.

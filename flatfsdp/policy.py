@@ -11,7 +11,8 @@ from typing import Literal, get_args
 import torch
 
 GradSync = Literal["last", "every"]
-"""When gradients are reduced: in the last microbatch's backward, or in every backward."""
+"""When gradients are reduce-scattered: in the last microbatch's backward, or in every backward.  Across
+replicas they are reduced in the last one either way."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,9 @@ class Precision:
         param: master shard, which the optimizer updates.
         compute: unsharded parameters, and floating-point inputs of the root's forward.
         accumulate: the flat gradient buffer (`main_grad`) in which microbatches are added up.
-        reduce: what travels in the reduce-scatter; the reduced shard comes back in `param`.
+        reduce: what travels in the reduce-scatter.
+        grad: the reduced shard; None means as `param`.  It is in the flat parameter's `.grad` if the two are
+            the same, else in its `.main_grad`, for optimizers that look there.
         buffer: floating-point module buffers; None leaves them as they are.
     """
 
@@ -30,11 +33,12 @@ class Precision:
     compute: torch.dtype = torch.float32
     accumulate: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
+    grad: torch.dtype | None = None
     buffer: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for field, dtype in vars(self).items():
-            if dtype is None and field == "buffer":
+            if dtype is None and field in ("grad", "buffer"):
                 continue
             if not isinstance(dtype, torch.dtype) or dtype not in _PLAIN_FLOATS:
                 names = ", ".join(str(d) for d in _PLAIN_FLOATS)
@@ -72,6 +76,7 @@ class Policy:
     optimize_backward_concat: bool
     grad_sync: GradSync
     prefetch: Prefetch
+    cpu_offload: bool
     poison_on_free: bool
 
     def __post_init__(self) -> None:
@@ -81,3 +86,17 @@ class Policy:
             raise TypeError(f"prefetch is {self.prefetch!r}; pass Prefetch(forward=..., backward=...)")
         if self.grad_sync not in get_args(GradSync):
             raise ValueError(f"grad_sync is {self.grad_sync!r}; it must be one of {get_args(GradSync)}")
+
+
+@dataclass(frozen=True)
+class Division:
+    """Gradients are divided by `before` ahead of the sum over ranks and by `after` behind it, in place of the
+    mean: keeps a sum in a narrow dtype inside its range."""
+
+    before: float
+    after: float
+
+    def __post_init__(self) -> None:
+        for field, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"gradients cannot be divided by {value!r} {field} the sum; it must be > 0")

@@ -1,13 +1,18 @@
 """Gradients on their way from `main_grad` to the master shard's `.grad`.
 
 In:   groups whose last gradient of a reducing backward has landed (`unit.py`).
-Out:  `master.grad`, this rank's shard of the mean over all ranks, in the master's dtype.
+Out:  the master's gradient: this rank's shard of the mean over all ranks.
 Next: `optim.clip_grad_norm_` and the optimizer.
 
 Every rank launches the reductions in one fixed order, whatever order the gradients land in: the reverse of
 registration, which is the order of a backward.  A group that is ready early waits for its turn.  So ranks
 whose control flow differs (a layer skipped on one of them) still pair the same collectives, and a group in
 which nothing landed reduces zeros rather than leave the other ranks waiting.
+
+    main_grad --reduce-scatter inside the shard group--> partial_grad, summed over the reducing backwards
+              --all-reduce across replicas, in the last backward--> master.grad
+
+With `grad_sync="last"` there is one reducing backward, so `partial_grad` is nothing to keep.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatfsdp.comm import Grid, Lane, all_reduce_mean, compute_waits_for, reduce_scatter_mean
+from flatfsdp.comm import Lane, all_reduce, compute_waits_for, reduce_scatter
 from flatfsdp.observe import ByteLedger, span
 from flatfsdp.unshard import FlatGroup
 
@@ -33,8 +38,10 @@ class _Reduction(NamedTuple):
 
     group: FlatGroup
     flat: Tensor
-    shard: Tensor
+    reduced: Tensor
     done: torch.cuda.Event | None
+    is_complete: bool
+    """Whether `reduced` is the gradient, not a part of it that stays in `partial_grad`."""
 
 
 class Reducer:
@@ -42,14 +49,11 @@ class Reducer:
 
     Args:
         groups: trained groups in registration order.
-        grid: as the groups', over communicators of their own.
     """
 
-    def __init__(
-        self, groups: Iterable[FlatGroup], grid: Grid, device: torch.device, ledger: ByteLedger
-    ) -> None:
+    def __init__(self, groups: Iterable[FlatGroup], device: torch.device, ledger: ByteLedger) -> None:
         self._order = list(groups)[::-1]
-        self._grid = grid
+        self._device = device
         self._lane = Lane(device)
         self._ledger = ledger
         self._ready: set[FlatGroup] = set()
@@ -65,7 +69,7 @@ class Reducer:
             self._next += 1
 
     def finish(self) -> None:
-        """Reduces what is left and sets `master.grad` of every group, adding to one that is there."""
+        """Reduces what is left and sets the gradient of every group, adding to one that is there."""
         for group in self._order[self._next :]:
             self._launch(group)
         # A nested backward (reentrant checkpointing) may have brought more to a group that was launched.
@@ -74,15 +78,14 @@ class Reducer:
                 self._launch(group)
         while self._in_flight:
             self._retire()
-        # Only now, so that a backward that fails half-way leaves every `.grad` as it was.
-        for group, grad in self._reduced:
-            self._add_to_master(group.master, grad)
+        # Only now, so that a backward that fails half-way leaves every gradient as it was.
+        self._publish()
         self._reset()
 
     def abandon(self) -> None:
         """Waits for what is under way and forgets its results."""
         for reduction in self._in_flight:
-            compute_waits_for(reduction.done, reduction.shard.device)
+            compute_waits_for(reduction.done, self._device)
         self._reset()
 
     def _reset(self) -> None:
@@ -95,33 +98,64 @@ class Reducer:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
         assert group.main_grad is not None
+        is_last = group.microbatch.is_last
         flat = group.main_grad.take()
-        shards, replicas = self._grid.shard, self._grid.replicate
-        wire_dtype = group.policy.precision.reduce
-        shard = flat
-        if shards.size > 1:
-            shard = flat.new_empty(group.master.numel(), dtype=wire_dtype)
-        full_bytes = flat.numel() * wire_dtype.itemsize
+        # Allocated here, on the compute stream, which is where it is used in the end.
+        shard = self._shard_for(group, flat)
         with self._lane.after_compute():
-            payload = self._cast(flat, wire_dtype)
-            if shards.size > 1:
-                nbytes = full_bytes * (shards.size - 1) // shards.size
-                with span("reduce_scatter", group.name, group.microbatch.index, nbytes):
-                    reduce_scatter_mean(shard, payload, shards)
-                self._ledger.add("reduce", nbytes)
-            else:
-                shard = payload
-            if replicas.size > 1:
-                nbytes = 2 * shard.numel() * wire_dtype.itemsize * (replicas.size - 1) // replicas.size
-                with span("all_reduce", group.name, group.microbatch.index, nbytes):
-                    all_reduce_mean(shard, replicas)
-                self._ledger.add("reduce", nbytes)
-        self._in_flight.append(_Reduction(group, flat, shard, self._lane.mark()))
+            reduced = self._reduce_scatter(group, flat, shard)
+            if group.partial_grad is not None or not is_last:
+                reduced = self._add_to_partial(group, reduced)
+            if is_last:
+                group.partial_grad = None
+                reduced = self._all_reduce(group, reduced)
+        self._in_flight.append(_Reduction(group, flat, reduced, self._lane.mark(), is_last))
+
+    def _shard_for(self, group: FlatGroup, flat: Tensor) -> Tensor:
+        if group.grid.shard.size == 1:
+            return flat
+        return flat.new_empty(group.master.flat.numel(), dtype=group.policy.precision.reduce)
+
+    def _reduce_scatter(self, group: FlatGroup, flat: Tensor, shard: Tensor) -> Tensor:
+        ranks, division = group.reduce_grid.shard, group.division
+        if division is not None:
+            flat.div_(division.before)
+        if ranks.size == 1:
+            return flat
+        payload = self._cast(flat, group.policy.precision.reduce)
+        nbytes = payload.numel() * payload.element_size() * (ranks.size - 1) // ranks.size
+        with span("reduce_scatter", group.name, group.microbatch.index, nbytes):
+            reduce_scatter(shard, payload, ranks, mean=division is None)
+        self._ledger.add("reduce", nbytes)
+        return shard
+
+    def _add_to_partial(self, group: FlatGroup, reduced: Tensor) -> Tensor:
+        """Sum over this step's reducing backwards, in the dtype that microbatches are accumulated in."""
+        reduced, partial = self._cast(reduced, group.policy.precision.accumulate), group.partial_grad
+        if partial is not None:
+            reduced = partial.add_(reduced)
+            self._ledger.add("accumulate", 3 * reduced.numel() * reduced.element_size())
+        group.partial_grad = reduced
+        return reduced
+
+    def _all_reduce(self, group: FlatGroup, reduced: Tensor) -> Tensor:
+        ranks, division = group.reduce_grid.replicate, group.division
+        if ranks.size > 1:
+            reduced = self._cast(reduced, group.policy.precision.reduce)
+            nbytes = 2 * reduced.numel() * reduced.element_size() * (ranks.size - 1) // ranks.size
+            with span("all_reduce", group.name, group.microbatch.index, nbytes):
+                all_reduce(reduced, ranks, mean=division is None)
+            self._ledger.add("reduce", nbytes)
+        if division is not None:
+            reduced.div_(division.after)
+        return reduced
 
     def _retire(self) -> None:
-        group, _, shard, done = self._in_flight.popleft()
-        compute_waits_for(done, shard.device)
-        self._reduced.append((group, self._cast(shard, group.master.dtype)))
+        reduction = self._in_flight.popleft()
+        compute_waits_for(reduction.done, self._device)
+        if reduction.is_complete:
+            group = reduction.group
+            self._reduced.append((group, self._cast(reduction.reduced, group.master.grad_dtype)))
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Usually nothing: gradients are reduced in the dtype in which they were accumulated."""
@@ -131,9 +165,22 @@ class Reducer:
         self._ledger.add("cast", tensor.numel() * (tensor.element_size() + cast.element_size()))
         return cast
 
-    def _add_to_master(self, master: Tensor, grad: Tensor) -> None:
-        if master.grad is None:
-            master.grad = grad
-        else:
-            master.grad.add_(grad)
-            self._ledger.add("accumulate", 3 * grad.numel() * grad.element_size())
+    def _publish(self) -> None:
+        """Hands the gradients over to the optimizer, on its device."""
+        downloads = [group.master.is_offloaded for group, _ in self._reduced]
+        grads = [self._download(group, g) if group.master.is_offloaded else g for group, g in self._reduced]
+        if any(downloads):
+            # The optimizer's first read is on the host.
+            torch.cuda.current_stream(self._device).synchronize()
+        for (group, _), grad in zip(self._reduced, grads, strict=True):
+            added = group.master.add_grad(grad)
+            if added:
+                self._ledger.add("accumulate", 3 * added * grad.element_size())
+
+    def _download(self, group: FlatGroup, grad: Tensor) -> Tensor:
+        nbytes = grad.numel() * grad.element_size()
+        with span("download", group.name, group.microbatch.index, nbytes):
+            host = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True)
+            host.copy_(grad, non_blocking=True)
+        self._ledger.add("offload", nbytes)
+        return host

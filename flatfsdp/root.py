@@ -14,11 +14,12 @@ from itertools import islice
 import torch
 
 from flatfsdp.autograd import call_at_end_of_backward, running_backward
-from flatfsdp.comm import Grid, Lane
+from flatfsdp.comm import Lane
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger
 from flatfsdp.policy import Prefetch
 from flatfsdp.reduce import Reducer
+from flatfsdp.summon import Gathering
 from flatfsdp.unit import Unit
 
 logger = logging.getLogger(__name__)
@@ -71,12 +72,12 @@ class Root:
 
     Attributes:
         units: in registration order; the root module's own comes first.
+        state_dict_gathering: who gets the parameters in `state_dict()`.
     """
 
     def __init__(
         self,
         units: list[Unit],
-        grid: Grid,
         device: torch.device,
         prefetch: Prefetch,
         reduce_every: bool,
@@ -88,8 +89,9 @@ class Root:
         self.ledger = ledger
         self.order = ForwardOrder(prefetch)
         self.gather_lane = Lane(device)
-        self.reducer = Reducer([u.trained for u in units if u.trained is not None], grid, device, ledger)
+        self.reducer = Reducer([u.trained for u in units if u.trained is not None], device, ledger)
         self._reduce_every = reduce_every
+        self.state_dict_gathering = Gathering()
         self.in_forward = False
         self._in_backward = False
         self._backward_task = -1

@@ -12,9 +12,9 @@ Next: `root.py` ends the backward for all units together.
     _free_if_done     reshard, unless kept               -
     end_of_backward   reshard, unless kept               slots that got nothing are settled by the root
 
-Kept: with `reshard_after_forward=False` until the last backward of a step; the root module from its forward
-to its backward, because its head runs last in one and first in the other.  Nothing is kept where no
-backward follows.
+Kept: with `reshard_after_forward=False` until the last backward of a step; the root module (unless
+`keep_as_root=False`) from its forward to its backward, because its head runs last in one and first in the
+other.  Nothing is kept where no backward follows.
 
 All gradients having landed is not enough to free parameters in backward: a frozen parameter, or a use of
 `weight.detach()`, may still be needed for the gradient of the unit's inputs.  So each call of the module is
@@ -48,11 +48,12 @@ class Unit:
         root: shared state of the model; set when the root module is first used.
     """
 
-    def __init__(self, reshard_after_forward: bool) -> None:
+    def __init__(self, reshard_after_forward: bool, *, keep_as_root: bool = True) -> None:
         self.groups: list[FlatGroup] = []
         self.trained: FlatGroup | None = None
         self.root: Root
         self._reshard_after_forward = reshard_after_forward
+        self._keep_as_root = keep_as_root
         self._landed_slots: set[int] = set()
         self._open_uses: set[object] = set()
 
@@ -102,7 +103,7 @@ class Unit:
     def before_forward(self) -> int:
         """Makes the parameters ready; returns the unit's position in this forward."""
         for group in self.groups:
-            if group.master.requires_grad != group.trainable:
+            if group.master.flat.requires_grad != group.trainable:
                 raise RuntimeError(
                     f"requires_grad of unit {group.name} was changed after wrapping; freeze or unfreeze "
                     "parameters before FlatFSDP wraps them"
@@ -131,7 +132,7 @@ class Unit:
             return
         # A backward that starts from something in which no tensor was found could not gather them again.
         is_opaque = torch.is_grad_enabled() and not tensors
-        keeps = self is self.root.unit or not self._reshard_after_forward
+        keeps = (self is self.root.unit and self._keep_as_root) or not self._reshard_after_forward
         if not is_opaque and not (differentiable and keeps):
             self.reshard()
 
@@ -206,5 +207,4 @@ class Unit:
     def drop_gradients(self) -> None:
         """Drops what was accumulated and not yet reduced."""
         for group in self.groups:
-            if group.main_grad is not None:
-                group.main_grad.drop()
+            group.drop_unreduced()

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 from flatfsdp.binding import Binding
 from flatfsdp.buffers import FlatBuffer, MainGrad
-from flatfsdp.comm import Grid, Lane, all_gather, compute_waits_for
-from flatfsdp.layout import ParamSlot
+from flatfsdp.comm import Grid, Lane, all_gather, broadcast, compute_waits_for
+from flatfsdp.master import MasterShard
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger, span
 from flatfsdp.params import Leaves, Views
-from flatfsdp.policy import Policy
+from flatfsdp.policy import Division, Policy
 
 
 class ShardState(Enum):
@@ -45,9 +45,10 @@ class FlatGroup:
             None when all slots landed at once.
 
     Attributes:
-        name: of the unit, for labels and messages; set by the root.
-        master: the flat shard that the optimizer updates, 1-D, `layout.shard_numel(N)` elements.
+        prefix: of the parameters' original names, such as "blocks.0."; set by the root.
+        master: the shard that the optimizer updates.
         main_grad: None if frozen.
+        division: None for the mean over ranks.
         params: what the module sees.
     """
 
@@ -61,8 +62,8 @@ class FlatGroup:
         ledger: ByteLedger,
         landed: Callable[[int | None], None],
     ) -> None:
-        self.name = "unit"
-        self.grid = grid
+        self.prefix = ""
+        self.grid = self.reduce_grid = grid
         self.policy = policy
         self.microbatch = microbatch
         self.ledger = ledger
@@ -71,18 +72,29 @@ class FlatGroup:
         parameters = binding.parameters()
         self.trainable = parameters[0].requires_grad
         self.state = ShardState.SHARDED
-        self._cast_version: int | None = None
+        self.division: Division | None = None
+        self._partial_grad: Tensor | None = None
+        self._partial_step = -1
+        self._cast_version: tuple[int, int] | None = None
 
         precision, num_shards = policy.precision, grid.shard.size
-        shard = torch.zeros(self.layout.shard_numel(num_shards), dtype=precision.param, device=device)
-        self.master = nn.Parameter(shard, requires_grad=self.trainable)
-        for slot, parameter in zip(self.layout.slots, parameters, strict=True):
-            self.load(slot, parameter.detach())
-
-        same_dtype = precision.compute == precision.param
-        self._compute_shard = (
-            self.master.data if same_dtype else torch.empty_like(shard, dtype=precision.compute)
+        self.master = MasterShard(
+            self.layout,
+            grid,
+            precision.param,
+            device,
+            grad_dtype=precision.grad or precision.param,
+            cpu_offload=policy.cpu_offload,
+            trainable=self.trainable,
         )
+        for slot, parameter in zip(self.layout.slots, parameters, strict=True):
+            self.master.load(slot, parameter.detach())
+
+        self._compute_shard = self.master.flat.data
+        if precision.compute != precision.param or self.master.is_offloaded:
+            self._compute_shard = self._compute_shard.new_empty(
+                self._compute_shard.shape, dtype=precision.compute, device=device
+            )
         # One rank holds everything: the compute shard already is the unsharded buffer.
         self._buffer: FlatBuffer | None = None
         unsharded = self._compute_shard.data
@@ -114,10 +126,20 @@ class FlatGroup:
             self._cast()
 
     def attach(self, microbatch: Microbatch, ledger: ByteLedger) -> None:
-        """Joins a root: its microbatch and its ledger from now on."""
+        """Joins a root: its microbatch and its ledger from now on.  Collective: replicas become equal."""
         self.microbatch, self.ledger = microbatch, ledger
         if self.main_grad is not None:
             self.main_grad.microbatch, self.main_grad.ledger = microbatch, ledger
+        self.reduce_grid = Grid(self.grid.shard.own_communicator(), self.grid.replicate.own_communicator())
+        if self.grid.replicate.size > 1:
+            replica = self.master.flat.detach().to(self.master.device)
+            broadcast(replica, self.grid.replicate)
+            self.master.flat.data.copy_(replica)
+
+    @property
+    def name(self) -> str:
+        """Of the unit, for labels and messages."""
+        return self.prefix.rstrip(".") or "root"
 
     # ---- master shard -> flat buffer --------------------------------------------------------------------
 
@@ -127,7 +149,7 @@ class FlatGroup:
 
         In-place writes raise the master's version, so an optimizer step, or a load, in between is noticed.
         """
-        return self._cast_version == self.master._version
+        return self._cast_version == self.master.version
 
     def expire(self) -> None:
         """Casts and gathers anew next time, even if no in-place write to the master was counted."""
@@ -150,12 +172,18 @@ class FlatGroup:
         self.state = ShardState.GATHERING
 
     def _cast(self) -> None:
-        if self._compute_shard.dtype != self.master.dtype:
-            nbytes = self.master.numel() * (self.master.element_size() + self._compute_shard.element_size())
+        master, shard = self.master.flat.detach(), self._compute_shard
+        if self.master.is_offloaded:
+            nbytes = master.numel() * master.element_size()
+            with span("upload", self.name, self.microbatch.index, nbytes):
+                master = master.to(shard.device, non_blocking=True)
+            self.ledger.add("offload", nbytes)
+        if shard.data_ptr() != master.data_ptr():
+            nbytes = master.numel() * (master.element_size() + shard.element_size())
             with span("cast", self.name, self.microbatch.index, nbytes):
-                self._compute_shard.copy_(self.master.detach())
+                shard.copy_(master)
             self.ledger.add("cast", nbytes)
-        self._cast_version = self.master._version
+        self._cast_version = self.master.version
 
     def _gather(self, full: Tensor) -> None:
         ranks = self.grid.shard
@@ -181,27 +209,27 @@ class FlatGroup:
         self.params.conceal()
         buffer.free()
 
-    # ---- checkpoints ------------------------------------------------------------------------------------
+    # ---- gradients and whole parameters -----------------------------------------------------------------
 
-    def full_master(self) -> list[nn.Parameter]:
-        """A fresh copy of every parameter in master precision, in slot order.  Collective if sharded."""
-        full = self.master.detach()
-        if self.grid.shard.size > 1:
-            full = full.new_empty(self.layout.padded_numel(self.grid.shard.size))
-            all_gather(full, self.master.detach(), self.grid.shard)
-        else:
-            full = full.clone()
+    @property
+    def partial_grad(self) -> Tensor | None:
+        """What this step's earlier backwards have reduce-scattered, as long as the master shard; None if
+        nothing.  The last backward's joins it, and it is then reduced across replicas."""
+        return self._partial_grad if self._partial_step == self.microbatch.step else None
+
+    @partial_grad.setter
+    def partial_grad(self, value: Tensor | None) -> None:
+        self._partial_grad, self._partial_step = value, self.microbatch.step
+
+    def drop_unreduced(self) -> None:
+        """Drops what was accumulated and has not reached the master's gradient."""
+        self.partial_grad = None
+        if self.main_grad is not None:
+            self.main_grad.drop()
+
+    def whole_parameters(self, full: Tensor) -> list[nn.Parameter]:
+        """Parameters of the original shapes that alias a whole buffer, in slot order."""
         return [nn.Parameter(view, requires_grad=self.trainable) for view in self.layout.views(full)]
-
-    def load(self, slot: ParamSlot, tensor: Tensor) -> None:
-        """Copies this rank's part of a full parameter into the master shard."""
-        # On every rank: one whose shard is all padding writes nothing that would raise the version.
-        self.expire()
-        for piece in self.layout.pieces(self.grid.shard.rank, self.grid.shard.size):
-            if piece.slot is slot:
-                part = tensor.reshape(-1)[piece.start : piece.stop]
-                with torch.no_grad():
-                    self.master[piece.shard_offset : piece.shard_offset + part.numel()].copy_(part)
 
     def describe(self) -> Iterable[str]:
         """The geometry, one line a parameter, equal on all ranks of a sound model."""

@@ -9,7 +9,7 @@ import torch
 
 from flatfsdp.policy import Policy, Precision, Prefetch
 
-DTYPE_FIELDS = ["param", "compute", "accumulate", "reduce", "buffer"]
+DTYPE_FIELDS = ["param", "compute", "accumulate", "reduce", "grad", "buffer"]
 
 
 def make_policy(**changes) -> Policy:
@@ -19,6 +19,7 @@ def make_policy(**changes) -> Policy:
         "optimize_backward_concat": False,
         "grad_sync": "last",
         "prefetch": Prefetch(),
+        "cpu_offload": False,
         "poison_on_free": False,
     }
     return Policy(**{**choices, **changes})
@@ -37,9 +38,10 @@ def test_precision_rejects_other_dtypes_and_names_the_field(field, dtype):
         Precision(**{field: dtype})
 
 
-def test_only_the_buffer_dtype_may_be_none():
+def test_only_the_dtypes_of_gradient_and_buffers_may_be_none():
     assert Precision(buffer=None).buffer is None
-    for field in DTYPE_FIELDS[:-1]:
+    assert Precision(grad=None).grad is None
+    for field in DTYPE_FIELDS[:-2]:
         with pytest.raises(ValueError, match=rf"Precision\.{field} is None"):
             Precision(**{field: None})
 

@@ -1,0 +1,165 @@
+"""The master shard: the part of a unit's parameters that this rank's optimizer updates.
+
+In:   whole parameter values (construction, `load`), reduced gradients (`reduce.py`).
+Out:  one flat parameter with `.grad`; whole values again for checkpoints (`gather`).
+Next: `unshard.py` casts and gathers it for forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.comm import Grid, all_gather, broadcast, gather, scatter
+from flatfsdp.layout import FlatLayout, ParamSlot
+
+
+class Portion(NamedTuple):
+    """Elements [start, stop) of a master shard that the optimizer has as one parameter, aliasing it."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+
+class MasterShard:
+    """This rank's shard of one flat buffer, in master precision.
+
+    Args:
+        layout: places of the parameters in the whole buffer.
+        device: where the model computes.
+        grad_dtype: of the reduced gradient.  It goes to `.grad`, which PyTorch keeps in the parameter's own
+            dtype, or to `.main_grad` if the two differ.
+        cpu_offload: keep the shard in (pinned) host memory, and its gradient too.
+
+    Attributes:
+        flat: the shard, 1-D, `layout.shard_numel(N)` elements.
+        portions: what the optimizer updates; `flat` as a whole unless `optim.param_groups` has cut it.
+        generation: counts loads.  A write by anyone else raises `flat._version`.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        grid: Grid,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        grad_dtype: torch.dtype,
+        cpu_offload: bool,
+        trainable: bool,
+    ) -> None:
+        self.layout = layout
+        self.grid = grid
+        self.device = device
+        self.grad_dtype = grad_dtype
+        numel = layout.shard_numel(grid.shard.size)
+        if cpu_offload:
+            shard = torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
+        else:
+            shard = torch.zeros(numel, dtype=dtype, device=device)
+        self.flat = nn.Parameter(shard, requires_grad=trainable)
+        self.portions = [Portion(self.flat, 0, numel)]
+        self.generation = 0
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether it has to travel before it can be computed with or communicated."""
+        return self.flat.device != self.device
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes whenever the values may have changed."""
+        return self.generation, self.flat._version
+
+    # ---- whole values -----------------------------------------------------------------------------------
+
+    def load(self, slot: ParamSlot, value: Tensor) -> None:
+        """Copies this rank's part of a whole parameter into the shard."""
+        for piece in self.layout.pieces(self.grid.shard.rank, self.grid.shard.size):
+            if piece.slot is slot:
+                part = value.reshape(-1)[piece.start : piece.stop]
+                with torch.no_grad():
+                    self.flat[piece.shard_offset : piece.shard_offset + part.numel()].copy_(part)
+        # On every rank alike: one whose shard is all padding has written nothing.
+        self.generation += 1
+
+    def gather(self, shard: Tensor | None = None, *, rank0_only: bool = False) -> Tensor | None:
+        """The whole padded buffer of shards like this one, on the compute device.  Collective if sharded.
+
+        Args:
+            shard: this rank's part, of the shape of `flat`; default: `flat`.
+            rank0_only: only the first rank of the grid gets it, the others None.
+        """
+        ranks = self.grid.shard
+        own = (self.flat if shard is None else shard).detach().to(self.device)
+        if rank0_only and self.grid.replicate.rank != 0:
+            return None
+        if ranks.size == 1:
+            return own.clone()
+        if rank0_only and ranks.rank != 0:
+            gather(None, own, ranks)
+            return None
+        full = own.new_empty(self.layout.padded_numel(ranks.size))
+        if rank0_only:
+            gather(full, own, ranks)
+        else:
+            all_gather(full, own, ranks)
+        return full
+
+    def store(self, full: Tensor) -> None:
+        """Takes this rank's part of a whole padded buffer."""
+        length = self.flat.numel()
+        start = self.grid.shard.rank * length
+        with torch.no_grad():
+            self.flat.copy_(full[start : start + length])
+        self.generation += 1
+
+    def store_from_rank0(self, full: Tensor | None) -> None:
+        """As `store`, of the buffer that the first rank of the grid has.  Collective."""
+        own = torch.empty_like(self.flat.detach(), device=self.device)
+        if self.grid.replicate.rank == 0:
+            scatter(own, full, self.grid.shard)
+        broadcast(own, self.grid.replicate)
+        with torch.no_grad():
+            self.flat.copy_(own)
+        self.generation += 1
+
+    # ---- gradients --------------------------------------------------------------------------------------
+
+    @property
+    def _grad_attribute(self) -> str:
+        return "grad" if self.grad_dtype == self.flat.dtype else "main_grad"
+
+    @property
+    def grads(self) -> Sequence[Tensor]:
+        """The reduced gradients that are there, one a portion."""
+        found = (getattr(portion.parameter, self._grad_attribute, None) for portion in self.portions)
+        return [grad for grad in found if grad is not None]
+
+    def add_grad(self, grad: Tensor) -> int:
+        """Sets the reduced gradient, or adds to one that is there.
+
+        Returns:
+            Number of elements that were added, not set.
+        """
+        added = 0
+        for parameter, start, stop in self.portions:
+            present = getattr(parameter, self._grad_attribute, None)
+            if present is None:
+                setattr(parameter, self._grad_attribute, grad[start:stop])
+            else:
+                present.add_(grad[start:stop])
+                added += stop - start
+        return added
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if set_to_none:
+            for portion in self.portions:
+                setattr(portion.parameter, self._grad_attribute, None)
+        else:
+            for grad in self.grads:
+                grad.zero_()

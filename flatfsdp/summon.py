@@ -1,0 +1,100 @@
+"""A unit's parameters as ordinary ones for a while: whole, in master precision, registered in the module.
+
+In:   the flat groups of one unit.
+Out:  inside `whole_parameters`, what `summon_full_params` and `state_dict` show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from flatfsdp.comm import broadcast_object
+from flatfsdp.unshard import FlatGroup
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Who gets whole parameters, and where.
+
+    Attributes:
+        rank0_only: the first rank of the grid; on the others the parameters stay as they are.
+        offload_to_cpu: in host memory, so that the device never holds more than one unit.
+    """
+
+    rank0_only: bool = False
+    offload_to_cpu: bool = False
+
+
+@contextmanager
+def whole_parameters(groups: Sequence[FlatGroup], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
+    """Collective, at both ends.
+
+    Args:
+        writeback: at the end, values that were changed, in place or by another parameter object, go to the
+            master shards; with `rank0_only` those of the first rank.  Not if the block raises.
+
+    Raises:
+        ValueError: at the end, if a parameter has been removed or replaced by one of another shape.
+        RuntimeError: on the other ranks, if with `rank0_only` the first one fails.
+    """
+    fulls = [_gather(group, gathering) for group in groups]
+    for group, full in zip(groups, fulls, strict=True):
+        if full is not None:
+            group.binding.register(group.whole_parameters(full))
+    failure: BaseException | None = None
+    try:
+        yield
+        if writeback:
+            _collect(groups, fulls)
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        for group in groups:
+            group.params.rebind()
+        if writeback and gathering.rank0_only:
+            _write_from_rank0(groups, fulls, failure)
+        elif writeback and failure is None:
+            for group, full in zip(groups, fulls, strict=True):
+                assert full is not None
+                group.master.store(full)
+
+
+def _gather(group: FlatGroup, gathering: Gathering) -> Tensor | None:
+    full = group.master.gather(rank0_only=gathering.rank0_only)
+    if full is None:
+        return None
+    host = gathering.offload_to_cpu or group.master.is_offloaded
+    return full.cpu() if host else full
+
+
+def _collect(groups: Sequence[FlatGroup], fulls: Sequence[Tensor | None]) -> None:
+    """Puts the values of parameter objects that were replaced into the buffers, after a check of all."""
+    writes = [
+        write
+        for group, full in zip(groups, fulls, strict=True)
+        if full is not None
+        for write in group.binding.replaced(group.layout.views(full))
+    ]
+    with torch.no_grad():
+        for view, value in writes:
+            view.copy_(value)
+
+
+def _write_from_rank0(
+    groups: Sequence[FlatGroup], fulls: Sequence[Tensor | None], failure: BaseException | None
+) -> None:
+    if not groups:
+        return
+    master = groups[0].master
+    problem = broadcast_object(None if failure is None else repr(failure), master.grid, master.device)
+    if problem is None:
+        for group, full in zip(groups, fulls, strict=True):
+            group.master.store_from_rank0(None if full is None else full.to(group.master.device))
+    elif failure is None:
+        raise RuntimeError(f"parameters were not written back, because the first rank failed: {problem}")
