@@ -2,6 +2,7 @@
 
 from flatfsdp.flat_params_wrapper import FlattenParamsWrapper
 from flatfsdp.fsdp import FlatFSDP
+from flatfsdp.grouping import param_groups
 from flatfsdp.layout import Align, FlatLayout, ParamSlot
 from flatfsdp.microbatch import microbatches
 from flatfsdp.policy import Precision, Prefetch
@@ -19,4 +20,5 @@ __all__ = [
     "by_class",
     "by_size",
     "microbatches",
+    "param_groups",
 ]

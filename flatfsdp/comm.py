@@ -183,6 +183,16 @@ def broadcast_object(value: Any, grid: Grid, device: torch.device) -> Any:
     return box[0]
 
 
+def all_gather_object(value: Any, ranks: Ranks, device: torch.device) -> list[Any]:
+    """What each rank passes, which has to be picklable, in rank order."""
+    if ranks.size == 1:
+        return [value]
+    found: list[Any] = [None] * ranks.size
+    with on_device(device):
+        dist.all_gather_object(found, value, group=ranks.group)
+    return found
+
+
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Makes `device` the current one: collectives of Python objects travel through that."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -201,9 +211,7 @@ def check_same_on_all_ranks(lines: Sequence[str], ranks: Ranks, device: torch.de
     largest, negated_smallest = extremes.tolist()
     if largest == -negated_smallest:
         return
-    everyone: list[list[str]] = [[] for _ in range(ranks.size)]
-    with on_device(device):
-        dist.all_gather_object(everyone, list(lines), group=ranks.group)
+    everyone = all_gather_object(list(lines), ranks, device)
     for rank, theirs in enumerate(everyone):
         for expected, found in zip_longest(everyone[0], theirs, fillvalue="nothing"):
             if expected != found:

@@ -451,6 +451,19 @@ def _prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype
                 owner._buffers[name] = prepared[buffer]
 
 
+def named_groups(model: nn.Module) -> list[tuple[str, FlatGroup]]:
+    """Every flat group in `model` once, in registration order, with the prefix of its names.
+
+    Collective the first time, if `model` has not been used yet.
+    """
+    units: dict[FlatFSDP, str] = {}
+    for prefix, wrapped in units_in(model):
+        units.setdefault(wrapped, prefix)
+    for wrapped in units:
+        wrapped._init_root()
+    return [(prefix, group) for wrapped, prefix in units.items() for group in wrapped._unit.groups]
+
+
 def units_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, FlatFSDP]]:
     """Every FlatFSDP in `module`, itself included, in registration order.
 

@@ -120,13 +120,22 @@ class MasterShard:
 
     def store_from_rank0(self, full: Tensor | None) -> None:
         """As `store`, of the buffer that the first rank of the grid has.  Collective."""
-        own = torch.empty_like(self.flat.detach(), device=self.device)
+        with torch.no_grad():
+            self.flat.copy_(self.scattered(full, self.flat.dtype))
+        self.generation += 1
+
+    def scattered(self, full: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """This rank's part, on the compute device, of the whole padded buffer that the first rank of the
+        grid passes; the others pass None.  Collective."""
+        own = torch.empty_like(self.flat.detach(), dtype=dtype, device=self.device)
         if self.grid.replicate.rank == 0:
             scatter(own, full, self.grid.shard)
         broadcast(own, self.grid.replicate)
-        with torch.no_grad():
-            self.flat.copy_(own)
-        self.generation += 1
+        return own
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.grid.shard.rank == 0 and self.grid.replicate.rank == 0
 
     # ---- gradients --------------------------------------------------------------------------------------
 

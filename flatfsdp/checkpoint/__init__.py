@@ -1,0 +1,26 @@
+"""Saving and loading sharded models, under the names they had before wrapping.
+
+full        one ordinary dict with whole tensors; any world size, any engine can read it
+sharded     for torch.distributed.checkpoint: every rank writes its part; any world size can read it
+local       this rank's flat shards as they are, for the same world size, or for `consolidate` offline
+"""
+
+from flatfsdp.checkpoint.full import full_state_dict, load_full_state_dict
+from flatfsdp.checkpoint.local import consolidate, load_local_state_dict, local_metadata, local_state_dict
+from flatfsdp.checkpoint.optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
+from flatfsdp.checkpoint.sharded import load, save, sharded_optimizer_state_dict, sharded_state_dict
+
+__all__ = [
+    "consolidate",
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "load",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "load_local_state_dict",
+    "local_metadata",
+    "local_state_dict",
+    "save",
+    "sharded_optimizer_state_dict",
+    "sharded_state_dict",
+]

@@ -1,0 +1,119 @@
+"""Whole parameters in one dict, with a choice of who gets them and where; and back from one rank to all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from flatfsdp.comm import broadcast_object
+from flatfsdp.fsdp import named_groups, units_in
+from flatfsdp.layout import ParamSlot
+from flatfsdp.summon import Gathering
+from flatfsdp.unshard import FlatGroup
+
+
+def full_state_dict(
+    model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False
+) -> dict[str, Any]:
+    """As `model.state_dict()`, with a say in where the tensors go.  Collective.
+
+    Args:
+        rank0_only: the other ranks get an empty dict.
+        cpu_offload: tensors in host memory; the device holds the parameters of one unit at a time.
+    """
+    groups = named_groups(model)
+    roots = {wrapped._root for _, wrapped in units_in(model) if wrapped._root is not None}
+    before = {root: root.state_dict_gathering for root in roots}
+    for root in roots:
+        root.state_dict_gathering = Gathering(rank0_only, cpu_offload)
+    try:
+        state = model.state_dict()
+    finally:
+        for root, gathering in before.items():
+            root.state_dict_gathering = gathering
+    if rank0_only and not all(group.master.is_first_rank for _, group in groups):
+        return {}
+    return tree_map_only(Tensor, torch.Tensor.cpu, dict(state)) if cpu_offload else state
+
+
+def load_full_state_dict(
+    model: nn.Module, state_dict: dict[str, Any], *, from_rank0: bool = False, strict: bool = True
+) -> None:
+    """Loads what `full_state_dict`, or the unwrapped model's `state_dict()`, has returned.
+
+    Args:
+        from_rank0: only the first rank's dict counts; the others pass {}.  Collective.  No rank but the first
+            ever holds a whole parameter.
+
+    Raises:
+        RuntimeError: on every rank, for missing or unexpected keys (if `strict`) or wrong shapes.
+    """
+    if not from_rank0:
+        model.load_state_dict(state_dict, strict)
+        return
+    groups, keys = named_groups(model), _keys_of_slots(model)
+    first = groups[0][1].master
+    problems: list[str] = []
+    rest: dict[str, Any] = {}
+    if first.is_first_rank:
+        problems = _problems(state_dict, keys, strict)
+        taken = {key for of_slot in keys.values() for key in of_slot}
+        rest = {key: value for key, value in state_dict.items() if key not in taken}
+    problems, rest = broadcast_object((problems, rest), first.grid, first.device)
+    _raise_if(problems)
+    missing, unexpected = model.load_state_dict(rest, strict=False)
+    if strict:
+        taken = {key for of_slot in keys.values() for key in of_slot}
+        _raise_if([f"Missing key: {key}" for key in missing if key not in taken])
+        _raise_if([f"Unexpected key: {key}" for key in unexpected])
+    for prefix, group in groups:
+        group.master.store_from_rank0(_whole_buffer(prefix, group, state_dict, keys))
+
+
+def _keys_of_slots(model: nn.Module) -> dict[tuple[FlatGroup, ParamSlot], list[str]]:
+    """Every state-dict key of every parameter: several for tied ones and for modules with several paths."""
+    keys: dict[tuple[FlatGroup, ParamSlot], list[str]] = {}
+    for prefix, wrapped in units_in(model):
+        for group in wrapped._unit.groups:
+            for slot, sites in zip(group.layout.slots, group.binding.sites, strict=True):
+                keys.setdefault((group, slot), []).extend(prefix + site.name for site in sites)
+    return keys
+
+
+def _problems(
+    state_dict: dict[str, Any], keys: dict[tuple[FlatGroup, ParamSlot], list[str]], strict: bool
+) -> list[str]:
+    found = []
+    for (_, slot), of_slot in keys.items():
+        for key in of_slot:
+            if key not in state_dict:
+                found += [f"Missing key: {key}"] if strict else []
+            elif tuple(state_dict[key].shape) != slot.shape:
+                shape = tuple(state_dict[key].shape)
+                found.append(f"size mismatch for {key}: {shape} in the checkpoint, {slot.shape} in the model")
+    return found
+
+
+def _raise_if(problems: list[str]) -> None:
+    if problems:
+        raise RuntimeError("the state dict does not fit the model:\n\t" + "\n\t".join(problems))
+
+
+def _whole_buffer(
+    prefix: str,
+    group: FlatGroup,
+    state_dict: dict[str, Any],
+    keys: dict[tuple[FlatGroup, ParamSlot], list[str]],
+) -> Tensor | None:
+    """On the first rank the padded buffer with what is in `state_dict`; elsewhere None.  Collective."""
+    full = group.master.gather(rank0_only=True)
+    if full is None:
+        return None
+    for slot, view in zip(group.layout.slots, group.layout.views(full), strict=True):
+        for key in keys[group, slot]:
+            if key in state_dict:
+                view.copy_(state_dict[key])
+    return full

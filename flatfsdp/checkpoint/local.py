@@ -1,0 +1,137 @@
+"""This rank's flat shards as they are: no communication to save or load; `consolidate` joins them offline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.fsdp import named_groups
+from flatfsdp.layout import FlatLayout, ParamSpec
+from flatfsdp.unshard import FlatGroup
+from flatfsdp.wrapper import ModuleWrapper
+
+
+def local_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """This rank's flat shards, such as "blocks.0.flat_param", and all persistent buffers by their names.
+
+    The tensors are those of the model, not copies.
+    """
+    shards = {key: group.master.flat.detach() for key, group in _shards(model)}
+    return {**shards, **dict(persistent_buffers(model))}
+
+
+def load_local_state_dict(model: nn.Module, state_dict: dict[str, Tensor], strict: bool = True) -> None:
+    """Loads what `local_state_dict` has returned on the same rank of as many ranks.
+
+    Raises:
+        RuntimeError: for missing or unexpected keys (if `strict`), or another length; nothing is changed.
+    """
+    own = local_state_dict(model)
+    problems = [
+        f"size mismatch for {key}: {tuple(state_dict[key].shape)} in the checkpoint, {tuple(own[key].shape)} "
+        "here; shards fit only as many ranks as wrote them, so consolidate them for others"
+        for key in own
+        if key in state_dict and state_dict[key].shape != own[key].shape
+    ]
+    if strict:
+        problems += [f"Missing key: {key}" for key in own if key not in state_dict]
+        problems += [f"Unexpected key: {key}" for key in state_dict if key not in own]
+    if problems:
+        raise RuntimeError("the local state dict does not fit this rank:\n\t" + "\n\t".join(problems))
+    for key, tensor in own.items():
+        if key in state_dict:
+            tensor.copy_(state_dict[key])
+    for _, group in _shards(model):
+        group.master.generation += 1
+
+
+def local_metadata(model: nn.Module) -> dict[str, Any]:
+    """What `consolidate` has to know about this rank's `local_state_dict`; plain JSON values."""
+    return {
+        "shards": {
+            key: {
+                "prefix": group.prefix,
+                "rank": group.grid.shard.rank,
+                "num_shards": group.grid.shard.size,
+                "parameters": [
+                    {"names": [site.name for site in sites], "shape": list(slot.shape)}
+                    for slot, sites in zip(group.layout.slots, group.binding.sites, strict=True)
+                ],
+            }
+            for key, group in _shards(model)
+        }
+    }
+
+
+def consolidate(
+    state_dicts: Sequence[dict[str, Tensor]], metadata: Sequence[dict[str, Any]]
+) -> dict[str, Tensor]:
+    """Joins the local state dicts of all ranks to the full one.  Offline: needs no process group.
+
+    Args:
+        state_dicts: of every rank, in any order.
+        metadata: each rank's `local_metadata`, in the same order.
+
+    Returns:
+        Whole tensors under the original names; tied parameters are one tensor.
+
+    Raises:
+        ValueError: if a shard is missing or has the wrong length, naming it.
+    """
+    if not state_dicts or len(state_dicts) != len(metadata):
+        raise ValueError(
+            f"{len(state_dicts)} local state dicts and {len(metadata)} metadata; pass one pair a rank"
+        )
+    keys = metadata[0]["shards"]
+    full: dict[str, Tensor] = {}
+    for key, about in keys.items():
+        flat = _join(key, about, state_dicts, metadata)
+        specs = [ParamSpec(entry["names"][0], tuple(entry["shape"])) for entry in about["parameters"]]
+        views = FlatLayout.pack(specs).views(flat)
+        for entry, view in zip(about["parameters"], views, strict=True):
+            tensor = view.clone()
+            full.update((about["prefix"] + name, tensor) for name in entry["names"])
+    buffers = {key: value for key, value in state_dicts[0].items() if key not in keys}
+    return {**full, **buffers}
+
+
+def _join(
+    key: str,
+    about: dict[str, Any],
+    state_dicts: Sequence[dict[str, Tensor]],
+    metadata: Sequence[dict[str, Any]],
+) -> Tensor:
+    """The whole padded buffer of one flat group; replicas hold equal shards, so any one of them serves."""
+    num_shards = about["num_shards"]
+    shards: dict[int, Tensor] = {}
+    lengths: set[int] = set()
+    for state_dict, of_rank in zip(state_dicts, metadata, strict=True):
+        if key not in state_dict or key not in of_rank["shards"]:
+            raise ValueError(f"{key} is missing in one of the local state dicts; are they of one model?")
+        shards[of_rank["shards"][key]["rank"]] = state_dict[key]
+        lengths.add(state_dict[key].numel())
+    missing = sorted(set(range(num_shards)) - set(shards))
+    if missing:
+        raise ValueError(f"{key}: shard {missing[0]} of {num_shards} is missing; pass the files of all ranks")
+    if len(lengths) > 1:
+        raise ValueError(f"{key}: shards have different lengths {sorted(lengths)}; a file is corrupt")
+    return torch.cat([shards[rank] for rank in range(num_shards)])
+
+
+def persistent_buffers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every buffer that belongs to the state dict, under its original name."""
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield prefix + name, buffer
+    for name, child in module._modules.items():
+        if child is not None:
+            level = "" if isinstance(module, ModuleWrapper) else f"{name}."
+            yield from persistent_buffers(child, prefix + level)
+
+
+def _shards(model: nn.Module) -> Iterator[tuple[str, FlatGroup]]:
+    for prefix, group in named_groups(model):
+        yield f"{prefix}{'flat_param' if group.trainable else 'frozen_flat_param'}", group

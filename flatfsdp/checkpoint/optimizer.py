@@ -1,0 +1,150 @@
+"""Optimizer state with whole tensors under the original names: any world size, any engine can read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.checkpoint.optimizer_state import (
+    SlotState,
+    described,
+    groups_by_name,
+    install,
+    state_shard,
+    trained_masters,
+)
+from flatfsdp.comm import broadcast_object
+from flatfsdp.master import MasterShard
+
+
+def full_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    rank0_only: bool = False,
+    cpu_offload: bool = False,
+) -> dict[str, Any]:
+    """The optimizer's state, gathered.  Collective.
+
+    Args:
+        rank0_only: the other ranks get an empty dict.
+        cpu_offload: tensors in host memory; the device holds one state of one unit at a time.
+
+    Returns:
+        {"state": {name: {key: tensor of the parameter's shape, or a number}},
+         "param_groups": [{**options, "params": [names]}]}
+
+    Raises:
+        ValueError: if the optimizer is not over this model's shards.
+        TypeError: if it keeps states that are neither one number nor as large as the parameter.
+    """
+    masters = trained_masters(model)
+    states = described(masters, optimizer)
+    whole: dict[str, dict[str, Any]] = {name: dict(state.values) for name, state in states.items()}
+    for prefix, master in masters:
+        slots = [slot for slot in master.layout.slots if prefix + slot.name in states]
+        dtypes = {k: d for slot in slots for k, d in states[prefix + slot.name].elements.items()}
+        for key, dtype in sorted(dtypes.items()):
+            full = master.gather(state_shard(master, optimizer, key, dtype), rank0_only=rank0_only)
+            if full is None:
+                continue
+            for slot, view in zip(master.layout.slots, master.layout.views(full), strict=True):
+                state = states.get(prefix + slot.name)
+                if state is not None and key in state.elements:
+                    whole[prefix + slot.name][key] = (
+                        view.to("cpu", copy=True) if cpu_offload else view.clone()
+                    )
+    if rank0_only and not all(master.is_first_rank for _, master in masters):
+        return {}
+    state_by_name = {name: state for name, state in whole.items() if state}
+    return {"state": state_by_name, "param_groups": groups_by_name(optimizer, states)}
+
+
+def load_full_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+    *,
+    from_rank0: bool = False,
+) -> None:
+    """Loads what `full_optimizer_state_dict` has returned, on any number of ranks.  Collective.
+
+    Args:
+        from_rank0: only the first rank's dict counts; the others pass {}, and never hold a whole tensor.
+
+    Raises:
+        ValueError: on every rank, if names, shapes or parameter groups do not fit; nothing is changed.
+    """
+    masters = trained_masters(model)
+    shapes = {prefix + slot.name: slot.shape for prefix, master in masters for slot in master.layout.slots}
+    problem = _misfit(state_dict, shapes) if state_dict or not from_rank0 else None
+    states = _described(state_dict.get("state", {}))
+    groups = state_dict.get("param_groups", [])
+    if from_rank0:
+        first = masters[0][1]
+        problem, states, groups = broadcast_object((problem, states, groups), first.grid, first.device)
+    if problem is not None:
+        raise ValueError(problem)
+
+    def shard_of(prefix: str, master: MasterShard, key: str, dtype: torch.dtype) -> Tensor:
+        whole = state_dict.get("state", {})
+        if from_rank0:
+            full = _whole_buffer(prefix, master, key, dtype, whole) if master.is_first_rank else None
+            return master.scattered(full, dtype)
+        shard = torch.zeros_like(master.flat.detach(), dtype=dtype)
+        for piece in master.layout.pieces(master.grid.shard.rank, master.grid.shard.size):
+            value = whole.get(prefix + piece.slot.name, {}).get(key)
+            if value is not None:
+                part = value.reshape(-1)[piece.start : piece.stop]
+                shard[piece.shard_offset : piece.shard_offset + part.numel()] = part
+        return shard
+
+    install(masters, optimizer, states, groups, shard_of)
+
+
+def _described(state: dict[str, dict[str, Any]]) -> dict[str, SlotState]:
+    """As `described`, of whole tensors."""
+    # A parameter without dimensions has only states without dimensions; the others tell which are its own.
+    elementwise = {
+        key
+        for of_name in state.values()
+        for key, value in of_name.items()
+        if isinstance(value, Tensor) and value.dim() > 0
+    }
+    return {
+        name: SlotState(
+            0,
+            {key: value.dtype for key, value in of_name.items() if key in elementwise},
+            {key: value for key, value in of_name.items() if key not in elementwise},
+        )
+        for name, of_name in state.items()
+    }
+
+
+def _misfit(state_dict: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> str | None:
+    """What is wrong with a state to be loaded."""
+    if set(state_dict) != {"state", "param_groups"}:
+        return f'an optimizer state has the keys "state" and "param_groups", this has {sorted(state_dict)}'
+    for name, of_name in state_dict["state"].items():
+        if name not in shapes:
+            return f"the optimizer state has {name!r}, which is not a trained parameter here"
+        for key, value in of_name.items():
+            if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != shapes[name]:
+                shape = tuple(value.shape)
+                return f"{key!r} of {name} has shape {shape} in the state and {shapes[name]} in the model"
+    return None
+
+
+def _whole_buffer(
+    prefix: str, master: MasterShard, key: str, dtype: torch.dtype, whole: dict[str, dict[str, Any]]
+) -> Tensor:
+    """The padded buffer of one state, from whole tensors."""
+    numel = master.layout.padded_numel(master.grid.shard.size)
+    full = torch.zeros(numel, dtype=dtype, device=master.device)
+    for slot, view in zip(master.layout.slots, master.layout.views(full), strict=True):
+        value = whole.get(prefix + slot.name, {}).get(key)
+        if value is not None:
+            view.copy_(value)
+    return full

@@ -1,0 +1,202 @@
+"""What a torch optimizer keeps for flat shards, told per original parameter; and back into the optimizer.
+
+In:   an optimizer over the portions of a model's master shards.
+Out:  `described`: for each parameter, its group and which states it has; `state_shard`: one state of one flat
+      group, as long as the master shard; `install`: the reverse.
+Next: `optimizer.py` joins the shards to whole tensors, `sharded.py` leaves them apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.comm import all_gather_object
+from flatfsdp.fsdp import named_groups
+from flatfsdp.layout import ParamSlot
+from flatfsdp.master import MasterShard, Portion
+
+
+@dataclass(frozen=True)
+class SlotState:
+    """What the optimizer keeps for one parameter.
+
+    Attributes:
+        group: index of its parameter group.
+        elements: dtype of each state that has the parameter's shape.
+        values: each state that is one number for all of it, such as "step".
+    """
+
+    group: int
+    elements: dict[str, torch.dtype]
+    values: dict[str, Any]
+
+
+def trained_masters(model: nn.Module) -> list[tuple[str, MasterShard]]:
+    """The master shard of every trained flat group, with the prefix of its names."""
+    return [(prefix, group.master) for prefix, group in named_groups(model) if group.trainable]
+
+
+def described(
+    masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim.Optimizer
+) -> dict[str, SlotState]:
+    """The optimizer's state of every parameter by name, also of those that other ranks hold.  Collective.
+
+    Raises:
+        ValueError: if the optimizer is not over this model's shards.
+        TypeError: if a state is neither one number nor as large as its parameter.
+    """
+    group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    portions = {portion.parameter for _, master in masters for portion in master.portions}
+    # `model.parameters()` lists frozen ones, too, for which an optimizer keeps nothing.
+    if {parameter for parameter in group_of if parameter.requires_grad} != portions:
+        raise ValueError(
+            "the optimizer's parameters are not the flat shards of this model; build it from "
+            "model.parameters(), or from flatfsdp.param_groups(model, ...), after wrapping"
+        )
+    states: dict[str, SlotState] = {}
+    for prefix, master in masters:
+        own = {
+            slot.name: _slot_state(optimizer, group_of, portion)
+            for portion in master.portions
+            for slot, _, _ in _pieces(master, portion)
+        }
+        for theirs in all_gather_object(own, master.grid.shard, master.device):
+            for name, state in theirs.items():
+                states.setdefault(prefix + name, state)
+    return states
+
+
+def _slot_state(optimizer: torch.optim.Optimizer, group_of: dict[Tensor, int], portion: Portion) -> SlotState:
+    parameter = portion.parameter
+    elements, values = {}, {}
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if isinstance(value, Tensor) and value.shape == parameter.shape:
+            elements[key] = value.dtype
+        elif isinstance(value, Tensor) and value.numel() > 1:
+            raise TypeError(
+                f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat shard of "
+                f"{parameter.numel()} elements; only states of one number or one an element can be saved"
+            )
+        else:
+            values[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+    return SlotState(group_of[parameter], elements, values)
+
+
+def state_shard(
+    master: MasterShard, optimizer: torch.optim.Optimizer, key: str, dtype: torch.dtype
+) -> Tensor:
+    """State `key` of one flat group: 1-D, as long as the master shard, zero where there is none."""
+    shard = torch.zeros_like(master.flat.detach(), dtype=dtype)
+    for parameter, start, stop in master.portions:
+        value = optimizer.state.get(parameter, {}).get(key)
+        if value is not None:
+            shard[start:stop] = value
+    return shard
+
+
+def groups_by_name(optimizer: torch.optim.Optimizer, states: dict[str, SlotState]) -> list[dict[str, Any]]:
+    """The optimizer's parameter groups, with names in place of parameters."""
+    return [
+        {**group, "params": [name for name, state in states.items() if state.group == index]}
+        for index, group in enumerate(optimizer.param_groups)
+    ]
+
+
+def install(
+    masters: Sequence[tuple[str, MasterShard]],
+    optimizer: torch.optim.Optimizer,
+    states: dict[str, SlotState],
+    param_groups: Sequence[dict[str, Any]],
+    shard_of: Callable[[str, MasterShard, str, torch.dtype], Tensor],
+) -> None:
+    """Gives the optimizer this state, through its own `load_state_dict`.  Collective, as `described` is.
+
+    Args:
+        states: by parameter name, as saved; the group numbers are not used.
+        param_groups: as `groups_by_name` returned them when saving.
+        shard_of: (prefix, master, key, dtype) -> the state's shard; called on all ranks in the same order.
+
+    Raises:
+        ValueError: if names or parameter groups do not fit; nothing is changed.
+    """
+    current = groups_by_name(optimizer, described(masters, optimizer))
+    options = [_options_for(index, group["params"], param_groups) for index, group in enumerate(current)]
+    names = {prefix + slot.name for prefix, master in masters for slot in master.layout.slots}
+    unknown = sorted(set(states) - names)
+    if unknown:
+        raise ValueError(f"the optimizer state has {unknown[0]!r}, which is not a trained parameter here")
+    numbers = {
+        parameter: number
+        for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+    }
+    state: dict[int, dict[str, Any]] = {}
+    for prefix, master in masters:
+        dtypes: dict[str, torch.dtype] = {}
+        for slot in master.layout.slots:
+            if prefix + slot.name in states:
+                dtypes.update(states[prefix + slot.name].elements)
+        shards = {key: shard_of(prefix, master, key, dtype) for key, dtype in sorted(dtypes.items())}
+        for portion in master.portions:
+            state[numbers[portion.parameter]] = _portion_state(prefix, master, portion, states, shards)
+    groups = [
+        {**saved, "params": [numbers[p] for p in group["params"]]}
+        for saved, group in zip(options, optimizer.param_groups, strict=True)
+    ]
+    optimizer.load_state_dict({"state": {n: s for n, s in state.items() if s}, "param_groups": groups})
+
+
+def _options_for(index: int, names: Sequence[str], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The saved group that has these parameters; by its number, if there are none."""
+    for number, group in enumerate(saved):
+        if set(names) <= set(group["params"]) and (names or number == index):
+            return group
+    raise ValueError(
+        f"no saved parameter group contains all of this optimizer's group {index} "
+        f"({', '.join(names[:3])}, ...); cut the groups as they were when the state was saved"
+    )
+
+
+def _portion_state(
+    prefix: str,
+    master: MasterShard,
+    portion: Portion,
+    states: dict[str, SlotState],
+    shards: dict[str, Tensor],
+) -> dict[str, Any]:
+    names = [prefix + slot.name for slot, _, _ in _pieces(master, portion)]
+    found = [states[name] for name in names if name in states]
+    if not found:
+        return {}
+    first = found[0]
+    for name in names:
+        other = states.get(name)
+        if (
+            other is None
+            or set(other.elements) != set(first.elements)
+            or not _equal(other.values, first.values)
+        ):
+            raise ValueError(
+                f"the optimizer state of {name} differs from {names[0]}'s in {sorted(first.values)} or is "
+                "missing, but both are in one parameter of this optimizer; separate them with param_groups"
+            )
+    return {
+        **first.values,
+        **{key: shards[key][portion.start : portion.stop].clone() for key in first.elements},
+    }
+
+
+def _equal(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    return ours.keys() == theirs.keys() and all(bool(ours[key] == theirs[key]) for key in ours)
+
+
+def _pieces(master: MasterShard, portion: Portion) -> Iterator[tuple[ParamSlot, int, int]]:
+    """(slot, start, stop) of what a portion holds; empty parameters count where their place is."""
+    ranks = master.grid.shard
+    for piece in master.layout.pieces(ranks.rank, ranks.size):
+        if portion.start <= piece.shard_offset < portion.stop:
+            yield piece.slot, piece.start, piece.stop

@@ -1,0 +1,98 @@
+"""Optimizer settings per parameter, although the buffers are flat.
+
+In:   a model, and which parameters get which options.
+Out:  parameter groups for torch.optim, whose parameters alias portions of the flat shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from flatfsdp.fsdp import named_groups
+from flatfsdp.master import MasterShard, Portion
+
+Selection = Callable[[str, tuple[int, ...]], bool] | Iterable[str]
+"""Which parameters: a predicate of (name, shape), or names as in the state dict."""
+
+
+def param_groups(model: nn.Module, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups for any element-wise torch.optim optimizer.
+
+    The optimizer's parameters are *portions* of the flat shards, one for each run of neighbouring parameters
+    with the same options.  From now on gradients come to the portions, not to the flat parameters, so build
+    one optimizer per model, of these groups.
+
+        no_decay = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
+        optimizer = torch.optim.AdamW(param_groups(model, [no_decay]), lr=3e-4)
+
+    Args:
+        model: a FlatFSDP module, or one that contains some.  Collective when it is first used.
+        groups: options of torch.optim, and "params": a predicate of (name, shape) or a collection of names.
+            A parameter belongs to the first group that selects it; of a tied one, the first name counts.
+
+    Returns:
+        As many groups, and a last one without options for what none has selected, if there is any.  A group
+        is empty on ranks whose shards hold nothing of it.
+
+    Raises:
+        ValueError: if a group lacks "params", names a parameter that is not trained here, or selects none; if
+            there are gradients.
+    """
+    trained = [(prefix, group.master) for prefix, group in named_groups(model) if group.trainable]
+    shapes = {prefix + slot.name: slot.shape for prefix, master in trained for slot in master.layout.slots}
+    chosen = _choose(shapes, [_selected(group, shapes) for group in groups])
+    if any(master.grads for _, master in trained):
+        raise ValueError("there are gradients already; call zero_grad() before param_groups")
+    parameters: list[list[nn.Parameter]] = [[] for _ in range(len(groups) + 1)]
+    for prefix, master in trained:
+        indices = [chosen[prefix + slot.name] for slot in master.layout.slots]
+        master.portions = []
+        for index, portion in _cut(master, indices):
+            master.portions.append(portion)
+            parameters[index].append(portion.parameter)
+    options = [*groups, {}]
+    used = [*range(len(groups)), *([len(groups)] if len(groups) in chosen.values() else [])]
+    return [{**options[index], "params": parameters[index]} for index in used]
+
+
+def _selected(group: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> set[str]:
+    if "params" not in group:
+        raise ValueError(f'parameter group {group} has no "params"; pass a predicate or names')
+    selection: Selection = group["params"]
+    if callable(selection):
+        names = {name for name, shape in shapes.items() if selection(name, shape)}
+    else:
+        names = set(selection)
+    unknown = sorted(names - set(shapes))
+    if unknown:
+        raise ValueError(
+            f"a parameter group names {unknown[0]!r}, which is not a trained parameter of this model; there "
+            f"are {', '.join(list(shapes)[:3])}, ..."
+        )
+    if not names:
+        raise ValueError(f"parameter group {group} selects no parameter")
+    return names
+
+
+def _choose(shapes: Iterable[str], selections: Sequence[set[str]]) -> dict[str, int]:
+    """The number of the first selection each name is in, or how many selections there are."""
+    return {
+        name: next((i for i, names in enumerate(selections) if name in names), len(selections))
+        for name in shapes
+    }
+
+
+def _cut(master: MasterShard, indices: Sequence[int]) -> Iterable[tuple[int, Portion]]:
+    """This rank's portions: runs of slots with one index, each up to where the next run begins."""
+    slots, length = master.layout.slots, master.flat.numel()
+    first = master.grid.shard.rank * length
+    starts = [n for n, index in enumerate(indices) if n == 0 or index != indices[n - 1]]
+    ends = [slots[n].offset for n in starts[1:]] + [master.layout.padded_numel(master.grid.shard.size)]
+    for n, end in zip(starts, ends, strict=True):
+        start, stop = (min(max(edge - first, 0), length) for edge in (slots[n].offset, end))
+        if start < stop:
+            # Detached tensors share the version counter, so an update is noticed.
+            yield indices[n], Portion(nn.Parameter(master.flat.detach()[start:stop]), start, stop)
