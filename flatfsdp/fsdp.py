@@ -118,7 +118,8 @@ class FlatFSDP(ModuleWrapper):
         self.ledger = ByteLedger()
         self._root: Root | None = None
         self._is_whole = False
-        self._unit = Unit(reshard_after_forward)
+        contains_units = any(isinstance(child, FlatFSDP) for child in module.modules())
+        self._unit = Unit(reshard_after_forward, contains_units=contains_units)
         _prepare_buffers(module, device, policy.precision.buffer)
         chosen = {
             "flat_param": [p for p in parameters.values() if p.requires_grad],

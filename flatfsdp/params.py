@@ -14,7 +14,7 @@ Next: `unit.py` counts what has landed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -88,9 +88,12 @@ class Leaves:
 
 
 class Views:
-    """The module gets autograd views of one flat leaf, made anew in each forward.
+    """The module gets autograd views of one flat leaf; several uses in one graph add up in the view.
 
     Autograd concatenates their gradients in each backward, and all slots land at once.
+
+    Raises:
+        ValueError: for a parameter whose hooks need a leaf.
     """
 
     def __init__(
@@ -100,26 +103,35 @@ class Views:
         self._main_grad = main_grad
         self._landed = landed
         self._absent = _absent(binding.layout, unsharded)
-        # The user's hooks are on parameters that the module will not see again.
-        self._hooks = [tuple((p._backward_hooks or {}).values()) for p in binding.parameters()]
         self._leaf = unsharded.requires_grad_()
         self._leaf.register_post_accumulate_grad_hook(_weakly(self._land))
-        self._views: Sequence[Tensor] = ()
-        self._is_concealed = False
-        self.begin_forward()
-
-    def begin_forward(self) -> None:
-        # Differentiable in every forward: the recomputation of an earlier one may read them in backward.
+        # The graph of a view saves no tensors, so one set of views serves all forwards.
         with torch.inference_mode(False), torch.enable_grad():
-            self._views = self._binding.layout.views(self._leaf)
-        for view, hooks in zip(self._views, self._hooks, strict=True):
-            for hook in hooks:
-                view.register_hook(hook)
+            self._views = binding.layout.views(self._leaf)
+        self._take_over_hooks()
         self._is_concealed = False
         self.rebind()
 
+    def _take_over_hooks(self) -> None:
+        """The user's hooks are on parameters that the module will not see again."""
+        slots, parameters = self._binding.layout.slots, self._binding.parameters()
+        for slot, parameter, view in zip(slots, parameters, self._views, strict=True):
+            if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+                raise ValueError(
+                    f"parameter {slot.name} has a post-accumulate-gradient hook, which only a leaf can have; "
+                    "pass optimize_backward_concat=True, or register a tensor hook"
+                )
+            for hook in (parameter._backward_hooks or {}).values():
+                view.register_hook(hook)
+
+    def begin_forward(self) -> None:
+        self._show()
+
     def begin_backward(self) -> None:
-        """A recomputation inside the module reads the parameters again; any forward's views serve."""
+        # A recomputation inside the module reads the parameters again.
+        self._show()
+
+    def _show(self) -> None:
         if self._is_concealed:
             self._is_concealed = False
             self.rebind()

@@ -19,7 +19,8 @@ other.  Nothing is kept where no backward follows.
 All gradients having landed is not enough to free parameters in backward: a frozen parameter, or a use of
 `weight.detach()`, may still be needed for the gradient of the unit's inputs.  So each call of the module is
 an *open use* from the first gradient of its outputs to the last gradient of its inputs, and parameters are
-freed when everything has landed and no use is open.
+freed when everything has landed and no use is open.  Those of a unit around other units may also be needed
+for the gradients of what those return, so they stay until the backward is over.
 """
 
 from __future__ import annotations
@@ -48,11 +49,14 @@ class Unit:
         root: shared state of the model; set when the root module is first used.
     """
 
-    def __init__(self, reshard_after_forward: bool, *, keep_as_root: bool = True) -> None:
+    def __init__(
+        self, reshard_after_forward: bool, *, contains_units: bool = False, keep_as_root: bool = True
+    ) -> None:
         self.groups: list[FlatGroup] = []
         self.trained: FlatGroup | None = None
         self.root: Root
         self._reshard_after_forward = reshard_after_forward
+        self._contains_units = contains_units
         self._keep_as_root = keep_as_root
         self._landed_slots: set[int] = set()
         self._open_uses: set[object] = set()
@@ -182,7 +186,7 @@ class Unit:
             self._free_if_done()
 
     def _free_if_done(self) -> None:
-        done = self.backward_done or self.trained is None
+        done = (self.backward_done or self.trained is None) and not self._contains_units
         if done and not self._open_uses and not self.root.in_nested_backward:
             self._free_after_backward()
 
