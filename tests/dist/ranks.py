@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 _POOLS: dict[tuple[int, str], Pool] = {}
 
 
-class RankFailure(AssertionError):
+class RankFailure(AssertionError):  # noqa: N818 - a failed assertion, on some rank
     """At least one rank raised; `errors` holds each rank's traceback, or None."""
 
     def __init__(self, errors: list[str | None]) -> None:
@@ -109,5 +109,5 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: st
         try:
             result = case(rank, world_size, *args)
             pipe.send((True, result))
-        except Exception:
+        except BaseException:  # pytest.fail raises one
             pipe.send((False, traceback.format_exc()))

@@ -32,7 +32,9 @@ def state_dict_round_trip(rank: int, world_size: int, flag: bool) -> None:
     model = auto_wrap(plain, by_class(Block), **options)
     state = model.state_dict()
     assert list(state) == list(expected)
-    assert all(torch.equal(state[name], expected[name]) for name in expected), "master precision, original names"
+    assert all(torch.equal(state[name], expected[name]) for name in expected), (
+        "master precision, original names"
+    )
 
     batches = next(data(rank, 1, 3))
     with model.no_sync():
@@ -46,7 +48,9 @@ def state_dict_round_trip(rank: int, world_size: int, flag: bool) -> None:
     assert not any(other.load_state_dict(state))
     again = other.state_dict()
     assert all(torch.equal(again[name], expected[name]) for name in expected)
-    assert torch.equal(other(batches[2]), model(batches[2])), "loaded weights are used, not gathered earlier ones"
+    assert torch.equal(other(batches[2]), model(batches[2])), (
+        "loaded weights are used, not gathered earlier ones"
+    )
 
     child = other.blocks[1].state_dict()
     assert list(child) == [n.removeprefix("blocks.1.") for n in expected if n.startswith("blocks.1.")]
@@ -219,7 +223,9 @@ def skip(rank: int, world_size: int) -> None:
         if grad.numel() == 0:
             grad = torch.zeros(sum(p.numel() for p in block.parameters()))
         dist.all_reduce(grad)
-        ours = torch.cat([wrapped.flat_param.grad[s.offset : s.end] for s in wrapped._unit.trained.layout.slots])
+        ours = torch.cat(
+            [wrapped.flat_param.grad[s.offset : s.end] for s in wrapped._unit.trained.layout.slots]
+        )
         torch.testing.assert_close(ours, grad / world_size)
 
 
@@ -245,7 +251,9 @@ def tied_through_a_module() -> None:
 def sparse_gradient() -> None:
     net = Net()
     net.embedding = nn.Embedding(30, 20, sparse=True)
-    auto_wrap(net, by_class(Block), optimize_backward_concat=True)(torch.zeros(1, 2, dtype=torch.long)).backward()
+    auto_wrap(net, by_class(Block), optimize_backward_concat=True)(
+        torch.zeros(1, 2, dtype=torch.long)
+    ).backward()
 
 
 def integer_parameter() -> None:
@@ -260,8 +268,16 @@ def integer_parameter() -> None:
         (tied_across_units, ValueError, r"up\.weight is tied to up\.weight, which another FlatFSDP unit"),
         (sparse_gradient, TypeError, r"embedding\.weight got a torch\.sparse_coo gradient"),
         (integer_parameter, ValueError, r"parameter table is torch\.int32"),
-        (lambda: FlatFSDP(nn.Linear(2, 2, device="meta")), ValueError, "parameter weight is on the meta device"),
-        (lambda: FlatFSDP(FlattenParamsWrapper(nn.Linear(2, 2))), ValueError, "the module is a FlattenParamsWrapper"),
+        (
+            lambda: FlatFSDP(nn.Linear(2, 2, device="meta")),
+            ValueError,
+            "parameter weight is on the meta device",
+        ),
+        (
+            lambda: FlatFSDP(FlattenParamsWrapper(nn.Linear(2, 2))),
+            ValueError,
+            "the module is a FlattenParamsWrapper",
+        ),
         (tied_through_a_module, ValueError, r"up\.\w+ is tied to up\.\w+, which another FlatFSDP unit"),
         (lambda: FlatFSDP("model"), TypeError, "wraps an nn.Module"),
         (lambda: FlatFSDP(nn.Linear(2, 2), precision=torch.bfloat16), TypeError, r"pass Precision\(compute="),
@@ -381,7 +397,9 @@ def labels(rank: int, world_size: int) -> list[str]:
         for tokens in microbatches(model, next(data(rank, 1, 2))):
             model(tokens).backward()
     names = [event.name for event in trace.events()]
-    assert not any("cat" in n or "SplitWithSizes" in n for n in names if n.startswith("aten::cat") or "Split" in n)
+    assert not any(
+        "cat" in n or "SplitWithSizes" in n for n in names if n.startswith("aten::cat") or "Split" in n
+    )
     return [name for name in names if name.startswith("flatfsdp.")]
 
 

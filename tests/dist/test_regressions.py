@@ -64,7 +64,9 @@ def against_plain(rank: int, world_size: int, unit: Any, recompute: bool, option
     x = torch.randn(4, 8)
     model(x).backward()
     plain(x).backward()
-    optimizers = (torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=1.0) for m in (model, plain))
+    optimizers = (
+        torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=1.0) for m in (model, plain)
+    )
     for optimizer in optimizers:
         optimizer.step()
     ours = model.state_dict()

@@ -1,0 +1,104 @@
+"""Models built on the meta device: unit by unit to memory, initialised, sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatfsdp import FlatFSDP, auto_wrap, by_class
+from flatfsdp.checkpoint import full_state_dict
+from tests.dist.models import VOCAB, WIDTH, Block, Net, data, same_trace, train
+from tests.dist.ranks import run_ranks
+
+
+def init(module: nn.Module) -> None:
+    """Values that depend on nothing but the shape, so that the order of initialisation does not matter."""
+    for parameter in module.parameters(recurse=False):
+        generator = torch.Generator().manual_seed(parameter.numel())
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+
+
+def on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return factory()
+
+
+def against_ordinary(rank: int, world_size: int, flag: bool) -> dict[str, bool]:
+    ordinary = Net()
+    with torch.no_grad():
+        ordinary.apply(init)
+    options: dict[str, Any] = {"optimize_backward_concat": flag}
+    expected = auto_wrap(ordinary, by_class(Block), **options)
+    model = auto_wrap(on_meta(Net), by_class(Block), device="cpu", param_init_fn=init, **options)
+    return same_trace(train(model, rank), train(expected, rank))
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_trains_like_a_model_built_in_memory(world_size: int, flag: bool) -> None:
+    for same in run_ranks(world_size, against_ordinary, flag):
+        assert all(same.values()), same
+
+
+class Special(nn.Module):
+    """Tied weights, an attention whose parts are reset by their owner, a recurrent layer, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+        self.rnn = nn.LSTM(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.head.weight = self.embedding.weight
+        self.head.weight.mark = "kept"
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = self.attention(x, x, x)[0]
+        x, _ = self.rnn(x)
+        return self.head(self.norm(x.mean(0))).sum()
+
+
+def reset_parameters(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = FlatFSDP(on_meta(Special), device="cpu", optimize_backward_concat=True)
+    ((tokens,),) = data(rank, 1, 1)
+    model(tokens).backward()
+    state = full_state_dict(model)
+    assert state["head.weight"] is not None and torch.equal(state["head.weight"], state["embedding.weight"])
+    assert not any(value.isnan().any() for value in state.values())
+    # What the owner sets after its parts have been reset.
+    assert torch.equal(state["attention.out_proj.bias"], torch.zeros(WIDTH))
+    assert model.head.weight is model.embedding.weight and model.head.weight.mark == "kept"
+
+
+def test_reset_parameters_children_first_tied_stay_tied() -> None:
+    run_ranks(2, reset_parameters)
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def test_what_cannot_be_initialised_is_named() -> None:
+    with pytest.raises(ValueError, match=r"parameter weight is on the meta device; pass device="):
+        FlatFSDP(on_meta(lambda: nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"1 \(NoReset\) .* pass param_init_fn="):
+        FlatFSDP(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), NoReset())), device="cpu")
+    with pytest.raises(ValueError, match=r"0\.weight .* still uninitialised after param_init_fn"):
+        FlatFSDP(on_meta(lambda: nn.Sequential(nn.Linear(2, 2))), device="cpu", param_init_fn=lambda m: None)
+
+
+def test_what_is_in_memory_already_keeps_its_values() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), on_meta(lambda: nn.Linear(3, 3)))
+    weight = net[0].weight.detach().clone()
+    model = FlatFSDP(net, device="cpu")
+    assert torch.equal(model.state_dict()["0.weight"], weight)
