@@ -189,7 +189,7 @@ class FlatFSDP(ModuleWrapper):
         `torch.nn.utils.clip_grad_norm_` would see this rank's shards only.
 
         Returns:
-            The norm over all ranks before scaling, 0-dim, in the master's dtype.
+            The norm over all ranks before scaling, 0-dim, in FP32 at least.
 
         Raises:
             RuntimeError: if the norm is not finite and `error_if_nonfinite`, on all ranks.

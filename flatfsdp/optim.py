@@ -6,6 +6,7 @@ Next: any torch.optim optimizer over the same shards.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -35,7 +36,7 @@ def clip_grad_norm(
         grid: all ranks of the model.
 
     Returns:
-        The norm before scaling, 0-dim, where the model computes; zero if there are no gradients.
+        The norm before scaling, 0-dim, FP32 at least, where the model computes; zero without gradients.
 
     Raises:
         RuntimeError: if the norm is not finite and `error_if_nonfinite`, on all ranks.
@@ -64,7 +65,10 @@ def clip_grad_norm(
 
 
 def _norm_over(ranks: Ranks, grads: list[Tensor], device: torch.device, norm_type: float) -> Tensor:
-    norm = torch.nn.utils.get_total_norm(grads, norm_type).to(device)
+    # In FP32 at least: 16 bits overflow, or lose digits, in the powers.
+    dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
+    norms = torch._foreach_norm(grads, norm_type, dtype=dtype) if grads else [torch.zeros((), dtype=dtype)]
+    norm = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type).to(device)
     if ranks.size == 1:
         return norm
     if math.isinf(norm_type):

@@ -116,7 +116,7 @@ class Views:
         """The user's hooks are on parameters that the module will not see again."""
         slots, parameters = self._binding.layout.slots, self._binding.parameters()
         for slot, parameter, view in zip(slots, parameters, self._views, strict=True):
-            if parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+            if parameter._post_accumulate_grad_hooks:
                 raise ValueError(
                     f"parameter {slot.name} has a post-accumulate-gradient hook, which only a leaf can have; "
                     "pass optimize_backward_concat=True, or register a tensor hook"

@@ -180,14 +180,15 @@ class Unit:
             self._landed_slots.update(range(len(self.trained.layout.slots)))
         else:
             self._landed_slots.add(index)
-        if self.backward_done and not self.root.in_nested_backward:
-            if self.root.reduces:
+        if self.backward_done:
+            # More may come to a unit that several nested backwards reach: it is reduced at the end.
+            if self.root.reduces and not self.root.in_nested_backward:
                 self.root.reducer.ready(self.trained)
             self._free_if_done()
 
     def _free_if_done(self) -> None:
         done = (self.backward_done or self.trained is None) and not self._contains_units
-        if done and not self._open_uses and not self.root.in_nested_backward:
+        if done and not self._open_uses:
             self._free_after_backward()
 
     def _free_after_backward(self) -> None:
