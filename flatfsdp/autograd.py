@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 from torch.autograd import Variable
 
 
@@ -16,6 +17,18 @@ def running_backward() -> int:
 def in_backward() -> bool:
     """Whether autograd is running: a forward that runs now is a recomputation."""
     return running_backward() != -1
+
+
+def run_as_soon_as_ready(tensor: Tensor, depth: int) -> None:
+    """Lets the last `depth` operations behind `tensor` run in backward as soon as their gradients are there.
+
+    As the accumulation into a leaf does; other operations wait for all that were recorded after them.
+    """
+    node = tensor.grad_fn
+    for _ in range(depth):
+        assert node is not None
+        node._set_sequence_nr(2**63)  # type: ignore[attr-defined]
+        node = node.next_functions[0][0]
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

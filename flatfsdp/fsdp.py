@@ -104,11 +104,11 @@ class FlatFSDP(ModuleWrapper):
             poison_on_free,
         )
         grid = Grid.of(process_group, mesh, shard)
-        parameters = _parameters_to_take(module)
+        parameters = parameters_to_take(module)
         device = _resolve_device(device, module, parameters, grid)
         if any(parameter.is_meta for parameter in parameters.values()):
             materialize(_own_modules(module), device, param_init_fn)
-            parameters = _parameters_to_take(module)
+            parameters = parameters_to_take(module)
         super().__init__(module)
         # Private, because what is found here hides the wrapped module's attribute of the same name.
         self._policy = policy
@@ -148,7 +148,7 @@ class FlatFSDP(ModuleWrapper):
             return self._forward(args, kwargs)
         root.begin_forward()
         try:
-            args, kwargs = cast_floats((args, kwargs), self._policy.precision.compute)
+            args, kwargs = self._cast_inputs(args, kwargs)
             outputs = self._forward(args, kwargs)
         except BaseException:
             root.fail_forward()
@@ -158,6 +158,10 @@ class FlatFSDP(ModuleWrapper):
         can_start_backward = not tensors or any(t.requires_grad for t in tensors)
         root.end_forward(backward_follows=torch.is_grad_enabled() and can_start_backward)
         return outputs
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a root's forward computes with, in place of what it was given."""
+        return cast_floats((args, kwargs), self._policy.precision.compute)
 
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = self._unit.before_forward()
@@ -375,7 +379,7 @@ class FlatFSDP(ModuleWrapper):
         raise TypeError("a FlatFSDP module cannot be pickled; save its state_dict() instead")
 
 
-def _parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
+def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters below `module` that no FlatFSDP owns, by name; validated before anything changes."""
     found: dict[nn.Parameter, str] = {}
     for path, owner in _own_modules(module):

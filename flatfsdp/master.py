@@ -7,7 +7,7 @@ Next: `unshard.py` casts and gathers it for forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -86,6 +86,16 @@ class MasterShard:
                     self.flat[piece.shard_offset : piece.shard_offset + part.numel()].copy_(part)
         # On every rank alike: one whose shard is all padding has written nothing.
         self.generation += 1
+
+    def cut(self, value_of: Callable[[ParamSlot], Tensor | None], dtype: torch.dtype) -> Tensor:
+        """This rank's part of whole values, as long as the shard and beside it; zero where there is none."""
+        shard = torch.zeros_like(self.flat.detach(), dtype=dtype)
+        for piece in self.layout.pieces(self.grid.shard.rank, self.grid.shard.size):
+            value = value_of(piece.slot)
+            if value is not None:
+                part = value.reshape(-1)[piece.start : piece.stop]
+                shard[piece.shard_offset : piece.shard_offset + part.numel()] = part
+        return shard
 
     def gather(self, shard: Tensor | None = None, *, rank0_only: bool = False) -> Tensor | None:
         """The whole padded buffer of shards like this one, on the compute device.  Collective if sharded.

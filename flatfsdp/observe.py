@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-Traffic = Literal["cast", "concat", "accumulate", "offload", "gather", "reduce"]
+Traffic = Literal["cast", "concat", "accumulate", "offload", "gather", "reduce", "all_reduce"]
 
 
 class ByteLedger:
@@ -26,7 +26,8 @@ class ByteLedger:
         offload: master shards one way, reduced gradients the other.
     Wire traffic counts the bytes this rank receives (gather) or sends (reduce):
         gather: all-gather of parameters, (N - 1) / N of the full size.
-        reduce: reduce-scatter, (N - 1) / N of the full size; all-reduce, twice that.
+        reduce: reduce-scatter of gradients, (N - 1) / N of the full size.
+        all_reduce: of gradients across R replicas, 2 (R - 1) / R of what a rank holds.
 
     Attributes:
         parameters: number of parameters of the model, all ranks together.

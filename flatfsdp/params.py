@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatfsdp.autograd import run_as_soon_as_ready
 from flatfsdp.binding import Binding
 from flatfsdp.buffers import MainGrad
 from flatfsdp.layout import FlatLayout
@@ -108,6 +109,9 @@ class Views:
         # The graph of a view saves no tensors, so one set of views serves all forwards.
         with torch.inference_mode(False), torch.enable_grad():
             self._views = binding.layout.views(self._leaf)
+        for view in self._views:
+            # Being older than any forward, the concat of every unit would come last in the backward.
+            run_as_soon_as_ready(view, depth=2)
         self._take_over_hooks()
         self._is_concealed = False
         self.rebind()

@@ -7,9 +7,9 @@ Next: `optim.clip_grad_norm_` and the optimizer.
 Every rank launches the reductions in one fixed order, whatever order the gradients land in: the reverse of
 registration, which is the order of a backward.  A group that is ready early waits for its turn.  So ranks
 whose control flow differs (a layer skipped on one of them) still pair the same collectives, and a group in
-which nothing landed reduces zeros rather than leave the other ranks waiting.  (With ZeRO-3 that is not enough:
-the rank that got nothing reduces last, and before that waits in a gather for ranks that may wait for it in the
-reduction.  There, all ranks have to use parameters of the same units.)
+which nothing landed reduces zeros rather than leave the other ranks waiting.  (With ZeRO-3 that is not
+enough: the rank that got nothing reduces last, and before that waits in a gather for ranks that may wait for
+it in the reduction.  There, all ranks have to use parameters of the same units.)
 
     main_grad --reduce-scatter inside the shard group--> partial_grad, summed over the reducing backwards
               --all-reduce across replicas, in the last backward--> master.grad
@@ -147,7 +147,7 @@ class Reducer:
             nbytes = 2 * reduced.numel() * reduced.element_size() * (ranks.size - 1) // ranks.size
             with span("all_reduce", group.name, group.microbatch.index, nbytes):
                 all_reduce(reduced, ranks, mean=division is None)
-            self._ledger.add("reduce", nbytes)
+            self._ledger.add("all_reduce", nbytes)
         if division is not None:
             reduced.div_(division.after)
         return reduced

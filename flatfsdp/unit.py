@@ -25,6 +25,7 @@ for the gradients of what those return, so they stay until the backward is over.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatfsdp.autograd import in_backward
+from flatfsdp.autograd import in_backward, running_backward
 from flatfsdp.tensors import tensors_in
 from flatfsdp.unshard import FlatGroup, ShardState
 
@@ -47,18 +48,19 @@ class Unit:
         groups: of the parameters that are trained, and of those that are frozen; either may be missing.
         trained: the group that is trained.
         root: shared state of the model; set when the root module is first used.
+        keep_as_root: whether the root's own parameters stay from its forward to its backward.
     """
 
-    def __init__(
-        self, reshard_after_forward: bool, *, contains_units: bool = False, keep_as_root: bool = True
-    ) -> None:
+    def __init__(self, reshard_after_forward: bool, *, contains_units: bool) -> None:
         self.groups: list[FlatGroup] = []
         self.trained: FlatGroup | None = None
         self.root: Root
         self._reshard_after_forward = reshard_after_forward
         self._contains_units = contains_units
-        self._keep_as_root = keep_as_root
-        self._landed_slots: set[int] = set()
+        self.keep_as_root = True
+        # By the backward that runs: one that reentrant checkpointing nests in another counts by itself.
+        self._landed: defaultdict[int, set[int]] = defaultdict(set)
+        self._reached_in: set[int] = set()
         self._open_uses: set[object] = set()
 
     def add(self, group: FlatGroup) -> None:
@@ -136,7 +138,7 @@ class Unit:
             return
         # A backward that starts from something in which no tensor was found could not gather them again.
         is_opaque = torch.is_grad_enabled() and not tensors
-        keeps = (self is self.root.unit and self._keep_as_root) or not self._reshard_after_forward
+        keeps = (self is self.root.unit and self.keep_as_root) or not self._reshard_after_forward
         if not is_opaque and not (differentiable and keeps):
             self.reshard()
 
@@ -161,6 +163,7 @@ class Unit:
 
     def _before_backward(self, use: object | None, order: list[Unit], position: int, _grad: Tensor) -> None:
         self.root.begin_backward()
+        self._reached_in.add(running_backward())
         if use is not None:
             self._open_uses.add(use)
         self._use(self.root.order.before(order, position))
@@ -169,26 +172,30 @@ class Unit:
 
     @property
     def backward_done(self) -> bool:
-        """Whether all gradients of the running backward have landed."""
-        return self.trained is not None and len(self._landed_slots) == len(self.trained.layout.slots)
+        """Whether all gradients of the running backward have landed; a nested one counts by itself."""
+        return self.trained is not None and self._all_landed_in(running_backward())
+
+    def _all_landed_in(self, backward: int) -> bool:
+        slots = () if self.trained is None else self.trained.layout.slots
+        return len(self._landed.get(backward, ())) == len(slots)
 
     def landed(self, index: int | None) -> None:
         """Slot `index` of the trained group, or every slot, holds this backward's gradient."""
         self.root.begin_backward()
         assert self.trained is not None
-        if index is None:
-            self._landed_slots.update(range(len(self.trained.layout.slots)))
-        else:
-            self._landed_slots.add(index)
+        slots = range(len(self.trained.layout.slots)) if index is None else (index,)
+        self._landed[running_backward()].update(slots)
         if self.backward_done:
-            # More may come to a unit that several nested backwards reach: it is reduced at the end.
+            # More may come to a unit that nested backwards reach: it is reduced at the end.
             if self.root.reduces and not self.root.in_nested_backward:
                 self.root.reducer.ready(self.trained)
             self._free_if_done()
 
     def _free_if_done(self) -> None:
-        done = (self.backward_done or self.trained is None) and not self._contains_units
-        if done and not self._open_uses:
+        if self._contains_units or self._open_uses:
+            return
+        # A recomputation inside this unit runs a nested backward, after which the outer one goes on here.
+        if all(self._all_landed_in(backward) for backward in {running_backward(), *self._reached_in}):
             self._free_after_backward()
 
     def _free_after_backward(self) -> None:
@@ -198,14 +205,16 @@ class Unit:
     def end_of_backward(self) -> None:
         """The whole backward is over: frees what is still there and starts to count anew."""
         self._free_after_backward()
-        self._landed_slots.clear()
+        self._landed.clear()
+        self._reached_in.clear()
         self._open_uses.clear()
 
     def abandon(self) -> None:
         """After an exception: frees parameters and drops gradients."""
         self.reshard()
         self.expire()
-        self._landed_slots.clear()
+        self._landed.clear()
+        self._reached_in.clear()
         self._open_uses.clear()
         self.drop_gradients()
 

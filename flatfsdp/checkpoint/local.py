@@ -79,7 +79,7 @@ def consolidate(
         Whole tensors under the original names; tied parameters are one tensor.
 
     Raises:
-        ValueError: if a shard is missing or has the wrong length, naming it.
+        ValueError: if a shard is missing, has the wrong length or differs between replicas, naming it.
     """
     if not state_dicts or len(state_dicts) != len(metadata):
         raise ValueError(
@@ -111,8 +111,13 @@ def _join(
     for state_dict, of_rank in zip(state_dicts, metadata, strict=True):
         if key not in state_dict or key not in of_rank["shards"]:
             raise ValueError(f"{key} is missing in one of the local state dicts; are they of one model?")
-        shards[of_rank["shards"][key]["rank"]] = state_dict[key]
-        lengths.add(state_dict[key].numel())
+        shard, rank = state_dict[key], of_rank["shards"][key]["rank"]
+        lengths.add(shard.numel())
+        if not torch.equal(shards.setdefault(rank, shard), shard) and len(lengths) == 1:
+            raise ValueError(
+                f"{key}: ranks hold different values of shard {rank}, so each group of ranks has parameters "
+                "of its own (experts); consolidate the files of each group by themselves"
+            )
     missing = sorted(set(range(num_shards)) - set(shards))
     if missing:
         raise ValueError(f"{key}: shard {missing[0]} of {num_shards} is missing; pass the files of all ranks")

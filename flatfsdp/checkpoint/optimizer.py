@@ -93,13 +93,7 @@ def load_full_optimizer_state_dict(
         if from_rank0:
             full = _whole_buffer(prefix, master, key, dtype, whole) if master.is_first_rank else None
             return master.scattered(full, dtype)
-        shard = torch.zeros_like(master.flat.detach(), dtype=dtype)
-        for piece in master.layout.pieces(master.grid.shard.rank, master.grid.shard.size):
-            value = whole.get(prefix + piece.slot.name, {}).get(key)
-            if value is not None:
-                part = value.reshape(-1)[piece.start : piece.stop]
-                shard[piece.shard_offset : piece.shard_offset + part.numel()] = part
-        return shard
+        return master.cut(lambda slot: whole.get(prefix + slot.name, {}).get(key), dtype)
 
     install(masters, optimizer, states, groups, shard_of)
 

@@ -86,6 +86,30 @@ def test_parameters_are_freed_as_the_policy_says_also_without_sync(
     assert run_ranks(2, parameter_lifetime, flag, reshard) == [expected] * 2
 
 
+def units_in_memory_during_backward(rank: int, world_size: int, flag: bool) -> list[tuple[int, int]]:
+    """(units in memory, units whose gradients have landed) whenever a block's first norm has its gradient."""
+    model = build(optimize_backward_concat=flag)
+    seen: list[tuple[int, int]] = []
+
+    def count(*_: Any) -> None:
+        landed = sum(m._unit.backward_done for m in (model, *model.blocks))
+        seen.append((sum(unsharded(model)), landed))
+
+    for block in model.blocks:
+        block.module.norm.register_full_backward_hook(count)
+    for batches in data(rank, 2, 1):
+        seen.clear()
+        model(batches[0]).backward()
+    return seen
+
+
+@FLAGS
+def test_a_unit_is_done_before_the_backward_of_the_one_below_begins(flag: bool) -> None:
+    for seen in run_ranks(2, units_in_memory_during_backward, flag):
+        assert [resident for resident, _ in seen] == [3, 3, 2], "the root, this block and the next"
+        assert [landed for _, landed in seen] in ([0, 1, 2], [1, 2, 3])
+
+
 def gathers(rank: int, world_size: int, reshard: bool, count: int) -> dict[str, int]:
     model = build(reshard_after_forward=reshard, optimize_backward_concat=True)
     for tokens in microbatches(model, next(data(rank, 1, count))):
@@ -97,7 +121,7 @@ def gathers(rank: int, world_size: int, reshard: bool, count: int) -> dict[str, 
     ("reshard", "count", "calls"), [(True, 1, 7), (True, 4, 28), (False, 1, 4), (False, 4, 4)]
 )
 def test_number_of_collectives(reshard: bool, count: int, calls: int) -> None:
-    """Root once a microbatch and inner units twice (ZeRO-3), or all once a step; one reduction a unit a step."""
+    """Root once a microbatch and inner units twice (ZeRO-3), or all once a step; each reduced once a step."""
     for counted in run_ranks(2, gathers, reshard, count):
         assert (counted["gather"], counted["reduce"]) == (calls, 4)
 
@@ -224,7 +248,7 @@ def test_each_unit_is_gathered_once_each_way_whatever_the_prefetch(depth: int, u
 
 
 def gathered_ahead(rank: int, world_size: int, depth: int) -> tuple[int, int]:
-    """Units in memory while the first block runs forward, and while the last one runs backward; second step."""
+    """Units in memory while the first block runs forward, and the last one backward; in the second step."""
     model = build(prefetch=Prefetch(depth, depth), optimize_backward_concat=True)
     counts = {}
 

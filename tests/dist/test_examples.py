@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,3 +24,86 @@ def test_first_steps(ranks: int) -> None:
     assert len(losses) == 4
     assert losses[-1] < losses[0]
     assert "136,960 parameters, first: tokens.weight" in done.stdout
+
+
+def run_example(name: str, *arguments: str | Path) -> str:
+    """What it prints."""
+    command = [sys.executable, EXAMPLES / name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_collectives() -> None:
+    printed = run_example("collectives.py")
+    tables = dict(
+        paragraph.split("\n", 1) for paragraph in printed.strip().split("\n\n") if "rank 3" in paragraph
+    )
+    rows = {
+        heading.split(":")[0]: [line.split() for line in table.splitlines()]
+        for heading, table in tables.items()
+    }
+    after = {name: lines[-1] for name, lines in rows.items()}
+    total = ["100", "104", "108", "112"]
+    assert after["broadcast"] == ["after", *["10", "11", "12", "13"] * 4]
+    assert after["scatter"] == ["after", "10", "11", "12", "13"]
+    assert after["gather"] == ["after", "10", "20", "30", "40", "-", "-", "-"]
+    assert after["all-gather"] == ["after", *["10", "20", "30", "40"] * 4]
+    assert after["reduce-scatter"] == ["after", *total]
+    assert after["all-reduce"] == ["after", *total * 4]
+    *_, shards, gathered, reduced = rows["all-reduce = reduce-scatter + all-gather"]
+    assert shards[-4:] == total
+    assert gathered[-16:] == reduced[-16:] == total * 4
+    assert "The last two rows are equal on each of 4 ranks." in printed
+
+
+def test_overlap_on_cpu(tmp_path: Path) -> None:
+    sizes = ["--device", "cpu", "--mib", "4", "--width", "128", "--repeats", "2"]
+    printed = run_example("overlap.py", *sizes, "--out", tmp_path)
+    assert "no GPU: a second thread" in printed
+    times = [float(line.split()[-1]) for line in printed.splitlines() if line.startswith(WAYS_TO_RUN)]
+    assert len(times) == len(WAYS_TO_RUN) and all(ms > 0 for ms in times)
+    assert (tmp_path / "overlap.png").read_bytes().startswith(b"\x89PNG")
+
+
+WAYS_TO_RUN = ("compute alone", "copy alone", "in sequence", "overlapped")
+
+
+def test_data_parallel() -> None:
+    sizes = ["--layers", "6", "--hidden", "32", "--seq", "32", "--batch", "2", "--steps", "4"]
+    payload: dict[str, Any] = json.loads(run_example("data_parallel.py", *sizes, "--device", "cpu", "--json"))
+    rows = {row["name"]: row for row in payload["rows"]}
+    assert list(rows) == ["data parallel", "ZeRO-2", "ZeRO-3", "hybrid 2 x 2"]
+    plain, zero2, zero3, hybrid = rows.values()
+
+    for row in rows.values():
+        assert len(row["losses"]) == 4
+        assert row["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+        assert row["losses"][-1] < row["losses"][0]
+    assert payload["largest_loss_difference"] <= 1e-5
+
+    # Shards: all of FP32 parameters, gradients and two moments, a quarter of it, and half of it.  A shard's
+    # padding and AdamW's step counts are less than 2 %.
+    nbytes = 4 * payload["parameters"]
+    for row, part in ((plain, 1), (zero2, 1 / 4), (zero3, 1 / 4), (hybrid, 1 / 2)):
+        memory = row["memory"]
+        assert memory["parameters"] == memory["gradients"] == pytest.approx(part * nbytes, rel=0.02)
+        assert memory["optimizer"] == pytest.approx(2 * part * nbytes, rel=0.02)
+        assert row["memory_total"] == sum(memory.values())
+    # Beside them: nothing, all parameters, some layers.
+    assert plain["memory"]["gathered"] == plain["memory"]["unreduced"] == 0
+    assert zero2["memory"]["gathered"] == pytest.approx(nbytes, rel=0.02)
+    assert 0 < zero3["memory"]["gathered"] < 0.7 * nbytes
+    assert 0 < zero3["memory"]["unreduced"] < 0.7 * nbytes
+    assert plain["memory_total"] > hybrid["memory_total"] > zero3["memory_total"]
+    assert zero2["memory_total"] > zero3["memory_total"]
+
+    # 3/4 of 4 bytes each way; all-reduce is both ways; ZeRO-3 gathers all but the root unit twice.
+    three, six = (pytest.approx(sent, rel=0.02) for sent in (3.0, 6.0))
+    assert plain["wire"] == {"gather": 0.0, "reduce": 0.0, "all_reduce": six}
+    assert zero2["wire"] == {"gather": three, "reduce": three, "all_reduce": 0.0}
+    assert 3.0 < zero3["wire"]["gather"] < 6.1
+    assert zero3["wire"]["reduce"] == zero2["wire"]["reduce"]
+    assert hybrid["wire"]["gather"] < zero3["wire"]["gather"]
+    # Half of 4 bytes inside a pair; across pairs, twice half of the half that a rank holds.
+    assert hybrid["wire"]["reduce"] == hybrid["wire"]["all_reduce"] == pytest.approx(2.0, rel=0.02)

@@ -1,4 +1,4 @@
-"""Between reduction and optimizer: divide factors, the scaler, gradients wider than their parameters, groups."""
+"""Between reduction and optimizer: divide factors, scaler, gradients wider than parameters, groups."""
 
 from __future__ import annotations
 

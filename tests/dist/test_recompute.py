@@ -11,7 +11,9 @@ from tests.dist.models import Block, Net, same_trace, train
 from tests.dist.ranks import run_ranks
 
 
-def with_and_without(rank: int, world_size: int, flag: bool, reentrant: bool, around: bool) -> dict[str, bool]:
+def with_and_without(
+    rank: int, world_size: int, flag: bool, reentrant: bool, around: bool
+) -> dict[str, bool]:
     traces = []
     for recompute in (False, True):
         torch.manual_seed(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -83,6 +84,112 @@ def test_parameters_stay_until_the_gradients_of_the_inputs_are_there(
 ) -> None:
     options = {"optimize_backward_concat": flag, "poison_on_free": poison}
     run_ranks(2, against_plain, unit, recompute, options)
+
+
+class FrozenBetween(nn.Module):
+    """A unit around a unit: its frozen layer is needed after its trained one has landed."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        super().__init__()
+        self.inner = FlatFSDP(nn.Linear(4, 4), **options)
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.frozen(self.inner(x))).sum()
+
+
+def frozen_between(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = FlatFSDP(FrozenBetween(options), **options)
+    model(torch.ones(2, 4)).backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.requires_grad)
+
+
+@FLAGS
+@pytest.mark.parametrize("poison", [False, True])
+def test_a_frozen_layer_between_units_stays_for_the_gradient_of_what_it_took(
+    poison: bool, flag: bool
+) -> None:
+    run_ranks(2, frozen_between, {"optimize_backward_concat": flag, "poison_on_free": poison})
+
+
+class InsideAndOutside(nn.Module):
+    """One layer, used plainly and inside a reentrant checkpoint, in either order."""
+
+    def __init__(self, recompute: tuple[bool, bool]) -> None:
+        super().__init__()
+        self.stem, self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+        self.recompute = recompute
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for recompute in self.recompute:
+            x = (checkpoint(self.layer, x, use_reentrant=True) if recompute else self.layer(x)).tanh()
+        return self.head(x).sum()
+
+
+def inside_and_outside(rank: int, world_size: int, recompute: tuple[bool, bool]) -> None:
+    grads, reductions = [], []
+    for flag in (False, True):
+        torch.manual_seed(0)
+        model = FlatFSDP(InsideAndOutside(recompute), optimize_backward_concat=flag)
+        torch.manual_seed(rank)
+        model(torch.randn(3, 5)).backward()
+        grads.append(grads_of(model))
+        reductions.append(model.ledger.calls["reduce"])
+    assert same(*grads)
+    assert reductions == [1, 1], "what a nested backward brings does not count as the outer one's"
+
+
+@pytest.mark.parametrize("recompute", [(False, True), (True, False), (True, True)])
+def test_a_layer_inside_and_outside_a_checkpoint_is_reduced_once(recompute: tuple[bool, bool]) -> None:
+    run_ranks(2, inside_and_outside, recompute)
+
+
+def reentrant_memory(rank: int, world_size: int, flag: bool) -> list[int]:
+    """Units in memory when each block's norm has its gradient, with reentrant recomputation around blocks."""
+    model, seen = build(optimize_backward_concat=flag), []
+    units = [m._unit for m in (model, *model.blocks)]
+
+    def count(*_: Any) -> None:
+        seen.append(sum(not unit.is_sharded for unit in units))
+
+    for block in model.blocks:
+        block.module.norm.register_full_backward_hook(count)
+        block.forward = partial(checkpoint, block.forward, use_reentrant=True)
+    for (tokens,) in data(rank, 2, 1):
+        seen.clear()
+        model(tokens).backward()
+    return seen
+
+
+@FLAGS
+def test_reentrant_recomputation_frees_each_unit_after_its_backward(flag: bool) -> None:
+    for seen in run_ranks(2, reentrant_memory, flag):
+        assert seen == [2, 2, 2], "the root and the block itself"
+
+
+@FLAGS
+def test_a_hook_sees_the_sum_of_both_uses(flag: bool) -> None:
+    x = torch.randn(4, 8)
+    largest = []
+    for wrap in (False, True):
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 8)
+        layer.weight.register_hook(lambda grad: grad.clamp(-1e-2, 1e-2))
+        model = FlatFSDP(layer, optimize_backward_concat=flag) if wrap else layer
+        model(model(x)).square().mean().backward()
+        grad = model.flat_param.grad[:64] if wrap else layer.weight.grad.flatten()
+        largest.append(grad.abs().max().item())
+    assert largest[0] == largest[1] == pytest.approx(1e-2)
+
+
+def test_a_hook_that_needs_a_leaf_needs_the_flag() -> None:
+    layer = nn.Linear(2, 2)
+    layer.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ValueError, match="parameter bias has a post-accumulate-gradient hook"):
+        FlatFSDP(layer)
 
 
 def failing_last_backward(rank: int, world_size: int, flag: bool) -> None:

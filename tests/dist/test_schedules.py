@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from flatfsdp import FlatFSDP, microbatches
@@ -99,7 +98,7 @@ def test_unmarked_backwards_add_up_on_the_shard(flag: bool) -> None:
     run_ranks(2, accumulate_on_the_shard, flag)
 
 
-class Boom(RuntimeError):
+class BoomError(RuntimeError):
     pass
 
 
@@ -110,13 +109,13 @@ def recover(rank: int, world_size: int, flag: bool, where: str, options: dict[st
     block = model.blocks[1]
 
     def fail(*_: Any) -> None:
-        raise Boom
+        raise BoomError
 
     def fail_in_backward(module: Any, inputs: Any, output: Tensor) -> None:
         if output.requires_grad:
             output.register_hook(fail)
 
-    with pytest.raises(Boom):
+    def fail_in_the_second() -> None:
         for index, tokens in enumerate(microbatches(model, failing)):
             handle = None
             if index == 1 and where == "forward":
@@ -128,6 +127,9 @@ def recover(rank: int, world_size: int, flag: bool, where: str, options: dict[st
             finally:
                 if handle is not None:
                     handle.remove()
+
+    with pytest.raises(BoomError):
+        fail_in_the_second()
     fresh = build(optimize_backward_concat=flag, **options)
     assert same(step(model, clean), step(fresh, clean))
 
@@ -143,9 +145,14 @@ def recover_without_loop(rank: int, world_size: int, flag: bool) -> None:
     """The same with no_sync() and zero_grad() instead of `microbatches`; the failure is in user code."""
     model = build(optimize_backward_concat=flag)
     failing, clean = data(rank, 2, 2)
-    with pytest.raises(Boom), model.no_sync():
-        model(failing[0]).backward()
-        raise Boom
+
+    def fail_after_the_first() -> None:
+        with model.no_sync():
+            model(failing[0]).backward()
+            raise BoomError
+
+    with pytest.raises(BoomError):
+        fail_after_the_first()
     model.zero_grad()
     fresh = build(optimize_backward_concat=flag)
     assert same(with_no_sync(model, clean), with_no_sync(fresh, clean))

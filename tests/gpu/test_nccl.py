@@ -10,46 +10,16 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import FlatFSDP, Precision, Prefetch, auto_wrap, by_class, microbatches
-from flatfsdp.cli.gpt import GPT, MLP, Block, GPTConfig
-from tests.dist.models import Trace, grads_of, same, same_trace
+from flatfsdp import Precision, Prefetch, auto_wrap, by_class, microbatches
+from flatfsdp.cli.gpt import GPT, MLP
+from tests.dist.models import same, same_trace
 from tests.dist.ranks import run_ranks
+from tests.gpu.models import BF16, SMALL, WIDE, WORLD_SIZES, build, tokens, train
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
-
-BF16 = Precision(compute=torch.bfloat16)
-WORLD_SIZES = [n for n in (2, 4) if n <= torch.cuda.device_count()]
-SMALL = GPTConfig(layers=4, hidden=256, heads=4, seq=128)
-WIDE = GPTConfig(layers=6, hidden=2048, heads=16, seq=1024)
-
-
-def build(config: GPTConfig = SMALL, **options: Any) -> FlatFSDP:
-    return auto_wrap(GPT(config), by_class(Block), device="cuda", **options)
-
-
-def tokens(config: GPTConfig, rank: int, count: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(rank)
-    shape = (2, config.seq)
-    return [torch.randint(0, config.vocab, shape, generator=generator).cuda() for _ in range(count)]
-
-
-def train(model: FlatFSDP, batches: list[torch.Tensor], steps: int = 4) -> Trace:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    losses, grads = [], []
-    for _ in range(steps):
-        for batch in microbatches(model, batches):
-            loss = model(batch, batch)
-            loss.backward()
-            losses.append(loss.detach())
-        grads += grads_of(model)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert all(torch.isfinite(loss) for loss in losses)
-    state = [v.cpu() for p in model.parameters() for v in optimizer.state[p].values()]
-    return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], state)
 
 
 def flags_agree(rank: int, world_size: int, options: dict[str, Any]) -> bool:

@@ -1,0 +1,1 @@
+"""Other engines' interfaces over this one: change an import, keep the program."""

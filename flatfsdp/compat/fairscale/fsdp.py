@@ -1,0 +1,401 @@
+"""`FullyShardedDataParallel`: fairscale's interface of a FlatFSDP module.
+
+In:   fairscale's constructor arguments and calls.
+Out:  the engine's; nothing is sharded, gathered or reduced here.
+Next: `options.py` says what the arguments become, `flatfsdp/fsdp.py` runs the module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+from flatfsdp import checkpoint
+from flatfsdp.autograd import in_backward
+from flatfsdp.comm import Ranks
+from flatfsdp.compat.fairscale import optim_state, options
+from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_reduce_scatter_group
+from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
+from flatfsdp.compat.fairscale.states import TrainingState
+from flatfsdp.fsdp import FlatFSDP, parameters_to_take
+from flatfsdp.summon import Gathering
+
+
+class FullyShardedDataParallel(FlatFSDP):
+    """A FlatFSDP module that is made and used like fairscale's.
+
+    Args:
+        module: parameters that no inner instance has taken are sharded; on one device, of one dtype.
+        process_group: ranks to shard over; inner instances may have others.  Default: all, or this process
+            alone without torch.distributed.
+        process_group_reduce_scatter: checked; the engine always reduces over a communicator of its own.
+        reshard_after_forward: free unsharded parameters after each forward.
+        disable_reshard_on_root: not those of the root module, which its backward needs first.
+        mixed_precision: FP32 shards, computation in compute_dtype; FP32 inputs of the root are cast.
+        fp32_reduce_scatter: accumulate and reduce gradients in FP32, not in compute_dtype.  With bf16 or FP16
+            parameters and without mixed_precision the reduced gradient is in `main_grad` of the flat
+            parameters, and `grad` stays None.
+        flatten_parameters: True.
+        move_params_to_cpu: shards, gradients and optimizer in host memory.
+        compute_dtype: default: FP16 in mixed precision, else the parameters' dtype.
+        buffer_dtype: of floating-point buffers; default: compute_dtype.
+        move_grads_to_cpu: as move_params_to_cpu, or None.
+        compute_device: default: the parameters', or "cuda" if they are on the CPU and the group is NCCL's.
+        no_broadcast_optim_state: lists this instance's optimizer state as not collected; automatic for an
+            inner instance in a group of one rank.
+        state_dict_device: where `state_dict` puts tensors; only its type matters.  Default: compute_device,
+            or the CPU with move_params_to_cpu.
+        clear_autocast_cache: empty autocast's cache of cast weights after each forward.
+        force_input_to_fp32: cast FP16 inputs of this instance to FP32, without mixed_precision.
+        verbose: more in `repr`.
+        cpu_offload: another name of move_params_to_cpu.
+        state_dict_on_rank_0_only: `state_dict` is empty elsewhere.
+        gradient_predivide_factor: of gradients before their sum over ranks; the rest of the division by the
+            number of ranks follows it.  Default: about the square root.
+        allow_reset_parameters: let `reset_parameters` reach the module.
+        cast_input: False leaves inputs alone in mixed precision.
+        optimize_backward_concat: gradients land in the flat buffer without a concatenation.
+        shard: False keeps the parameters whole on each rank of process_group and averages gradients.
+        bucket_cap_mb, limit_all_gather_events, limit_reduce_scatter_events, should_validate_process_group:
+            accepted, without effect.
+        offload_config, fp8_all_gather: refused.
+
+    Attributes:
+        rank, world_size: in process_group.
+        gradient_predivide_factor, gradient_postdivide_factor: their product is world_size by default.
+
+    Raises:
+        ValueError, NotImplementedError, TypeError: for arguments that do not fit, naming the way out.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        process_group_reduce_scatter: Any = ProcessGroupName.reduce_scatter,
+        reshard_after_forward: bool = True,
+        disable_reshard_on_root: bool = True,
+        mixed_precision: bool = False,
+        fp32_reduce_scatter: bool = False,
+        flatten_parameters: bool = True,
+        move_params_to_cpu: bool = False,
+        compute_dtype: torch.dtype | None = None,
+        buffer_dtype: torch.dtype | None = None,
+        move_grads_to_cpu: bool | None = None,
+        bucket_cap_mb: int = 25,
+        compute_device: torch.device | str | None = None,
+        no_broadcast_optim_state: bool | None = False,
+        state_dict_device: torch.device | str | None = None,
+        clear_autocast_cache: bool = False,
+        force_input_to_fp32: bool = False,
+        verbose: bool = False,
+        cpu_offload: bool = False,
+        state_dict_on_rank_0_only: bool = False,
+        gradient_predivide_factor: float | None = None,
+        allow_reset_parameters: bool = False,
+        *,
+        cast_input: bool = True,
+        optimize_backward_concat: bool = False,
+        shard: bool = True,
+        limit_all_gather_events: bool = False,
+        limit_reduce_scatter_events: bool = False,
+        should_validate_process_group: bool = True,
+        offload_config: Any = None,
+        fp8_all_gather: bool = False,
+    ) -> None:
+        check_reduce_scatter_group(process_group_reduce_scatter)
+        options.check_supported(flatten_parameters, offload_config, fp8_all_gather)
+        offload = options.choose_cpu_offload(move_params_to_cpu, cpu_offload, move_grads_to_cpu)
+        if process_group is None and dist.is_available() and dist.is_initialized():
+            process_group = dist.group.WORLD
+        parameters = parameters_to_take(module)
+        precision = options.choose_precision(
+            parameters,
+            mixed_precision=mixed_precision,
+            compute_dtype=compute_dtype,
+            buffer_dtype=buffer_dtype,
+            fp32_reduce_scatter=fp32_reduce_scatter,
+        )
+        super().__init__(
+            module,
+            process_group,
+            device=options.choose_device(compute_device, parameters, process_group),
+            precision=precision,
+            shard=shard,
+            reshard_after_forward=reshard_after_forward,
+            optimize_backward_concat=optimize_backward_concat,
+            cpu_offload=offload,
+        )
+        self._unit.keep_as_root = disable_reshard_on_root
+        ranks = Ranks.of(process_group)
+        self.process_group = process_group
+        self.rank, self.world_size = ranks.rank, ranks.size
+        self.reshard_after_forward = reshard_after_forward
+        self.disable_reshard_on_root = disable_reshard_on_root
+        self.mixed_precision = mixed_precision
+        self.fp32_reduce_scatter = fp32_reduce_scatter
+        self.flatten_parameters = flatten_parameters
+        self.move_params_to_cpu = self.move_grads_to_cpu = offload
+        self.compute_dtype, self.buffer_dtype = precision.compute, precision.buffer
+        self.compute_device = self._device
+        self.no_broadcast_optim_state = bool(no_broadcast_optim_state)
+        self.state_dict_device = torch.device("cpu" if offload else state_dict_device or self._device)
+        self.clear_autocast_cache = clear_autocast_cache
+        self.force_input_to_fp32 = force_input_to_fp32
+        self.verbose = verbose
+        self.state_dict_on_rank_0_only = state_dict_on_rank_0_only
+        self.allow_reset_parameters = allow_reset_parameters
+        self._casts_input = mixed_precision and cast_input
+        self.gradient_predivide_factor = gradient_predivide_factor or options.default_predivide_factor(
+            ranks.size
+        )
+        self.gradient_postdivide_factor = ranks.size / self.gradient_predivide_factor
+        if gradient_predivide_factor or not options.mean_is_the_same(ranks.size, precision):
+            super().set_gradient_divide_factors(
+                self.gradient_predivide_factor, self.gradient_postdivide_factor, recurse=False
+            )
+
+    # ---- what there is ----------------------------------------------------------------------------------
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """This instance's own flat parameters."""
+        return [group.master.flat for group in self._unit.groups]
+
+    def non_shared_params(self) -> list[nn.Parameter]:
+        """As `params`: a parameter belongs to one instance."""
+        return self.params
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """What the optimizer updates, here and in inner instances, if it has a gradient."""
+        masters = [group.master for m in get_fsdp_instances(self) for group in m._unit.groups]
+        owned = [portion.parameter for master in masters for portion in master.portions]
+        return [p for p in owned if p.grad is not None or getattr(p, "main_grad", None) is not None]
+
+    @property
+    def cpu_offload(self) -> bool:
+        return self.move_params_to_cpu
+
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether no instance is around this one; None before that is known."""
+        return None if self._root is None else self._root.unit is self._unit
+
+    def extra_repr(self) -> str:
+        shown = ["world_size", "flatten_parameters", "mixed_precision"]
+        if self.verbose:
+            shown = ["_is_root", "rank", *shown, "reshard_after_forward", "compute_dtype", "buffer_dtype"]
+            shown += ["fp32_reduce_scatter", "compute_device", "move_params_to_cpu", "clear_autocast_cache"]
+            shown += ["force_input_to_fp32"]
+        return ", ".join(f"{name.lstrip('_')}={getattr(self, name)}" for name in shown)
+
+    # ---- states -----------------------------------------------------------------------------------------
+
+    @property
+    def training_state(self) -> TrainingState:
+        """What this instance is busy with; FORWARD as long as the forward of its root runs."""
+        if self._is_whole:
+            return TrainingState.SUMMON_FULL_PARAMS
+        if self._root is None:
+            return TrainingState.IDLE
+        if in_backward():
+            return TrainingState.BACKWARD_POST if self._unit.backward_done else TrainingState.BACKWARD_PRE
+        return TrainingState.FORWARD if self._root.in_forward else TrainingState.IDLE
+
+    def assert_state(self, state: TrainingState | Iterable[TrainingState]) -> None:
+        """Raises ValueError unless this instance is in (one of) the given states."""
+        allowed = [state] if isinstance(state, TrainingState) else list(state)
+        if self.training_state not in allowed:
+            names = " or ".join(one.name for one in allowed)
+            raise ValueError(f"this call needs state {names}, but the state is {self.training_state.name}")
+
+    # ---- training ---------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.force_input_to_fp32 and not self.mixed_precision:
+            args, kwargs = _cast((args, kwargs), torch.float16, torch.float32)
+        outputs = super().forward(*args, **kwargs)
+        if self.clear_autocast_cache:
+            torch.clear_autocast_cache()
+        return outputs
+
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = (args, kwargs)
+        return _cast(inputs, torch.float32, self.compute_dtype) if self._casts_input else inputs
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards that run inside accumulate gradients and do not reduce them.
+
+        Raises:
+            AssertionError: if this is not the root.
+            ValueError: unless it is idle.
+        """
+        self._init_root()
+        assert self._is_root, "no_sync is for the root instance; call it on the outermost one"
+        self.assert_state(TrainingState.IDLE)
+        with super().no_sync():
+            yield
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """As in the base class; reads `main_grad` where gradients are there.
+
+        Raises:
+            AssertionError: if this is not the root.
+            ValueError: unless it is idle, or if some instance is spread over other ranks than the root.
+        """
+        self._init_root()
+        assert self._is_root, "clip_grad_norm_ is for the root instance; call it on the outermost one"
+        self.assert_state(TrainingState.IDLE)
+        return super().clip_grad_norm_(float(max_norm), float(norm_type), error_if_nonfinite)
+
+    def set_gradient_divide_factors(self, pre: float, post: float, recursive: bool) -> None:  # type: ignore[override]
+        """Divides gradients by `pre` before and by `post` after their sum over ranks.
+
+        Args:
+            recursive: for inner instances as well.
+        """
+        self.assert_state(TrainingState.IDLE)
+        super().set_gradient_divide_factors(pre, post, recursive)
+        for instance in get_fsdp_instances(self) if recursive else [self]:
+            instance.gradient_predivide_factor, instance.gradient_postdivide_factor = pre, post
+
+    # ---- ordinary parameters for a while ----------------------------------------------------------------
+
+    @contextmanager
+    def summon_full_params(  # type: ignore[override]
+        self, recurse: bool = True, volatile: bool = False
+    ) -> Iterator[None]:
+        """Inside, the module has its ordinary parameters: whole, in shard precision, by their names.
+
+        Args:
+            volatile: do not write changes back.
+
+        Raises:
+            ValueError: unless this instance is idle.
+        """
+        self.assert_state(TrainingState.IDLE)
+        with super().summon_full_params(recurse, writeback=not volatile):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """As nn.Module's, with ordinary parameters wherever `fn` is called."""
+        with self.summon_full_params(recurse=False):
+            return super().apply(fn)
+
+    def reset_parameters(self) -> None:
+        """Calls the module's, on ordinary parameters.
+
+        Raises:
+            RuntimeError: without allow_reset_parameters=True.
+        """
+        if not self.allow_reset_parameters:
+            raise RuntimeError("reset_parameters after wrapping needs allow_reset_parameters=True")
+        with self.summon_full_params():
+            self.module.reset_parameters()  # type: ignore[operator]
+
+    def append_shared_param(self, p: nn.Parameter) -> NoReturn:
+        raise NotImplementedError(
+            "append_shared_param is not supported: a parameter belongs to one unit; wrap a module that "
+            "contains all modules that share it"
+        )
+
+    # ---- full checkpoints -------------------------------------------------------------------------------
+
+    def state_dict(  # type: ignore[override]
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Whole parameters in shard precision and buffers, as copies, under the names of the plain module.
+
+        In mixed precision buffers are cast to FP32.  Collective.
+        """
+        saved = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        keys = [key for key in saved if key.startswith(prefix)]
+        if self.state_dict_on_rank_0_only and dist.is_initialized() and dist.get_rank() != 0:
+            for key in keys:
+                del saved[key]
+            return saved
+        in_use = {tensor.data_ptr() for tensor in (*self.parameters(), *self.buffers())}
+        for key in keys:
+            if isinstance(saved[key], Tensor):
+                saved[key] = self._for_state_dict(saved[key], in_use)
+        return saved
+
+    def _for_state_dict(self, value: Tensor, in_use: set[int]) -> Tensor:
+        dtype = torch.float32 if self.mixed_precision and value.is_floating_point() else value.dtype
+        if value.device.type != self.state_dict_device.type:
+            return value.to(self.state_dict_device, dtype)
+        return value.to(dtype, copy=value.data_ptr() in in_use)
+
+    def _registered_parameters(self) -> AbstractContextManager[None]:
+        asked = self._init_root().state_dict_gathering
+        gathering = Gathering(
+            asked.rank0_only or self.state_dict_on_rank_0_only,
+            asked.offload_to_cpu or self.state_dict_device.type == "cpu",
+        )
+        return self._whole(gathering, writeback=False)
+
+    # ---- sharded checkpoints ----------------------------------------------------------------------------
+
+    def local_state_dict(self) -> dict[str, Tensor]:
+        """This rank's flat shards and all buffers; only for as many ranks, wrapped in the same way."""
+        self.assert_state([state for state in TrainingState if state is not TrainingState.SUMMON_FULL_PARAMS])
+        state = checkpoint.local_state_dict(self)
+        return {key: value.to(self.state_dict_device.type) for key, value in state.items()}
+
+    def load_local_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+        """Loads what `local_state_dict` has returned on the same rank."""
+        self.assert_state([state for state in TrainingState if state is not TrainingState.SUMMON_FULL_PARAMS])
+        checkpoint.load_local_state_dict(self, dict(state_dict), strict)
+
+    def local_metadata_dict(self) -> dict[str, Any]:
+        """What `consolidate_shard_weights` has to know about this rank; plain JSON values."""
+        return checkpoint.local_metadata(self)
+
+    consolidate_shard_weights = staticmethod(consolidate_shard_weights)
+
+    # ---- optimizer state --------------------------------------------------------------------------------
+
+    def gather_full_optim_state_dict(self, optim: Optimizer, **_ignored: Any) -> dict[str, Any] | None:
+        """The optimizer's state with whole tensors, on the CPU, by the numbers of the plain parameters.
+
+        See `optim_state.py` for the format.  Collective; call it on the root.
+
+        Returns:
+            None on all ranks but the first.
+        """
+        return optim_state.gather_full(self, optim)
+
+    def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of what `gather_full_optim_state_dict` has returned, for `load_state_dict`.
+
+        Works for any number of ranks, and for what fairscale has saved.  Every rank needs the whole dict,
+        which is not changed.  Collective only if it is the first use of the model.
+        """
+        return optim_state.shard_of(self, full_optim_state_dict)
+
+
+def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
+    """All instances in `mod`, itself included, outer ones first; `skip_empty`: those with parameters."""
+    found = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
+    return [instance for instance in found if instance.params or not skip_empty]
+
+
+def no_pre_load_state_dict_hook() -> AbstractContextManager[None]:
+    """For programs that call it: loading needs no such hook here."""
+    return nullcontext()
+
+
+def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
+    """The same structure with tensors of dtype `source` in `target`; differentiable."""
+    return tree_map_only(Tensor, lambda t: t.to(target) if t.dtype == source else t, value)

@@ -1,0 +1,142 @@
+"""Optimizer state in fairscale's format, over the engine's, which goes by names.
+
+    {"state": {number: {key: tensor of the parameter's shape, or a number, or [a tensor without dimensions]}},
+     "param_groups": [{**options, "params": [all numbers]}],
+     "param_id_map": {number of a parameter: number of its flat parameter, or None if that has no state},
+     "uncollected_local_ids": [numbers of flat parameters whose state is only the first rank's]}
+
+Parameters are numbered unit by unit, outer units first, frozen ones included; flat parameters in the order of
+`model.parameters()`.  Neither depends on the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from flatfsdp.checkpoint import full_optimizer_state_dict
+from flatfsdp.fsdp import named_groups, units_in
+from flatfsdp.layout import ParamSlot
+from flatfsdp.master import MasterShard
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+    from flatfsdp.compat.fairscale.fsdp import FullyShardedDataParallel
+
+
+def gather_full(model: FullyShardedDataParallel, optimizer: Optimizer) -> dict[str, Any] | None:
+    """The whole state on the first rank, on the CPU; None on the others.  Collective.
+
+    Raises:
+        AssertionError: if the optimizer has several parameter groups.
+    """
+    assert len(optimizer.param_groups) == 1, (
+        "fairscale's format has one parameter group; for several, use "
+        "flatfsdp.checkpoint.full_optimizer_state_dict"
+    )
+    by_name = full_optimizer_state_dict(model, optimizer, rank0_only=True, cpu_offload=True)
+    if model.rank != 0:
+        return None
+    state: dict[int, dict[str, Any]] = {}
+    param_id_map: dict[int, int | None] = {}
+    for local_id, (prefix, group) in enumerate(named_groups(model)):
+        found = [by_name["state"].get(prefix + slot.name) for slot in group.layout.slots]
+        for of_slot in found:
+            number = len(param_id_map)
+            param_id_map[number] = local_id if any(found) else None
+            if of_slot:
+                state[number] = {key: _outgoing(key, value) for key, value in of_slot.items()}
+    options = {key: value for key, value in by_name["param_groups"][0].items() if key != "params"}
+    extra = {key: value for key, value in optimizer.state_dict().items() if key not in by_name}
+    return {
+        **extra,
+        "state": state,
+        "param_groups": [{**options, "params": list(param_id_map)}],
+        "param_id_map": param_id_map,
+        "uncollected_local_ids": _uncollected(model),
+    }
+
+
+def _outgoing(key: str, value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.dim() > 0:
+        return value
+    # One for all ranks.
+    return value.item() if key == "step" else [value]
+
+
+def _uncollected(model: FullyShardedDataParallel) -> list[int]:
+    """Flat parameters that each rank has for itself, or that were said not to be collected."""
+    alone = [
+        getattr(unit, "no_broadcast_optim_state", False) or unit._grid.num_ranks == 1 < model.world_size
+        for unit in dict.fromkeys(unit for _, unit in units_in(model))
+        for _ in unit._unit.groups
+    ]
+    return [local_id for local_id, is_alone in enumerate(alone) if is_alone]
+
+
+def shard_of(model: FullyShardedDataParallel, full: dict[str, Any]) -> dict[str, Any]:
+    """This rank's part of a whole state, for `optimizer.load_state_dict`.
+
+    Raises:
+        ValueError: if the state is not of this model, wrapped in the same units.
+    """
+    masters = [group.master for _, group in named_groups(model)]
+    numbers = iter(range(sum(len(master.layout.slots) for master in masters)))
+    numbered = [[(next(numbers), slot) for slot in master.layout.slots] for master in masters]
+    _check_fits(numbered, full)
+    state = {
+        local_id: _flat_state(master, slots, full["state"], model.rank)
+        for local_id, (master, slots) in enumerate(zip(masters, numbered, strict=True))
+        if any(number in full["state"] for number, _ in slots)
+    }
+    added = ("param_id_map", "uncollected_local_ids")
+    return {
+        **{key: value for key, value in full.items() if key not in added},
+        "state": state,
+        "param_groups": [{**group, "params": list(range(len(masters)))} for group in full["param_groups"]],
+    }
+
+
+def _check_fits(numbered: Sequence[Sequence[tuple[int, ParamSlot]]], full: dict[str, Any]) -> None:
+    expected = [number for slots in numbered for number, _ in slots]
+    saved = full["param_id_map"]
+    if list(saved) != expected:
+        raise ValueError(
+            f"the optimizer state has {len(saved)} parameters and this model {len(expected)}; it fits only "
+            "the same model"
+        )
+    for local_id, slots in enumerate(numbered):
+        for number, slot in slots:
+            if saved[number] not in (None, local_id):
+                raise ValueError(
+                    f"{slot.name} is in flat parameter {local_id} of this model, but was in {saved[number]} "
+                    "when the optimizer state was saved; wrap the same modules"
+                )
+            for key, value in full["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != slot.shape:
+                    raise ValueError(
+                        f"{key!r} of parameter {number} has shape {tuple(value.shape)} in the optimizer "
+                        f"state, but {slot.name} has {slot.shape}"
+                    )
+
+
+def _flat_state(
+    master: MasterShard, slots: Sequence[tuple[int, ParamSlot]], state: dict[int, dict[str, Any]], rank: int
+) -> dict[str, Any]:
+    """What the optimizer keeps for one flat shard."""
+    flat: dict[str, Any] = {}
+    for number, _ in slots:
+        for key, value in state.get(number, {}).items():
+            if key in flat:
+                continue
+            if isinstance(value, Tensor) and value.dim() > 0:
+                wholes = {slot: state.get(number, {}).get(key) for number, slot in slots}
+                flat[key] = master.cut(wholes.get, value.dtype)
+            elif isinstance(value, list):
+                flat[key] = value[rank] if rank < len(value) else value[0]
+            else:
+                flat[key] = value
+    return flat

@@ -1,0 +1,139 @@
+"""From fairscale's constructor arguments to the engine's: what each choice means, and what is refused.
+
+In:   arguments of `FullyShardedDataParallel`, and the parameters that it is about to take, by name.
+Out:  `Precision`, a device, the default gradient factors; ValueError or NotImplementedError with a way out.
+Next: `fsdp.py` passes them to `FlatFSDP`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatfsdp.policy import Precision
+
+
+def check_supported(flatten_parameters: bool, offload_config: Any, fp8_all_gather: bool) -> None:
+    """Raises NotImplementedError for what the engine does not do."""
+    if not flatten_parameters:
+        raise NotImplementedError(
+            "flatten_parameters=False is not supported: a unit is one flat buffer; for optimizer settings by "
+            "parameter, wrap with flatten_parameters=True and use flatfsdp.param_groups"
+        )
+    if getattr(offload_config, "offload_type", offload_config) is not None:
+        raise NotImplementedError(
+            "offload_config is not supported: shards are kept on the device or in host memory, not on disk; "
+            "use move_params_to_cpu=True"
+        )
+    if fp8_all_gather:
+        raise NotImplementedError(
+            "fp8_all_gather is not supported here: FP8 needs layers that declare how they store weights; "
+            "wrap with flatfsdp.FlatFSDP instead"
+        )
+
+
+def choose_cpu_offload(move_params_to_cpu: bool, cpu_offload: bool, move_grads_to_cpu: bool | None) -> bool:
+    """Whether shards and gradients are kept in host memory, where the optimizer then runs.
+
+    Raises:
+        ValueError: if only one of parameters and gradients would be.
+    """
+    offload = move_params_to_cpu or cpu_offload
+    if move_grads_to_cpu is not None and move_grads_to_cpu != offload:
+        raise ValueError(
+            f"move_grads_to_cpu={move_grads_to_cpu} with move_params_to_cpu={offload}: the optimizer needs a "
+            "shard and its gradient in one place; leave move_grads_to_cpu out"
+        )
+    return offload
+
+
+def choose_precision(
+    parameters: Mapping[str, Tensor],
+    *,
+    mixed_precision: bool,
+    compute_dtype: torch.dtype | None,
+    buffer_dtype: torch.dtype | None,
+    fp32_reduce_scatter: bool,
+) -> Precision:
+    """The dtypes of a unit.
+
+        parameters  mixed_precision  fp32_reduce_scatter  shard  compute        accumulate, reduce  gradient
+        FP32        False            either               FP32   FP32           FP32                grad
+        FP32        True             False                FP32   compute_dtype  compute_dtype       grad
+        FP32        True             True                 FP32   compute_dtype  FP32                grad
+        bf16        False            False                bf16   bf16           bf16                grad
+        bf16        False            True                 bf16   bf16           FP32                main_grad
+
+    compute_dtype defaults to FP16 in mixed precision, else to the parameters' dtype.
+
+    Raises:
+        ValueError: if parameters differ in dtype, are not FP32 in mixed precision, or are not in
+            compute_dtype without it.
+    """
+    own = _common_dtype(parameters)
+    if mixed_precision:
+        if own not in (None, torch.float32):
+            raise ValueError(
+                f"mixed_precision=True keeps FP32 shards, but parameter {next(iter(parameters))} is {own}; "
+                "pass a module in FP32, or mixed_precision=False"
+            )
+        param, compute = torch.float32, compute_dtype or torch.float16
+    else:
+        param = compute = own or compute_dtype or torch.float32
+        if compute_dtype not in (None, compute):
+            raise ValueError(
+                f"parameter {next(iter(parameters))} is {own} and compute_dtype {compute_dtype}; convert the "
+                "module before wrapping it, or pass mixed_precision=True to keep FP32 shards"
+            )
+    reduce = torch.float32 if fp32_reduce_scatter else compute
+    return Precision(
+        param=param,
+        compute=compute,
+        accumulate=reduce,
+        reduce=reduce,
+        grad=None if mixed_precision else reduce,
+        buffer=buffer_dtype or compute,
+    )
+
+
+def _common_dtype(parameters: Mapping[str, Tensor]) -> torch.dtype | None:
+    first: dict[torch.dtype, str] = {}
+    for name, parameter in parameters.items():
+        first.setdefault(parameter.dtype, name)
+    if len(first) > 1:
+        found = ", ".join(f"{name} is {dtype}" for dtype, name in first.items())
+        raise ValueError(f"{found}; wrap modules of different dtypes by themselves, or convert them first")
+    return next(iter(first), None)
+
+
+def choose_device(
+    compute_device: torch.device | str | None,
+    parameters: Mapping[str, Tensor],
+    group: dist.ProcessGroup | None,
+) -> torch.device | str | None:
+    """`compute_device`, or where the parameters are; from the CPU to CUDA if the group communicates there."""
+    if compute_device is not None or any(parameter.is_cuda for parameter in parameters.values()):
+        return compute_device
+    if group is None or not torch.cuda.is_available() or dist.get_backend(group) == dist.Backend.GLOO:
+        return None
+    return "cuda"
+
+
+def default_predivide_factor(world_size: int) -> float:
+    """About the square root of `world_size`: half of the division before the sum over ranks, half behind."""
+    factor = 1
+    while world_size % factor == 0 and world_size / factor > factor:
+        factor *= 2
+    return float(factor)
+
+
+def mean_is_the_same(world_size: int, precision: Precision) -> bool:
+    """Whether dividing once by `world_size` gives the bits of dividing by two factors of it.
+
+    By powers of two it is exact wherever it happens, except in FP16, whose range is small.
+    """
+    return world_size == 1 or (world_size.bit_count() == 1 and precision.reduce != torch.float16)

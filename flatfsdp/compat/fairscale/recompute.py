@@ -1,0 +1,129 @@
+"""`checkpoint_wrapper`: activation checkpointing of a module, over `torch.utils.checkpoint`.
+
+In:   a module, wrapped or not.
+Out:  the same module, whose forward keeps its inputs only; the backward runs it again for the rest.
+Next: either order with FSDP works: a unit inside a checkpoint, or a checkpoint inside a unit.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+
+class _ThreadState(threading.local):
+    """Of one thread, because on CUDA a backward, and so a recomputation, runs in a thread of its own."""
+
+    is_checkpointing = False
+    is_recomputing = False
+    is_disabled = False
+
+
+_thread = _ThreadState()
+
+
+def is_checkpointing() -> bool:
+    """Whether this thread is in the forward of a checkpointed module, for the first time."""
+    return _thread.is_checkpointing
+
+
+def is_recomputing() -> bool:
+    """Whether this thread runs a checkpointed module once more, for its backward.
+
+    A layer with side effects (a counter, say) asks this to have them only once.
+    """
+    return _thread.is_recomputing
+
+
+@contextmanager
+def _while_set(flag: str) -> Iterator[None]:
+    before = getattr(_thread, flag)
+    setattr(_thread, flag, True)
+    try:
+        yield
+    finally:
+        setattr(_thread, flag, before)
+
+
+def disable_checkpointing() -> AbstractContextManager[None]:
+    """Inside, checkpointed modules run as plain ones."""
+    return _while_set("is_disabled")
+
+
+def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
+    """Makes `module` checkpoint its activations from now on, and returns it.
+
+    Arguments and outputs of its forward may be anything, by position or keyword.  The recomputation sees the
+    same random numbers and autocast state; statistics of BatchNorm are updated in the first run only, except
+    of a layer with an attribute `disable_patch_batchnorm`.  The module can be copied and pickled.
+
+    Args:
+        offload_to_cpu: keep the tensors it is called with in (pinned) host memory until the backward.
+    """
+    module.forward = _CheckpointedForward(module, offload_to_cpu)
+    return module
+
+
+class _CheckpointedForward:
+    """What `module.forward` is after `checkpoint_wrapper`."""
+
+    def __init__(self, module: nn.Module, offload_to_cpu: bool) -> None:
+        # Weak, because the module holds this: it shall be freed as soon as nobody uses it.
+        self._module = weakref.ref(module)
+        self._offload_to_cpu = offload_to_cpu
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None, "the checkpointed module is gone"
+        forward = partial(type(module).forward, module)
+        if _thread.is_disabled or not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # Positional tensors are kept as autograd keeps what it saves, so they can be offloaded.
+        leaves, structure = tree_flatten((args, kwargs))
+
+        def run(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, structure)
+            return forward(*args, **kwargs)
+
+        with self._offload():
+            return checkpoint(run, *leaves, use_reentrant=False, context_fn=partial(_contexts, module))
+
+    def _offload(self) -> AbstractContextManager[Any]:
+        if not self._offload_to_cpu:
+            return nullcontext()
+        return torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._module(), self._offload_to_cpu)
+
+
+def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return _while_set("is_checkpointing"), _recomputation(module)
+
+
+@contextmanager
+def _recomputation(module: nn.Module) -> Iterator[None]:
+    """Runs the body as a recomputation, in which every BatchNorm below `module` counts on copies.
+
+    Turned off instead, it would save fewer tensors than in the forward, and checkpoint compares them.
+    """
+    norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
+    counted = {m: dict(m._buffers) for m in norms if not hasattr(m, "disable_patch_batchnorm")}
+    for norm, statistics in counted.items():
+        norm._buffers.update({k: v if v is None else v.clone() for k, v in statistics.items()})
+    try:
+        with _while_set("is_recomputing"):
+            yield
+    finally:
+        for norm, statistics in counted.items():
+            norm._buffers.update(statistics)

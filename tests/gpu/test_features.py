@@ -1,0 +1,227 @@
+"""What differs from the CPU: host memory beside device memory, NCCL's collectives, the scaler's device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from flatfsdp import Precision, auto_wrap, by_class, checkpoint, microbatches
+from flatfsdp.cli.gpt import GPT, Block
+from tests.dist.models import same, same_trace
+from tests.dist.ranks import run_ranks
+from tests.gpu.models import BF16, SMALL, build, tokens, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+NEEDS_FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+
+
+def offloaded(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """With SGD, whose arithmetic is the same on both devices, offloading changes no bit."""
+    batches = tokens(SMALL, rank, 3)
+    finals = []
+    for cpu_offload in (False, True):
+        model = build(cpu_offload=cpu_offload, **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+        assert model.flat_param.is_pinned() == cpu_offload and model.flat_param.is_cuda != cpu_offload
+        for _ in range(3):
+            for batch in microbatches(model, batches):
+                model(batch, batch).backward()
+            assert model.flat_param.grad.is_cuda != cpu_offload
+            model.clip_grad_norm_(1e6)
+            optimizer.step()
+            optimizer.zero_grad()
+        finals.append({k: v.cpu() for k, v in checkpoint.full_state_dict(model).items()})
+        assert model.flat_param.isfinite().all()
+    assert same(list(finals[0].values()), list(finals[1].values()))
+    numel = sum(p.numel() for p in model.parameters())
+    model.ledger.reset()
+    for batch in microbatches(model, batches):
+        model(batch, batch).backward()
+    assert model.ledger.bytes["offload"] == 2 * 4 * numel, "each shard up and its gradient down, once a step"
+
+
+@FLAGS
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+def test_cpu_offload_changes_no_bit(precision: Precision, world_size: int, flag: bool) -> None:
+    options = {"precision": precision, "optimize_backward_concat": flag}
+    run_ranks(world_size, offloaded, options, backend="nccl")
+
+
+def hybrid(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    mesh = dist.init_device_mesh("cuda", (2, 2))
+    batches = tokens(SMALL, rank, 3)
+    models = [build(mesh=mesh, optimize_backward_concat=flag, **options) for flag in (False, True)]
+    traces = [train(model, batches) for model in models]
+    model = models[1]
+    model.ledger.reset()
+    for batch in microbatches(model, batches):
+        model(batch, batch).backward()
+    held = sum(p.numel() for p in model.parameters())
+    backwards = len(batches) if options["grad_sync"] == "every" else 1
+    # FP32, two ranks inside and two across: half of what the row holds, and what this rank holds.
+    assert model.ledger.bytes["reduce"] == backwards * 4 * held
+    assert model.ledger.bytes["all_reduce"] == 4 * held
+    return same_trace(*traces)
+
+
+@NEEDS_FOUR
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
+@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+def test_hybrid_sharding(precision: Precision, reshard: bool, sync: str) -> None:
+    options = {"precision": precision, "reshard_after_forward": reshard, "grad_sync": sync}
+    for equal in run_ranks(4, hybrid, options, backend="nccl"):
+        assert all(equal.values()), equal
+
+
+def hybrid_like_plain_sharding(rank: int, world_size: int) -> None:
+    """The mean over rows and columns is the mean over all ranks, up to the order of a sum."""
+    batches = tokens(SMALL, rank, 2)
+    flat = train(build(), batches)
+    grid = train(build(mesh=dist.init_device_mesh("cuda", (2, 2))), batches)
+    losses, expected = torch.stack(grid.losses), torch.stack(flat.losses)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
+@NEEDS_FOUR
+def test_hybrid_sharding_trains_like_plain_sharding() -> None:
+    run_ranks(4, hybrid_like_plain_sharding, backend="nccl")
+
+
+def save(rank: int, world_size: int, folder: str) -> None:
+    model = build(optimize_backward_concat=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    (batch,) = tokens(SMALL, 0, 1)
+    model(batch, batch).backward()
+    optimizer.step()
+    checkpoint.save(f"{folder}/sharded", model, optimizer)
+    model_state = checkpoint.full_state_dict(model, rank0_only=True, cpu_offload=True)
+    state = checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=True, cpu_offload=True)
+    if rank == 0:
+        torch.save({"model": model_state, "optimizer": state}, f"{folder}/full.pt")
+
+
+def load(rank: int, world_size: int, folder: str, form: str) -> None:
+    saved = torch.load(f"{folder}/full.pt")
+    torch.manual_seed(5)
+    model = build(optimize_backward_concat=True, cpu_offload=form == "offloaded")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if form == "sharded":
+        checkpoint.load(f"{folder}/sharded", model, optimizer)
+    else:
+        mine = saved if rank == 0 else {"model": {}, "optimizer": {}}
+        checkpoint.load_full_state_dict(model, mine["model"], from_rank0=True)
+        checkpoint.load_full_optimizer_state_dict(model, optimizer, mine["optimizer"], from_rank0=True)
+    for name, value in checkpoint.full_state_dict(model).items():
+        assert torch.equal(value.cpu(), saved["model"][name]), name
+    again = checkpoint.full_optimizer_state_dict(model, optimizer)
+    for name, state in saved["optimizer"]["state"].items():
+        for key, value in state.items():
+            assert torch.equal(again["state"][name][key].cpu(), value), (name, key)
+
+
+def test_checkpoints_move_between_world_sizes(tmp_path: Path) -> None:
+    most = min(torch.cuda.device_count(), 4)
+    run_ranks(most, save, str(tmp_path), backend="nccl")
+    for world_size in range(1, most + 1):
+        for form in ("rank 0", "sharded", "offloaded"):
+            run_ranks(world_size, load, str(tmp_path), form, backend="nccl")
+
+
+def summoned(rank: int, world_size: int) -> None:
+    model = build(optimize_backward_concat=True)
+    with model.summon_full_params(rank0_only=True, offload_to_cpu=True):
+        if rank == 0:
+            assert not model.head.weight.is_cuda
+            nn.init.constant_(model.head.weight, 0.5)
+    with model.summon_full_params():
+        assert model.head.weight.is_cuda and bool((model.head.weight == 0.5).all())
+
+
+def test_rank_0_writes_for_all() -> None:
+    run_ranks(2, summoned, backend="nccl")
+
+
+def scaled(rank: int, world_size: int) -> None:
+    model = build(precision=Precision(compute=torch.float16), optimize_backward_concat=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = ShardedGradScaler(init_scale=2.0**60, growth_interval=100)
+    (batch,) = tokens(SMALL, rank, 1)
+    scales = []
+    for _ in range(60):
+        scaler.scale(model(batch, batch)).backward()
+        scaler.unscale_(optimizer)
+        model.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    assert scales[-1] == scales[-10] < scales[0], "overflows first, then a scale that fits"
+    everyone = [None] * world_size
+    dist.all_gather_object(everyone, scales)
+    assert everyone[0] == everyone[1]
+    assert model.flat_param.isfinite().all()
+
+
+def test_a_gradient_scaler_finds_a_scale_together() -> None:
+    run_ranks(2, scaled, backend="nccl")
+
+
+def without_host_waits(rank: int, world_size: int, flag: bool) -> None:
+    """Nothing in a step makes the host wait for the device."""
+    model = build(precision=BF16, optimize_backward_concat=flag)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
+    batches = tokens(SMALL, rank, 3)
+    for step in range(3):
+        torch.cuda.set_sync_debug_mode("error" if step == 2 else "default")
+        for batch in microbatches(model, batches):
+            model(batch, batch).backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@FLAGS
+def test_a_step_never_waits_for_the_device(flag: bool) -> None:
+    run_ranks(2, without_host_waits, flag, backend="nccl")
+
+
+def from_meta(rank: int, world_size: int) -> None:
+    """Peak memory while wrapping is far below the whole model's."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        net = GPT(SMALL._replace(layers=16, hidden=1024, heads=16) if hasattr(SMALL, "_replace") else SMALL)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = auto_wrap(net, by_class(Block), device="cuda", param_init_fn=init_plain)
+    peak = torch.cuda.max_memory_allocated() - before
+    whole = 4 * model.ledger.parameters if model.ledger.parameters else 0
+    (batch,) = tokens(SMALL, rank, 1)
+    assert model(batch, batch).isfinite()
+    whole = 4 * model.ledger.parameters
+    assert peak < 0.8 * whole, (peak, whole)
+
+
+def init_plain(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+        else:
+            nn.init.ones_(parameter)
+
+
+def test_a_meta_model_is_built_unit_by_unit() -> None:
+    run_ranks(2, from_meta, backend="nccl")
