@@ -199,7 +199,7 @@ class FlatFSDP(ModuleWrapper):
             RuntimeError: if the norm is not finite and `error_if_nonfinite`, on all ranks.
         """
         self._init_root()
-        masters = [group.master for _, m in units_in(self) for group in m._unit.groups if group.trainable]
+        masters = [group.master for _, group in named_groups(self) if group.trainable]
         return clip_grad_norm(masters, self._grid, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -191,6 +191,26 @@ def test_senseless_groups_are_explained(groups: list[dict[str, Any]], message: s
         param_groups(model, [])
 
 
+def test_a_unit_with_two_paths_counts_once_in_the_norm() -> None:
+    net = nn.Sequential()
+    net.first = net.again = FlatFSDP(nn.Linear(3, 3))
+    model = FlatFSDP(net)
+    model(torch.ones(1, 3)).sum().backward()
+    (shard,) = model.parameters()
+    before = shard.grad.norm()
+    torch.testing.assert_close(model.clip_grad_norm_(0.1), before)
+    torch.testing.assert_close(shard.grad.norm(), torch.tensor(0.1))
+
+
+def test_the_norm_of_narrow_gradients_does_not_overflow() -> None:
+    model = FlatFSDP(
+        nn.Linear(4, 4, bias=False), precision=Precision(param=torch.float16, compute=torch.float16)
+    )
+    model(torch.full((1, 4), 75.0)).sum().backward()
+    assert model.clip_grad_norm_(1000.0) == 300.0
+    assert model.flat_param.grad.max() == 75.0
+
+
 def different_ranks(rank: int, world_size: int) -> None:
     """A unit over a group of its own: replicated where the rest is sharded, as norms with statistics want."""
     torch.manual_seed(0)
