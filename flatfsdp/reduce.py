@@ -36,10 +36,11 @@ gradients are being computed.  Bounds how many gradient buffers outlive their ba
 
 
 class _Reduction(NamedTuple):
-    """Keeps `flat`, which the lane may still read, alive until the compute stream has waited for `done`."""
+    """One group's reduction, under way on the lane until the compute stream has waited for `done`."""
 
     group: FlatGroup
-    flat: Tensor
+    kept: tuple[Tensor | None, ...]
+    """What the lane still reads: memory of the compute stream, which would use it again at once."""
     reduced: Tensor
     done: torch.cuda.Event | None
     is_complete: bool
@@ -104,6 +105,7 @@ class Reducer:
         flat = group.main_grad.take()
         # Allocated here, on the compute stream, which is where it is used in the end.
         shard = self._shard_for(group, flat)
+        kept = (flat, shard, group.partial_grad)
         with self._lane.after_compute():
             reduced = self._reduce_scatter(group, flat, shard)
             if group.partial_grad is not None or not is_last:
@@ -111,7 +113,7 @@ class Reducer:
             if is_last:
                 group.partial_grad = None
                 reduced = self._all_reduce(group, reduced)
-        self._in_flight.append(_Reduction(group, flat, reduced, self._lane.mark(), is_last))
+        self._in_flight.append(_Reduction(group, kept, reduced, self._lane.mark(), is_last))
 
     def _shard_for(self, group: FlatGroup, flat: Tensor) -> Tensor:
         if group.grid.shard.size == 1:
