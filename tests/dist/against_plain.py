@@ -93,14 +93,23 @@ def resident_bytes(model: FlatFSDP) -> list[int]:
     ]
 
 
-def gradient_buffers(model: FlatFSDP) -> int:
-    """Storages in this process that are as large as some unit's FP32 gradient.
+def fp32_tensors() -> list[Tensor]:
+    """Every FP32 tensor in this process, as the garbage collector knows them."""
+    gc.collect()
+    found = [value for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter)]
+    return [tensor for tensor in found if tensor.dtype == torch.float32]
+
+
+def gradient_buffers(model: FlatFSDP, others: list[Tensor]) -> int:
+    """Storages that are as large as some unit's FP32 gradient.
 
     Asks the garbage collector, not the engine, so compute in bf16: an FP32 FlatBuffer is as large.
+
+    Args:
+        others: what was there before the model, and is not counted.
     """
     trained_groups = [wrapped._unit.trained for _, wrapped in units_in(model) if wrapped._unit.trained]
     sizes = {4 * group.layout.padded_numel(group.grid.shard.size) for group in trained_groups}
-    gc.collect()
-    tensors = [value for value in gc.get_objects() if type(value) in (Tensor, nn.Parameter)]
-    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors if t.dtype == torch.float32}
-    return sum(storage.nbytes() in sizes for storage in storages.values())
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in fp32_tensors()}
+    known = {t.untyped_storage()._cdata for t in others}
+    return sum(s.nbytes() in sizes for address, s in storages.items() if address not in known)

@@ -24,6 +24,7 @@ from tests.dist.against_plain import (
     UNITS,
     assert_equal,
     batches_of_all_ranks,
+    fp32_tensors,
     full_grads,
     gradient_buffers,
     plain_grads,
@@ -103,25 +104,26 @@ def test_b2_parameters_can_be_read_between_microbatches(
 
 
 def gradient_memory(rank: int, world_size: int, flag: bool) -> None:
+    others = fp32_tensors()
     model = build(optimize_backward_concat=flag, precision=BF16)
     tokens = batches_of_all_ranks(world_size)[rank]
-    assert gradient_buffers(model) == 0, "after construction"
+    assert gradient_buffers(model, others) == 0, "after construction"
     for grad_mode in (torch.no_grad, torch.inference_mode):
         with grad_mode():
             model.eval()(tokens[0])
-        assert gradient_buffers(model) == 0, f"after a forward under {grad_mode.__name__}"
+        assert gradient_buffers(model, others) == 0, f"after a forward under {grad_mode.__name__}"
     model.state_dict()
-    assert gradient_buffers(model) == 0, "after state_dict()"
+    assert gradient_buffers(model, others) == 0, "after state_dict()"
     with model.summon_full_params():
         pass
-    assert gradient_buffers(model) == 0, "after summon_full_params()"
+    assert gradient_buffers(model, others) == 0, "after summon_full_params()"
     with model.no_sync():
         loss = model.train()(tokens[0])
-        assert gradient_buffers(model) == 0, "after the first training forward"
+        assert gradient_buffers(model, others) == 0, "after the first training forward"
         loss.backward()
-    assert gradient_buffers(model) == UNITS, "between microbatches"
+    assert gradient_buffers(model, others) == UNITS, "between microbatches"
     model(tokens[1]).backward()
-    assert gradient_buffers(model) == 0, "after the reducing backward"
+    assert gradient_buffers(model, others) == 0, "after the reducing backward"
 
 
 @FLAGS
