@@ -1,7 +1,8 @@
 # `make demo` and `make test` work from a clean checkout; everything is installed into .venv.
 PYTHON ?= python3
 # Exact version: a range would resolve to a newer build that drags in gigabytes of CUDA packages.
-TORCH  ?= torch==2.13.0
+# Triton, which GPU builds bring along, here only to interpret and compile kernels in tests.
+TORCH  ?= torch==2.13.0 triton==3.6.0
 # Where the base Python already has torch (a GPU image, say), the venv borrows it instead of installing one.
 HAS_TORCH := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo yes)
 BIN := .venv/bin
@@ -27,7 +28,7 @@ ifeq ($(HAS_TORCH),yes)
 	$(PYTHON) -m venv --system-site-packages .venv
 else
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet $(TORCH)
 endif
 	$(BIN)/pip install --quiet -e ".[test]"
 	touch $@

@@ -1,0 +1,45 @@
+"""Kernels as PyTorch operators, so that torch.compile, fake tensors and dispatch modes see one opaque call.
+
+Every operator writes into tensors that its caller has allocated and returns nothing: the schema names what is
+mutated, and the fake implementation has nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+_library = torch.library.Library("flatfsdp", "FRAGMENT")
+
+
+def operator(
+    schema: str, *, reference: Callable[..., None], launch: Callable[..., None]
+) -> Callable[..., None]:
+    """Registers `flatfsdp::<name>` and returns the function to call it with.
+
+    Args:
+        schema: such as "scale_(Tensor(a!) out, Tensor x, float factor) -> ()".
+        reference: plain PyTorch; runs on the CPU, and is what the kernel is tested against.
+        launch: starts the Triton kernel; runs on CUDA.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
+    _library.impl(name, reference, "CPU")
+    _library.impl(name, launch, "CUDA")
+    torch.library.register_fake(f"flatfsdp::{name}", lambda *args, **kwargs: None, lib=_library)
+    registered = getattr(torch.ops.flatfsdp, name).default
+
+    def call(first: Tensor, *args: Any) -> None:
+        # The dispatcher costs more host time than the launch; only who looks on needs it.
+        if type(first) is not Tensor or torch.compiler.is_compiling() or _get_current_dispatch_mode():
+            registered(first, *args)
+        elif first.is_cuda:
+            launch(first, *args)
+        else:
+            reference(first, *args)
+
+    return call
