@@ -1,11 +1,14 @@
 """The flat storages: who owns them, when they appear, when they go.
 
-    buffer            dtype       length   owner           appears                  goes
-    master shard      param       1/N      FlatGroup       construction             never
-    compute shard     compute     1/N      FlatGroup       construction             never (none if same dtype)
-    FlatBuffer        compute     1        FlatGroup       unshard                  reshard
-    MainGrad          accumulate  1        FlatGroup       first gradient of a step handed to the reducer
-    reduced shard     reduce      1/N      Reducer         reduce-scatter           becomes the master's .grad
+    buffer         dtype       length  owner        appears                  goes
+    master shard   param       1/N     MasterShard  construction             never
+    compute shard  compute     1/N     FlatGroup    construction             never (none if same dtype)
+    FlatBuffer     compute     1       FlatGroup    unshard                  reshard
+    MainGrad       accumulate  1       FlatGroup    first gradient of a step handed to the reducer
+    reduced shard  reduce      1/N     Reducer      reduce-scatter           becomes the master's gradient
+    partial_grad   accumulate  1/N     FlatGroup    an early reduce-scatter  becomes the last one's
+
+With `cpu_offload` the master shard and its gradient are in host memory.
 
 Next: `unshard.py` fills the FlatBuffer, `reduce.py` takes the MainGrad.
 """

@@ -120,6 +120,11 @@ class Lane:
         with torch.cuda.stream(self._stream):
             yield
 
+    def synchronize(self) -> None:
+        """Makes the host wait for the lane's work so far."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
     def mark(self) -> torch.cuda.Event | None:
         """An event after the lane's work so far."""
         return None if self._stream is None else self._stream.record_event()

@@ -8,7 +8,7 @@ Next: its `forward` drives `unit.py`; to follow one parameter, start at `layout.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -20,7 +20,7 @@ from flatfsdp.autograd import in_backward
 from flatfsdp.binding import Binding, parameter_sites
 from flatfsdp.comm import Grid, check_same_on_all_ranks
 from flatfsdp.layout import ParamSlot
-from flatfsdp.meta import ParamInit, materialize
+from flatfsdp.meta import ParamInit, is_on_meta, materialize
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger
 from flatfsdp.optim import clip_grad_norm
@@ -106,7 +106,8 @@ class FlatFSDP(ModuleWrapper):
         grid = Grid.of(process_group, mesh, shard)
         parameters = parameters_to_take(module)
         device = _resolve_device(device, module, parameters, grid)
-        if any(parameter.is_meta for parameter in parameters.values()):
+        taken = list(parameters.items())
+        if any(is_on_meta(owner) for _, owner in _own_modules(module)):
             materialize(_own_modules(module), device, param_init_fn)
             parameters = parameters_to_take(module)
         super().__init__(module)
@@ -117,7 +118,7 @@ class FlatFSDP(ModuleWrapper):
         self.microbatch = Microbatch()
         self.ledger = ByteLedger()
         self._root: Root | None = None
-        self._is_whole = False
+        self._is_whole = self._writes_back = False
         contains_units = any(isinstance(child, FlatFSDP) for child in module.modules())
         self._unit = Unit(reshard_after_forward, contains_units=contains_units)
         _prepare_buffers(module, device, policy.precision.buffer)
@@ -134,7 +135,8 @@ class FlatFSDP(ModuleWrapper):
                 for site in sites:
                     # So that a unit that shares the parameter, or its module, can tell.
                     site.module.__dict__.setdefault("_flatfsdp_names", {})[site.attribute] = site.name
-        for name, parameter in parameters.items():
+        # On those from the meta device, too: another unit may still hold one that was tied.
+        for name, parameter in (*taken, *parameters.items()):
             parameter._flatfsdp_name = name  # type: ignore[attr-defined]
         module.register_forward_pre_hook(self._check_gathered)
 
@@ -177,7 +179,10 @@ class FlatFSDP(ModuleWrapper):
             )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards that run inside accumulate gradients and do not reduce them."""
+        """Backwards that run inside accumulate gradients and leave `.grad` alone.
+
+        They reduce nothing; with `grad_sync="every"` they reduce-scatter, and the last one adds up.
+        """
         return self._init_root().microbatch.not_last()
 
     def set_is_last_backward(self, is_last: bool) -> None:
@@ -197,8 +202,11 @@ class FlatFSDP(ModuleWrapper):
 
         Raises:
             RuntimeError: if the norm is not finite and `error_if_nonfinite`, on all ranks.
+            ValueError: if max_norm is negative or norm_type not positive; if a unit is spread over fewer
+                ranks than this module.
         """
-        self._init_root()
+        if not (max_norm >= 0 and norm_type > 0):
+            raise ValueError(f"max_norm is {max_norm!r} and norm_type {norm_type!r}; >= 0 and > 0 make sense")
         masters = [group.master for _, group in named_groups(self) if group.trainable]
         return clip_grad_norm(masters, self._grid, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
@@ -282,7 +290,7 @@ class FlatFSDP(ModuleWrapper):
 
     def _registered_parameters(self) -> AbstractContextManager[None]:
         gathering = self._init_root().state_dict_gathering
-        return self._whole(gathering, writeback=False)
+        return _whole([self], gathering, writeback=False)
 
     def _load_slot(self, binding: Binding, slot: ParamSlot, value: Tensor) -> None:
         next(group for group in self._unit.groups if group.binding is binding).master.load(slot, value)
@@ -310,38 +318,25 @@ class FlatFSDP(ModuleWrapper):
             offload_to_cpu: in host memory; the device then holds no more than one unit at a time.
 
         Raises:
-            RuntimeError: inside a forward or backward; on the other ranks, if the first one raises inside the
-                block under rank0_only.
-            ValueError: at the end, if a parameter has been removed or given another shape.
+            RuntimeError: inside a forward or backward; at the end, if shards were changed inside the block by
+                something else (an optimizer, a loader), which writing back would undo; on the other ranks, if
+                the first one raises inside the block under rank0_only; in a block without writeback, for one
+                with it.
+            ValueError: at the end, if a parameter has been removed or given another shape; no parameter is
+                written back then.
         """
         root = self._init_root()
         if root.in_forward or in_backward():
             raise RuntimeError("full parameters cannot be summoned inside a forward or backward")
         gathering = Gathering(rank0_only, offload_to_cpu)
-        wrapped = dict.fromkeys(m for _, m in units_in(self)) if recurse else [self]
-        with ExitStack() as stack:
-            for unit in wrapped:
-                stack.enter_context(unit._whole(gathering, writeback=writeback))
+        wrapped = list(dict.fromkeys(m for _, m in units_in(self))) if recurse else [self]
+        if writeback and any(unit._is_whole and not unit._writes_back for unit in wrapped):
+            raise RuntimeError(
+                "summon_full_params with writeback inside one without would lose what is written; pass "
+                "writeback=False here or writeback=True outside"
+            )
+        with _whole(wrapped, gathering, writeback=writeback):
             yield
-
-    @contextmanager
-    def _whole(self, gathering: Gathering, *, writeback: bool) -> Iterator[None]:
-        if self._is_whole:
-            yield
-            return
-        flats = dict(self._parameters)
-        with whole_parameters(self._unit.groups, gathering, writeback=writeback):
-            # The flat parameters stay attributes, but are not registered.
-            self._parameters.clear()
-            self.__dict__.update(flats)
-            self._is_whole = True
-            try:
-                yield
-            finally:
-                self._is_whole = False
-                for name, flat in flats.items():
-                    del self.__dict__[name]
-                    self._parameters[name] = flat
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -456,17 +451,53 @@ def _prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype
                 owner._buffers[name] = prepared[buffer]
 
 
+@contextmanager
+def _whole(units: list[FlatFSDP], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
+    """Ordinary parameters in these units, but for those that have them already."""
+    flats = {unit: dict(unit._parameters) for unit in units if not unit._is_whole}
+    groups = [group for unit in flats for group in unit._unit.groups]
+    with whole_parameters(groups, gathering, writeback=writeback):
+        for unit, of_unit in flats.items():
+            # The flat parameters stay attributes, but are not registered.
+            unit._parameters.clear()
+            unit.__dict__.update(of_unit)
+            unit._is_whole, unit._writes_back = True, writeback
+        try:
+            yield
+        finally:
+            for unit, of_unit in flats.items():
+                unit._is_whole = unit._writes_back = False
+                for name, flat in of_unit.items():
+                    del unit.__dict__[name]
+                    unit._parameters[name] = flat
+
+
 def named_groups(model: nn.Module) -> list[tuple[str, FlatGroup]]:
     """Every flat group in `model` once, in registration order, with the prefix of its names.
 
     Collective the first time, if `model` has not been used yet.
+
+    Raises:
+        ValueError: if there is no FlatFSDP module.
     """
     units: dict[FlatFSDP, str] = {}
     for prefix, wrapped in units_in(model):
         units.setdefault(wrapped, prefix)
+    if not units:
+        raise ValueError(f"{type(model).__name__} contains no FlatFSDP module; wrap it first")
     for wrapped in units:
         wrapped._init_root()
     return [(prefix, group) for wrapped, prefix in units.items() for group in wrapped._unit.groups]
+
+
+def keys_of_slots(model: nn.Module) -> dict[tuple[FlatGroup, ParamSlot], list[str]]:
+    """Every state-dict key of every parameter: several for tied ones and for modules with several paths."""
+    keys: dict[tuple[FlatGroup, ParamSlot], list[str]] = {}
+    for prefix, wrapped in units_in(model):
+        for group in wrapped._unit.groups:
+            for slot, sites in zip(group.layout.slots, group.binding.sites, strict=True):
+                keys.setdefault((group, slot), []).extend(prefix + site.name for site in sites)
+    return keys
 
 
 def units_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, FlatFSDP]]:

@@ -23,7 +23,7 @@ def param_groups(model: nn.Module, groups: Sequence[dict[str, Any]]) -> list[dic
 
     The optimizer's parameters are *portions* of the flat shards, one for each run of neighbouring parameters
     with the same options.  From now on gradients come to the portions, not to the flat parameters, so build
-    one optimizer per model, of these groups.
+    one optimizer per model, of these groups, and step it only after the last backward of a step.
 
         no_decay = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
         optimizer = torch.optim.AdamW(param_groups(model, [no_decay]), lr=3e-4)
@@ -46,6 +46,8 @@ def param_groups(model: nn.Module, groups: Sequence[dict[str, Any]]) -> list[dic
     chosen = _choose(shapes, [_selected(group, shapes) for group in groups])
     if any(master.grads for _, master in trained):
         raise ValueError("there are gradients already; call zero_grad() before param_groups")
+    if any(master.portions[0].parameter is not master.flat for _, master in trained if master.portions):
+        raise ValueError("param_groups has cut this model's shards already; build one optimizer of them")
     parameters: list[list[nn.Parameter]] = [[] for _ in range(len(groups) + 1)]
     for prefix, master in trained:
         indices = [chosen[prefix + slot.name] for slot in master.layout.slots]
@@ -62,10 +64,14 @@ def _selected(group: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> set[
     if "params" not in group:
         raise ValueError(f'parameter group {group} has no "params"; pass a predicate or names')
     selection: Selection = group["params"]
+    if isinstance(selection, str):
+        raise ValueError(f'"params" is the string {selection!r}; pass a collection of names or a predicate')
     if callable(selection):
         names = {name for name, shape in shapes.items() if selection(name, shape)}
     else:
         names = set(selection)
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError('"params" holds something else than names, perhaps parameters; pass their names')
     unknown = sorted(names - set(shapes))
     if unknown:
         raise ValueError(

@@ -7,7 +7,7 @@ Next: `unshard.py` casts and gathers it for forward and backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,20 @@ from torch import Tensor, nn
 
 from flatfsdp.comm import Grid, all_gather, broadcast, gather, scatter
 from flatfsdp.layout import FlatLayout, ParamSlot
+
+
+def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
+    """Raises ValueError, on every rank, if some shards are spread over fewer ranks than others.
+
+    Then groups of ranks have parameters of their own under the same names (experts).
+    """
+    sizes = sorted({master.grid.num_ranks for master in masters})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"some units are spread over {sizes[0]} ranks and others over {sizes[-1]}, so groups of ranks "
+            f"may have different parameters of the same names, and {doing} would keep those of one group; "
+            "use checkpoint.local_state_dict, or treat such units by themselves"
+        )
 
 
 class Portion(NamedTuple):

@@ -17,6 +17,11 @@ ParamInit = Callable[[nn.Module], None]
 """Initialises the parameters and buffers that a module owns directly."""
 
 
+def is_on_meta(owner: nn.Module) -> bool:
+    """Whether the module directly owns a parameter or buffer on the meta device."""
+    return any(tensor.is_meta for _, tensor in _own_tensors(owner))
+
+
 def materialize(
     owners: Iterable[tuple[str, nn.Module]], device: torch.device, init: ParamInit | None
 ) -> None:
@@ -30,32 +35,31 @@ def materialize(
         owners: (path, module), parents before children.
 
     Raises:
-        ValueError: if a module cannot be initialised, or something is left uninitialised, naming it.
+        ValueError: if a module cannot be initialised, or something is left uninitialised, naming it; the
+            modules are then as they were.
     """
-    made: dict[Tensor, Tensor] = {}
-    to_initialise: list[tuple[str, nn.Module]] = []
-    for path, owner in owners:
-        if _materialize_own(owner, device, made):
-            to_initialise.append((path, owner))
-    with torch.no_grad():
-        for path, owner in reversed(to_initialise):
-            _initialise(path, owner, init)
-    for path, owner in to_initialise:
-        _check_initialised(path, owner, set(made.values()))
+    on_meta = [(path, owner) for path, owner in owners if is_on_meta(owner)]
+    for path, owner in on_meta:
+        _check_can_be_initialised(path, owner, init)
+    replaced = [(owner, name, t) for _, owner in on_meta for name, t in _own_tensors(owner) if t.is_meta]
+    made = {tensor: _empty_like(tensor, device) for _, _, tensor in replaced}
+    for owner, name, tensor in replaced:
+        assign(Site(owner, name, name), made[tensor])
+    try:
+        with torch.no_grad():
+            for _, owner in reversed(on_meta):
+                _initialise(owner, init)
+        for path, owner in on_meta:
+            _check_initialised(path, owner, set(made.values()))
+    except BaseException:
+        for owner, name, tensor in replaced:
+            assign(Site(owner, name, name), tensor)
+        raise
 
 
-def _materialize_own(owner: nn.Module, device: torch.device, made: dict[Tensor, Tensor]) -> bool:
-    """Whether the module directly owns something on the meta device; each tensor is made once."""
-    found = False
-    for tensors in (owner._parameters, owner._buffers):
-        for name, tensor in list(tensors.items()):
-            if tensor is None or not tensor.is_meta:
-                continue
-            found = True
-            if tensor not in made:
-                made[tensor] = _empty_like(tensor, device)
-            assign(Site(owner, name, name), made[tensor])
-    return found
+def _own_tensors(owner: nn.Module) -> list[tuple[str, Tensor]]:
+    named = [*owner._parameters.items(), *owner._buffers.items()]
+    return [(name, tensor) for name, tensor in named if tensor is not None]
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
@@ -70,25 +74,36 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
     return parameter
 
 
-def _initialise(path: str, owner: nn.Module, init: ParamInit | None) -> None:
-    if init is not None:
-        init(owner)
-        return
+def _reset_of(owner: nn.Module) -> Callable[[], None] | None:
     # nn.MultiheadAttention and nn.Transformer spell it with an underscore.
-    reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
-    if reset is None:
+    return getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
+
+
+def _check_can_be_initialised(path: str, owner: nn.Module, init: ParamInit | None) -> None:
+    if init is None and _reset_of(owner) is None:
         raise ValueError(
             f"{path or 'the module'} ({type(owner).__name__}) is on the meta device and has no "
             "reset_parameters(); pass param_init_fn= to say how to initialise it"
         )
+
+
+def _initialise(owner: nn.Module, init: ParamInit | None) -> None:
+    if init is not None:
+        init(owner)
+        return
+    reset = _reset_of(owner)
+    assert reset is not None
     reset()
 
 
 def _check_initialised(path: str, owner: nn.Module, made: set[Tensor]) -> None:
-    for name, tensor in [*owner._parameters.items(), *owner._buffers.items()]:
-        if tensor in made and tensor.is_floating_point() and bool(tensor.isnan().any()):
+    for name, tensor in _own_tensors(owner):
+        if tensor not in made or tensor.numel() == 0:
+            continue
+        # Integers have no NaN, but whoever writes them raises their version.
+        forgotten = tensor.isnan().any() if tensor.is_floating_point() else tensor._version == 0
+        if bool(forgotten):
             raise ValueError(
-                f"{path}.{name}".lstrip(".")
-                + " was built on the meta device and is still uninitialised after "
-                f"param_init_fn or reset_parameters() of {type(owner).__name__}; initialise it there"
+                f"{f'{path}.{name}'.lstrip('.')} was built on the meta device and is still uninitialised "
+                f"after param_init_fn or reset_parameters() of {type(owner).__name__}; initialise it there"
             )

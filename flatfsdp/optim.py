@@ -1,4 +1,4 @@
-"""Between reduction and optimizer: the norm of gradients that are sharded, and settings per parameter.
+"""Between reduction and optimizer: the norm of gradients that are sharded.
 
 In:   master shards with their gradients.
 Next: any torch.optim optimizer over the same shards.

@@ -121,6 +121,12 @@ class Root:
             unit.drop_unused()
         if not backward_follows:
             self._free_parameters()
+            self._finish_uploads()
+
+    def _finish_uploads(self) -> None:
+        """Lets the host write to offloaded shards again: the device has read them."""
+        if any(group.master.is_offloaded for unit in self.units for group in unit.groups):
+            self.gather_lane.synchronize()
 
     def fail_forward(self) -> None:
         """The outermost forward raised; one without a backward has left gradients alone."""
@@ -167,6 +173,7 @@ class Root:
         for unit in self.units:
             unit.end_of_backward()
         self._in_backward = False
+        self._finish_uploads()
         self.microbatch.index += 1
         if self.microbatch.is_last:
             for unit in self.units:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.comm import broadcast_object
+from flatfsdp.master import require_same_ranks
 from flatfsdp.unshard import FlatGroup
 
 
@@ -32,16 +33,22 @@ class Gathering:
 
 @contextmanager
 def whole_parameters(groups: Sequence[FlatGroup], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
-    """Collective, at both ends.
+    """Makes the parameters of these groups ordinary ones.  Collective, at both ends.
 
     Args:
         writeback: at the end, values that were changed, in place or by another parameter object, go to the
             master shards; with `rank0_only` those of the first rank.  Not if the block raises.
 
     Raises:
-        ValueError: at the end, if a parameter has been removed or replaced by one of another shape.
-        RuntimeError: on the other ranks, if with `rank0_only` the first one fails.
+        ValueError: at the end, if a parameter has been removed or replaced by one of another shape; if with
+            `rank0_only` some groups are spread over fewer ranks than others.
+        RuntimeError: at the end, if something else has written to a master shard meanwhile; on the other
+            ranks, if with `rank0_only` the first one fails.
+        Nothing is written back then.
     """
+    if gathering.rank0_only:
+        require_same_ranks((group.master for group in groups), "gathering to one rank")
+    versions = [group.master.version for group in groups]
     fulls = [_gather(group, gathering) for group in groups]
     for group, full in zip(groups, fulls, strict=True):
         if full is not None:
@@ -50,6 +57,7 @@ def whole_parameters(groups: Sequence[FlatGroup], gathering: Gathering, *, write
     try:
         yield
         if writeback:
+            _check_unchanged(groups, versions)
             _collect(groups, fulls)
     except BaseException as error:
         failure = error
@@ -71,6 +79,15 @@ def _gather(group: FlatGroup, gathering: Gathering) -> Tensor | None:
         return None
     host = gathering.offload_to_cpu or group.master.is_offloaded
     return full.cpu() if host else full
+
+
+def _check_unchanged(groups: Sequence[FlatGroup], versions: Sequence[tuple[int, int]]) -> None:
+    for group, version in zip(groups, versions, strict=True):
+        if group.master.version != version:
+            raise RuntimeError(
+                f"the shards of unit {group.name} were written to (by an optimizer, or by loading) while its "
+                "full parameters were summoned, and would be overwritten; do that outside the block"
+            )
 
 
 def _collect(groups: Sequence[FlatGroup], fulls: Sequence[Tensor | None]) -> None:

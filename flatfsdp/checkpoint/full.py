@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from flatfsdp.comm import broadcast_object
-from flatfsdp.fsdp import named_groups, units_in
+from flatfsdp.fsdp import keys_of_slots, named_groups, units_in
 from flatfsdp.layout import ParamSlot
+from flatfsdp.master import require_same_ranks
 from flatfsdp.summon import Gathering
 from flatfsdp.unshard import FlatGroup
 
@@ -54,7 +55,8 @@ def load_full_state_dict(
     if not from_rank0:
         model.load_state_dict(state_dict, strict)
         return
-    groups, keys = named_groups(model), _keys_of_slots(model)
+    groups, keys = named_groups(model), keys_of_slots(model)
+    require_same_ranks((group.master for _, group in groups), "loading from one rank")
     first = groups[0][1].master
     problems: list[str] = []
     rest: dict[str, Any] = {}
@@ -73,16 +75,6 @@ def load_full_state_dict(
         group.master.store_from_rank0(_whole_buffer(prefix, group, state_dict, keys))
 
 
-def _keys_of_slots(model: nn.Module) -> dict[tuple[FlatGroup, ParamSlot], list[str]]:
-    """Every state-dict key of every parameter: several for tied ones and for modules with several paths."""
-    keys: dict[tuple[FlatGroup, ParamSlot], list[str]] = {}
-    for prefix, wrapped in units_in(model):
-        for group in wrapped._unit.groups:
-            for slot, sites in zip(group.layout.slots, group.binding.sites, strict=True):
-                keys.setdefault((group, slot), []).extend(prefix + site.name for site in sites)
-    return keys
-
-
 def _problems(
     state_dict: dict[str, Any], keys: dict[tuple[FlatGroup, ParamSlot], list[str]], strict: bool
 ) -> list[str]:
@@ -91,6 +83,8 @@ def _problems(
         for key in of_slot:
             if key not in state_dict:
                 found += [f"Missing key: {key}"] if strict else []
+            elif not isinstance(state_dict[key], Tensor):
+                found.append(f"{key} is no tensor, but {type(state_dict[key]).__name__}")
             elif tuple(state_dict[key].shape) != slot.shape:
                 shape = tuple(state_dict[key].shape)
                 found.append(f"size mismatch for {key}: {shape} in the checkpoint, {slot.shape} in the model")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.fsdp import named_groups
+from flatfsdp.fsdp import keys_of_slots, named_groups
 from flatfsdp.layout import FlatLayout, ParamSpec
 from flatfsdp.unshard import FlatGroup
 from flatfsdp.wrapper import ModuleWrapper
@@ -17,7 +17,7 @@ from flatfsdp.wrapper import ModuleWrapper
 def local_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """This rank's flat shards, such as "blocks.0.flat_param", and all persistent buffers by their names.
 
-    The tensors are those of the model, not copies.
+    The tensors are those of the model, not copies.  What a module's `get_extra_state` returns is not in it.
     """
     shards = {key: group.master.flat.detach() for key, group in _shards(model)}
     return {**shards, **dict(persistent_buffers(model))}
@@ -50,15 +50,14 @@ def load_local_state_dict(model: nn.Module, state_dict: dict[str, Tensor], stric
 
 def local_metadata(model: nn.Module) -> dict[str, Any]:
     """What `consolidate` has to know about this rank's `local_state_dict`; plain JSON values."""
+    keys = keys_of_slots(model)
     return {
         "shards": {
             key: {
-                "prefix": group.prefix,
                 "rank": group.grid.shard.rank,
                 "num_shards": group.grid.shard.size,
                 "parameters": [
-                    {"names": [site.name for site in sites], "shape": list(slot.shape)}
-                    for slot, sites in zip(group.layout.slots, group.binding.sites, strict=True)
+                    {"names": keys[group, slot], "shape": list(slot.shape)} for slot in group.layout.slots
                 ],
             }
             for key, group in _shards(model)
@@ -93,7 +92,7 @@ def consolidate(
         views = FlatLayout.pack(specs).views(flat)
         for entry, view in zip(about["parameters"], views, strict=True):
             tensor = view.clone()
-            full.update((about["prefix"] + name, tensor) for name in entry["names"])
+            full.update((name, tensor) for name in entry["names"])
     buffers = {key: value for key, value in state_dicts[0].items() if key not in keys}
     return {**full, **buffers}
 

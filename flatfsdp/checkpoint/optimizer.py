@@ -16,7 +16,7 @@ from flatfsdp.checkpoint.optimizer_state import (
     trained_masters,
 )
 from flatfsdp.comm import broadcast_object
-from flatfsdp.master import MasterShard
+from flatfsdp.master import MasterShard, require_same_ranks
 
 
 def full_optimizer_state_dict(
@@ -41,7 +41,7 @@ def full_optimizer_state_dict(
         TypeError: if it keeps states that are neither one number nor as large as the parameter.
     """
     masters = trained_masters(model)
-    states = described(masters, optimizer)
+    states = described(masters, optimizer).states
     whole: dict[str, dict[str, Any]] = {name: dict(state.values) for name, state in states.items()}
     for prefix, master in masters:
         slots = [slot for slot in master.layout.slots if prefix + slot.name in states]
@@ -78,6 +78,9 @@ def load_full_optimizer_state_dict(
         ValueError: on every rank, if names, shapes or parameter groups do not fit; nothing is changed.
     """
     masters = trained_masters(model)
+    if from_rank0:
+        require_same_ranks((master for _, master in masters), "loading from one rank")
+        state_dict = state_dict if masters[0][1].is_first_rank else {}
     shapes = {prefix + slot.name: slot.shape for prefix, master in masters for slot in master.layout.slots}
     problem = _misfit(state_dict, shapes) if state_dict or not from_rank0 else None
     states = _described(state_dict.get("state", {}))

@@ -41,34 +41,69 @@ def trained_masters(model: nn.Module) -> list[tuple[str, MasterShard]]:
     return [(prefix, group.master) for prefix, group in named_groups(model) if group.trainable]
 
 
-def described(
-    masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim.Optimizer
-) -> dict[str, SlotState]:
-    """The optimizer's state of every parameter by name, also of those that other ranks hold.  Collective.
+@dataclass(frozen=True)
+class Described:
+    """An optimizer over all ranks.
+
+    Attributes:
+        states: by parameter name.
+        portions: names of the parameters in each portion of each rank.
+    """
+
+    states: dict[str, SlotState]
+    portions: list[list[str]]
+
+
+def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim.Optimizer) -> Described:
+    """What the optimizer keeps, also for parameters that other ranks hold.  Collective.
 
     Raises:
         ValueError: if the optimizer is not over this model's shards.
         TypeError: if a state is neither one number nor as large as its parameter.
+        Both on every rank.
     """
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    portions = {portion.parameter for _, master in masters for portion in master.portions}
+    owned = {portion.parameter for _, master in masters for portion in master.portions}
     # `model.parameters()` lists frozen ones, too, for which an optimizer keeps nothing.
-    if {parameter for parameter in group_of if parameter.requires_grad} != portions:
+    if {parameter for parameter in group_of if parameter.requires_grad} != owned:
         raise ValueError(
             "the optimizer's parameters are not the flat shards of this model; build it from "
             "model.parameters(), or from flatfsdp.param_groups(model, ...), after wrapping"
         )
+    problem = next(filter(None, (_misfit(optimizer, parameter) for parameter in owned)), None)
     states: dict[str, SlotState] = {}
+    portions: list[list[str]] = []
     for prefix, master in masters:
-        own = {
-            slot.name: _slot_state(optimizer, group_of, portion)
+        own = [
+            {
+                prefix + slot.name: _slot_state(optimizer, group_of, portion)
+                for slot in _slots(master, portion)
+            }
             for portion in master.portions
-            for slot, _, _ in _pieces(master, portion)
-        }
-        for theirs in all_gather_object(own, master.grid.shard, master.device):
-            for name, state in theirs.items():
-                states.setdefault(prefix + name, state)
-    return states
+        ]
+        for their_problem, theirs in all_gather_object((problem, own), master.grid.shard, master.device):
+            if their_problem is not None:
+                raise TypeError(their_problem)
+            for of_portion in theirs:
+                portions.append(list(of_portion))
+                for name, state in of_portion.items():
+                    states.setdefault(name, state)
+    return Described(states, portions)
+
+
+def _misfit(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> str | None:
+    """What cannot be saved of a portion's state."""
+    for key, value in optimizer.state.get(parameter, {}).items():
+        is_number = isinstance(value, (int, float, bool)) or value is None
+        if not is_number and not (
+            isinstance(value, Tensor) and (value.shape == parameter.shape or value.numel() == 1)
+        ):
+            kind = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            return (
+                f"{type(optimizer).__name__} keeps {key!r} ({kind}) for a flat shard of {parameter.numel()} "
+                "elements; only states of one number or one an element can be saved"
+            )
+    return None
 
 
 def _slot_state(optimizer: torch.optim.Optimizer, group_of: dict[Tensor, int], portion: Portion) -> SlotState:
@@ -77,20 +112,23 @@ def _slot_state(optimizer: torch.optim.Optimizer, group_of: dict[Tensor, int], p
     for key, value in optimizer.state.get(parameter, {}).items():
         if isinstance(value, Tensor) and value.shape == parameter.shape:
             elements[key] = value.dtype
-        elif isinstance(value, Tensor) and value.numel() > 1:
-            raise TypeError(
-                f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for a flat shard of "
-                f"{parameter.numel()} elements; only states of one number or one an element can be saved"
-            )
         else:
-            values[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+            # A copy, because the optimizer goes on counting in its own.
+            values[key] = value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
     return SlotState(group_of[parameter], elements, values)
 
 
 def state_shard(
     master: MasterShard, optimizer: torch.optim.Optimizer, key: str, dtype: torch.dtype
 ) -> Tensor:
-    """State `key` of one flat group: 1-D, as long as the master shard, zero where there is none."""
+    """State `key` of one flat group: 1-D, as long as the master shard, zero where there is none.
+
+    The optimizer's own tensor, not a copy, where that is all of it.
+    """
+    if len(master.portions) == 1:
+        value = optimizer.state.get(master.portions[0].parameter, {}).get(key)
+        if value is not None:
+            return value
     shard = torch.zeros_like(master.flat.detach(), dtype=dtype)
     for parameter, start, stop in master.portions:
         value = optimizer.state.get(parameter, {}).get(key)
@@ -124,12 +162,12 @@ def install(
     Raises:
         ValueError: if names or parameter groups do not fit; nothing is changed.
     """
-    current = groups_by_name(optimizer, described(masters, optimizer))
-    options = [_options_for(index, group["params"], param_groups) for index, group in enumerate(current)]
-    names = {prefix + slot.name for prefix, master in masters for slot in master.layout.slots}
-    unknown = sorted(set(states) - names)
-    if unknown:
-        raise ValueError(f"the optimizer state has {unknown[0]!r}, which is not a trained parameter here")
+    current = described(masters, optimizer)
+    options = [
+        _options_for(index, group["params"], param_groups)
+        for index, group in enumerate(groups_by_name(optimizer, current.states))
+    ]
+    _check_fit(masters, current.portions, states)
     numbers = {
         parameter: number
         for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
@@ -161,6 +199,36 @@ def _options_for(index: int, names: Sequence[str], saved: Sequence[dict[str, Any
     )
 
 
+def _check_fit(
+    masters: Sequence[tuple[str, MasterShard]],
+    portions: Sequence[Sequence[str]],
+    states: dict[str, SlotState],
+) -> None:
+    """Raises ValueError, on every rank alike, unless each portion of each rank can have one state."""
+    names = {prefix + slot.name for prefix, master in masters for slot in master.layout.slots}
+    unknown = sorted(set(states) - names)
+    if unknown:
+        raise ValueError(f"the optimizer state has {unknown[0]!r}, which is not a trained parameter here")
+    for portion in portions:
+        found = [states.get(name) for name in portion]
+        for name, state in zip(portion, found, strict=True):
+            if not _alike(found[0], state):
+                raise ValueError(
+                    f"the optimizer state of {name} differs from {portion[0]}'s, or one of them is missing, "
+                    "but both are in one parameter of this optimizer; separate them with param_groups"
+                )
+
+
+def _alike(ours: SlotState | None, theirs: SlotState | None) -> bool:
+    if ours is None or theirs is None:
+        return ours is theirs
+    return (
+        ours.elements.keys() == theirs.elements.keys()
+        and ours.values.keys() == theirs.values.keys()
+        and all(bool(ours.values[key] == theirs.values[key]) for key in ours.values)
+    )
+
+
 def _portion_state(
     prefix: str,
     master: MasterShard,
@@ -168,35 +236,23 @@ def _portion_state(
     states: dict[str, SlotState],
     shards: dict[str, Tensor],
 ) -> dict[str, Any]:
-    names = [prefix + slot.name for slot, _, _ in _pieces(master, portion)]
-    found = [states[name] for name in names if name in states]
-    if not found:
+    slots = list(_slots(master, portion))
+    state = states.get(prefix + slots[0].name) if slots else None
+    if state is None:
         return {}
-    first = found[0]
-    for name in names:
-        other = states.get(name)
-        if (
-            other is None
-            or set(other.elements) != set(first.elements)
-            or not _equal(other.values, first.values)
-        ):
-            raise ValueError(
-                f"the optimizer state of {name} differs from {names[0]}'s in {sorted(first.values)} or is "
-                "missing, but both are in one parameter of this optimizer; separate them with param_groups"
-            )
-    return {
-        **first.values,
-        **{key: shards[key][portion.start : portion.stop].clone() for key in first.elements},
+    # Copies: the optimizer keeps what it is given, and the state may be used again.
+    values = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.values.items()}
+    whole = len(master.portions) == 1
+    elements = {
+        key: shards[key] if whole else shards[key][portion.start : portion.stop].clone()
+        for key in state.elements
     }
+    return {**values, **elements}
 
 
-def _equal(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    return ours.keys() == theirs.keys() and all(bool(ours[key] == theirs[key]) for key in ours)
-
-
-def _pieces(master: MasterShard, portion: Portion) -> Iterator[tuple[ParamSlot, int, int]]:
-    """(slot, start, stop) of what a portion holds; empty parameters count where their place is."""
+def _slots(master: MasterShard, portion: Portion) -> Iterator[ParamSlot]:
+    """The parameters of which a portion holds something."""
     ranks = master.grid.shard
     for piece in master.layout.pieces(ranks.rank, ranks.size):
         if portion.start <= piece.shard_offset < portion.stop:
-            yield piece.slot, piece.start, piece.stop
+            yield piece.slot

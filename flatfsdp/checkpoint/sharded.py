@@ -10,6 +10,7 @@ import os
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
@@ -33,7 +34,7 @@ from flatfsdp.checkpoint.optimizer_state import (
 )
 from flatfsdp.fsdp import named_groups
 from flatfsdp.layout import ParamSlot
-from flatfsdp.master import MasterShard
+from flatfsdp.master import MasterShard, require_same_ranks
 
 
 def save(
@@ -55,11 +56,9 @@ def load(
         ValueError: if the checkpoint has no optimizer state, or one that does not fit.
         torch.distributed.checkpoint.CheckpointException: if something is missing or has another shape.
     """
-    state: dict[str, Any] = {"model": sharded_state_dict(model)}
-    if optimizer is None:
-        dcp.load(state, checkpoint_id=path)
-    else:
-        _load_with_optimizer(path, state, model, optimizer)
+    if optimizer is not None:
+        _load_optimizer(path, model, optimizer)
+    dcp.load({"model": sharded_state_dict(model)}, checkpoint_id=path)
     for _, group in named_groups(model):
         group.master.generation += 1
 
@@ -67,21 +66,33 @@ def load(
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """Parameters as ShardedTensors (plain ones if not sharded) and buffers, for `dcp.save` and `dcp.load`.
 
-    They alias the master shards, so `dcp.load` loads in place.  A tied parameter has its first name.
-    For `dcp.async_save` pass `async_stager=BlockingAsyncStager()` and a gloo process group of its own.
+    They alias the master shards, so `dcp.load` loads in place.  A tied parameter has its first name.  For
+    `dcp.async_save` pass `async_stager=BlockingAsyncStager()` and a gloo process group of its own.  What
+    a module's `get_extra_state` returns is not in it.
+
+    Raises:
+        ValueError: if some units are spread over fewer ranks than others.
     """
+    groups = named_groups(model)
+    require_same_ranks((group.master for _, group in groups), "a sharded checkpoint")
     parameters = {
         prefix + slot.name: _sharded(group.master, slot, group.master.flat.detach())
-        for prefix, group in named_groups(model)
+        for prefix, group in groups
         for slot in group.layout.slots
     }
     return {**parameters, **dict(persistent_buffers(model))}
 
 
 def sharded_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As `full_optimizer_state_dict`, with ShardedTensors, and parameter groups by number.  Collective."""
+    """As `full_optimizer_state_dict`, with ShardedTensors, and parameter groups by number.  Collective.
+
+    Raises:
+        ValueError: as `sharded_state_dict`, or if the optimizer is not over this model's shards.
+        TypeError: as `full_optimizer_state_dict`.
+    """
     masters = trained_masters(model)
-    states = described(masters, optimizer)
+    require_same_ranks((master for _, master in masters), "a sharded checkpoint")
+    states = described(masters, optimizer).states
     state: dict[str, dict[str, Any]] = {name: dict(slot.values) for name, slot in states.items()}
     for prefix, master in masters:
         shards: dict[str, Tensor] = {}
@@ -96,15 +107,16 @@ def sharded_optimizer_state_dict(model: nn.Module, optimizer: torch.optim.Optimi
     return {"state": state, "param_groups": groups}
 
 
-def _load_with_optimizer(
-    path: str | os.PathLike[str], state: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def _load_optimizer(path: str | os.PathLike[str], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     masters = trained_masters(model)
     metadata = dcp.FileSystemReader(path).read_metadata()
     states = _saved_states(metadata)
     shards: dict[tuple[str, str], Tensor] = {}
     target: dict[str, Any] = {
-        "state": {name: _places(state.values) for name, state in states.items()},
+        "state": {
+            name: {key: _place(about) for key, about in state.values.items()}
+            for name, state in states.items()
+        },
         "param_groups": _saved_groups(metadata),
     }
     for prefix, master in masters:
@@ -115,7 +127,7 @@ def _load_with_optimizer(
                 target["state"][name][key] = _sharded(master, slot, shard)
     # Its default planner drops tensors of which this rank has nothing, and then looks for an older format.
     planner = dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)
-    dcp.load({**state, "optimizer": target}, checkpoint_id=path, planner=planner)
+    dcp.load({"optimizer": target}, checkpoint_id=path, planner=planner)
     loaded = {
         name: SlotState(0, state.elements, {key: target["state"][name][key] for key in state.values})
         for name, state in states.items()
@@ -140,14 +152,13 @@ def _saved_states(metadata: Metadata) -> dict[str, SlotState]:
     return states
 
 
-def _places(values: dict[str, Any]) -> dict[str, Any]:
+def _place(about: Any) -> Tensor | None:
     """What `dcp.load` fills: a tensor in place, anything else by replacing it."""
-    return {
-        key: torch.zeros((), dtype=about.properties.dtype)
+    return (
+        torch.zeros(about.size, dtype=about.properties.dtype)
         if isinstance(about, TensorStorageMetadata)
         else None
-        for key, about in values.items()
-    }
+    )
 
 
 def _saved_groups(metadata: Metadata) -> dict[str, dict[str, Any]]:
@@ -157,10 +168,11 @@ def _saved_groups(metadata: Metadata) -> dict[str, dict[str, Any]]:
         ValueError: if there are none.
     """
     groups: dict[str, dict[str, Any]] = {}
-    for path in metadata.planner_data.values():
+    for flat_key, path in metadata.planner_data.items():
         if path[:2] == ("optimizer", "param_groups"):
             _, _, number, option = path
-            groups.setdefault(number, {})[option] = None
+            about = metadata.state_dict_metadata[flat_key]
+            groups.setdefault(number, {})[option] = _place(about)
     if not groups:
         raise ValueError("the checkpoint has no optimizer state; save it with save(path, model, optimizer)")
     return groups
@@ -171,7 +183,7 @@ def _sharded(master: MasterShard, slot: ParamSlot, shard: Tensor) -> Tensor | Sh
     ranks, length = master.grid.shard, shard.numel()
     # A checkpoint cuts along dimensions, so there has to be one.
     shape = slot.shape or (1,)
-    if ranks.size == 1 or slot.numel == 0:
+    if ranks.group is None or ranks.size == 1 or slot.numel == 0:
         return shard[slot.offset : slot.end].view(shape)
     everywhere: list[ShardMetadata] = []
     own: list[Shard] = []
@@ -181,7 +193,8 @@ def _sharded(master: MasterShard, slot: ParamSlot, shard: Tensor) -> Tensor | Sh
             for rank_edge in (rank * length, (rank + 1) * length)
         )
         for box in boxes(shape, start, stop):
-            about = ShardMetadata(list(box.offsets), list(box.sizes), f"rank:{rank}/{master.flat.device}")
+            place = f"rank:{dist.get_global_rank(ranks.group, rank)}/{master.flat.device}"
+            about = ShardMetadata(list(box.offsets), list(box.sizes), place)
             everywhere.append(about)
             if rank == ranks.rank:
                 first = slot.offset + box.start - rank * length

@@ -1,0 +1,120 @@
+"""FP8 recipes: how scales are found, which format each tensor has, how products are accumulated.
+
+Plain frozen values, with Transformer Engine's names where it has them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+import torch
+
+
+class Format(Enum):
+    """FP8 formats of forward tensors (activations, weights) and of gradients."""
+
+    E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
+    HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+    @property
+    def forward(self) -> torch.dtype:
+        return self.value[0]
+
+    @property
+    def backward(self) -> torch.dtype:
+        return self.value[1]
+
+
+@dataclass(frozen=True)
+class SplitAccumulator:
+    """Whether a product's partial sums are promoted to FP32 every 128 elements, instead of staying in the
+    tensor core's accumulator of about 14 bits."""
+
+    fprop: bool = False
+    dgrad: bool = True
+    wgrad: bool = True
+
+
+@dataclass(frozen=True)
+class DelayedScaling:
+    """Per-tensor scales from the largest values of earlier steps: no pass over the data before the cast.
+
+    scale = fp8_max / amax / 2^margin, where amax is the largest of the last `amax_history_len` updates, or
+    the latest one.  An amax of 0, infinity or NaN keeps the scale.
+
+    Attributes:
+        margin: the scale is divided by 2^margin.
+        fp8_format: E4M3 forward and E5M2 backward (HYBRID), or E4M3 for both.
+        amax_history_len: updates that are remembered.
+        amax_compute_algo: "max" or "most_recent".
+        reduce_amax: take the maximum over the ranks of autocast's amax_reduction_group.
+        power_of_two_scales: floor scales to powers of two.  Then scaling changes no mantissa, and weight
+            gradients accumulated inside the GEMM are bit-equal to a GEMM and an addition; any other scale
+            rounds once more or less.
+        split_accumulator: see there.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: Literal["max", "most_recent"] = "max"
+    reduce_amax: bool = True
+    power_of_two_scales: bool = True
+    split_accumulator: SplitAccumulator = SplitAccumulator()
+
+    def __post_init__(self) -> None:
+        _check_format(self.fp8_format)
+        if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
+            raise ValueError(f"amax_history_len is {self.amax_history_len!r}; it must be an integer >= 1")
+        if self.amax_compute_algo not in ("max", "most_recent"):
+            raise ValueError(
+                f"amax_compute_algo is {self.amax_compute_algo!r}; it must be 'max' or 'most_recent'"
+            )
+
+
+@dataclass(frozen=True)
+class CurrentScaling:
+    """Per-tensor scales from the data itself: one more pass over it, nothing to remember or save.
+
+    Attributes:
+        amax_epsilon: an amax below this counts as this.
+        fp8_format, power_of_two_scales, split_accumulator: as in DelayedScaling.
+    """
+
+    fp8_format: Format = Format.HYBRID
+    amax_epsilon: float = 0.0
+    power_of_two_scales: bool = True
+    split_accumulator: SplitAccumulator = SplitAccumulator()
+
+    def __post_init__(self) -> None:
+        _check_format(self.fp8_format)
+        if not self.amax_epsilon >= 0:
+            raise ValueError(f"amax_epsilon is {self.amax_epsilon!r}; it must be >= 0")
+
+
+@dataclass(frozen=True)
+class BlockScaling:
+    """A scale for each 1 x 128 run of activations and gradients and each 128 x 128 block of weights, in E4M3.
+
+    Scales are powers of two, and sums are always promoted to FP32 (`split_accumulator` is on for all three).
+    """
+
+    fp8_format: Format = Format.E4M3
+    power_of_two_scales: bool = True
+    split_accumulator: SplitAccumulator = SplitAccumulator(fprop=True)
+
+    def __post_init__(self) -> None:
+        if self.fp8_format is not Format.E4M3:
+            raise ValueError(f"fp8_format is {self.fp8_format!r}; block scaling is defined for Format.E4M3")
+        if not all(vars(self.split_accumulator).values()):
+            raise ValueError("block scaling applies scales between partial sums, so all of them are split")
+
+
+Recipe = DelayedScaling | CurrentScaling | BlockScaling
+
+
+def _check_format(fp8_format: Format) -> None:
+    if not isinstance(fp8_format, Format):
+        raise ValueError(f"fp8_format is {fp8_format!r}; it must be Format.HYBRID or Format.E4M3")
