@@ -319,3 +319,122 @@ def bf16_masters(rank: int, world_size: int) -> None:
 
 def test_training_goes_on_as_if_never_stopped() -> None:
     run_ranks(2, bf16_masters)
+
+
+def mesh_of(world_size: int) -> dict[str, Any]:
+    return {"mesh": dist.init_device_mesh("cpu", (2, world_size // 2))}
+
+
+def on_a_mesh(rank: int, world_size: int, folder: str, grouped: bool) -> None:
+    """Sharded inside rows, replicated across them: saved, loaded, and trained on."""
+    model = wrapped(0, **mesh_of(world_size))
+    optimizer = adamw(model, grouped)
+    step(model, optimizer, 0)
+    checkpoint.save(folder, model, optimizer)
+    other = wrapped(1, **mesh_of(world_size))
+    resumed = adamw(other, grouped)
+    checkpoint.load(folder, other, resumed)
+    for m, o in ((model, optimizer), (other, resumed)):
+        step(m, o, 1)
+    assert equal(full_state(model, optimizer), full_state(other, resumed))
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "three groups"])
+def test_sharded_checkpoints_of_hybrid_sharding(tmp_path: Path, grouped: bool) -> None:
+    run_ranks(4, on_a_mesh, str(tmp_path), grouped)
+
+
+def regrouped(rank: int, world_size: int) -> None:
+    """One state for several portions: each counts its own steps, and what was saved stays as it was."""
+    model, other = wrapped(0), wrapped(1)
+    optimizer, resumed = adamw(model, False), adamw(other, True)
+    step(model, optimizer, 0)
+    state = full_state(model, optimizer)
+    saved = {name: {k: v.clone() for k, v in s.items()} for name, s in state["optimizer"]["state"].items()}
+    groups = checkpoint.full_optimizer_state_dict(other, resumed)["param_groups"]
+    other.load_state_dict(state["model"])
+    checkpoint.load_full_optimizer_state_dict(other, resumed, {**state["optimizer"], "param_groups": groups})
+    for m, o in ((model, optimizer), (other, resumed)):
+        step(m, o, 1)
+        step(m, o, 2)
+    assert equal(state["optimizer"]["state"], saved)
+    for m, o in ((model, optimizer), (other, resumed)):
+        steps = [s["step"].item() for s in checkpoint.full_optimizer_state_dict(m, o)["state"].values()]
+        assert set(steps) == {3.0}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_portion_counts_its_own_steps(world_size: int) -> None:
+    run_ranks(world_size, regrouped)
+
+
+def experts(rank: int, world_size: int, folder: str) -> None:
+    """A unit that each rank has to itself would overwrite the other rank's in a common checkpoint."""
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    expert = FlatFSDP(nn.Linear(4, 4), alone)
+    model = FlatFSDP(nn.Sequential(expert, nn.Linear(4, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for save in (
+        lambda: checkpoint.save(folder, model, optimizer),
+        lambda: checkpoint.sharded_optimizer_state_dict(model, optimizer),
+        lambda: checkpoint.load_full_state_dict(model, {}, from_rank0=True),
+    ):
+        with pytest.raises(ValueError, match="spread over 1 ranks and others over 2"):
+            save()
+
+
+def test_experts_are_not_lost_silently(tmp_path: Path) -> None:
+    run_ranks(2, experts, str(tmp_path))
+
+
+def states_that_do_not_fit(rank: int, world_size: int) -> None:
+    model = wrapped(0)
+    optimizer = adamw(model, False)
+    step(model, optimizer, 0)
+    before = full_state(model, optimizer)
+    state = before["optimizer"]
+    some = {name: s for name, s in state["state"].items() if name != "blocks.0.norm.weight"}
+    for from_rank0 in (False, True):
+        mine = {**state, "state": some} if rank == 0 or not from_rank0 else None
+        with pytest.raises(ValueError, match="or one of them is missing"):
+            checkpoint.load_full_optimizer_state_dict(model, optimizer, mine, from_rank0=from_rank0)
+    bad = {**before["model"], "cube": 3} if rank == 0 else {}
+    with pytest.raises(RuntimeError, match="cube is no tensor, but int"):
+        checkpoint.load_full_state_dict(model, bad, from_rank0=True)
+    if rank == 0:
+        # On one rank only.
+        optimizer.state[model.flat_param]["history"] = [1, 2]
+    with pytest.raises(TypeError, match=r"AdamW keeps 'history' \(list\)"):
+        checkpoint.full_optimizer_state_dict(model, optimizer)
+    optimizer.state[model.flat_param].pop("history", None)
+    assert equal(full_state(model, optimizer), before)
+
+
+def test_states_that_do_not_fit_raise_on_every_rank() -> None:
+    run_ranks(2, states_that_do_not_fit)
+
+
+def tensor_rate(rank: int, world_size: int, folder: str) -> None:
+    """A learning rate that is a tensor, as capturable optimizers have."""
+    model = wrapped(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.25))
+    step(model, optimizer, 0)
+    checkpoint.save(folder, model, optimizer)
+    resumed = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+    checkpoint.load(folder, model, resumed)
+    assert resumed.param_groups[0]["lr"] == 0.25
+
+
+def test_a_tensor_learning_rate_is_saved(tmp_path: Path) -> None:
+    run_ranks(2, tensor_rate, str(tmp_path))
+
+
+def test_names_of_several_roots_and_of_several_paths() -> None:
+    layer = FlatFSDP(nn.Linear(2, 2))
+    model = nn.Sequential(layer, FlatFSDP(nn.Linear(2, 2)), layer)
+    whole = checkpoint.consolidate([checkpoint.local_state_dict(model)], [checkpoint.local_metadata(model)])
+    assert equal(whole, {name: whole[name] for name in whole})
+    assert set(whole) == set(model.state_dict())
+    assert all(torch.equal(whole[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="Linear contains no FlatFSDP module"):
+        checkpoint.local_state_dict(nn.Linear(2, 2))

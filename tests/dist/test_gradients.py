@@ -180,6 +180,8 @@ def test_parameter_groups_over_flat_shards(world_size: int, flag: bool) -> None:
         ([{"lr": 1.0}], 'has no "params"'),
         ([{"params": ["head.wait"]}], "names 'head.wait', which is not a trained parameter"),
         ([{"params": lambda name, shape: False}], "selects no parameter"),
+        ([{"params": "head.bias"}], "is the string 'head.bias'"),
+        ([{"params": [torch.ones(1)]}], "something else than names"),
     ],
 )
 def test_senseless_groups_are_explained(groups: list[dict[str, Any]], message: str) -> None:
@@ -189,6 +191,13 @@ def test_senseless_groups_are_explained(groups: list[dict[str, Any]], message: s
     step(model, 0)
     with pytest.raises(ValueError, match="gradients already"):
         param_groups(model, [])
+    model.zero_grad()
+    param_groups(model, [])
+    with pytest.raises(ValueError, match="has cut this model's shards already"):
+        param_groups(model, [])
+    for norms in ((-1.0, 2.0), (1.0, 0.0)):
+        with pytest.raises(ValueError, match="make sense"):
+            model.clip_grad_norm_(*norms)
 
 
 def test_a_unit_with_two_paths_counts_once_in_the_norm() -> None:

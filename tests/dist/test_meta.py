@@ -102,3 +102,44 @@ def test_what_is_in_memory_already_keeps_its_values() -> None:
     weight = net[0].weight.detach().clone()
     model = FlatFSDP(net, device="cpu")
     assert torch.equal(model.state_dict()["0.weight"], weight)
+
+
+class Masked(nn.Module):
+    """Buffers only; `reset_parameters` forgets the integers."""
+
+    def __init__(self, forgets: bool) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("table", torch.ones(3), persistent=False)
+        self.forgets = forgets
+
+    def reset_parameters(self) -> None:
+        self.table.fill_(2.0)
+        if not self.forgets:
+            self.mask.fill_(True)
+
+
+def test_buffers_are_made_and_checked_too() -> None:
+    inner = FlatFSDP(nn.Linear(3, 3))
+    model = FlatFSDP(nn.Sequential(inner, on_meta(lambda: Masked(forgets=False))), device="cpu")
+    assert bool(model[1].mask.all()) and torch.equal(model[1].table, torch.full((3,), 2.0))
+    with pytest.raises(ValueError, match=r"0\.mask .* still uninitialised"):
+        FlatFSDP(on_meta(lambda: nn.Sequential(Masked(forgets=True))), device="cpu")
+
+
+def test_after_an_error_the_module_is_on_the_meta_device_again() -> None:
+    module = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), NoReset()))
+    for bad in (None, lambda owner: None):
+        with pytest.raises(ValueError, match="param_init_fn"):
+            FlatFSDP(module, device="cpu", param_init_fn=bad)
+    assert all(p.is_meta for p in module.parameters())
+    model = FlatFSDP(module, device="cpu", param_init_fn=init)
+    assert not any(value.isnan().any() for value in model.state_dict().values())
+
+
+def test_a_weight_tied_across_units_is_noticed_on_meta() -> None:
+    net = on_meta(lambda: nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)))
+    net[1].weight = net[0].weight
+    net[0] = FlatFSDP(net[0], device="cpu")
+    with pytest.raises(ValueError, match=r"1\.weight is tied to weight"):
+        FlatFSDP(net, device="cpu")

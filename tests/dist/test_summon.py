@@ -180,3 +180,38 @@ def between_microbatches(rank: int, world_size: int, flag: bool, reshard: bool) 
 @pytest.mark.parametrize("reshard", [False, True])
 def test_summoning_between_microbatches_keeps_gradients(flag: bool, reshard: bool) -> None:
     run_ranks(2, between_microbatches, flag, reshard)
+
+
+def lost_updates(rank: int, world_size: int) -> None:
+    """What would be overwritten at the end raises instead, and a bad parameter writes back none."""
+    model, _ = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.zeros(1, 2, dtype=torch.long)).backward()
+
+    def step_inside() -> None:
+        with model.summon_full_params():
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match="were written to"):
+        step_inside()
+    before = full_state_dict(model)
+
+    def write_inside_read_only() -> None:
+        with model.summon_full_params(writeback=False), model.summon_full_params():
+            pass
+
+    with pytest.raises(RuntimeError, match="inside one without would lose"):
+        write_inside_read_only()
+
+    def replace_one_badly() -> None:
+        with model.summon_full_params():
+            change(model)
+            model.embedding.weight = nn.Parameter(torch.zeros(3))
+
+    with pytest.raises(ValueError, match="was given shape"):
+        replace_one_badly()
+    assert all(torch.equal(v, before[k]) for k, v in full_state_dict(model).items())
+
+
+def test_nothing_is_lost_or_written_by_halves() -> None:
+    run_ranks(2, lost_updates)
