@@ -1,15 +1,15 @@
 """One wrapped module through forward and backward: when its parameters come and go, when it is done.
 
 In:   calls of the module (`before_forward`, `after_forward`), gradients (`landed`), autograd's hooks.
-Out:  `unshard`, `wait` and `reshard` on its groups, `Reducer.ready` when its last gradient has landed.
+Out:  `unshard`, `wait` and `reshard` on its groups, `Reducer.ready` when it is done.
 Next: `root.py` ends the backward for all units together.
 
     event             parameters                         gradients
     before_forward    unshard, prefetch, wait            -
     after_forward     reshard, unless kept (see below)   -
     _before_backward  unshard, prefetch, wait            -
-    landed            -                                  one more slot is in; the last one: ready to reduce
-    _free_if_done     reshard, unless kept               -
+    landed            -                                  one more slot is in
+    all done          reshard, unless kept               ready to reduce
     end_of_backward   reshard, unless kept               slots that got nothing are settled by the root
 
 Kept: with `reshard_after_forward=False` until the last backward of a step; the root module (unless
@@ -18,8 +18,8 @@ other.  Nothing is kept where no backward follows.
 
 All gradients having landed is not enough to free parameters in backward: a frozen parameter, or a use of
 `weight.detach()`, may still be needed for the gradient of the unit's inputs.  So each call of the module is
-an *open use* from the first gradient of its outputs to the last gradient of its inputs, and parameters are
-freed when everything has landed and no use is open.  Those of a unit around other units may also be needed
+an *open use* from the first gradient of its outputs to the last gradient of its inputs, and the unit is done
+when everything has landed and no use is open.  Parameters of a unit around other units may also be needed
 for the gradients of what those return, so they stay until the backward is over.
 """
 
@@ -62,6 +62,7 @@ class Unit:
         self._landed: defaultdict[int, set[int]] = defaultdict(set)
         self._reached_in: set[int] = set()
         self._open_uses: set[object] = set()
+        self._was_followed = False
 
     def add(self, group: FlatGroup) -> None:
         self.groups.append(group)
@@ -154,7 +155,7 @@ class Unit:
             handles.pop(key).remove()
             if not handles:
                 self._open_uses.discard(use)
-                self._free_if_done()
+                self._reduce_and_free_if_done()
 
         handles = {key: tensor.register_hook(partial(arrived, key)) for key, tensor in awaited.items()}
         return use
@@ -166,6 +167,7 @@ class Unit:
         self._reached_in.add(running_backward())
         if use is not None:
             self._open_uses.add(use)
+            self._was_followed = True
         self._use(self.root.order.before(order, position))
         for group in self.groups:
             group.params.begin_backward()
@@ -186,17 +188,19 @@ class Unit:
         slots = range(len(self.trained.layout.slots)) if index is None else (index,)
         self._landed[running_backward()].update(slots)
         if self.backward_done:
-            # More may come to a unit that nested backwards reach: it is reduced at the end.
-            if self.root.reduces and not self.root.in_nested_backward:
-                self.root.reducer.ready(self.trained)
-            self._free_if_done()
+            self._reduce_and_free_if_done()
 
-    def _free_if_done(self) -> None:
+    def _reduce_and_free_if_done(self) -> None:
         if self._contains_units or self._open_uses:
             return
         # A recomputation inside this unit runs a nested backward, after which the outer one goes on here.
-        if all(self._all_landed_in(backward) for backward in {running_backward(), *self._reached_in}):
-            self._free_after_backward()
+        if not all(self._all_landed_in(backward) for backward in {running_backward(), *self._reached_in}):
+            return
+        # Where nobody knows that no nested backward will bring more, the unit is reduced at the end.
+        if self.trained is not None and self._was_followed and not self.root.in_nested_backward:
+            if self.root.reduces:
+                self.root.reducer.ready(self.trained)
+        self._free_after_backward()
 
     def _free_after_backward(self) -> None:
         if self._reshard_after_forward or self.root.microbatch.is_last:
@@ -208,6 +212,7 @@ class Unit:
         self._landed.clear()
         self._reached_in.clear()
         self._open_uses.clear()
+        self._was_followed = False
 
     def abandon(self) -> None:
         """After an exception: frees parameters and drops gradients."""
@@ -216,6 +221,7 @@ class Unit:
         self._landed.clear()
         self._reached_in.clear()
         self._open_uses.clear()
+        self._was_followed = False
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
