@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatfsdp.autograd import in_backward, running_backward
+from flatfsdp.autograd import before_gradient_goes_on, in_backward, running_backward
 from flatfsdp.tensors import tensors_in
 from flatfsdp.unshard import FlatGroup, ShardState
 
@@ -134,7 +134,8 @@ class Unit:
         if differentiable:
             use = self._follow_inputs(inputs)
             for tensor in differentiable:
-                tensor.register_hook(partial(self._before_backward, use, self.root.order.current, position))
+                hook = partial(self._before_backward, use, self.root.order.current, position)
+                before_gradient_goes_on(tensor, hook)
         if in_backward():
             return
         # A backward that starts from something in which no tensor was found could not gather them again.
@@ -162,7 +163,7 @@ class Unit:
 
     # ---- backward ---------------------------------------------------------------------------------------
 
-    def _before_backward(self, use: object | None, order: list[Unit], position: int, _grad: Tensor) -> None:
+    def _before_backward(self, use: object | None, order: list[Unit], position: int, _grad: Any) -> None:
         self.root.begin_backward()
         self._reached_in.add(running_backward())
         if use is not None:
@@ -197,9 +198,9 @@ class Unit:
         if not all(self._all_landed_in(backward) for backward in {running_backward(), *self._reached_in}):
             return
         # Where nobody knows that no nested backward will bring more, the unit is reduced at the end.
-        if self.trained is not None and self._was_followed and not self.root.in_nested_backward:
-            if self.root.reduces:
-                self.root.reducer.ready(self.trained)
+        is_complete = self._was_followed and not self.root.in_nested_backward
+        if self.trained is not None and is_complete and self.root.reduces:
+            self.root.reducer.ready(self.trained)
         self._free_after_backward()
 
     def _free_after_backward(self) -> None:

@@ -13,6 +13,8 @@ import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
+_patch_unrepaired = interpreter._patch_lang_tensor
+
 _DTYPES = {
     "fp64": torch.float64,
     "fp32": torch.float32,
@@ -26,6 +28,7 @@ _DTYPES = {
 def repair() -> None:
     interpreter._convert_float = _convert_float
     interpreter.InterpreterBuilder.create_dot = _create_dot
+    interpreter._patch_lang_tensor = _patch_lang_tensor
 
 
 def _tensor(data: np.ndarray, dtype: tl.dtype) -> torch.Tensor:
@@ -42,6 +45,12 @@ def _convert_float(data: np.ndarray, source: tl.dtype, target: tl.dtype, _roundi
     converted = values.to(dtype).contiguous()
     width = getattr(np, f"uint{target.primitive_bitwidth}")
     return converted.view(torch.uint8).numpy().view(width).reshape(data.shape)
+
+
+def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+    """Bounds of loops are scalars, held as arrays of one element, which numpy 2.4 no longer converts."""
+    _patch_unrepaired(tensor, scope)
+    scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
 
 def _create_dot(

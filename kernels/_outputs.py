@@ -1,0 +1,169 @@
+"""What fused kernels write: the result in the activations' dtype, in FP8, or both; and the amax of it.
+
+Rowwise FP8 is [rows, cols]; columnwise FP8 is its transpose, [cols, rows] and contiguous, as Hopper's FP8
+matrix products take K-major operands only.  Both hold the same bytes.  Cast and amax take the FP32 value,
+before it is rounded to the activations' dtype, as in Transformer Engine's fused kernels:
+
+    q = clamp(value * scale, -limit, limit) as FP8;  NaN stays NaN
+    amax = max(amax, max |value|);  NaN wins
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from flatfsdp.kernels._triton import jit, tl
+from torch import Tensor
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+HIGH_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class Outputs(NamedTuple):
+    """The three forms of one result; None where not asked for."""
+
+    out: Tensor | None
+    rowwise: Tensor | None
+    columnwise: Tensor | None
+
+
+class Tile(NamedTuple):
+    """What one program works on at a time."""
+
+    rows: int
+    cols: int
+    warps: int
+
+
+def check_input(name: str, x: Tensor, dims: int = 2) -> None:
+    """
+    Raises:
+        ValueError: if `x` is not contiguous, has other dimensions, or is neither FP32, FP16 nor bf16.
+    """
+    if x.dim() != dims or x.dtype not in HIGH_DTYPES or not x.is_contiguous():
+        raise ValueError(
+            f"{name} is {x.dtype} of shape {tuple(x.shape)} and strides {x.stride()}; it must be contiguous, "
+            f"{dims}-dimensional, in FP32, FP16 or bf16"
+        )
+
+
+def check_like(
+    name: str, tensor: Tensor | None, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """
+    Raises:
+        ValueError: if `tensor` is not contiguous, on x's device, and of this shape and dtype.
+    """
+    if tensor is None:
+        return
+    is_same = tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.device == x.device
+    if not is_same or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; it must be contiguous, "
+            f"{dtype} of shape {shape} on {x.device}"
+        )
+
+
+def allocate_outputs(
+    x: Tensor,
+    cols: int,
+    *,
+    scale: Tensor | None,
+    amax: Tensor | None,
+    dtype: torch.dtype | None,
+    high_precision: bool,
+    rowwise: bool,
+    columnwise: bool,
+) -> Outputs:
+    """Allocates what is asked for, for a result of [x.shape[0], cols].
+
+    Args:
+        scale: FP32, one element; needed with `dtype`.
+        amax: FP32, one element, or None to record none.
+        dtype: of the FP8 outputs; None for none, and then `rowwise` does not count.
+        high_precision: whether the result is wanted in x's dtype, too.
+
+    Raises:
+        ValueError: if the options contradict each other.
+    """
+    for name, state in (("scale", scale), ("amax", amax)):
+        if state is not None and (state.numel(), state.dtype, state.device) != (1, torch.float32, x.device):
+            raise ValueError(
+                f"{name} is {state.dtype} {tuple(state.shape)} on {state.device}; it must be one FP32 number "
+                f"on {x.device}"
+            )
+    if dtype is None and columnwise:
+        raise ValueError("columnwise output is FP8 only: give a dtype, float8_e4m3fn or float8_e5m2")
+    if dtype is not None and dtype not in FP8_DTYPES:
+        raise ValueError(f"dtype is {dtype}; FP8 outputs are float8_e4m3fn or float8_e5m2")
+    if dtype is not None and scale is None:
+        raise ValueError(f"a cast to {dtype} needs a scale")
+    rowwise = rowwise and dtype is not None
+    if not (high_precision or rowwise or columnwise):
+        raise ValueError("no output is asked for: set high_precision, or a dtype and rowwise or columnwise")
+    rows = x.shape[0]
+    return Outputs(
+        x.new_empty(rows, cols) if high_precision else None,
+        x.new_empty(rows, cols, dtype=dtype) if rowwise else None,
+        x.new_empty(cols, rows, dtype=dtype) if columnwise else None,
+    )
+
+
+def write_outputs(
+    value: Tensor,
+    out: Tensor | None,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> None:
+    """Plain PyTorch; `value` is FP32 [rows, cols]."""
+    if amax is not None and value.numel():
+        # torch.maximum and torch.amax keep NaN.
+        amax.copy_(torch.maximum(amax, value.abs().amax()))
+    if out is not None:
+        out.copy_(value)
+    fp8 = rowwise if rowwise is not None else columnwise
+    if fp8 is None or scale is None:
+        return
+    limit = torch.finfo(fp8.dtype).max
+    quantized = (value * scale).clamp(-limit, limit).to(fp8.dtype)
+    if rowwise is not None:
+        rowwise.copy_(quantized)
+    if columnwise is not None:
+        columnwise.copy_(quantized.T)
+
+
+@jit
+def saturate(value, DTYPE: tl.constexpr):
+    """FP32 to FP8; NaN stays NaN."""
+    limit: tl.constexpr = 57344.0 if DTYPE.is_fp8e5() else 448.0
+    return tl.clamp(value, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
+
+
+@jit
+def record_amax(amax_ptr, value):
+    """Masked elements of `value` must be 0.
+
+    The bits of non-negative floats order like integers, with NaN above infinity; an integer maximum does not
+    depend on the order of programs.
+    """
+    bits = tl.abs(value).to(tl.int32, bitcast=True)
+    largest = tl.max(tl.max(bits, axis=1), axis=0)
+    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), largest, sem="relaxed")
+
+
+@jit
+def store_outputs(value, row, col, rows, cols, mask, out_ptr, rowwise_ptr, columnwise_ptr, scale_ptr):
+    """Stores an FP32 tile in each form whose pointer is not None; `row` are int64 indices."""
+    index = row[:, None] * cols + col[None, :]
+    if out_ptr is not None:
+        tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask)
+    if scale_ptr is not None:
+        scaled = value * tl.load(scale_ptr)
+        if rowwise_ptr is not None:
+            tl.store(rowwise_ptr + index, saturate(scaled, rowwise_ptr.dtype.element_ty), mask)
+        if columnwise_ptr is not None:
+            turned = tl.trans(saturate(scaled, columnwise_ptr.dtype.element_ty))
+            tl.store(columnwise_ptr + col[:, None].to(tl.int64) * rows + row[None, :], turned, tl.trans(mask))

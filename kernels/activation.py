@@ -1,0 +1,367 @@
+"""Activation functions and their gradients, with the cast to FP8, the transpose and fc1's bias gradient.
+
+    gelu    x * sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), which is the tanh form 0.5 x (1 + tanh(...))
+    silu    x * sigmoid(x)
+    relu    max(x, 0)
+    srelu   max(x, 0)^2
+    geglu, swiglu, reglu    f(a) * b with f = gelu, silu, relu, and x = [a | b], Transformer Engine's order
+
+The gradient is dy * f'(x); for x = [a | b] it is [dy * b * f'(a) | dy * f(a)].  Gelu by Hendrycks and Gimpel
+(2016), gated forms by Shazeer (2020), srelu by So et al. (2021).
+
+Bytes per element of y, with p bytes per element and g = 2 for gated functions, else 1:
+    forward   g p read; p written in high precision, 1 for each FP8 form
+    backward  (1 + g) p read; g p written in high precision, g for each FP8 form; column sums add 8 g / 64
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from flatfsdp.kernels._ops import operator
+from flatfsdp.kernels._outputs import (
+    Outputs,
+    Tile,
+    allocate_outputs,
+    check_input,
+    check_like,
+    record_amax,
+    store_outputs,
+    write_outputs,
+)
+from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from torch import Tensor
+
+GATED = {"geglu": "gelu", "swiglu": "silu", "reglu": "relu"}
+NAMES = ("gelu", "silu", "relu", "srelu", *GATED)
+TWO_ROOT_TWO_OVER_PI = 2 * math.sqrt(2 / math.pi)
+CUBIC = 0.044715
+SUMMED_ROWS = 64
+"""Rows of a tile when column sums are wanted: of each tile, one row of partial sums is written."""
+
+
+class ActivationBackward(NamedTuple):
+    """Gradient of the input; None where not asked for.  `column_sum` is FP32, [cols] of the input."""
+
+    dx: Tensor | None
+    rowwise: Tensor | None
+    columnwise: Tensor | None
+    column_sum: Tensor | None
+
+
+def forward_tile(is_transposed: bool) -> Tile:
+    """Square for the transpose, else wide."""
+    return Tile(64, 64, 4) if is_transposed else Tile(16, 256, 4)
+
+
+def backward_tile(is_transposed: bool, is_summed: bool) -> Tile:
+    return Tile(SUMMED_ROWS, 64, 8) if is_transposed or is_summed else Tile(16, 256, 8)
+
+
+def _value_and_slope_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """f(x) and f'(x) in plain PyTorch, FP32."""
+    if kind == "gelu":
+        share = torch.sigmoid(TWO_ROOT_TWO_OVER_PI * x * (1 + CUBIC * x * x))
+        inner_slope = TWO_ROOT_TWO_OVER_PI * (1 + 3 * CUBIC * x * x)
+        return x * share, share + x * share * (1 - share) * inner_slope
+    if kind == "silu":
+        share = torch.sigmoid(x)
+        return x * share, share + x * share * (1 - share)
+    positive = x.clamp(min=0)
+    if kind == "srelu":
+        return positive * positive, 2 * positive
+    return positive, (x > 0).float()
+
+
+def forward_reference(
+    x: Tensor,
+    kind: str,
+    is_gated: bool,
+    out: Tensor | None,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> None:
+    halves = x.float().chunk(2, 1) if is_gated else (x.float(),)
+    value, _ = _value_and_slope_of(halves[0], kind)
+    write_outputs(value * halves[1] if is_gated else value, out, rowwise, columnwise, scale, amax)
+
+
+def backward_reference(
+    dy: Tensor,
+    x: Tensor,
+    kind: str,
+    is_gated: bool,
+    dx: Tensor | None,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    column_sum: Tensor | None,
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> None:
+    grad = dy.float()
+    halves = x.float().chunk(2, 1) if is_gated else (x.float(),)
+    value, slope = _value_and_slope_of(halves[0], kind)
+    result = torch.cat([grad * halves[1] * slope, grad * value], 1) if is_gated else grad * slope
+    if column_sum is not None:
+        column_sum.copy_(result.sum(0))
+    write_outputs(result, dx, rowwise, columnwise, scale, amax)
+
+
+@jit
+def _value_and_slope(x, KIND: tl.constexpr, SLOPE_OF_INNER: tl.constexpr, CUBIC: tl.constexpr):
+    if KIND == "gelu":
+        share = tl.sigmoid(SLOPE_OF_INNER * x * (1 + CUBIC * x * x))
+        value = x * share
+        slope = share + x * share * (1 - share) * (SLOPE_OF_INNER * (1 + 3 * CUBIC * x * x))
+    elif KIND == "silu":
+        share = tl.sigmoid(x)
+        value = x * share
+        slope = share + x * share * (1 - share)
+    else:
+        value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        slope = tl.where(x > 0, 1.0, 0.0)
+        if KIND == "srelu":
+            slope = 2 * value
+            value = value * value
+    return value, slope
+
+
+@jit
+def _forward_kernel(
+    x_ptr,
+    out_ptr,
+    rowwise_ptr,
+    columnwise_ptr,
+    scale_ptr,
+    amax_ptr,
+    rows,
+    cols,
+    KIND: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    SLOPE_OF_INNER: tl.constexpr,
+    CUBIC: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    across = tl.cdiv(cols, BLOCK_COLS)
+    row = (tl.program_id(0) // across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    mask = (row < rows)[:, None] & (col < cols)[None, :]
+    index = row[:, None] * (2 * cols if IS_GATED else cols) + col[None, :]
+    x = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
+    value, _ = _value_and_slope(x, KIND, SLOPE_OF_INNER, CUBIC)
+    if IS_GATED:
+        value *= tl.load(x_ptr + index + cols, mask, 0.0).to(tl.float32)
+    if amax_ptr is not None:
+        record_amax(amax_ptr, value)
+    store_outputs(value, row, col, rows, cols, mask, out_ptr, rowwise_ptr, columnwise_ptr, scale_ptr)
+
+
+@jit
+def _backward_kernel(
+    dy_ptr,
+    x_ptr,
+    dx_ptr,
+    rowwise_ptr,
+    columnwise_ptr,
+    partial_ptr,
+    scale_ptr,
+    amax_ptr,
+    rows,
+    cols,
+    KIND: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    SLOPE_OF_INNER: tl.constexpr,
+    CUBIC: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    across = tl.cdiv(cols, BLOCK_COLS)
+    band = (tl.program_id(0) // across).to(tl.int64)
+    row = band * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    col_mask = col < cols
+    mask = (row < rows)[:, None] & col_mask[None, :]
+    width = 2 * cols if IS_GATED else cols
+    index = row[:, None] * width + col[None, :]
+    x = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
+    grad = tl.load(dy_ptr + row[:, None] * cols + col[None, :], mask, 0.0).to(tl.float32)
+    value, slope = _value_and_slope(x, KIND, SLOPE_OF_INNER, CUBIC)
+    if IS_GATED:
+        linear = tl.load(x_ptr + index + cols, mask, 0.0).to(tl.float32)
+        activated_grad = grad * linear * slope
+        linear_grad = grad * value
+        largest = tl.maximum(tl.abs(activated_grad), tl.abs(linear_grad), propagate_nan=tl.PropagateNan.ALL)
+    else:
+        activated_grad = grad * slope
+        largest = activated_grad
+    if amax_ptr is not None:
+        record_amax(amax_ptr, largest)
+    if partial_ptr is not None:
+        tl.store(partial_ptr + band * width + col, tl.sum(activated_grad, axis=0), col_mask)
+    store_outputs(activated_grad, row, col, rows, width, mask, dx_ptr, rowwise_ptr, columnwise_ptr, scale_ptr)
+    if IS_GATED:
+        if partial_ptr is not None:
+            tl.store(partial_ptr + band * width + cols + col, tl.sum(linear_grad, axis=0), col_mask)
+        store_outputs(
+            linear_grad, row, cols + col, rows, width, mask, dx_ptr, rowwise_ptr, columnwise_ptr, scale_ptr
+        )
+
+
+def forward_launch(
+    x: Tensor,
+    kind: str,
+    is_gated: bool,
+    out: Tensor | None,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> None:
+    rows, cols = x.shape[0], x.shape[1] // (2 if is_gated else 1)
+    tile = forward_tile(columnwise is not None)
+    with on_device_of(x):
+        _forward_kernel[(cdiv(rows, tile.rows) * cdiv(cols, tile.cols),)](
+            *(x, out, rowwise, columnwise, scale, amax, rows, cols),
+            *(kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC, tile.rows, tile.cols),
+            num_warps=tile.warps,
+        )
+
+
+def backward_launch(
+    dy: Tensor,
+    x: Tensor,
+    kind: str,
+    is_gated: bool,
+    dx: Tensor | None,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    column_sum: Tensor | None,
+    scale: Tensor | None,
+    amax: Tensor | None,
+) -> None:
+    rows, cols = dy.shape
+    tile = backward_tile(columnwise is not None, column_sum is not None)
+    bands = cdiv(rows, tile.rows)
+    partial = None if column_sum is None else column_sum.new_empty(bands, x.shape[1])
+    with on_device_of(x):
+        _backward_kernel[(bands * cdiv(cols, tile.cols),)](
+            *(dy, x, dx, rowwise, columnwise, partial, scale, amax, rows, cols),
+            *(kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC, tile.rows, tile.cols),
+            num_warps=tile.warps,
+        )
+    if partial is not None:
+        torch.sum(partial, 0, out=column_sum)
+
+
+_activation_forward = operator(
+    "activation_forward_(Tensor x, str kind, bool is_gated, Tensor(a!)? out, Tensor(b!)? rowwise, "
+    "Tensor(c!)? columnwise, Tensor? scale, Tensor(d!)? amax) -> ()",
+    reference=forward_reference,
+    launch=forward_launch,
+)
+_activation_backward = operator(
+    "activation_backward_(Tensor dy, Tensor x, str kind, bool is_gated, Tensor(a!)? dx, "
+    "Tensor(b!)? rowwise, Tensor(c!)? columnwise, Tensor(d!)? column_sum, Tensor? scale, "
+    "Tensor(e!)? amax) -> ()",
+    reference=backward_reference,
+    launch=backward_launch,
+)
+
+
+def activation_forward(
+    x: Tensor,
+    name: str,
+    *,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    high_precision: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+) -> Outputs:
+    """Applies an activation function.
+
+    Args:
+        x: [rows, cols], or [rows, 2 * cols] for gated functions; FP32, FP16 or bf16, contiguous.
+        name: gelu, silu, relu, srelu, geglu, swiglu or reglu.
+        scale: FP32, one element: what values are multiplied by before the cast to FP8.
+        amax: FP32, one element, becomes max(amax, max |y|) of the FP32 result, unscaled.
+        dtype: float8_e4m3fn or float8_e5m2, for the outputs that `rowwise` and `columnwise` ask for.
+        high_precision: whether y is wanted in x's dtype.
+
+    Returns:
+        `out` [rows, cols] in x's dtype, `rowwise` [rows, cols] and `columnwise` [cols, rows] in FP8.
+
+    Raises:
+        ValueError: if shapes, dtypes or options do not fit.
+    """
+    check_input("x", x)
+    cols = _cols(x, name)
+    outputs = allocate_outputs(
+        x,
+        cols,
+        scale=scale,
+        amax=amax,
+        dtype=dtype,
+        high_precision=high_precision,
+        rowwise=rowwise,
+        columnwise=columnwise,
+    )
+    _activation_forward(x, GATED.get(name, name), name in GATED, *outputs, scale, amax)
+    return outputs
+
+
+def activation_backward(
+    dy: Tensor,
+    x: Tensor,
+    name: str,
+    *,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    high_precision: bool = True,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    column_sum: bool = False,
+) -> ActivationBackward:
+    """Gradient of `activation_forward` with respect to x.
+
+    Args:
+        dy: [rows, cols], gradient of the result, in x's dtype.
+        x: what the forward was given.
+        column_sum: whether the sum over rows of the FP32 gradient is wanted, the bias gradient of the linear
+            layer before; it is deterministic.
+        scale, amax, dtype, high_precision, rowwise, columnwise: as in the forward, for the gradient.
+
+    Raises:
+        ValueError: if shapes, dtypes or options do not fit.
+    """
+    check_input("x", x)
+    check_like("dy", dy, x, (x.shape[0], _cols(x, name)), x.dtype)
+    outputs = allocate_outputs(
+        x,
+        x.shape[1],
+        scale=scale,
+        amax=amax,
+        dtype=dtype,
+        high_precision=high_precision,
+        rowwise=rowwise,
+        columnwise=columnwise,
+    )
+    sums = x.new_empty(x.shape[1], dtype=torch.float32) if column_sum else None
+    _activation_backward(dy, x, GATED.get(name, name), name in GATED, *outputs, sums, scale, amax)
+    return ActivationBackward(outputs.out, outputs.rowwise, outputs.columnwise, sums)
+
+
+def _cols(x: Tensor, name: str) -> int:
+    """Columns of the result."""
+    if name not in NAMES:
+        raise ValueError(f"there is no activation {name!r}; choose one of {', '.join(NAMES)}")
+    if name in GATED and x.shape[1] % 2:
+        raise ValueError(f"x has {x.shape[1]} columns; {name} needs two halves, [activated | linear]")
+    return x.shape[1] // 2 if name in GATED else x.shape[1]

@@ -1,0 +1,374 @@
+"""To FP8 in one pass: both layouts of the GEMM, the amax, and the column sums that a bias gradient is.
+
+    q          = clamp(float(x) * scale, -max, max) to FP8, round to nearest even; NaN stays NaN
+    rowwise    = q                  [rows, cols]
+    columnwise = q transposed       [cols, rows]; Hopper's FP8 GEMMs read operands along K only
+    amax       = max(amax, max |x|) before scaling; NaN wins
+    column_sum = sum over rows of float(x)
+
+Bytes per element, x of p bytes: p + 1 for each layout; column sums add 8 / 64.  The amax is a maximum of
+integers (the bits of |x|), which no order of programs changes; column sums are taken per band of 64 rows and
+then over the bands.  The clamp is explicit, because PyTorch before 2.13 turns what is too large into NaN.
+
+As Transformer Engine's cast + transpose + dbias.
+
+`transpose` and `transpose_many` turn around what is FP8 already, such as weights after an all-gather: 2 bytes
+per element.  A scale belongs to the whole tensor, so moving bytes is exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from flatfsdp.kernels._ops import operator
+from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels.flat import (
+    LOAD_BYTES,
+    device_table,
+    first_blocks,
+    is_aligned,
+    next_power_of_two,
+    tensor_of_block,
+)
+from torch import Tensor
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# Larger tiles need more registers: 168 at 64 x 128 with four warps, spills at 128 x 128.
+TILE = 64
+NUM_WARPS = 4
+# Bytes only; 128 of them fill a line of the cache in both directions.
+TRANSPOSE_TILE = 128
+TRANSPOSE_WARPS = 8
+
+
+class Cast(NamedTuple):
+    """What `cast` was asked for; the rest is None."""
+
+    rowwise: Tensor | None
+    """FP8 [rows, cols]."""
+    columnwise: Tensor | None
+    """FP8 [cols, rows]."""
+    column_sum: Tensor | None
+    """FP32 [cols]."""
+
+
+def reference(
+    x: Tensor,
+    scale: Tensor,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    amax: Tensor | None,
+    column_sum: Tensor | None,
+) -> None:
+    values = x.float()
+    for out in (rowwise, columnwise):
+        if out is not None:
+            largest = torch.finfo(out.dtype).max
+            q = (values * scale).clamp(-largest, largest).to(out.dtype)
+            out.copy_(q if out is rowwise else q.t())
+    if amax is not None:
+        # torch.maximum keeps NaN, as the kernel does.
+        amax.copy_(torch.maximum(amax, values.abs().amax()))
+    if column_sum is not None:
+        column_sum.copy_(values.sum(0))
+
+
+@jit
+def _cast_kernel(
+    x_ptr,
+    scale_ptr,
+    rowwise_ptr,
+    columnwise_ptr,
+    amax_bits_ptr,
+    band_sums_ptr,
+    rows,
+    cols,
+    LARGEST: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    tile = tl.program_id(0)
+    band = tile // tl.cdiv(cols, TILE)
+    row = band.to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    col = (tile % tl.cdiv(cols, TILE)) * TILE + tl.arange(0, TILE)[None, :]
+    mask = (row < rows) & (col < cols)
+    x = tl.load(x_ptr + row * cols + col, mask, 0.0).to(tl.float32)
+    scaled = x * tl.load(scale_ptr)
+    scaled = tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
+    if rowwise_ptr is not None:
+        q = scaled.to(rowwise_ptr.dtype.element_ty)
+        tl.store(rowwise_ptr + row * cols + col, q, mask)
+    if columnwise_ptr is not None:
+        q = scaled.to(columnwise_ptr.dtype.element_ty)
+        tl.store(columnwise_ptr + tl.trans(col.to(tl.int64) * rows + row), tl.trans(q), tl.trans(mask))
+    if amax_bits_ptr is not None:
+        # As integers, magnitudes are in order, with NaN above infinity.
+        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        tl.atomic_max(amax_bits_ptr, tl.max(magnitude), sem="relaxed")
+    if band_sums_ptr is not None:
+        sums = tl.sum(x, axis=0)[None, :]
+        tl.store(band_sums_ptr + band.to(tl.int64) * cols + col, sums, col < cols)
+
+
+def launch(
+    x: Tensor,
+    scale: Tensor,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    amax: Tensor | None,
+    column_sum: Tensor | None,
+) -> None:
+    rows, cols = x.shape
+    bands = cdiv(rows, TILE)
+    band_sums = None if column_sum is None else column_sum.new_empty(bands, cols)
+    out = rowwise if rowwise is not None else columnwise
+    assert out is not None
+    with on_device_of(x):
+        _cast_kernel[(bands * cdiv(cols, TILE),)](
+            x,
+            scale,
+            rowwise,
+            columnwise,
+            None if amax is None else amax.view(torch.int32),
+            band_sums,
+            rows,
+            cols,
+            torch.finfo(out.dtype).max,
+            TILE,
+            num_warps=NUM_WARPS,
+        )
+    if band_sums is not None:
+        torch.sum(band_sums, 0, out=column_sum)
+
+
+_cast = operator(
+    "cast_(Tensor x, Tensor scale, Tensor(a!)? rowwise, Tensor(b!)? columnwise, Tensor(c!)? amax, "
+    "Tensor(d!)? column_sum) -> ()",
+    reference=reference,
+    launch=launch,
+)
+
+
+def cast(
+    x: Tensor,
+    scale: Tensor,
+    dtype: torch.dtype,
+    *,
+    amax: Tensor | None = None,
+    rowwise: bool = True,
+    columnwise: bool = False,
+    column_sum: bool = False,
+) -> Cast:
+    """Casts `x` to FP8, in the layouts that the coming GEMMs read.
+
+    Args:
+        x: bf16, fp16 or FP32 [rows, cols], contiguous.
+        scale: FP32, one element, on x's device; what it multiplies with has to be divided by in the GEMM.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        amax: FP32, one element, never negative; raised in place to max |x| if that is larger.
+        rowwise: return q [rows, cols].
+        columnwise: return q transposed [cols, rows].
+        column_sum: return the sums over rows, FP32 [cols], of x before scaling.
+
+    Raises:
+        ValueError: if a shape or dtype does not fit, or neither layout is asked for.
+    """
+    if x.dim() != 2 or x.numel() == 0 or x.dtype not in INPUT_DTYPES or not x.is_contiguous():
+        raise ValueError(
+            f"x is {x.dtype} {tuple(x.shape)} with strides {x.stride()}; cast needs a contiguous matrix in "
+            "bf16, fp16 or FP32, of at least one element"
+        )
+    if dtype not in FP8_DTYPES:
+        raise ValueError(f"dtype is {dtype}; cast makes torch.float8_e4m3fn or torch.float8_e5m2")
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise and columnwise are both False; ask cast for at least one layout")
+    _check_scalar("scale", scale, x.device)
+    if amax is not None:
+        _check_scalar("amax", amax, x.device)
+    rows, cols = x.shape
+    result = Cast(
+        x.new_empty(rows, cols, dtype=dtype) if rowwise else None,
+        x.new_empty(cols, rows, dtype=dtype) if columnwise else None,
+        x.new_empty(cols, dtype=torch.float32) if column_sum else None,
+    )
+    _cast(x, scale, result.rowwise, result.columnwise, amax, result.column_sum)
+    return result
+
+
+def _check_scalar(name: str, tensor: Tensor, device: torch.device) -> None:
+    if tensor.dtype != torch.float32 or tensor.numel() != 1 or tensor.device != device:
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; cast needs one FP32 element "
+            f"on {device}"
+        )
+
+
+def transpose_reference(q: Tensor, out: Tensor) -> None:
+    out.view(torch.uint8).copy_(q.view(torch.uint8).t())
+
+
+@jit
+def _transpose_tile(q_ptr, out_ptr, rows, cols, tile, WHOLE: tl.constexpr, TILE: tl.constexpr):
+    if WHOLE:
+        _transpose_pairs(q_ptr, out_ptr, rows, cols, tile, TILE)
+    else:
+        _transpose_bytes(q_ptr, out_ptr, rows, cols, tile, TILE)
+
+
+@jit
+def _transpose_pairs(q_ptr, out_ptr, rows, cols, tile, TILE: tl.constexpr):
+    """Bytes of two rows become 16-bit pairs, which the hardware transposes (ldmatrix)."""
+    pairs = tl.multiple_of(rows // 2, 8)
+    pair = (tile // tl.cdiv(cols, TILE)).to(tl.int64) * (TILE // 2) + tl.arange(0, TILE // 2)[:, None]
+    col = (tile % tl.cdiv(cols, TILE)).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    mask = (pair < pairs) & (col < cols)
+    upper = tl.load(q_ptr + 2 * pair * cols + col, mask, 0).to(tl.uint16)
+    lower = tl.load(q_ptr + (2 * pair + 1) * cols + col, mask, 0).to(tl.uint16)
+    out_ptr = out_ptr.to(tl.pointer_type(tl.uint16))
+    tl.store(out_ptr + tl.trans(col * pairs + pair), tl.trans(upper | (lower << 8)), tl.trans(mask))
+
+
+@jit
+def _transpose_bytes(q_ptr, out_ptr, rows, cols, tile, TILE: tl.constexpr):
+    row = (tile // tl.cdiv(cols, TILE)).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
+    col = (tile % tl.cdiv(cols, TILE)).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    mask = (row < rows) & (col < cols)
+    q = tl.load(q_ptr + row * cols + col, mask, 0)
+    tl.store(out_ptr + tl.trans(col * rows + row), tl.trans(q), tl.trans(mask))
+
+
+@jit
+def _transpose_kernel(q_ptr, out_ptr, rows, cols, WHOLE: tl.constexpr, TILE: tl.constexpr):
+    _transpose_tile(q_ptr, out_ptr, rows, cols, tl.program_id(0), WHOLE, TILE)
+
+
+def transpose_launch(q: Tensor, out: Tensor) -> None:
+    rows, cols = q.shape
+    with on_device_of(q):
+        _transpose_kernel[(_tiles(q),)](
+            q.view(torch.uint8),
+            out.view(torch.uint8),
+            rows,
+            cols,
+            _is_whole(q, out),
+            TRANSPOSE_TILE,
+            num_warps=TRANSPOSE_WARPS,
+        )
+
+
+_transpose = operator(
+    "transpose_(Tensor q, Tensor(a!) out) -> ()", reference=transpose_reference, launch=transpose_launch
+)
+
+
+def transpose(q: Tensor) -> Tensor:
+    """The transpose [cols, rows], contiguous, of an FP8 matrix [rows, cols].
+
+    Raises:
+        ValueError: if `q` is not a contiguous FP8 matrix of at least one element.
+    """
+    _check_matrix("q", q)
+    out = q.new_empty(q.shape[1], q.shape[0])
+    _transpose(q, out)
+    return out
+
+
+def transpose_many_reference(like: Tensor, sources: list[Tensor], targets: list[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        transpose_reference(source, target)
+
+
+@jit
+def _transpose_many_kernel(table_ptr, n, N_POW2: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr):
+    tile = tl.program_id(0)
+    row_ptr = table_ptr + tensor_of_block(table_ptr, n, tile, N_POW2)
+    q_ptr = tl.load(row_ptr + n).to(tl.pointer_type(tl.uint8))
+    out_ptr = tl.load(row_ptr + 2 * n).to(tl.pointer_type(tl.uint8))
+    rows = tl.load(row_ptr + 3 * n)
+    cols = tl.load(row_ptr + 4 * n)
+    if WHOLE:
+        # What Triton finds out by itself about arguments, but not about what is loaded.
+        q_ptr = tl.multiple_of(q_ptr, 16)
+        out_ptr = tl.multiple_of(out_ptr, 16)
+        rows = tl.multiple_of(rows, 16)
+        cols = tl.multiple_of(cols, 16)
+    _transpose_tile(q_ptr, out_ptr, rows, cols, tile - tl.load(row_ptr), WHOLE, TILE)
+
+
+def transpose_many_launch(like: Tensor, sources: list[Tensor], targets: list[Tensor]) -> None:
+    starts, tiles = first_blocks([_tiles(source) for source in sources])
+    fields = [
+        starts,
+        [source.data_ptr() for source in sources],
+        [target.data_ptr() for target in targets],
+        [source.shape[0] for source in sources],
+        [source.shape[1] for source in sources],
+    ]
+    n = len(sources)
+    with on_device_of(like):
+        _transpose_many_kernel[(tiles,)](
+            device_table(fields, like.device),
+            n,
+            next_power_of_two(n),
+            all(_is_whole(*pair) for pair in zip(sources, targets, strict=True)),
+            TRANSPOSE_TILE,
+            num_warps=TRANSPOSE_WARPS,
+        )
+
+
+# `like` is there for the dispatch, which looks at the first argument.
+_transpose_many = operator(
+    "transpose_many_(Tensor like, Tensor[] sources, Tensor(a!)[] targets) -> ()",
+    reference=transpose_many_reference,
+    launch=transpose_many_launch,
+)
+
+
+def transpose_many(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Transposes many FP8 matrices in one launch, such as all weights of a unit after their all-gather.
+
+    Addresses and shapes go to the device in a table (see `flat.device_table`) rather than as arguments: one
+    compiled kernel then serves every list, and nothing waits for the device.
+
+    Args:
+        pairs: source [rows, cols] and target [cols, rows], contiguous, of one dtype; all on one device.
+
+    Raises:
+        ValueError: if a tensor is not a contiguous FP8 matrix, or source and target do not fit.
+    """
+    if not pairs:
+        return
+    device = pairs[0][0].device
+    for index, (source, target) in enumerate(pairs):
+        _check_matrix(f"pairs[{index}][0]", source)
+        _check_matrix(f"pairs[{index}][1]", target)
+        fits = target.shape == source.shape[::-1] and target.dtype == source.dtype
+        if not fits or not source.device == target.device == device:
+            raise ValueError(
+                f"pairs[{index}] is {source.dtype} {tuple(source.shape)} on {source.device} and "
+                f"{target.dtype} {tuple(target.shape)} on {target.device}; transpose_many needs the "
+                f"transposed shape, one dtype, and one device for all pairs, here {device}"
+            )
+    sources, targets = zip(*pairs, strict=True)
+    _transpose_many(sources[0], list(sources), list(targets))
+
+
+def _tiles(q: Tensor) -> int:
+    rows, cols = q.shape
+    return cdiv(rows, TRANSPOSE_TILE) * cdiv(cols, TRANSPOSE_TILE)
+
+
+def _is_whole(q: Tensor, out: Tensor) -> bool:
+    """Every row of both starts at a multiple of the widest load, as in all that an FP8 GEMM takes."""
+    return is_aligned(q, out) and all(size % LOAD_BYTES == 0 for size in q.shape)
+
+
+def _check_matrix(name: str, q: Tensor) -> None:
+    if q.dim() != 2 or q.numel() == 0 or q.dtype not in FP8_DTYPES or not q.is_contiguous():
+        raise ValueError(
+            f"{name} is {q.dtype} {tuple(q.shape)} with strides {q.stride()}; it has to be a contiguous FP8 "
+            "matrix of at least one element"
+        )

@@ -1,0 +1,264 @@
+"""Bias, dropout and residual in one pass; the mask is a function of (seed, offset) and is not stored.
+
+    out = residual + keep * (x + bias) / (1 - p)          rounded once
+    dx = keep * dy / (1 - p),  dbias = sum of dx over rows, in FP32
+
+Element (r, c) of [rows, cols] takes word c % 4 of Philox-4x32-10 (Salmon et al., 2011) with the key `seed`
+and the counter offset + r * ceil(cols / 4) + c // 4, in the order of tl.randint4x.  It is kept if the word,
+as a signed integer, is at least p * 2^32 - 2^31.  CPU and GPU hence drop the same elements.  A call uses up
+`counters(rows, cols)` counters.
+
+Bytes per element of p bytes: 3 p forward (2 p without residual), 2 p backward; column sums add 8 / 64.  Four
+elements share one Philox call of ten rounds: with a call for each, arithmetic and not memory is the limit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from flatfsdp.kernels._ops import operator
+from flatfsdp.kernels._outputs import Tile, check_input, check_like
+from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from torch import Tensor
+
+WORDS = 4
+ROUNDS = 10
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+LOW = 0xFFFFFFFF
+
+
+class DropoutBackward(NamedTuple):
+    """dx [rows, cols] in dy's dtype; dbias FP32 [cols], None if not asked for."""
+
+    dx: Tensor
+    dbias: Tensor | None
+
+
+def tile(is_summed: bool) -> Tile:
+    """Wide, or higher if one row of partial column sums is written per tile."""
+    return Tile(64, 64, 4) if is_summed else Tile(16, 256, 4)
+
+
+def counters(rows: int, cols: int) -> int:
+    """Philox counters of one call: the next call's offset is at least that much larger."""
+    return rows * cdiv(cols, WORDS)
+
+
+def threshold(p: float) -> int:
+    """Signed 32-bit words from here on are kept."""
+    return min(round(p * 2**32), 2**32 - 1) - 2**31
+
+
+def philox(seed: int, counter: Tensor) -> Tensor:
+    """Philox-4x32-10 in plain PyTorch: int64 counters [...] to signed words, int64 [..., 4].
+
+    Products wrap around modulo 2^64, so that an arithmetic shift and a mask give their upper halves exactly.
+    """
+    c0, c1 = counter & LOW, (counter >> 32) & LOW
+    c2 = c3 = torch.zeros_like(counter)
+    k0, k1 = seed & LOW, (seed >> 32) & LOW
+    for _ in range(ROUNDS):
+        product_0, product_1 = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]
+        c0, c2 = ((product_1 >> 32) & LOW) ^ c1 ^ k0, ((product_0 >> 32) & LOW) ^ c3 ^ k1
+        c1, c3 = product_1 & LOW, product_0 & LOW
+        k0, k1 = (k0 + KEY_STEPS[0]) & LOW, (k1 + KEY_STEPS[1]) & LOW
+    words = torch.stack([c0, c1, c2, c3], -1)
+    return words - ((words >> 31) << 32)
+
+
+def keep_mask(like: Tensor, p: float, seed: int, offset: int) -> Tensor:
+    """Which elements of `like`, [rows, cols], are kept; plain PyTorch, bool."""
+    rows, cols = like.shape
+    per_row = cdiv(cols, WORDS)
+    counter = offset + torch.arange(rows * per_row, device=like.device)
+    return philox(seed, counter).view(rows, per_row * WORDS)[:, :cols] >= threshold(p)
+
+
+def forward_reference(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, p: float, seed: int, offset: int
+) -> None:
+    value = x.float() if bias is None else x.float() + bias.float()
+    value = torch.where(keep_mask(x, p, seed, offset), value * (1 / (1 - p)), 0.0)
+    out.copy_(value if residual is None else residual.float() + value)
+
+
+def backward_reference(
+    dy: Tensor, dx: Tensor, dbias: Tensor | None, p: float, seed: int, offset: int
+) -> None:
+    value = torch.where(keep_mask(dy, p, seed, offset), dy.float() * (1 / (1 - p)), 0.0)
+    dx.copy_(value)
+    if dbias is not None:
+        dbias.copy_(value.sum(0))
+
+
+@jit
+def _is_kept(words, threshold):
+    return words.to(tl.int32, bitcast=True) >= threshold
+
+
+@jit
+def _keep(seed, offset, threshold, row, first_col, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    """Mask of a tile; `first_col` is a multiple of 4."""
+    group = first_col // 4 + tl.arange(0, BLOCK_COLS // 4)
+    counter = offset + row[:, None] * tl.cdiv(cols, 4) + group[None, :]
+    w0, w1, w2, w3 = tl.randint4x(seed, counter)
+    even = tl.join(_is_kept(w0, threshold), _is_kept(w2, threshold))
+    odd = tl.join(_is_kept(w1, threshold), _is_kept(w3, threshold))
+    return tl.reshape(tl.join(even, odd), [BLOCK_ROWS, BLOCK_COLS])
+
+
+@jit
+def _forward_kernel(
+    x_ptr,
+    bias_ptr,
+    residual_ptr,
+    out_ptr,
+    threshold,
+    factor,
+    seed: tl.int64,
+    offset: tl.int64,
+    rows,
+    cols,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    across = tl.cdiv(cols, BLOCK_COLS)
+    row = (tl.program_id(0) // across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first_col = (tl.program_id(0) % across) * BLOCK_COLS
+    col = first_col + tl.arange(0, BLOCK_COLS)
+    mask = (row < rows)[:, None] & (col < cols)[None, :]
+    index = row[:, None] * cols + col[None, :]
+    value = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
+    if bias_ptr is not None:
+        value += tl.load(bias_ptr + col, col < cols, 0.0).to(tl.float32)[None, :]
+    keep = _keep(seed, offset, threshold, row, first_col, cols, BLOCK_ROWS, BLOCK_COLS)
+    value = tl.where(keep, value * factor, 0.0)
+    if residual_ptr is not None:
+        value += tl.load(residual_ptr + index, mask, 0.0).to(tl.float32)
+    tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask)
+
+
+@jit
+def _backward_kernel(
+    dy_ptr,
+    dx_ptr,
+    partial_ptr,
+    threshold,
+    factor,
+    seed: tl.int64,
+    offset: tl.int64,
+    rows,
+    cols,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    across = tl.cdiv(cols, BLOCK_COLS)
+    band = (tl.program_id(0) // across).to(tl.int64)
+    row = band * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    first_col = (tl.program_id(0) % across) * BLOCK_COLS
+    col = first_col + tl.arange(0, BLOCK_COLS)
+    mask = (row < rows)[:, None] & (col < cols)[None, :]
+    index = row[:, None] * cols + col[None, :]
+    grad = tl.load(dy_ptr + index, mask, 0.0).to(tl.float32)
+    keep = _keep(seed, offset, threshold, row, first_col, cols, BLOCK_ROWS, BLOCK_COLS)
+    grad = tl.where(keep, grad * factor, 0.0)
+    tl.store(dx_ptr + index, grad.to(dx_ptr.dtype.element_ty), mask)
+    if partial_ptr is not None:
+        tl.store(partial_ptr + band * cols + col, tl.sum(grad, axis=0), col < cols)
+
+
+def forward_launch(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, p: float, seed: int, offset: int
+) -> None:
+    rows, cols = x.shape
+    block_rows, block_cols, warps = tile(is_summed=False)
+    with on_device_of(x):
+        _forward_kernel[(cdiv(rows, block_rows) * cdiv(cols, block_cols),)](
+            *(x, bias, residual, out, threshold(p), 1 / (1 - p), seed, offset, rows, cols),
+            *(block_rows, block_cols),
+            num_warps=warps,
+        )
+
+
+def backward_launch(dy: Tensor, dx: Tensor, dbias: Tensor | None, p: float, seed: int, offset: int) -> None:
+    rows, cols = dy.shape
+    block_rows, block_cols, warps = tile(is_summed=dbias is not None)
+    bands = cdiv(rows, block_rows)
+    partial = None if dbias is None else dbias.new_empty(bands, cols)
+    with on_device_of(dy):
+        _backward_kernel[(bands * cdiv(cols, block_cols),)](
+            *(dy, dx, partial, threshold(p), 1 / (1 - p), seed, offset, rows, cols),
+            *(block_rows, block_cols),
+            num_warps=warps,
+        )
+    if partial is not None:
+        torch.sum(partial, 0, out=dbias)
+
+
+_dropout_forward = operator(
+    "dropout_forward_(Tensor x, Tensor? bias, Tensor? residual, Tensor(a!) out, float p, int seed, "
+    "int offset) -> ()",
+    reference=forward_reference,
+    launch=forward_launch,
+)
+_dropout_backward = operator(
+    "dropout_backward_(Tensor dy, Tensor(a!) dx, Tensor(b!)? dbias, float p, int seed, int offset) -> ()",
+    reference=backward_reference,
+    launch=backward_launch,
+)
+
+
+def dropout_forward(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, *, seed: int, offset: int
+) -> Tensor:
+    """residual + dropout(x + bias), [rows, cols] in x's dtype.
+
+    Args:
+        x: [rows, cols], FP32, FP16 or bf16, contiguous.
+        bias: [cols] in x's dtype, or None.
+        residual: [rows, cols] in x's dtype, or None; its gradient is dy.
+        p: probability of dropping an element, 0 <= p < 1.
+        seed: 0 <= seed < 2^63.
+        offset: first Philox counter, 0 <= offset; see `counters`.
+
+    Raises:
+        ValueError: if shapes, dtypes or numbers do not fit.
+    """
+    check_input("x", x)
+    check_like("bias", bias, x, (x.shape[1],), x.dtype)
+    check_like("residual", residual, x, (x.shape[0], x.shape[1]), x.dtype)
+    _check_numbers(x, p, seed, offset)
+    out = torch.empty_like(x)
+    _dropout_forward(x, bias, residual, out, p, seed, offset)
+    return out
+
+
+def dropout_backward(
+    dy: Tensor, p: float, *, seed: int, offset: int, column_sum: bool = False
+) -> DropoutBackward:
+    """Gradients of `dropout_forward` with the same p, seed and offset.
+
+    Args:
+        dy: [rows, cols], FP32, FP16 or bf16, contiguous.
+        column_sum: whether the gradient of the bias is wanted, FP32 and deterministic.
+
+    Raises:
+        ValueError: if shapes, dtypes or numbers do not fit.
+    """
+    check_input("dy", dy)
+    _check_numbers(dy, p, seed, offset)
+    dx = torch.empty_like(dy)
+    dbias = dy.new_empty(dy.shape[1], dtype=torch.float32) if column_sum else None
+    _dropout_backward(dy, dx, dbias, p, seed, offset)
+    return DropoutBackward(dx, dbias)
+
+
+def _check_numbers(x: Tensor, p: float, seed: int, offset: int) -> None:
+    if not 0 <= p < 1:
+        raise ValueError(f"p is {p}; dropout needs 0 <= p < 1")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; dropout needs 0 <= seed < 2^63")
+    if not 0 <= offset < 2**63 - counters(*x.shape):
+        raise ValueError(f"offset is {offset}; dropout needs 0 <= offset and all counters below 2^63")

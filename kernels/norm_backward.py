@@ -1,0 +1,253 @@
+"""Gradients of LayerNorm and RMSNorm; x is what was normalized (the sum, if a residual was added).
+
+    z = (x - mean) * rstd,  g = dy * weight        1 + weight in place of weight if `zero_centered`
+    dx = (g - z * sum(g * z) / n - sum(g) / n) * rstd + d_residual      the second sum in LayerNorm only
+    dweight = sum of dy * z over rows,  dbias = sum of dy over rows
+
+`d_residual` is the gradient that reaches the sum from elsewhere; it is added before dx is rounded.
+
+Bytes per element of p bytes: 2 p read, p more with `d_residual`, p written.  Rows of more than 8192 elements
+need another 2 p: their weight gradients do not fit into registers beside dx and get a kernel of their own.
+
+Weight gradients are FP32 and deterministic: each program sums the rows it owns, and torch.sum adds up the
+programs.  How many programs there are depends on the shape only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from flatfsdp.kernels._ops import operator
+from flatfsdp.kernels._outputs import HIGH_DTYPES, check_input, check_like
+from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from torch import Tensor
+
+WIDEST_FUSED = 8192
+"""Columns up to which one kernel yields dx and the weight gradients."""
+SUM_ROWS, SUM_COLS, SUM_PROGRAMS = 32, 128, 16
+
+
+class NormBackward(NamedTuple):
+    """dx [rows, cols] in x's dtype, dweight and dbias FP32 [cols]; dbias is None for RMSNorm."""
+
+    dx: Tensor
+    dweight: Tensor
+    dbias: Tensor | None
+
+
+class Tile(NamedTuple):
+    rows: int
+    cols: int
+    warps: int
+    programs: int
+
+
+def tile(cols: int) -> Tile:
+    """Whole rows, 16 elements per thread; as many programs as 132 multiprocessors hold at once."""
+    width = max(16, 1 << (cols - 1).bit_length())
+    warps = min(32, max(8, width // 512))
+    return Tile(max(1, 4096 // width), width, warps, 264 if warps == 8 else 132)
+
+
+def reference(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    d_residual: Tensor | None,
+    dx: Tensor,
+    weight_grads: Tensor,
+    zero_centered: bool,
+) -> None:
+    grad, value = dy.float(), x.float()
+    if mean is not None:
+        value = value - mean[:, None]
+    value = value * rstd[:, None]
+    weight_grads[0] = (grad * value).sum(0)
+    if mean is not None:
+        weight_grads[1] = grad.sum(0)
+    grad = grad * (weight.float() + 1 if zero_centered else weight.float())
+    result = grad - value * (grad * value).mean(1, keepdim=True)
+    if mean is not None:
+        result = result - grad.mean(1, keepdim=True)
+    result = result * rstd[:, None]
+    dx.copy_(result if d_residual is None else result + d_residual.float())
+
+
+@jit
+def _normalized(x_ptr, mean_ptr, rstd, row, row_mask, index, mask):
+    value = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
+    if mean_ptr is not None:
+        value -= tl.load(mean_ptr + row, row_mask, 0.0)[:, None]
+    return tl.where(mask, value * rstd[:, None], 0.0)
+
+
+@jit
+def _backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    d_residual_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    rows,
+    rows_per_program,
+    COLS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    col = tl.arange(0, BLOCK_COLS)
+    col_mask = col < COLS
+    weight = tl.load(weight_ptr + col, col_mask, 0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
+    dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    first = program * rows_per_program
+    last = tl.minimum(first + rows_per_program, rows)
+    for start in tl.range(first, last, BLOCK_ROWS, num_stages=2):
+        row = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+        row_mask = row < last
+        mask = row_mask[:, None] & col_mask[None, :]
+        index = row[:, None] * COLS + col[None, :]
+        rstd = tl.load(rstd_ptr + row, row_mask, 0.0)
+        grad = tl.load(dy_ptr + index, mask, 0.0).to(tl.float32)
+        value = _normalized(x_ptr, mean_ptr, rstd, row, row_mask, index, mask)
+        if dweight_ptr is not None:
+            dweight += grad * value
+        if dbias_ptr is not None:
+            dbias += grad
+        grad *= weight[None, :]
+        result = grad - value * (tl.sum(grad * value, axis=1) / COLS)[:, None]
+        if mean_ptr is not None:
+            result -= (tl.sum(grad, axis=1) / COLS)[:, None]
+        result *= rstd[:, None]
+        if d_residual_ptr is not None:
+            result += tl.load(d_residual_ptr + index, mask, 0.0).to(tl.float32)
+        tl.store(dx_ptr + index, result.to(dx_ptr.dtype.element_ty), mask)
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + program * COLS + col, tl.sum(dweight, axis=0), col_mask)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + program * COLS + col, tl.sum(dbias, axis=0), col_mask)
+
+
+@jit
+def _weight_kernel(
+    dy_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    rows,
+    rows_per_program,
+    COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    program = tl.program_id(1)
+    col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    col_mask = col < COLS
+    dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    first = program * rows_per_program
+    last = tl.minimum(first + rows_per_program, rows)
+    for start in tl.range(first, last, BLOCK_ROWS, num_stages=3):
+        row = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+        row_mask = row < last
+        mask = row_mask[:, None] & col_mask[None, :]
+        index = row[:, None] * COLS + col[None, :]
+        rstd = tl.load(rstd_ptr + row, row_mask, 0.0)
+        grad = tl.load(dy_ptr + index, mask, 0.0).to(tl.float32)
+        dweight += grad * _normalized(x_ptr, mean_ptr, rstd, row, row_mask, index, mask)
+        if dbias_ptr is not None:
+            dbias += grad
+    tl.store(dweight_ptr + program * COLS + col, tl.sum(dweight, axis=0), col_mask)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + program * COLS + col, tl.sum(dbias, axis=0), col_mask)
+
+
+def launch(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    d_residual: Tensor | None,
+    dx: Tensor,
+    weight_grads: Tensor,
+    zero_centered: bool,
+) -> None:
+    rows, cols = x.shape
+    block_rows, block_cols, warps, most = tile(cols)
+    rows_each = block_rows * cdiv(rows, block_rows * most)
+    programs = cdiv(rows, rows_each) if rows else 0
+    is_fused = cols <= WIDEST_FUSED
+    sum_rows = rows_each if is_fused else SUM_ROWS * cdiv(rows, SUM_ROWS * SUM_PROGRAMS)
+    partial = weight_grads.new_empty(weight_grads.shape[0], cdiv(rows, sum_rows) if rows else 0, cols)
+    dweight, dbias = partial[0], partial[1] if mean is not None else None
+    inside = (dweight, dbias) if is_fused else (None, None)
+    with on_device_of(x):
+        _backward_kernel[(programs,)](
+            *(dy, x, weight, mean, rstd, d_residual, dx, *inside),
+            *(rows, rows_each, cols, zero_centered, block_rows, block_cols),
+            num_warps=warps,
+        )
+        if not is_fused:
+            _weight_kernel[(cdiv(cols, SUM_COLS), partial.shape[1])](
+                dy, x, mean, rstd, dweight, dbias, rows, sum_rows, cols, SUM_ROWS, SUM_COLS
+            )
+    torch.sum(partial, 1, out=weight_grads)
+
+
+_norm_backward = operator(
+    "norm_backward_(Tensor dy, Tensor x, Tensor weight, Tensor? mean, Tensor rstd, Tensor? d_residual, "
+    "Tensor(a!) dx, Tensor(b!) weight_grads, bool zero_centered) -> ()",
+    reference=reference,
+    launch=launch,
+)
+
+
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    *,
+    rms: bool,
+    zero_centered: bool = False,
+    d_residual: Tensor | None = None,
+) -> NormBackward:
+    """Gradients of `norm_forward`.
+
+    Args:
+        dy: [rows, cols], gradient of the result, in x's dtype.
+        x: `NormForward.summed`, [rows, cols], FP32, FP16 or bf16.
+        weight: [cols].
+        mean, rstd: FP32 [rows], from the forward; mean is None if `rms`.
+        d_residual: [rows, cols] in x's dtype, gradient that reaches x by other ways; added to dx.
+
+    Raises:
+        ValueError: if shapes, dtypes or options do not fit.
+    """
+    check_input("x", x)
+    rows, cols = x.shape
+    if rms != (mean is None):
+        raise ValueError("mean must be None for RMSNorm, and that of the forward for LayerNorm")
+    for name, tensor in (("dy", dy), ("d_residual", d_residual)):
+        check_like(name, tensor, x, (rows, cols), x.dtype)
+    for name, tensor in (("mean", mean), ("rstd", rstd)):
+        check_like(name, tensor, x, (rows,), torch.float32)
+    check_like("weight", weight, x, (cols,), weight.dtype if weight.dtype in HIGH_DTYPES else x.dtype)
+    dx = torch.empty_like(x)
+    weight_grads = x.new_empty(1 if rms else 2, cols, dtype=torch.float32)
+    _norm_backward(dy, x, weight, mean, rstd, d_residual, dx, weight_grads, zero_centered)
+    return NormBackward(dx, weight_grads[0], None if rms else weight_grads[1])

@@ -1,0 +1,206 @@
+"""Weight gradients on the GPU: fused is unfused bit for bit, in place, right, and the same in every run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from flatfsdp.kernels import wgrad as module
+from flatfsdp.kernels.accumulate import accumulate
+from flatfsdp.kernels.wgrad import wgrad, wgrad_unfused
+from torch import Tensor
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+        reason="needs a CUDA device with FP8 GEMMs",
+    ),
+]
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+TOKENS = 8192
+SHAPES = pytest.mark.parametrize(
+    ("out", "inner"), [(28672, 4096), (4096, 14336), (4096, 4096)], ids=["gate_up", "down", "out"]
+)
+ACCUMULATORS = pytest.mark.parametrize("split_accumulator", [True, False], ids=["split", "fast"])
+
+Wgrad = Callable[..., None]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+    torch.cuda.empty_cache()
+
+
+def operands(out: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dy and x as `wgrad` takes them; in FP8 E5M2 and E4M3, transposed."""
+    if dtype == E4M3:
+        dy = torch.randn(out, TOKENS, device="cuda").to(E5M2)
+        return dy, torch.randn(inner, TOKENS, device="cuda").to(E4M3)
+    return tuple(torch.randn(TOKENS, size, device="cuda").to(dtype) for size in (out, inner))
+
+
+def scale_inv(exponent: int) -> Tensor:
+    return torch.full((1,), 2.0**exponent, device="cuda")
+
+
+def accumulated(
+    run: Wgrad, microbatches: list[tuple[Tensor, Tensor]], shape: tuple[int, int], **options: bool
+) -> Tensor:
+    """The sum over microbatches, each with its own scales if it is FP8, from a poisoned buffer."""
+    target = torch.full(shape, torch.nan, device="cuda")
+    for index, (dy, x) in enumerate(microbatches):
+        scales = {}
+        if dy.dtype == E5M2:
+            scales = {"dy_scale_inv": scale_inv(-9 - index), "x_scale_inv": scale_inv(index - 2)}
+        run(target, dy, x, first=index == 0, **scales, **options)
+    return target
+
+
+@SHAPES
+@ACCUMULATORS
+def test_fp8_fused_is_unfused_bit_for_bit_in_every_run(out: int, inner: int, split_accumulator: bool) -> None:
+    microbatches = [operands(out, inner, E4M3) for _ in range(3)]
+    options = {"split_accumulator": split_accumulator}
+    fused = accumulated(wgrad, microbatches, (out, inner), **options)
+    assert fused.isfinite().all()
+    assert torch.equal(fused, accumulated(wgrad_unfused, microbatches, (out, inner), **options))
+    assert torch.equal(fused, accumulated(wgrad, microbatches, (out, inner), **options))
+
+
+@SHAPES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_high_precision_fused_is_unfused_bit_for_bit_in_every_run(
+    out: int, inner: int, dtype: torch.dtype
+) -> None:
+    microbatches = [operands(out, inner, dtype) for _ in range(3)]
+    fused = accumulated(wgrad, microbatches, (out, inner))
+    assert fused.isfinite().all()
+    assert torch.equal(fused, accumulated(wgrad_unfused, microbatches, (out, inner)))
+    assert torch.equal(fused, accumulated(wgrad, microbatches, (out, inner)))
+
+
+def relative_error(ours: Tensor, dy_t: Tensor, x_t: Tensor, factor: float = 1.0) -> float:
+    """Of 256 rows, against float64."""
+    rows = torch.randperm(dy_t.shape[0], device="cuda")[:256]
+    wanted = dy_t.view(torch.uint8)[rows].view(dy_t.dtype) if dy_t.dtype == E5M2 else dy_t[rows]
+    exact = wanted.double() @ x_t.double().t() * factor
+    return ((ours[rows].double() - exact).norm() / exact.norm()).item()
+
+
+@SHAPES
+def test_fp8_against_float64(out: int, inner: int) -> None:
+    dy, x = operands(out, inner, E4M3)
+    errors = []
+    for split_accumulator in (True, False):
+        target = torch.full((out, inner), torch.nan, device="cuda")
+        scales = {"dy_scale_inv": scale_inv(-9), "x_scale_inv": scale_inv(-2)}
+        for first in (True, False):
+            wgrad(target, dy, x, first=first, split_accumulator=split_accumulator, **scales)
+        errors.append(relative_error(target, dy, x, factor=2 * 2.0**-11))
+    split, fast = errors
+    print(f"relative error, split {split:.1e}, fast {fast:.1e}")
+    assert split < 1e-3 and fast < 2e-2
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert split < fast, "the flag for the accumulator has an effect"
+
+
+@SHAPES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_high_precision_against_float64(out: int, inner: int, dtype: torch.dtype) -> None:
+    dy, x = operands(out, inner, dtype)
+    target = torch.full((out, inner), torch.nan, device="cuda")
+    for first in (True, False):
+        wgrad(target, dy, x, first=first)
+    assert relative_error(target, dy.t(), x.t(), factor=2.0) < 1e-5
+
+
+@pytest.mark.parametrize(("dy_dtype", "x_dtype"), [(E5M2, E4M3), (E4M3, E4M3), (E4M3, E5M2)])
+@pytest.mark.parametrize(("out", "inner", "tokens"), [(16, 32, 48), (272, 80, 1040)])
+def test_small_integers_are_exact(
+    out: int, inner: int, tokens: int, dy_dtype: torch.dtype, x_dtype: torch.dtype
+) -> None:
+    """Odd sizes, both formats on both sides, scales with the right operand."""
+    dy, x = (torch.randint(-4, 5, (size, tokens), device="cuda").float() for size in (out, inner))
+    target = torch.full((out, inner), torch.nan, device="cuda")
+    for index in range(2):
+        scales = {"dy_scale_inv": scale_inv(index), "x_scale_inv": scale_inv(3)}
+        wgrad(target, dy.to(dy_dtype), x.to(x_dtype), first=index == 0, **scales)
+    assert torch.equal(target.double(), 24 * (dy.double() @ x.double().t()))
+
+
+@pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16], ids=["fp8", "bf16"])
+def test_in_place_means_no_temporary_of_the_targets_size(dtype: torch.dtype) -> None:
+    if dtype == E4M3:
+        pytest.importorskip("nvmath")
+    microbatches = [operands(4096, 14336, dtype)] * 2
+    accumulated(wgrad, microbatches, (4096, 14336))  # plans and cuBLAS's own workspace
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    target = accumulated(wgrad, microbatches, (4096, 14336))
+    size = target.numel() * target.element_size()
+    assert torch.cuda.max_memory_allocated() - before - size <= module.MAX_WORKSPACE + (1 << 20) < size
+
+
+def test_bits_do_not_depend_on_the_slot_of_the_flat_buffer() -> None:
+    """A slot begins at a multiple of 64 bytes, a tensor of its own at one of 512."""
+    dy, x = operands(1024, 2048, E4M3)
+    scales = {"dy_scale_inv": scale_inv(0), "x_scale_inv": scale_inv(0)}
+    own = torch.full((1024, 2048), torch.nan, device="cuda")
+    flat = torch.full((16 + own.numel() + 16,), 5.0, device="cuda")
+    slot = flat[16:-16].view_as(own)
+    for first in (True, False):
+        wgrad(own, dy, x, first=first, **scales)
+        wgrad(slot, dy, x, first=first, **scales)
+    assert torch.equal(own, slot)
+    assert (flat[:16] == 5).all() and (flat[-16:] == 5).all()
+
+
+def test_threads_and_streams_do_not_mix_their_scales() -> None:
+    dy, x = operands(256, 512, E4M3)
+    expected = torch.empty(256, 512, device="cuda")
+    wgrad(expected, dy, x, first=True, dy_scale_inv=scale_inv(0), x_scale_inv=scale_inv(0))
+    targets = [torch.full((256, 512), torch.nan, device="cuda") for _ in range(4)]
+    torch.cuda.synchronize()
+
+    def work(exponent: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            scales = {"dy_scale_inv": scale_inv(exponent), "x_scale_inv": scale_inv(0)}
+            for index in range(50):
+                wgrad(targets[exponent], dy, x, first=index == 0, **scales)
+            torch.cuda.current_stream().synchronize()
+
+    threads = [threading.Thread(target=work, args=(exponent,)) for exponent in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reference = torch.empty_like(expected)
+    for index in range(50):
+        accumulate(reference, expected, first=index == 0)
+    for exponent, target in enumerate(targets):
+        assert torch.equal(target, reference * 2.0**exponent)
+
+
+def test_the_host_does_not_wait() -> None:
+    dy, x = operands(256, 512, E4M3)
+    target, one = torch.empty(256, 512, device="cuda"), scale_inv(0)
+    for synchronising in ("default", "error"):  # the first call makes the plan
+        torch.cuda.set_sync_debug_mode(synchronising)
+        try:
+            wgrad(target, dy, x, first=True, dy_scale_inv=one, x_scale_inv=one)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_without_nvmath_fused_is_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_cublas_lt", lambda: None)
+    microbatches = [operands(1024, 2048, E4M3) for _ in range(3)]
+    fused = accumulated(wgrad, microbatches, (1024, 2048))
+    assert torch.equal(fused, accumulated(wgrad_unfused, microbatches, (1024, 2048)))
+    once = accumulated(wgrad, microbatches[:1], (1024, 2048))
+    assert relative_error(once, *microbatches[0], factor=2.0**-11) < 1e-3

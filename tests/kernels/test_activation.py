@@ -1,0 +1,313 @@
+"""Activations against float64; FP8 outputs bit for bit against the FP32 result of the same call."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from flatfsdp.kernels import activation
+from flatfsdp.kernels._outputs import Outputs, Tile
+from flatfsdp.kernels.activation import GATED, NAMES, ActivationBackward
+from torch import Tensor
+
+from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+
+FORWARD = pytest.mark.parametrize(
+    "run", [activation.forward_reference, activation.forward_launch], ids=["reference", "kernel"]
+)
+BACKWARD = pytest.mark.parametrize(
+    "run", [activation.backward_reference, activation.backward_launch], ids=["reference", "kernel"]
+)
+FUNCTIONS = pytest.mark.parametrize("name", NAMES)
+EXACT = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "srelu": lambda x: F.relu(x).square(),
+}
+
+
+def garbage(*shape: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full(shape, torch.nan, device=like.device).to(dtype)
+
+
+def outputs(like: Tensor, rows: int, cols: int, dtype: torch.dtype | None, columnwise: bool) -> Outputs:
+    return Outputs(
+        garbage(rows, cols, like=like, dtype=like.dtype),
+        None if dtype is None else garbage(rows, cols, like=like, dtype=dtype),
+        garbage(cols, rows, like=like, dtype=dtype) if dtype and columnwise else None,
+    )
+
+
+def activate(
+    run: Any,
+    x: Tensor,
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    columnwise: bool = False,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> Outputs:
+    """`activation_forward` by the given implementation, into garbage."""
+    rows, cols = x.shape[0], x.shape[1] // (2 if name in GATED else 1)
+    result = outputs(x, rows, cols, dtype, columnwise)
+    run(x, GATED.get(name, name), name in GATED, *result, scale, amax)
+    return result
+
+
+def gradient(
+    run: Any,
+    dy: Tensor,
+    x: Tensor,
+    name: str,
+    *,
+    dtype: torch.dtype | None = None,
+    columnwise: bool = False,
+    column_sum: bool = False,
+    scale: Tensor | None = None,
+    amax: Tensor | None = None,
+) -> ActivationBackward:
+    result = outputs(x, *x.shape, dtype, columnwise)
+    sums = garbage(x.shape[1], like=x) if column_sum else None
+    run(dy, x, GATED.get(name, name), name in GATED, *result, sums, scale, amax)
+    return ActivationBackward(result.out, result.rowwise, result.columnwise, sums)
+
+
+def exact(x: Tensor, name: str) -> Tensor:
+    if name in GATED:
+        activated, linear = x.chunk(2, 1)
+        return EXACT[GATED[name]](activated) * linear
+    return EXACT[name](x)
+
+
+def inputs(
+    rows: int, cols: int, name: str, device: str, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """dy and x."""
+    width = 2 * cols if name in GATED else cols
+    return (
+        torch.randn(rows, cols, device=device).to(dtype),
+        (2 * torch.randn(rows, width, device=device)).to(dtype),
+    )
+
+
+def error(ours: Tensor | None, theirs: Tensor) -> float:
+    """Relative, by the Frobenius norm."""
+    assert ours is not None
+    return ((ours.double() - theirs).norm() / theirs.norm()).item()
+
+
+def check_casts(
+    out: Tensor | None,
+    rowwise: Tensor | None,
+    columnwise: Tensor | None,
+    scale: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    assert out is not None and rowwise is not None and columnwise is not None
+    limit = torch.finfo(dtype).max
+    expected = (out * scale).clamp(-limit, limit).to(dtype)
+    assert (expected.float().abs() == limit).any() and expected.isnan().any()
+    torch.testing.assert_close(rowwise.float(), expected.float(), rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(columnwise.view(torch.uint8), rowwise.T.contiguous().view(torch.uint8))
+
+
+@FORWARD
+@FUNCTIONS
+def test_forward_against_float64(run: Any, name: str, device: str) -> None:
+    for rows, cols in ((5, 48), (67, 80), (3, 1000)):
+        _, x = inputs(rows, cols, name, device)
+        assert error(activate(run, x, name).out, exact(x.double(), name)) < 1e-6
+
+
+@BACKWARD
+@FUNCTIONS
+@pytest.mark.parametrize("column_sum", [False, True])
+def test_backward_against_float64(run: Any, name: str, column_sum: bool, device: str) -> None:
+    for rows, cols in ((5, 48), (131, 80)):
+        dy, x = inputs(rows, cols, name, device)
+        wide = x.double().requires_grad_()
+        exact(wide, name).backward(dy.double())
+        assert wide.grad is not None
+        result = gradient(run, dy, x, name, column_sum=column_sum)
+        assert error(result.dx, wide.grad) < 1e-6
+        if column_sum:
+            assert error(result.column_sum, wide.grad.sum(0)) < 2e-6
+
+
+@FUNCTIONS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype, device: str) -> None:
+    dy, x = inputs(70, 80, name, device, dtype)
+    pairs = []
+    for forward, backward in (
+        (activation.forward_reference, activation.backward_reference),
+        (activation.forward_launch, activation.backward_launch),
+    ):
+        pairs.append((activate(forward, x, name).out, activate(forward, x.float(), name).out))
+        pairs.append((gradient(backward, dy, x, name).dx, gradient(backward, dy.float(), x.float(), name).dx))
+    for rounded, unrounded in pairs:
+        assert rounded is not None and unrounded is not None
+        assert torch.equal(rounded, unrounded.to(dtype))
+
+
+@FORWARD
+@FUNCTIONS
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_forward_casts_are_of_the_fp32_result(run: Any, name: str, dtype: torch.dtype, device: str) -> None:
+    _, x = inputs(70, 80, name, device)
+    x[7, 5] = torch.nan
+    x[11] *= 1e-20
+    scale, amax = torch.tensor([torch.finfo(dtype).max / 2], device=device), torch.zeros(1, device=device)
+    result = activate(run, x, name, dtype=dtype, columnwise=True, scale=scale, amax=amax)
+    check_casts(*result, scale, dtype)
+    assert amax.isnan()
+
+
+@BACKWARD
+@FUNCTIONS
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_backward_casts_are_of_the_fp32_result(run: Any, name: str, dtype: torch.dtype, device: str) -> None:
+    dy, x = inputs(70, 80, name, device)
+    dy[7, 5] = torch.nan
+    dy[11] *= 1e-20
+    scale, amax = torch.tensor([torch.finfo(dtype).max / 2], device=device), torch.zeros(1, device=device)
+    result = gradient(run, dy, x, name, dtype=dtype, columnwise=True, scale=scale, amax=amax)
+    check_casts(*result[:3], scale, dtype)
+    assert amax.isnan()
+
+
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_amax_only_grows_and_counts_both_halves(name: str, device: str) -> None:
+    dy, x = inputs(70, 80, name, device)
+    dy[:, :40] *= 10
+    for before in (0.0, 1e6):
+        amax = torch.tensor([before], device=device)
+        out = activate(activation.forward_launch, x, name, amax=amax).out
+        assert out is not None and amax.item() == max(before, out.abs().max().item())
+        amax = torch.tensor([before], device=device)
+        dx = gradient(activation.backward_launch, dy, x, name, amax=amax).dx
+        assert dx is not None and amax.item() == max(before, dx.abs().max().item())
+
+
+@FUNCTIONS
+def test_special_values(name: str, device: str) -> None:
+    """Zero gives zero, large values neither overflow early nor turn into NaN, NaN stays."""
+    values = torch.tensor([0.0, -0.0, 1e-40, 100.0, -100.0, 1e4, -1e4, torch.nan], device=device)
+    x = values.repeat(3, 1)
+    x = torch.cat([x, torch.ones_like(x)], 1) if name in GATED else x
+    for forward, backward in (
+        (activation.forward_reference, activation.backward_reference),
+        (activation.forward_launch, activation.backward_launch),
+    ):
+        out = activate(forward, x, name).out
+        assert out is not None
+        torch.testing.assert_close(
+            out.double(), exact(x.double(), name), rtol=1e-6, atol=1e-38, equal_nan=True
+        )
+        dx = gradient(backward, torch.ones(3, 8, device=device), x, name).dx
+        assert dx is not None and dx[:, :7].isfinite().all()
+        steep = dx[0, 3].item()
+        assert math.isclose(steep, 200.0 if name == "srelu" else 1.0, rel_tol=1e-6)
+
+
+def test_column_sums_are_repeatable(device: str) -> None:
+    dy, x = inputs(64 * 3 + 1, 80, "swiglu", device, torch.bfloat16)
+    first, again = (gradient(activation.backward_launch, dy, x, "swiglu", column_sum=True) for _ in range(2))
+    assert first.column_sum is not None and again.column_sum is not None
+    assert torch.equal(first.column_sum, again.column_sum)
+
+
+def test_public_functions_return_what_is_asked_for(device: str) -> None:
+    dy, x = inputs(7, 48, "swiglu", device, torch.bfloat16)
+    options: dict[str, Any] = {
+        **{"dtype": torch.float8_e4m3fn, "scale": torch.ones(1, device=device)},
+        **{"high_precision": False, "rowwise": False, "columnwise": True},
+    }
+    result = activation.activation_forward(x, "swiglu", **options)
+    assert result.out is None and result.rowwise is None
+    assert result.columnwise is not None and result.columnwise.shape == (48, 7)
+    grads = activation.activation_backward(dy, x, "swiglu", column_sum=True, **options)
+    assert grads.dx is None and grads.columnwise is not None and grads.columnwise.shape == (96, 7)
+    assert grads.column_sum is not None and grads.column_sum.isfinite().all()
+
+
+def test_what_does_not_fit_is_named() -> None:
+    x = torch.ones(4, 9)
+    with pytest.raises(ValueError, match="no activation 'tanh'; choose one of gelu"):
+        activation.activation_forward(x, "tanh")
+    with pytest.raises(ValueError, match="x has 9 columns; swiglu needs two halves"):
+        activation.activation_forward(x, "swiglu")
+    with pytest.raises(ValueError, match=r"dy is torch\.float32 \(4, 8\).* of shape \(4, 9\)"):
+        activation.activation_backward(x[:, :8].contiguous(), x, "gelu")
+    with pytest.raises(ValueError, match=r"a cast to torch\.float8_e5m2 needs a scale"):
+        activation.activation_forward(x, "gelu", dtype=torch.float8_e5m2)
+
+
+def test_compiled_and_faked_calls_go_through_the_operators() -> None:
+    dy, x = inputs(4, 8, "swiglu", "cpu")
+    # opcheck's own arithmetic does not know FP8.
+    torch.library.opcheck(
+        torch.ops.flatfsdp.activation_forward_.default,
+        (x, "silu", True, dy.clone(), None, None, None, torch.zeros(1)),
+    )
+    torch.library.opcheck(
+        torch.ops.flatfsdp.activation_backward_.default,
+        (dy, x, "silu", True, x.clone(), None, None, torch.zeros(16), None, torch.zeros(1)),
+    )
+
+
+def compiled(kernel: str, kind: str, is_gated: bool, absent: set[str], tile: Tile) -> str:
+    """PTX of a kernel for bf16 without spills."""
+    fp8 = "*fp8e4nv" if kernel == "_forward_kernel" else "*fp8e5"
+    signature = {
+        **dict.fromkeys(("x_ptr", "out_ptr"), "*bf16"),
+        **dict.fromkeys(("rowwise_ptr", "columnwise_ptr"), fp8),
+        **dict.fromkeys(("scale_ptr", "amax_ptr"), "*fp32"),
+        **{"rows": "i32", "cols": "i32"},
+    }
+    if kernel == "_backward_kernel":
+        del signature["out_ptr"]
+        signature |= {"dy_ptr": "*bf16", "dx_ptr": "*bf16", "partial_ptr": "*fp32"}
+    result = compile_for_hopper(
+        "activation",
+        kernel,
+        {name: type_ for name, type_ in signature.items() if name not in absent},
+        {
+            **dict.fromkeys(absent),
+            **{"KIND": kind, "IS_GATED": is_gated, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
+            **{"SLOPE_OF_INNER": activation.TWO_ROOT_TWO_OVER_PI, "CUBIC": activation.CUBIC},
+        },
+        num_warps=tile.warps,
+        aligned=("rows", "cols"),
+    )
+    assert result.spilled == 0 and result.shared <= SHARED_LIMIT
+    return result.ptx
+
+
+@pytest.mark.parametrize(("kind", "is_gated"), [("silu", True), ("gelu", False)])
+def test_fp8_kernels_compile_for_hopper_with_wide_accesses(kind: str, is_gated: bool) -> None:
+    for ptx in (
+        compiled("_forward_kernel", kind, is_gated, {"out_ptr"}, activation.forward_tile(True)),
+        compiled("_backward_kernel", kind, is_gated, {"dx_ptr"}, activation.backward_tile(True, True)),
+    ):
+        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+        assert "st.global.b8" not in ptx and "st.global.b16" not in ptx
+        assert "cvt.rn.satfinite.e" in ptx
+
+
+def test_bf16_kernels_compile_for_hopper_with_wide_accesses() -> None:
+    absent = {"rowwise_ptr", "columnwise_ptr", "scale_ptr", "amax_ptr"}
+    for ptx in (
+        compiled("_forward_kernel", "silu", True, absent, activation.forward_tile(False)),
+        compiled(
+            *("_backward_kernel", "silu", True, {*absent, "partial_ptr"}),
+            activation.backward_tile(False, False),
+        ),
+    ):
+        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
+        assert "st.global.b16" not in ptx

@@ -1,0 +1,278 @@
+"""Casts to FP8 in both layouts, with amax and column sums; transposes of FP8 bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from flatfsdp.kernels import cast as module
+from flatfsdp.kernels.cast import (
+    NUM_WARPS,
+    TILE,
+    TRANSPOSE_TILE,
+    TRANSPOSE_WARPS,
+    cast,
+    transpose,
+    transpose_many,
+)
+from torch import Tensor
+
+from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
+FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2])
+INPUTS = pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32])
+
+
+def run_all(
+    run: Any, x: Tensor, scale: float, dtype: torch.dtype, old_amax: float = 0.0
+) -> dict[str, Tensor]:
+    """Every output of one call, poisoned before."""
+    rows, cols = x.shape
+    outputs = {
+        "rowwise": torch.full((rows, cols), torch.nan, device=x.device).to(dtype),
+        "columnwise": torch.full((cols, rows), torch.nan, device=x.device).to(dtype),
+        "amax": torch.full((1,), old_amax, device=x.device),
+        "column_sum": torch.full((cols,), torch.nan, device=x.device),
+    }
+    run(x, torch.full((1,), scale, device=x.device), *outputs.values())
+    return outputs
+
+
+def bits(q: Tensor) -> Tensor:
+    return q.view(torch.uint8)
+
+
+def rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return exact.clamp(-largest, largest).to(dtype)
+
+
+@BOTH
+@FORMATS
+@INPUTS
+@pytest.mark.parametrize("shape", [(5, 16), (123, 48), (65, 80)])
+def test_all_outputs_against_float64(
+    run: Any, shape: tuple[int, int], x_dtype: torch.dtype, dtype: torch.dtype, device: str
+) -> None:
+    x = torch.randn(shape, device=device).to(x_dtype)
+    scale = 37.3
+    out = run_all(run, x, scale, dtype)
+    # One rounding to FP32 of the product, one to FP8.
+    product = (x.double() * torch.tensor(scale).double()).float()
+    assert torch.equal(bits(out["rowwise"]), bits(rounded(product, dtype)))
+    assert torch.equal(bits(out["columnwise"]), bits(out["rowwise"]).t())
+    assert out["amax"].item() == x.double().abs().max().item()
+    exact = x.double().sum(0)
+    assert (out["column_sum"].double() - exact).norm() <= 1e-6 * x.double().abs().sum(0).norm()
+    back = out["rowwise"].double() / scale
+    inside = product.abs() <= torch.finfo(dtype).max
+    error = ((back - x.double()) * inside).norm() / x.double().norm()
+    assert error < {E4M3: 0.03, E5M2: 0.06}[dtype]
+
+
+@BOTH
+@FORMATS
+def test_special_values(run: Any, dtype: torch.dtype, device: str) -> None:
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    values = [0.0, -0.0, 2.0**-149, -(2.0**-130), torch.inf, -torch.inf, 3e38, -3e38, largest, -largest]
+    values += [smallest, smallest / 4, -smallest / 4 * 1.5, largest * 1.03, largest * 1.2]
+    x = torch.tensor([values], device=device)
+    out = run_all(run, x, 1.0, dtype)
+    assert torch.equal(bits(out["rowwise"]), bits(rounded(x, dtype)))
+    assert torch.equal(bits(out["columnwise"]), bits(out["rowwise"]).t())
+    finite = out["rowwise"].float()
+    assert finite[0, 4] == largest and finite[0, 5] == -largest, "infinity saturates"
+    assert torch.equal(torch.signbit(finite[0, :2]), torch.tensor([False, True], device=device))
+    assert out["amax"].item() == torch.inf
+
+
+@BOTH
+@FORMATS
+def test_nan_stays_nan_and_wins_the_amax(run: Any, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(70, 70, device=device)
+    x[3, 65] = torch.nan
+    x[69, 0] = -torch.inf
+    out = run_all(run, x, 2.0, dtype)
+    assert out["amax"].isnan().all()
+    assert torch.equal(out["rowwise"].float().isnan(), x.isnan())
+    assert torch.equal(out["columnwise"].float().isnan(), x.isnan().t())
+    again = run_all(run, torch.ones(2, 2, device=device), 1.0, dtype, old_amax=torch.nan)
+    assert again["amax"].isnan().all()
+
+
+@BOTH
+def test_the_amax_is_a_running_maximum_in_its_slot(run: Any, device: str) -> None:
+    history = torch.tensor([1.0, 2.0, 3.0], device=device)
+    for largest, expected in ((0.5, 2.0), (7.0, 7.0), (-9.0, 9.0)):
+        x = torch.zeros(3, 100, device=device)
+        x[1, 70] = largest
+        run(x, torch.ones(1, device=device), x.to(E4M3), None, history[1:2], None)
+        assert history.tolist() == [1.0, expected, 3.0]
+
+
+@FORMATS
+@INPUTS
+@pytest.mark.parametrize("shape", [(1, 1000), (300, 70)])
+def test_kernel_against_reference(
+    shape: tuple[int, int], x_dtype: torch.dtype, dtype: torch.dtype, device: str
+) -> None:
+    x = (torch.randn(shape, device=device) * torch.randn(shape, device=device).exp()).to(x_dtype)
+    ours, theirs = (run_all(run, x, 100.0, dtype) for run in (module.launch, module.reference))
+    for name in ("rowwise", "columnwise"):
+        assert torch.equal(bits(ours[name]), bits(theirs[name]))
+    assert torch.equal(ours["amax"], theirs["amax"])
+    torch.testing.assert_close(ours["column_sum"], theirs["column_sum"], rtol=1e-6, atol=1e-4)
+
+
+def test_a_second_run_has_the_same_bits(device: str) -> None:
+    x = torch.randn(200, 100, device=device).bfloat16()
+    one, two = (run_all(module.launch, x, 50.0, E5M2) for _ in range(2))
+    assert torch.equal(bits(one["rowwise"]), bits(two["rowwise"]))
+    assert torch.equal(one["amax"], two["amax"]) and torch.equal(one["column_sum"], two["column_sum"])
+
+
+def test_4097_rows_in_one_column_tile(device: str) -> None:
+    x = torch.randn(4097, 16, device=device).bfloat16()
+    out = run_all(module.launch, x, 8.0, E4M3)
+    assert torch.equal(bits(out["columnwise"]), bits(rounded(x.float() * 8, E4M3)).t())
+    assert (out["column_sum"].double() - x.double().sum(0)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
+def test_only_what_is_asked_for_comes_back(wanted: tuple[bool, bool], device: str) -> None:
+    x, scale = torch.randn(33, 20, device=device), torch.ones((), device=device)
+    rowwise, columnwise = wanted
+    for column_sum in (False, True):
+        result = cast(x, scale, E4M3, rowwise=rowwise, columnwise=columnwise, column_sum=column_sum)
+        assert [part is not None for part in result] == [rowwise, columnwise, column_sum]
+        if rowwise:
+            assert torch.equal(bits(result.rowwise), bits(rounded(x, E4M3)))
+        if columnwise:
+            assert torch.equal(bits(result.columnwise), bits(rounded(x, E4M3)).t())
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (123, 48), (129, 1000), (144, 272)])
+@pytest.mark.parametrize("run", [module.transpose_reference, module.transpose_launch])
+def test_transpose_moves_every_byte(run: Any, shape: tuple[int, int], device: str) -> None:
+    q = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(E4M3)
+    out = torch.full((shape[1], shape[0]), 85, dtype=torch.uint8, device=device).view(E4M3)
+    run(q, out)
+    assert torch.equal(bits(out), bits(q).t())
+
+
+@pytest.mark.parametrize(
+    "shapes", [[(16, 272), (144, 32), (128, 128)], [(3, 5), (144, 272), (129, 16)]], ids=["whole", "odd"]
+)
+@pytest.mark.parametrize("run", [module.transpose_many_reference, module.transpose_many_launch])
+def test_transpose_many_moves_every_byte(run: Any, shapes: list[tuple[int, int]], device: str) -> None:
+    sources = [torch.randint(0, 256, s, dtype=torch.uint8, device=device).view(E5M2) for s in shapes]
+    flat = torch.full((sum(q.numel() for q in sources) + 16,), 85, dtype=torch.uint8, device=device)
+    pieces = flat[:-16].split([q.numel() for q in sources])
+    targets = [piece.view(q.shape[::-1]).view(E5M2) for piece, q in zip(pieces, sources, strict=True)]
+    run(sources[0], sources, targets)
+    for q, out in zip(sources, targets, strict=True):
+        assert torch.equal(bits(out), bits(q).t())
+    assert (flat[-16:] == 85).all()
+
+
+def test_public_transposes() -> None:
+    q = torch.randn(20, 7).to(E5M2)
+    assert torch.equal(bits(transpose(q)), bits(q).t()) and transpose(q).is_contiguous()
+    out = torch.empty(7, 20, dtype=E5M2)
+    transpose_many([(q, out)])
+    assert torch.equal(bits(out), bits(q).t())
+    transpose_many([])
+
+
+def test_what_does_not_fit_is_named() -> None:
+    x, one = torch.randn(4, 6), torch.ones(1)
+    with pytest.raises(ValueError, match=r"x is torch\.float32 \(6, 4\) with strides \(1, 6\)"):
+        cast(x.t(), one, E4M3)
+    with pytest.raises(ValueError, match=r"x is torch\.float64"):
+        cast(x.double(), one, E4M3)
+    with pytest.raises(ValueError, match=r"x is torch\.float32 \(0, 6\)"):
+        cast(x[:0], one, E4M3)
+    with pytest.raises(ValueError, match=r"dtype is torch\.bfloat16"):
+        cast(x, one, torch.bfloat16)
+    with pytest.raises(ValueError, match="at least one layout"):
+        cast(x, one, E4M3, rowwise=False)
+    with pytest.raises(ValueError, match=r"scale is torch\.float32 \(2,\)"):
+        cast(x, torch.ones(2), E4M3)
+    with pytest.raises(ValueError, match=r"amax is torch\.float64"):
+        cast(x, one, E4M3, amax=one.double())
+    with pytest.raises(ValueError, match=r"q is torch\.float32"):
+        transpose(x)
+    q = x.to(E4M3)
+    with pytest.raises(ValueError, match=r"pairs\[1\]\[0\] .* with strides \(1, 6\)"):
+        transpose_many([(q, transpose(q)), (q.t(), q)])
+    with pytest.raises(ValueError, match=r"pairs\[0\] is torch\.float8_e4m3fn \(4, 6\)"):
+        transpose_many([(q, q)])
+    with pytest.raises(ValueError, match="one dtype"):
+        transpose_many([(q, torch.empty(6, 4, dtype=E5M2))])
+
+
+def test_compiled_and_faked_calls_go_through_the_operators() -> None:
+    # The comparison of "test_schema" has no arithmetic for FP8.
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    x, one = torch.randn(4, 6), torch.ones(1)
+    q, q_t = x.to(E4M3), x.t().contiguous().to(E4M3)
+    operators = torch.ops.flatfsdp
+    for arguments in ((x, one, q, q_t, torch.zeros(1), torch.zeros(6)), (x, one, None, q_t, None, None)):
+        torch.library.opcheck(operators.cast_.default, arguments, test_utils=tests)
+    torch.library.opcheck(operators.transpose_.default, (q, q_t), test_utils=tests)
+    torch.library.opcheck(operators.transpose_many_.default, (q, [q], [q_t]), test_utils=tests)
+
+
+@pytest.mark.parametrize("x_type", ["bf16", "fp32"])
+def test_cast_compiles_for_hopper_without_spills(x_type: str) -> None:
+    compiled = compile_for_hopper(
+        "cast",
+        "_cast_kernel",
+        {
+            "x_ptr": f"*{x_type}",
+            "scale_ptr": "*fp32",
+            "rowwise_ptr": "*fp8e4nv",
+            "columnwise_ptr": "*fp8e4nv",
+            "amax_bits_ptr": "*i32",
+            "band_sums_ptr": "*fp32",
+            "rows": "i32",
+            "cols": "i32",
+        },
+        {"LARGEST": 448.0, "TILE": TILE},
+        num_warps=NUM_WARPS,
+        aligned=("rows", "cols"),
+    )
+    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 80
+    # All 16 bytes wide: the input, and both outputs with 32 elements of a thread.
+    assert compiled.ptx.count("ld.global.v4.b32") == {"bf16": 4, "fp32": 8}[x_type]
+    assert compiled.ptx.count("st.global.v4.b32") == 2 * 2
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.ptx
+    assert compiled.ptx.count("atom.global") == 1, "one for a tile"
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_transposes_compile_for_hopper_without_spills(many: bool) -> None:
+    if many:
+        kernel, signature = "_transpose_many_kernel", {"table_ptr": "*i64", "n": "i32"}
+        constants = {"N_POW2": 16}
+    else:
+        kernel = "_transpose_kernel"
+        signature = {"q_ptr": "*u8", "out_ptr": "*u8", "rows": "i32", "cols": "i32"}
+        constants = {}
+    compiled = compile_for_hopper(
+        "cast",
+        kernel,
+        signature,
+        {"WHOLE": True, "TILE": TRANSPOSE_TILE, **constants},
+        num_warps=TRANSPOSE_WARPS,
+        aligned=("rows", "cols"),
+    )
+    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 64
+    per_thread = TRANSPOSE_TILE**2 // (32 * TRANSPOSE_WARPS)
+    assert (
+        compiled.ptx.count("ld.global.v4.b32") == compiled.ptx.count("st.global.v4.b32") == per_thread // 16
+    )
+    assert "ldmatrix" in compiled.ptx, "single bytes from shared memory would be the bottleneck"

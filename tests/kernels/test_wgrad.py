@@ -1,0 +1,327 @@
+"""Weight gradients: sums against float64, what cuBLASLt is told, and what runs without nvmath-python."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from enum import IntEnum
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from flatfsdp.kernels import wgrad as module
+from flatfsdp.kernels.wgrad import wgrad, wgrad_unfused
+from torch import Tensor
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_PAIRS = pytest.mark.parametrize(("dy_dtype", "x_dtype"), [(E5M2, E4M3), (E4M3, E4M3), (E4M3, E5M2)])
+OUT, IN, TOKENS = 48, 80, 32
+
+
+def relative_error(ours: Tensor, exact: Tensor) -> float:
+    return ((ours.double() - exact).norm() / exact.norm()).item()
+
+
+def integers(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Small enough for FP8, and for sums that no order of additions changes."""
+    return torch.randint(-4, 5, shape).to(dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 123])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sum_over_microbatches_against_float64(dtype: torch.dtype, tokens: int) -> None:
+    microbatches = [(torch.randn(tokens, 7).to(dtype), torch.randn(tokens, 19).to(dtype)) for _ in range(4)]
+    target = torch.full((7, 19), torch.nan)
+    for index, (dy, x) in enumerate(microbatches):
+        wgrad(target, dy, x, first=index == 0)
+    exact = sum(dy.double().t() @ x.double() for dy, x in microbatches)
+    assert relative_error(target, exact) < 1e-6
+
+
+@FP8_PAIRS
+def test_fp8_against_float64(dy_dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    dy, x = torch.randn(OUT, TOKENS).to(dy_dtype), torch.randn(IN, TOKENS).to(x_dtype)
+    scales = {"dy_scale_inv": torch.tensor([0.3]), "x_scale_inv": torch.tensor(1.7)}
+    target = torch.full((OUT, IN), torch.nan)
+    wgrad(target, dy, x, first=True, **scales)
+    wgrad(target, dy, x, first=False, **scales)
+    assert relative_error(target, 2 * 0.3 * 1.7 * (dy.double() @ x.double().t())) < 1e-6
+
+
+def test_gradients_of_256_and_1_are_257() -> None:
+    target, one = torch.full((1, 1), torch.nan), torch.ones(1, 1, dtype=torch.bfloat16)
+    wgrad(target, 256 * one, one, first=True)
+    wgrad(target, one, one, first=False)
+    assert target.item() == 257
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_is_unfused_bit_for_bit(dtype: torch.dtype) -> None:
+    fused, unfused = torch.full((7, 19), torch.nan), torch.full((7, 19), torch.nan)
+    for first in (True, False, False):
+        dy, x = torch.randn(33, 7).to(dtype), torch.randn(33, 19).to(dtype)
+        wgrad(fused, dy, x, first=first)
+        wgrad_unfused(unfused, dy, x, first=first)
+        assert torch.equal(fused, unfused)
+
+
+def test_fp8_fused_is_unfused_bit_for_bit() -> None:
+    fused, unfused = torch.full((OUT, IN), torch.nan), torch.full((OUT, IN), torch.nan)
+    for first in (True, False, False):
+        dy, x = torch.randn(OUT, TOKENS).to(E5M2), torch.randn(IN, TOKENS).to(E4M3)
+        scales = {"dy_scale_inv": torch.tensor([2.0**-3]), "x_scale_inv": torch.tensor([2.0**5])}
+        wgrad(fused, dy, x, first=first, **scales)
+        wgrad_unfused(unfused, dy, x, first=first, **scales)
+        assert torch.equal(fused, unfused)
+
+
+def test_only_its_slot_of_the_flat_buffer_is_written() -> None:
+    flat = torch.full((16 + OUT * IN + 16,), 5.0)
+    wgrad(flat[16:-16].view(OUT, IN), torch.randn(TOKENS, OUT), torch.randn(TOKENS, IN), first=True)
+    assert (flat[:16] == 5).all() and (flat[-16:] == 5).all()
+    assert not (flat[16:-16] == 5).any()
+
+
+class FakeCublasLt:
+    """As nvmath.bindings.cublasLt for what a plan calls: same arguments, on CPU memory, columns first."""
+
+    MatmulDescAttribute = IntEnum(
+        "MatmulDescAttribute", "TRANSA TRANSB FAST_ACCUM A_SCALE_POINTER B_SCALE_POINTER"
+    )
+    MatmulPreferenceAttribute = IntEnum(
+        "MatmulPreferenceAttribute",
+        "MAX_WORKSPACE_BYTES REDUCTION_SCHEME_MASK MIN_ALIGNMENT_A_BYTES MIN_ALIGNMENT_B_BYTES "
+        "MIN_ALIGNMENT_C_BYTES MIN_ALIGNMENT_D_BYTES",
+    )
+    ReductionScheme = SimpleNamespace(NONE=0)
+    SIZES = SimpleNamespace(
+        desc={"TRANSA": 4, "TRANSB": 4, "FAST_ACCUM": 1, "A_SCALE_POINTER": 8, "B_SCALE_POINTER": 8},
+        preference={"MAX_WORKSPACE_BYTES": 8, "REDUCTION_SCHEME_MASK": 4},
+    )
+    DTYPES = {0: torch.float32, 28: E4M3, 29: E5M2}  # noqa: RUF012
+
+    def __init__(self, supported: bool = True) -> None:
+        self.calls: Counter[str] = Counter()
+        self.things: dict[int, Any] = {}
+        self.algorithms_run: list[int] = []
+        self.betas: list[float] = []
+        self.supported = supported
+
+    def _new(self, thing: Any) -> int:
+        self.things[len(self.things) + 1] = thing
+        return len(self.things)
+
+    def get_version(self) -> int:
+        return 130000
+
+    def create(self) -> int:
+        self.calls["create"] += 1
+        return self._new("handle")
+
+    def matrix_layout_create(self, kind: int, rows: int, cols: int, ld: int) -> int:
+        return self._new((self.DTYPES[kind], rows, cols, ld))
+
+    def matmul_desc_create(self, compute_type: int, scale_type: int) -> int:
+        assert (compute_type, scale_type) == (68, 0)
+        return self._new({})
+
+    def matmul_desc_set_attribute(self, desc: int, name: int, address: int, size: int) -> None:
+        name = self.MatmulDescAttribute(name).name
+        assert size == self.SIZES.desc[name]
+        self.things[desc][name] = int.from_bytes(ctypes.string_at(address, size), "little")
+
+    def matmul_preference_create(self) -> int:
+        return self._new({})
+
+    def matmul_preference_set_attribute(self, preference: int, name: int, address: int, size: int) -> None:
+        name = self.MatmulPreferenceAttribute(name).name
+        assert size == self.SIZES.preference.get(name, 4)
+        self.things[preference][name] = int.from_bytes(ctypes.string_at(address, size), "little")
+
+    def matmul_preference_destroy(self, preference: int) -> None:
+        self.calls["preferences destroyed"] += 1
+
+    def MatmulHeuristicResult(self, size: int) -> Any:  # noqa: N802
+        return SimpleNamespace(ptr=self._new("algorithm"), state=0, workspace_size=64)
+
+    def matmul_algo_get_heuristic(self, *args: int) -> None:
+        _handle, desc, _a, _b, c, d, preference, requested, _results, count = args
+        self.calls["heuristic"] += 1
+        wished = self.things[preference]
+        assert wished.pop("MAX_WORKSPACE_BYTES") == 32 << 20 and wished.pop("REDUCTION_SCHEME_MASK") == 0
+        assert len(wished) == 4 and set(wished.values()) == {16}, "one algorithm for every buffer"
+        assert self.things[desc]["A_SCALE_POINTER"] and self.things[desc]["B_SCALE_POINTER"]
+        assert c == d and requested == 1
+        ctypes.c_int32.from_address(count).value = int(self.supported)
+
+    def _matrix(self, address: int, layout: int) -> Tensor:
+        dtype, rows, cols, ld = self.things[layout]
+        size = torch.empty((), dtype=dtype).element_size() * ld * cols
+        memory = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
+        return memory.view(dtype).view(cols, ld)[:, :rows].t()
+
+    def matmul(self, handle: int, desc: int, alpha: int, *args: int) -> None:
+        a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm, workspace, size, stream = args
+        told = self.things[desc]
+        left, right = self._matrix(a, a_layout).float(), self._matrix(b, b_layout).float()
+        left = left.t() if told["TRANSA"] else left
+        right = right.t() if told["TRANSB"] else right
+        factors = [ctypes.c_float.from_address(told[f"{name}_SCALE_POINTER"]).value for name in "AB"]
+        factors += [ctypes.c_float.from_address(alpha).value]
+        product = left @ right * factors[0] * factors[1] * factors[2]
+        kept = ctypes.c_float.from_address(beta).value
+        if kept:
+            product += kept * self._matrix(c, c_layout)
+        self._matrix(d, d_layout).copy_(product)
+        self.algorithms_run.append(algorithm)
+        self.betas.append(kept)
+        assert self.things[handle] == "handle" and workspace and size == 64 and stream == 7
+
+
+@pytest.fixture
+def fresh_choices() -> Iterator[None]:
+    """Choices, handles and plans are kept per process; these tests make their own."""
+    cached = [fn for fn in (module._plan, module._handle, module._cublas_lt) if hasattr(fn, "cache_clear")]
+    for fn in cached:
+        fn.cache_clear()
+    yield
+    for fn in cached:
+        fn.cache_clear()
+
+
+@pytest.fixture
+def fake(fresh_choices: None, monkeypatch: pytest.MonkeyPatch) -> FakeCublasLt:
+    made = FakeCublasLt()
+    monkeypatch.setattr(module, "_cublas_lt", lambda: made)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    return made
+
+
+@FP8_PAIRS
+def test_cublas_lt_is_told_the_right_product(
+    fake: FakeCublasLt, dy_dtype: torch.dtype, x_dtype: torch.dtype
+) -> None:
+    ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
+    for index in range(3):
+        dy, x = integers(OUT, TOKENS, dtype=dy_dtype), integers(IN, TOKENS, dtype=x_dtype)
+        # Other tensors, other scales each time, as scales follow the data.
+        scales = (torch.tensor([2.0**-index]), torch.tensor([2.0 ** (2 * index)]))
+        module.launch_fp8(ours, dy, x, *scales, index == 0, True)
+        module.reference_fp8(expected, dy, x, *scales, index == 0, True)
+        assert torch.equal(ours, expected)
+    assert fake.betas == [0, 1, 1]
+
+
+def test_a_plan_is_made_once_and_has_one_algorithm(
+    fake: FakeCublasLt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_wgrad_fp8", module.launch_fp8)
+    dy, x = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
+    scales = {"dy_scale_inv": torch.ones(1), "x_scale_inv": torch.ones(1)}
+    target = torch.empty(OUT, IN)
+    for run in (wgrad, wgrad_unfused):
+        for first in (True, False):
+            run(target, dy, x, first=first, **scales)
+    assert fake.calls["heuristic"] == 1 and len(set(fake.algorithms_run)) == 1
+    assert fake.betas == [0, 1, 0, 0]
+    run(target, dy, x, first=True, split_accumulator=False, **scales)
+    assert fake.calls["heuristic"] == 2 and len(set(fake.algorithms_run)) == 2
+    assert [told["FAST_ACCUM"] for told in fake.things.values() if "FAST_ACCUM" in told] == [0, 1]
+    assert fake.calls["create"] == 1
+    assert fake.calls["preferences destroyed"] == 2
+
+
+def test_a_shape_without_an_algorithm_is_named(fake: FakeCublasLt) -> None:
+    fake.supported = False
+    dy, x, one = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3), torch.ones(1)
+    with pytest.raises(RuntimeError, match=r"out, in, tokens = \(48, 80, 32\)"):
+        module.launch_fp8(torch.empty(OUT, IN), dy, x, one, one, True, True)
+
+
+def test_without_nvmath_the_product_is_added_and_the_log_says_so_once(
+    fresh_choices: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(module.importlib, "import_module", missing)
+    ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
+    scales = (torch.tensor([0.25]), torch.tensor([4.0]))
+    with caplog.at_level(logging.INFO, module.__name__):
+        for first in (True, False):
+            dy, x = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
+            module.launch_fp8(ours, dy, x, *scales, first, True)
+            module.reference_fp8(expected, dy, x, *scales, first, True)
+    assert torch.equal(ours, expected)
+    assert [record.name for record in caplog.records] == [module.__name__]
+    assert "torch._scaled_mm" in caplog.text and "nvmath" in caplog.text
+
+
+def test_with_nvmath_the_log_names_cublas_lt(
+    fresh_choices: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bindings = FakeCublasLt()
+    monkeypatch.setattr(module.importlib, "import_module", lambda name: bindings)
+    with caplog.at_level(logging.INFO, module.__name__):
+        assert module._cublas_lt() is module._cublas_lt() is bindings
+    assert [record.getMessage() for record in caplog.records] == [
+        "FP8 weight gradients: cuBLASLt 130000 through nvmath-python, accumulating in place"
+    ]
+
+
+def test_a_misaligned_buffer_is_named() -> None:
+    flat, one = torch.empty(OUT * IN + 1), torch.ones(1)
+    dy, x = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
+    with pytest.raises(ValueError, match="target does not start at a multiple of 16 bytes"):
+        module.launch_fp8(flat[1:].view(OUT, IN), dy, x, one, one, True, True)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    target, dy, x = torch.empty(OUT, IN), torch.randn(TOKENS, OUT), torch.randn(TOKENS, IN)
+    dy_t, x_t, one = dy.t().contiguous().to(E5M2), x.t().contiguous().to(E4M3), torch.ones(1)
+    scales = {"dy_scale_inv": one, "x_scale_inv": one}
+    with pytest.raises(ValueError, match=r"target is torch\.bfloat16"):
+        wgrad(target.bfloat16(), dy, x, first=True)
+    with pytest.raises(ValueError, match=r"with strides \(1, 48\)"):
+        wgrad(torch.empty(IN, OUT).t(), dy, x, first=True)
+    with pytest.raises(ValueError, match=r"dy is torch\.float32 and x torch\.bfloat16"):
+        wgrad(target, dy, x.bfloat16(), first=True)
+    with pytest.raises(ValueError, match=r"target \[out, in\] = \(48, 80\)"):
+        wgrad(target, x, dy, first=True)
+    with pytest.raises(ValueError, match="are for FP8 operands"):
+        wgrad(target, dy, x, first=True, **scales)
+    with pytest.raises(ValueError, match="x_scale_inv is missing"):
+        wgrad(target, dy_t, x_t, first=True, dy_scale_inv=one)
+    with pytest.raises(ValueError, match=r"dy_scale_inv is torch\.float32 \(2,\)"):
+        wgrad(target, dy_t, x_t, first=True, dy_scale_inv=torch.ones(2), x_scale_inv=one)
+    with pytest.raises(ValueError, match="at most one in E5M2"):
+        wgrad(target, dy_t, x_t.to(E5M2), first=True, **scales)
+    with pytest.raises(ValueError, match="two FP8 operands"):
+        wgrad(target, dy_t, x, first=True, **scales)
+    with pytest.raises(ValueError, match=r"have to be transposed"):
+        wgrad(target, dy.to(E5M2), x.to(E4M3), first=True, **scales)
+    with pytest.raises(ValueError, match="columnwise=True"):
+        wgrad(target, dy.to(E5M2).t(), x_t, first=True, **scales)
+    with pytest.raises(ValueError, match=r"are \(48, 80, 24\); FP8 GEMMs need multiples of 16"):
+        wgrad(target, dy_t[:, :24].contiguous(), x_t[:, :24].contiguous(), first=True, **scales)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_compiled_and_faked_calls_go_through_the_operators(first: bool) -> None:
+    target, dy, x, one = (
+        torch.zeros(OUT, IN),
+        torch.randn(TOKENS, OUT),
+        torch.randn(TOKENS, IN),
+        torch.ones(1),
+    )
+    torch.library.opcheck(torch.ops.flatfsdp.wgrad_.default, (target, dy, x, first))
+    dy_t, x_t = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
+    torch.library.opcheck(
+        torch.ops.flatfsdp.wgrad_fp8_.default,
+        (target, dy_t, x_t, one, one, first, True),
+        # Its comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
+        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
