@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +17,6 @@ def running_backward() -> int:
 def in_backward() -> bool:
     """Whether autograd is running: a forward that runs now is a recomputation."""
     return running_backward() != -1
-
-
-def before_gradient_goes_on(tensor: Tensor, hook: Callable[[Any], None]) -> None:
-    """Calls `hook` in backward when the whole gradient of `tensor` is known, after all hooks of the tensor.
-
-    So a unit that took the tensor is done before the unit that returned it begins, in the same order on all
-    ranks whether or not something happens to the tensor between them.
-    """
-    if tensor.grad_fn is None:
-        tensor.register_hook(hook)
-    else:
-        tensor.grad_fn.register_prehook(hook)
 
 
 def run_as_soon_as_ready(tensor: Tensor, depth: int) -> None:

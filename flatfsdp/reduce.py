@@ -8,8 +8,8 @@ Every rank launches the reductions in one fixed order, whatever order the gradie
 registration, which is the order of a backward.  A group that is ready early waits for its turn.  So ranks
 whose control flow differs (a layer skipped on one of them) still pair the same collectives, and a group in
 which nothing landed reduces zeros rather than leave the other ranks waiting.  (With ZeRO-3 that is not
-enough: the rank that got nothing reduces last, and before that waits in a gather for ranks that may wait for
-it in the reduction.  There, all ranks have to use parameters of the same units.)
+enough: gathers and reductions then come in another order on some rank, and ranks wait for each other.  There,
+all ranks have to use the same modules.)
 
     main_grad --reduce-scatter inside the shard group--> partial_grad, summed over the reducing backwards
               --all-reduce across replicas, in the last backward--> master.grad

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from flatfsdp.autograd import before_gradient_goes_on, in_backward, running_backward
+from flatfsdp.autograd import in_backward, running_backward
 from flatfsdp.tensors import tensors_in
 from flatfsdp.unshard import FlatGroup, ShardState
 
@@ -134,8 +134,7 @@ class Unit:
         if differentiable:
             use = self._follow_inputs(inputs)
             for tensor in differentiable:
-                hook = partial(self._before_backward, use, self.root.order.current, position)
-                before_gradient_goes_on(tensor, hook)
+                tensor.register_hook(partial(self._before_backward, use, self.root.order.current, position))
         if in_backward():
             return
         # A backward that starts from something in which no tensor was found could not gather them again.
@@ -163,7 +162,7 @@ class Unit:
 
     # ---- backward ---------------------------------------------------------------------------------------
 
-    def _before_backward(self, use: object | None, order: list[Unit], position: int, _grad: Any) -> None:
+    def _before_backward(self, use: object | None, order: list[Unit], position: int, _grad: Tensor) -> None:
         self.root.begin_backward()
         self._reached_in.add(running_backward())
         if use is not None:

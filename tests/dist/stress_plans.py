@@ -226,7 +226,7 @@ def plans(ranks: int) -> SearchStrategy[Plan]:
 
 @cache
 def _plans(ranks: int, stem: bool, sharding: Sharding) -> SearchStrategy[Plan]:
-    uneven = _unevenness(ranks, stem, sharding)
+    uneven = _is_uneven(ranks, stem, sharding)
     steps = _steps(uneven)
     return st.builds(
         Plan,
@@ -249,16 +249,11 @@ def _plans(ranks: int, stem: bool, sharding: Sharding) -> SearchStrategy[Plan]:
     )
 
 
-Unevenness = Literal["nowhere", "outside units", "anywhere"]
-"""Where a module may be left out by one rank and used by the others."""
-
-
-def _unevenness(ranks: int, stem: bool, sharding: Sharding) -> Unevenness:
-    # Without a stem, what one rank leaves out decides which modules take part in its backward.
-    if ranks == 1 or not stem:
-        return "nowhere"
-    # Sharded units are gathered and freed in the same order on all ranks.
-    return "anywhere" if sharding == "replicate" else "outside units"
+def _is_uneven(ranks: int, stem: bool, sharding: Sharding) -> bool:
+    """Whether a module may be left out by one rank and used by the others."""
+    # Without a stem, what one rank leaves out decides which modules take part in its backward.  Sharded units
+    # are gathered, freed and reduced in the same order on all ranks.
+    return ranks > 1 and stem and sharding == "replicate"
 
 
 def _several(node: SearchStrategy[Node], counts: Sequence[int]) -> SearchStrategy[tuple[Node, ...]]:
@@ -266,17 +261,14 @@ def _several(node: SearchStrategy[Node], counts: Sequence[int]) -> SearchStrateg
     return st.sampled_from(counts).flatmap(lambda count: st.tuples(*[node] * count))
 
 
-def _nodes(ranks: int, uneven: Unevenness) -> SearchStrategy[Node]:
+def _nodes(ranks: int, uneven: bool) -> SearchStrategy[Node]:
     kinds = [*get_args(LeafKind), "fuse", "detached vector"]
-    even = _weighted({_grown(_leaves(kinds), _parents, generations=3): 1, _blocks(_leaves(kinds)): 1})
-    if uneven == "nowhere":
-        return even
+    if not uneven:
+        return _weighted({_grown(_leaves(kinds), _parents, generations=3): 1, _blocks(_leaves(kinds)): 1})
     # What is left out cannot be where a step fails, which it does on all ranks.
     left_out = _grown(_leaves([kind for kind in kinds if kind != "fuse"]), _parents_in_a_unit, generations=1)
     skipped = st.builds(Skip, left_out, _some_microbatches(), st.integers(0, ranks - 1))
-    if uneven == "anywhere":
-        return _grown(_weighted({_leaves(kinds): 2, skipped: 1}), _parents, generations=3)
-    return _grown(_weighted({even: 4, skipped: 1}), _parents_in_a_unit, generations=1)
+    return _grown(_weighted({_leaves(kinds): 2, skipped: 1}), _parents, generations=3)
 
 
 def _blocks(leaf: SearchStrategy[Node]) -> SearchStrategy[Node]:
@@ -329,18 +321,18 @@ def _weighted(choices: dict[SearchStrategy[Node], int]) -> SearchStrategy[Node]:
     return st.sampled_from([s for s, weight in choices.items() for _ in range(weight)]).flatmap(lambda s: s)
 
 
-def _repeat(drawn: tuple[Node, bool, tuple[Recompute | None, Recompute | None]]) -> Repeat:
-    child, two_names, (first, second) = drawn
-    return Repeat(child, two_names, first, second)
-
-
 def _recomputed_uses() -> SearchStrategy[tuple[Recompute | None, Recompute | None]]:
-    """Both uses in a reentrant checkpoint, or none: a parameter gets a gradient from each nested backward.
+    """Both uses in a reentrant checkpoint, or none: each has a backward, and gradients, of its own.
 
     With one use inside and one outside, the flag decides which of the two gradients is added first.
     """
     in_one_backward = st.sampled_from([None, "non-reentrant"])
     return st.one_of(st.tuples(in_one_backward, in_one_backward), st.just(("reentrant", "reentrant")))
+
+
+def _repeat(drawn: tuple[Node, bool, tuple[Recompute | None, Recompute | None]]) -> Repeat:
+    child, two_names, (first, second) = drawn
+    return Repeat(child, two_names, first, second)
 
 
 def _some_microbatches() -> SearchStrategy[tuple[int, ...]]:
@@ -349,9 +341,9 @@ def _some_microbatches() -> SearchStrategy[tuple[int, ...]]:
 
 
 @st.composite
-def _steps(draw: DrawFn, uneven: Unevenness) -> Step:
+def _steps(draw: DrawFn, uneven: bool) -> Step:
     # In the middle of a backward, ranks that leave out different modules have reduced different units.
-    wheres = get_args(FailWhere) if uneven == "nowhere" else ("forward", "after backward")
+    wheres = ("forward", "after backward") if uneven else get_args(FailWhere)
     microbatches = draw(st.sampled_from([1, 2, 2, 3, MAX_MICROBATCHES]))
     moment = st.integers(0, 2 * microbatches - 1)
     interlude = st.tuples(moment, st.sampled_from(get_args(Interlude)))
