@@ -151,8 +151,9 @@ class Views:
 
     def _land(self, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
-        assert grad is not None
-        self._main_grad.land_flat(grad)
+        # No gradient: the layers wrote all of them into main_grad themselves (torch 2.13 makes zeros of it).
+        if grad is not None:
+            self._main_grad.land_flat(grad)
         self._landed(None)
 
 

@@ -169,6 +169,34 @@ def _double(grad: Tensor) -> Tensor:
     return 2 * grad
 
 
+class OwnGradient(nn.Module):
+    """A linear layer that adds to `main_grad` itself where there is one."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, value: Any, *, call: Call) -> Tensor:
+        return _LinearWithOwnGradient.apply(hidden_of(value), self.weight).tanh()
+
+
+class _LinearWithOwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        ctx.save_for_backward(hidden)
+        return hidden @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        (hidden,) = ctx.saved_tensors
+        weight_grad = grad.t() @ hidden if ctx.needs_input_grad[1] else None
+        if weight_grad is not None and hasattr(ctx.weight, "get_main_grad"):
+            ctx.weight.get_main_grad().add_(weight_grad)
+            weight_grad = None
+        return grad @ ctx.weight, weight_grad
+
+
 class Scale(nn.Module):
     """A bare parameter, of shape () or [width]."""
 
@@ -261,6 +289,7 @@ def _leaf(kind: LeafKind, width: int) -> nn.Module:
         "gru": lambda: Recurrent(width),
         "attention": lambda: Attention(width),
         "hook": lambda: Hooked(width),
+        "own gradient": lambda: OwnGradient(width),
         "scalar": Scale,
         "vector": lambda: Scale(width),
         "detached vector": lambda: DetachedScale(width),

@@ -26,6 +26,7 @@ LeafKind = Literal[
     "gru",
     "attention",
     "hook",
+    "own gradient",
     "scalar",
     "vector",
     "detached vector",
