@@ -1,26 +1,28 @@
-"""Stress test: random models, trained in random ways; `stress_plans.py` says what is varied.
+"""Stress test: random models, trained in random ways; see `stress_plans.py` for what is varied.
 
 Each plan is trained three times from the same seed:
 
     FlatFSDP, flag off  ==  FlatFSDP, flag on     bit for bit, on every rank
     FlatFSDP            ~   the plain model, on all ranks' data in one process
 
-CI runs two hundred plans (`test_stress.py`).  By hand, thousands, and one that a failure has printed:
+CI runs a few hundred plans (`test_stress.py`).  For more, and to find the smallest plan that fails:
 
-    python -m tests.dist.stress --examples 5000 --ranks 2
-    >>> Judge()(Plan(2, (Unit(Leaf('linear')),)))
+    python -m tests.dist.stress --examples 5000 --ranks 2 --seed 1
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Annotated, NamedTuple
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, NamedTuple
 
 import hypothesis
 import torch
@@ -28,11 +30,23 @@ import typer
 from hypothesis import HealthCheck, given, settings
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from flatfsdp import FlatFSDP, Precision, Prefetch, auto_wrap, microbatches
 from tests.dist.ranks import RankFailure, run_ranks
-from tests.dist.stress_plans import Dtypes, Plan, plans
-from tests.dist.stress_training import Trace, build, sharded, train, unsharded
+from tests.dist.stress_models import BATCH, VOCAB, Call, Model, PlannedError, hidden_of
+from tests.dist.stress_plans import Dtypes, FailWhere, Interlude, Plan, Schedule, Step, plans
+
+Trace = dict[str, Tensor]
+"""What a training produced, by label: "step 0 loss 1", "end state body.parts.0.stock.weight", ..."""
+
+PRECISIONS: dict[Dtypes, Precision] = {
+    "fp64": Precision(torch.float64, torch.float64, torch.float64, torch.float64),
+    "fp32": Precision(),
+    "bf16": Precision(compute=torch.bfloat16),
+    "bf16, reduced in bf16": Precision(compute=torch.bfloat16, reduce=torch.bfloat16),
+}
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,299 @@ class Tolerance:
 
 TOLERANCES: dict[Dtypes, Tolerance] = {"fp64": Tolerance(1e-10, 1e-13), "fp32": Tolerance(1e-6, 1e-6)}
 """Against the plain model; lower precision is compared between flag off and on only."""
+
+
+# ---- one step -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Attempt:
+    """One pass of one model over the microbatches of one step, on the data of one rank.
+
+    Attributes:
+        label: of what it records.
+        fails: whether the step's planned failure happens in this attempt.
+    """
+
+    plan: Plan
+    number: int
+    model: Any
+    rank: int
+    trace: Trace
+    label: str
+    fails: bool
+    _losses: dict[int, Tensor] = field(default_factory=dict)
+    _moment: int = 0
+
+    @property
+    def step(self) -> Step:
+        return self.plan.steps[self.number]
+
+    @property
+    def count(self) -> int:
+        return self.step.microbatches
+
+    def run(self) -> bool:
+        """Returns whether it raised the planned failure."""
+        try:
+            SCHEDULES[self.step.schedule](self)
+        except PlannedError:
+            return True
+        return False
+
+    def recover(self) -> None:
+        """After a failure and `optimizer.zero_grad()`."""
+        failure = self.step.failure
+        # No engine can see this failure, and there is no loop that would begin anew.
+        if failure and failure.where == "after backward" and self.step.schedule != "loop":
+            self.model.zero_grad()
+
+    def _failing(self, index: int) -> FailWhere | None:
+        """Where this microbatch fails."""
+        failure = self.step.failure
+        return failure.where if self.fails and failure and failure.microbatch == index else None
+
+    def forward(self, index: int) -> None:
+        loss = self._loss(index, self._failing(index))
+        self.trace[f"{self.label} loss {index}"] = loss.detach()
+        self._losses[index] = loss
+        self._interludes()
+
+    def backward(self, index: int) -> None:
+        self._losses.pop(index).backward()
+        self._interludes()
+        if self._failing(index) == "after backward":
+            raise PlannedError
+
+    def _loss(self, index: int, failing: FailWhere | None = None) -> Tensor:
+        plan = self.plan
+        generator = torch.Generator().manual_seed(
+            ((plan.seed * 10 + self.number) * 10 + self.rank) * 10 + index
+        )
+        dtype = PRECISIONS[plan.dtypes].param
+        hidden = torch.randn(BATCH, plan.width, generator=generator).to(dtype)
+        tokens = torch.randint(0, VOCAB, (BATCH,), generator=generator)
+        target = torch.rand(BATCH, 1, generator=generator).to(dtype)
+        return hidden_of(self.model(hidden, call=Call(tokens, target, self.rank, index, failing)))
+
+    def _interludes(self) -> None:
+        for moment, what in self.step.interludes:
+            if moment == self._moment:
+                self._interlude(what, f"{self.label} moment {moment}")
+        self._moment += 1
+
+    def _interlude(self, what: Interlude, label: str) -> None:
+        if what == "state dict":
+            record_state(self.trace, label, self.model)
+        elif what == "failing evaluation":
+            with torch.no_grad(), suppress(PlannedError):
+                self._loss(0, failing="forward")
+        else:
+            context = torch.no_grad() if what == "evaluate" else torch.inference_mode()
+            with context:
+                self.trace[f"{label} loss"] = self._loss(0).clone()
+
+
+def loop(attempt: Attempt) -> None:
+    for index in microbatches(attempt.model, range(attempt.count)):
+        attempt.forward(index)
+        attempt.backward(index)
+
+
+def forwards_first(attempt: Attempt) -> None:
+    for index in range(attempt.count):
+        attempt.forward(index)
+    for index in range(attempt.count):
+        attempt.model.set_is_last_backward(index == attempt.count - 1)
+        attempt.backward(index)
+
+
+def last_forward_first(attempt: Attempt) -> None:
+    for index in range(attempt.count):
+        attempt.forward(index)
+    for index in reversed(range(attempt.count)):
+        attempt.model.set_is_last_backward(index == 0)
+        attempt.backward(index)
+
+
+def one_forward_ahead(attempt: Attempt) -> None:
+    attempt.forward(0)
+    for index in range(attempt.count):
+        if index + 1 < attempt.count:
+            attempt.forward(index + 1)
+        attempt.model.set_is_last_backward(index == attempt.count - 1)
+        attempt.backward(index)
+
+
+def with_no_sync(attempt: Attempt) -> None:
+    last = attempt.count - 1
+    with attempt.model.no_sync():
+        for index in range(last):
+            attempt.forward(index)
+            attempt.backward(index)
+    attempt.forward(last)
+    attempt.backward(last)
+
+
+def forwards_under_no_sync(attempt: Attempt) -> None:
+    last = attempt.count - 1
+    with attempt.model.no_sync():
+        for index in range(attempt.count):
+            attempt.forward(index)
+        for index in range(last):
+            attempt.backward(index)
+    attempt.backward(last)
+
+
+def every_backward_reduces(attempt: Attempt) -> None:
+    for index in range(attempt.count):
+        attempt.forward(index)
+        attempt.backward(index)
+
+
+SCHEDULES: dict[Schedule, Callable[[Attempt], None]] = {
+    "loop": loop,
+    "forwards first": forwards_first,
+    "last forward first": last_forward_first,
+    "one forward ahead": one_forward_ahead,
+    "no_sync": with_no_sync,
+    "forwards under no_sync": forwards_under_no_sync,
+    "every backward reduces": every_backward_reduces,
+}
+
+
+# ---- one training ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Members:
+    """What is trained: one FlatFSDP, or the plain model's replicas, which share their parameters.
+
+    Attributes:
+        models: by the rank on whose data each of them runs.
+        parameters: for the optimizer.
+        settle: called after the backwards of a step: parameters have the gradients of all ranks.
+        clip: as `clip_grad_norm_`.
+    """
+
+    models: dict[int, Any]
+    parameters: list[nn.Parameter]
+    settle: Callable[[], None]
+    clip: Callable[[float], Tensor]
+
+
+def sharded(plan: Plan, rank: int, flag: bool) -> Members:
+    options = {
+        "mesh": _hybrid_mesh() if plan.sharding == "hybrid" else None,
+        "shard": plan.sharding != "replicate",
+        "precision": PRECISIONS[plan.dtypes],
+        "reshard_after_forward": plan.reshard_after_forward,
+        "optimize_backward_concat": flag,
+        "grad_sync": "every" if plan.every else "last",
+        "prefetch": Prefetch(plan.prefetch_forward, plan.prefetch_backward),
+        "poison_on_free": plan.poison,
+    }
+    plain = build(plan)
+    has_units = any(map(_is_unit, plain.modules()))
+    model = (
+        auto_wrap(plain, lambda name, module, numel: _is_unit(module), **options)
+        if has_units
+        else FlatFSDP(plain, **options)
+    )
+    return Members({rank: model}, list(model.parameters()), lambda: None, model.clip_grad_norm_)
+
+
+@cache
+def _hybrid_mesh() -> DeviceMesh:
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+
+
+def _is_unit(module: nn.Module) -> bool:
+    return getattr(module, "is_unit", False)
+
+
+def unsharded(plan: Plan) -> Members:
+    model = build(plan)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    shared = {id(p): p for p in model.parameters()}
+    replicas = {rank: copy.deepcopy(model, dict(shared)) for rank in range(plan.ranks)}
+
+    def settle() -> None:
+        """The mean over the ranks; zero, not None, where there is no gradient, as FlatFSDP has it."""
+        for parameter in parameters:
+            grad = parameter.grad
+            parameter.grad = torch.zeros_like(parameter) if grad is None else grad / plan.ranks
+
+    def clip(max_norm: float) -> Tensor:
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    return Members(replicas, parameters, settle, clip)
+
+
+def build(plan: Plan) -> Model:
+    torch.manual_seed(plan.seed)
+    return Model(plan).to(PRECISIONS[plan.dtypes].param)
+
+
+def train(plan: Plan, members: Members) -> dict[int, Trace]:
+    """Returns each rank's trace."""
+    optimizer = _optimizer(plan, members.parameters)
+    traces: dict[int, Trace] = defaultdict(dict)
+    for number, step in enumerate(plan.steps):
+        for fails in (True, False) if step.failure else (False,):
+            label = f"step {number}" + (", failing," if fails else "")
+            attempts = [
+                Attempt(plan, number, model, rank, traces[rank], label, fails)
+                for rank, model in members.models.items()
+            ]
+            failures = [attempt.run() for attempt in attempts]
+            if not any(failures):
+                break
+            optimizer.zero_grad()
+            for attempt in attempts:
+                attempt.recover()
+        members.settle()
+        results = _gradients(f"step {number} gradient", members.parameters)
+        if plan.clip:
+            results[f"step {number} norm"] = members.clip(0.1)
+        for trace in traces.values():
+            trace.update(results)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step.reload:
+            _halve(list(members.models.values()))
+    for rank, model in members.models.items():
+        record_state(traces[rank], "end", model)
+        _record_optimizer(traces[rank], optimizer)
+    return traces
+
+
+def _optimizer(plan: Plan, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Does not blow up rounding errors: small steps, and a large epsilon for gradients near zero."""
+    if plan.adam:
+        return torch.optim.AdamW(parameters, lr=0.05, eps=0.1)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def _halve(models: list[nn.Module]) -> None:
+    """Loads half of what their state dicts say."""
+    halves = [{name: value / 2 for name, value in model.state_dict().items()} for model in models]
+    for model, half in zip(models, halves, strict=True):
+        model.load_state_dict(half)
+
+
+def record_state(trace: Trace, when: str, model: nn.Module) -> None:
+    trace.update((f"{when} state {name}", value.clone()) for name, value in model.state_dict().items())
+
+
+def _gradients(label: str, parameters: list[nn.Parameter]) -> Trace:
+    grads = (parameter.grad for parameter in parameters)
+    return {f"{label} {index}": grad.clone() for index, grad in enumerate(grads) if grad is not None}
+
+
+def _record_optimizer(trace: Trace, optimizer: torch.optim.Optimizer) -> None:
+    for index, state in enumerate(optimizer.state.values()):
+        trace.update((f"optimizer {index} {key}", value) for key, value in state.items())
 
 
 # ---- one plan -------------------------------------------------------------------------------------------
