@@ -108,19 +108,26 @@ class MainGrad:
         return self._tensor is not None
 
     def expose(self, parameters: Sequence[Tensor]) -> None:
-        """Gives each parameter `main_grad` (None while there is no buffer) and `get_main_grad()`."""
+        """Gives each parameter `main_grad` (None while there is no buffer), and the two methods below."""
         self._exposed = parameters
         for index, parameter in enumerate(parameters):
             parameter.get_main_grad = partial(self.get, index)  # type: ignore[attr-defined]
+            parameter.claim_main_grad = partial(self.claim, index)  # type: ignore[attr-defined]
         self._show()
 
     def get(self, index: int) -> Tensor:
         """View of slot `index` to add to: zero if nothing has landed there in this step."""
-        view = self._open()[index]
-        if not self._written[index]:
-            view.zero_()
-            self._written[index] = True
-        return view
+        view, is_first = self.claim(index)
+        return view.zero_() if is_first else view
+
+    def claim(self, index: int) -> tuple[Tensor, bool]:
+        """View of slot `index`, and whether nothing has landed there in this step, for whoever writes next.
+
+        If nothing has, what it holds is undefined, and has to be overwritten; otherwise it is added to.
+        """
+        view, is_first = self._open()[index], not self._written[index]
+        self._written[index] = True
+        return view, is_first
 
     def land(self, index: int, grad: Tensor) -> None:
         """Adds one parameter's gradient of one microbatch.
@@ -133,9 +140,8 @@ class MainGrad:
                 f"parameter {self._layout.slots[index].name} got a {grad.layout} gradient; flat buffers are "
                 "dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
             )
-        view = self._open()[index]
-        self._accumulate(view, grad, first=not self._written[index])
-        self._written[index] = True
+        view, is_first = self.claim(index)
+        self._accumulate(view, grad, first=is_first)
 
     def land_flat(self, grad: Tensor) -> None:
         """Adds the gradient of one microbatch that autograd has just concatenated, padded."""

@@ -1,0 +1,138 @@
+"""Where FP8 is on, with which recipe, and when scales move on.
+
+In:   `with autocast(recipe=...)` around a forward.
+Out:  `current_region()`, which layers ask in their forward; scales are updated at the exit of the outermost
+      region (forward tensors) and at the end of each backward (gradients).
+Next: `module.py` makes quantizers from a region.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch.distributed as dist
+
+from flatfsdp.autograd import call_at_end_of_backward, running_backward
+from flatfsdp.fp8 import state
+from flatfsdp.fp8.recipe import DelayedScaling, Recipe
+from flatfsdp.fp8.state import Scaling
+
+
+class Region:
+    """One `autocast`, and what ran in it.
+
+    Attributes:
+        recipe: how to scale.
+        enabled: whether products are in FP8.
+        calibrating: whether amaxes are recorded although products are not in FP8.
+        group: ranks that share scales; None for this one alone.
+    """
+
+    def __init__(
+        self, recipe: Recipe, enabled: bool, calibrating: bool, group: dist.ProcessGroup | None
+    ) -> None:
+        self.recipe = recipe
+        self.enabled = enabled
+        self.calibrating = calibrating
+        self.group = group
+        self._used: dict[Scaling, None] = {}
+        self._used_backward: dict[Scaling, None] = {}
+        self._backward = -1
+
+    def use(self, scaling: Scaling) -> None:
+        """A forward records amaxes in it."""
+        self._used[scaling] = None
+
+    def use_in_backward(self, scaling: Scaling) -> None:
+        """The running backward records amaxes in it."""
+        self._used_backward[scaling] = None
+        if self._backward != running_backward():
+            self._backward = running_backward()
+            call_at_end_of_backward(self._end_backward)
+
+    def end_forward(self) -> None:
+        used, self._used = self._used, {}
+        state.update(used, self.group)
+
+    def _end_backward(self) -> None:
+        used, self._used_backward = self._used_backward, {}
+        state.update(used, self.group)
+
+
+_current: ContextVar[Region | None] = ContextVar("flatfsdp_autocast", default=None)
+
+
+def current_region() -> Region | None:
+    """The innermost autocast of this thread."""
+    return _current.get()
+
+
+@contextmanager
+def entered(region: Region | None) -> Iterator[None]:
+    """Makes `region` the current one, without an update at its end."""
+    token = _current.set(region)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+@contextmanager
+def autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    recipe: Recipe | None = None,
+    amax_reduction_group: dist.ProcessGroup | None = None,
+) -> Iterator[None]:
+    """Runs the layers of `flatfsdp.layers` inside with FP8 products; backward may be outside.
+
+        with autocast(recipe=DelayedScaling(amax_history_len=16)):
+            loss = model(tokens)
+        loss.backward()
+
+    With `DelayedScaling`, the forward's scales are updated when the outermost region ends, the gradients'
+    when a backward ends: one all-reduce of one small vector each.  All ranks of the group have to run the
+    same layers, and as many regions and backwards.  Without gradients (evaluation) nothing is recorded.  A
+    forward that ends in an exception updates nothing.
+
+    Args:
+        enabled: False switches FP8 off inside.
+        calibrating: with enabled=False: record amaxes, for a later FP8 run, while computing without FP8.
+        recipe: DelayedScaling() if not given.
+        amax_reduction_group: ranks that hold parts of the same tensors, such as all data-parallel ranks;
+            default: all ranks, where torch.distributed is initialised.
+
+    Raises:
+        TypeError: if `recipe` is no recipe.
+    """
+    recipe = DelayedScaling() if recipe is None else recipe
+    if not isinstance(recipe, Recipe):
+        raise TypeError(
+            f"recipe is {recipe!r}; pass a DelayedScaling, a CurrentScaling or a BlockScaling of flatfsdp.fp8"
+        )
+    group = amax_reduction_group
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    outer = _current.get()
+    region = Region(recipe, enabled, calibrating and not enabled, group)
+    if outer is not None:
+        # One update, at the end of the outermost region.
+        region._used = outer._used
+    with entered(region):
+        yield
+    if outer is None:
+        region.end_forward()
+
+
+@contextmanager
+def fp8_autocast(
+    enabled: bool = True,
+    calibrating: bool = False,
+    fp8_recipe: Recipe | None = None,
+    fp8_group: dist.ProcessGroup | None = None,
+) -> Iterator[None]:
+    """`autocast` with Transformer Engine's earlier argument names."""
+    with autocast(enabled, calibrating, fp8_recipe, fp8_group):
+        yield

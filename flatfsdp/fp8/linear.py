@@ -1,0 +1,121 @@
+"""The linear primitive: what `Linear`, `LayerNormLinear` and `LayerNormMLP` are made of.
+
+In:   the input as an `Operand` (a norm or an activation may have cast it already), weight and bias.
+Out:  forward the product, and what to save; backward the gradients of input, weight and bias.
+Next: `layers/` composes it with norms and activations inside one autograd Function each.
+
+    forward    x -> Operand    (cast here, or by the kernel that made x)
+               w -> Operand    once a call, or once a step (`WeightCache`)
+               y = x w^T + b
+    saved      x for wgrad, w for dgrad: FP8, one byte an element each; a bf16 weight itself
+    backward   dy -> Operand   (cast, transposed and summed for the bias in one pass)
+               dx = dy w,  dw = dy^T x, accumulated into main_grad or returned
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.fp8 import products
+from flatfsdp.fp8.main_grad import claim
+from flatfsdp.fp8.operand import Operand
+from flatfsdp.fp8.quantizers import Quantizer
+from flatfsdp.fp8.recipe import SplitAccumulator
+
+FuseWgrad = bool | Literal["two_pass"]
+"""Whether a layer adds its weight gradient to main_grad itself; "two_pass": in an FP32 product and an
+addition, for comparison, rather than in the product."""
+
+
+@dataclass(slots=True)
+class LinearCall:
+    """One call of one linear map; what forward and backward need besides tensors.
+
+    Attributes:
+        name: of the weight, for messages.
+        weight: the parameter; its gradient goes to its main_grad if `fuse_wgrad`.
+        dtype: of activations and their gradients.
+        grad_quantizer: makes the quantizer of dy, when backward comes to it.
+        needs_input_grad, needs_weight_grad, needs_bias_grad: what is to be computed in backward.
+    """
+
+    name: str
+    weight: Tensor
+    dtype: torch.dtype
+    split: SplitAccumulator
+    grad_quantizer: Callable[[], Quantizer]
+    fuse_wgrad: FuseWgrad
+    is_first_microbatch: bool | None
+    needs_input_grad: bool
+    needs_weight_grad: bool
+    needs_bias_grad: bool
+
+
+class LinearSaved(NamedTuple):
+    """What backward reads.
+
+    Attributes:
+        x: for wgrad; empty if the weight gets no gradient.
+        weight: for dgrad; empty if the input gets no gradient.
+    """
+
+    x: Operand
+    weight: Operand
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """For `ctx.save_for_backward`."""
+        return (*self.x, *self.weight)
+
+    @staticmethod
+    def of(tensors: Sequence[Tensor | None]) -> LinearSaved:
+        """From what `ctx.saved_tensors` gives back of `tensors`."""
+        middle = len(tensors) // 2
+        return LinearSaved(Operand(*tensors[:middle]), Operand(*tensors[middle:]))
+
+
+def linear_forward(
+    x: Operand, weight: Operand, bias: Tensor | None, call: LinearCall
+) -> tuple[Tensor, LinearSaved]:
+    """x w^T + b, [tokens, out] in call.dtype."""
+    added = None if bias is None else bias.to(call.dtype)
+    out = products.fprop(x, weight, added, call.dtype, call.split)
+    nothing = Operand()
+    return out, LinearSaved(
+        x.for_backward if call.needs_weight_grad else nothing,
+        weight.for_backward if call.needs_input_grad else nothing,
+    )
+
+
+def quantize_grad(dy: Tensor, call: LinearCall) -> tuple[Operand, Tensor | None]:
+    """dy [tokens, out] as an Operand, and the bias gradient, FP32 [out], if needed."""
+    quantized = call.grad_quantizer().cast(
+        dy.contiguous(),
+        rowwise=call.needs_input_grad,
+        columnwise=call.needs_weight_grad,
+        column_sum=call.needs_bias_grad,
+    )
+    return quantized.operand, quantized.column_sum
+
+
+def linear_backward(dy: Operand, saved: LinearSaved, call: LinearCall) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of input and weight."""
+    dx = products.dgrad(dy, saved.weight, call.dtype, call.split) if call.needs_input_grad else None
+    dweight = weight_grad(dy, saved.x, call) if call.needs_weight_grad else None
+    return dx, dweight
+
+
+def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
+    """The weight's gradient in its dtype, or None once it is in main_grad."""
+    if not call.fuse_wgrad:
+        return products.wgrad(dy, x, call.weight.dtype, call.split)
+    slot = claim(call.weight, call.name, call.is_first_microbatch)
+    products.accumulate_wgrad(
+        slot.target, dy, x, call.split, first=slot.first, two_passes=call.fuse_wgrad == "two_pass"
+    )
+    return None

@@ -1,0 +1,76 @@
+"""Where a layer that accumulates its own weight gradient writes it.
+
+A weight says so in one of three ways:
+
+    claim_main_grad()   FlatFSDP's parameters: the slot of the unit's flat buffer, and whether to overwrite it
+    get_main_grad()     with `__fsdp_param__`, as Megatron-FSDP's: a buffer, allocated when it is first needed
+    main_grad           anybody's: a buffer of the weight's shape, zeroed by its owner
+
+The last two are Transformer Engine's contract: the buffer is added to, unless is_first_microbatch is True or
+the weight's `overwrite_main_grad` is; a weight that has `grad_added_to_main_grad` gets it set.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class MainGradSlot(NamedTuple):
+    """A place for one weight's gradient.
+
+    Attributes:
+        target: FP32, the weight's shape, contiguous.
+        first: whether what it holds counts as nothing.
+    """
+
+    target: Tensor
+    first: bool
+
+
+def claim(weight: Tensor, name: str, is_first_microbatch: bool | None) -> MainGradSlot:
+    """The slot that this backward has to write or add to.
+
+    Raises:
+        RuntimeError: if the weight has none.
+        TypeError, ValueError: if it is not FP32, or not contiguous and of the weight's shape.
+    """
+    owned = getattr(weight, "claim_main_grad", None)
+    if owned is not None:
+        slot = MainGradSlot(*owned())
+    else:
+        slot = MainGradSlot(_buffer(weight, name), _overwrites(weight, is_first_microbatch))
+        if hasattr(weight, "grad_added_to_main_grad"):
+            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+    target = slot.target
+    if target.dtype != torch.float32:
+        raise TypeError(
+            f"main_grad of {name} is {target.dtype}; weight gradients accumulate in FP32, so make it FP32 "
+            "(FlatFSDP: Precision(accumulate=torch.float32)) or build the layer without "
+            "fuse_wgrad_accumulation"
+        )
+    if target.shape != weight.shape or not target.is_contiguous():
+        raise ValueError(
+            f"main_grad of {name} has shape {tuple(target.shape)} and strides {target.stride()}; it has to "
+            f"be contiguous and of the weight's shape {tuple(weight.shape)}"
+        )
+    return slot
+
+
+def _buffer(weight: Tensor, name: str) -> Tensor:
+    get = getattr(weight, "get_main_grad", None)
+    buffer = get() if get is not None and hasattr(weight, "__fsdp_param__") else None
+    if buffer is None:
+        buffer = getattr(weight, "main_grad", None)
+    if buffer is None:
+        raise RuntimeError(
+            f"{name} has no main_grad, into which fuse_wgrad_accumulation=True accumulates; wrap the model "
+            "with FlatFSDP, or set weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)"
+        )
+    return buffer
+
+
+def _overwrites(weight: Tensor, is_first_microbatch: bool | None) -> bool:
+    return is_first_microbatch is True or bool(getattr(weight, "overwrite_main_grad", False))

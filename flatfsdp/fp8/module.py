@@ -1,0 +1,343 @@
+"""Base of the layers with FP8 products: their scaling state, their quantizers, their cached weights.
+
+In:   a layer's forward, with or without an `autocast` around it.
+Out:  `Roles` for each of its linear maps: how to cast input, weight and gradient.
+Next: `linear.py` casts and multiplies.
+
+A layer's state is in its buffers fp8_forward_scale, fp8_forward_amax_history and the same two for backward.
+They appear when it first runs with delayed scaling, or when a checkpoint that has them is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.fp8.autocast import Region, current_region
+from flatfsdp.fp8.linear import FuseWgrad, LinearCall
+from flatfsdp.fp8.operand import Operand
+from flatfsdp.fp8.quantizers import Current, Delayed, Quantizer, Unquantized
+from flatfsdp.fp8.recipe import CurrentScaling, DelayedScaling, Recipe, SplitAccumulator
+from flatfsdp.fp8.recompute import current_tape, records_amax
+from flatfsdp.fp8.state import Direction, Scaling, buffer_names
+from flatfsdp.kernels.cast import transpose
+from flatfsdp.kernels.gemm import ALIGNMENT
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Roles:
+    """How the tensors of one linear map are cast in one call.
+
+    Attributes:
+        grad: called in backward.
+        is_fp8: whether products are in FP8.
+        recipe: whose casts these are; None without FP8.
+    """
+
+    x: Quantizer
+    weight: Quantizer
+    grad: Callable[[], Quantizer]
+    split: SplitAccumulator
+    recipe: Recipe | None
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.recipe is not None
+
+
+class FP8Module(nn.Module):
+    """A layer with one or more linear maps.
+
+    Attributes:
+        linear_maps: their names.
+        allows_fp8: False: products are never in FP8, whatever autocast says.
+    """
+
+    linear_maps: ClassVar[tuple[str, ...]] = ("weight",)
+    fuse_wgrad_accumulation: FuseWgrad = False
+    allows_fp8 = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._scalings: dict[Direction, Scaling] = {}
+        self._cached_weights: dict[str, tuple[Recipe, Operand]] = {}
+        self._last_recipe: Recipe | None = None
+
+    # ---- how to cast ------------------------------------------------------------------------------------
+
+    def roles(self, device: torch.device) -> list[Roles]:
+        """One for each linear map.
+
+        Raises:
+            RuntimeError: if FP8 is asked for on a device without it.
+        """
+        region = current_region()
+        if region is None or not self.allows_fp8 or not (region.enabled or region.calibrating):
+            return [_HIGH] * len(self.linear_maps)
+        if region.enabled:
+            require_fp8(device)
+            self._notice_change(region.recipe)
+        if isinstance(region.recipe, DelayedScaling):
+            return self._delayed(region, region.recipe, device)
+        if not region.enabled:
+            return [_HIGH] * len(self.linear_maps)
+        return [_stateless(region.recipe)] * len(self.linear_maps)
+
+    def _delayed(self, region: Region, recipe: DelayedScaling, device: torch.device) -> list[Roles]:
+        forward = self._scaling("forward", recipe, device)
+        backward = self._scaling("backward", recipe, device)
+        records = records_amax()
+        if records:
+            region.use(forward)
+        tape = current_tape()
+        scale, scale_inv = forward.scales() if tape is None else tape.scales(forward)
+
+        def quantizer(index: int) -> Quantizer:
+            amax = forward.amax(index) if records else None
+            if not region.enabled:
+                return Unquantized(amax)
+            dtype = recipe.fp8_format.forward
+            return Delayed(dtype, scale.narrow(0, index, 1), scale_inv.narrow(0, index, 1), amax)
+
+        def grad(index: int) -> Callable[[], Quantizer]:
+            def make() -> Quantizer:
+                if not region.enabled:
+                    return Unquantized()
+                region.use_in_backward(backward)
+                scale, scale_inv = (scales.narrow(0, index, 1) for scales in backward.scales())
+                return Delayed(recipe.fp8_format.backward, scale, scale_inv, backward.amax(index))
+
+            return make
+
+        used = recipe if region.enabled else None
+        return [
+            Roles(quantizer(2 * i), quantizer(2 * i + 1), grad(i), recipe.split_accumulator, used)
+            for i in range(len(self.linear_maps))
+        ]
+
+    def _scaling(self, direction: Direction, recipe: DelayedScaling, device: torch.device) -> Scaling:
+        scaling = self._scalings.get(direction)
+        if scaling is None or scaling.recipe != recipe or scaling.device != device or not scaling.is_current:
+            forward, backward = recipe.fp8_format.forward, recipe.fp8_format.backward
+            dtypes = [forward] * 2 if direction == "forward" else [backward]
+            changed = scaling is not None and scaling.recipe != recipe
+            scaling = Scaling(self, direction, dtypes * len(self.linear_maps), recipe, device)
+            if changed:
+                # The old scales may be of another format or margin.
+                scaling.arena.update(recipe, None)
+            self._scalings[direction] = scaling
+        return scaling
+
+    def _notice_change(self, recipe: Recipe) -> None:
+        if recipe == self._last_recipe:
+            return
+        if self._last_recipe is not None:
+            _warn_of_change(self._last_recipe, recipe)
+        self._last_recipe = recipe
+
+    def call(
+        self,
+        name: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        roles: Roles,
+        dtype: torch.dtype,
+        is_first_microbatch: bool | None,
+        needs_input_grad: bool,
+    ) -> LinearCall:
+        """What the linear primitive has to know about this call of the map with this weight."""
+        trains = torch.is_grad_enabled()
+        return LinearCall(
+            name=f"{type(self).__name__}.{name}",
+            weight=weight,
+            dtype=dtype,
+            split=roles.split,
+            grad_quantizer=roles.grad,
+            fuse_wgrad=self.fuse_wgrad_accumulation,
+            is_first_microbatch=is_first_microbatch,
+            needs_input_grad=needs_input_grad,
+            needs_weight_grad=trains and weight.requires_grad,
+            needs_bias_grad=trains and bias is not None and bias.requires_grad,
+        )
+
+    def require_fp8_shape(self, name: str, tokens: int, in_features: int, out_features: int) -> None:
+        """
+        Raises:
+            ValueError: if a product of these sizes cannot be in FP8.
+        """
+        sizes = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
+        for what, size in sizes.items():
+            if size % ALIGNMENT:
+                raise ValueError(
+                    f"{type(self).__name__}.{name}: {what} is {size}; FP8 products need multiples of "
+                    f"{ALIGNMENT}: pad it, or run this layer under autocast(enabled=False)"
+                )
+
+    # ---- weights ----------------------------------------------------------------------------------------
+
+    def weight_operand(
+        self,
+        name: str,
+        weight: Tensor,
+        roles: Roles,
+        is_first_microbatch: bool | None,
+        dtype: torch.dtype,
+        *,
+        columnwise: bool,
+    ) -> Operand:
+        """The weight for products: in FP8 cast now, or what was cast in the first microbatch.
+
+        Args:
+            is_first_microbatch: None: cast now, keep nothing; True: cast and keep; False: what is kept.
+            dtype: of the products without FP8.
+            columnwise: whether dgrad will need it.
+
+        Raises:
+            RuntimeError: if nothing is kept, or it was cast with another recipe.
+        """
+        if roles.recipe is None:
+            return roles.weight.cast(weight.detach().to(dtype), rowwise=True, columnwise=columnwise).operand
+        tape = current_tape()
+        is_kept = is_first_microbatch is False or (
+            is_first_microbatch is True and tape is not None and tape.is_replay
+        )
+        if not is_kept:
+            source = weight.detach().contiguous()
+            operand = roles.weight.cast(source, rowwise=True, columnwise=columnwise).operand
+        else:
+            operand = self._kept(name, roles.recipe)
+            if columnwise and operand.columnwise is None:
+                # Kept by a forward without gradients.
+                assert operand.rowwise is not None
+                operand = operand._replace(
+                    columnwise=transpose(operand.rowwise), columnwise_inv=operand.rowwise_inv
+                )
+        if is_first_microbatch is not None:
+            self._cached_weights[name] = (roles.recipe, operand)
+        return operand
+
+    def _kept(self, name: str, recipe: Recipe) -> Operand:
+        kept_recipe, operand = self._cached_weights.get(name, (None, None))
+        if operand is None:
+            raise RuntimeError(
+                f"{type(self).__name__}: is_first_microbatch=False, but {name} was not cast yet; call the "
+                "layer with is_first_microbatch=True in the first microbatch of each step"
+            )
+        if kept_recipe != recipe:
+            raise RuntimeError(
+                f"{type(self).__name__}: {name} was cast with another recipe, {kept_recipe}; after a change "
+                "of recipe begin with is_first_microbatch=True"
+            )
+        return operand
+
+    # ---- module protocol --------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Module:
+        """Moves the state along; scales stay in FP32 when the module is cast."""
+        state = {key: self._buffers.pop(key) for key in _STATE if key in self._buffers}
+        super()._apply(fn, recurse)
+        for key, tensor in state.items():
+            assert tensor is not None
+            moved = fn(tensor)
+            self.register_buffer(key, moved if moved.dtype == tensor.dtype else tensor.to(moved.device))
+        self._cached_weights.clear()
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        self._cached_weights.clear()
+        for key in _STATE:
+            saved = state_dict.get(prefix + key)
+            if saved is None:
+                continue
+            own = self._buffers.get(key)
+            if own is None or own.shape != saved.shape:
+                # Of a layer that has not run yet, or with a history of another length.
+                device = saved.device if own is None else own.device
+                self.register_buffer(key, torch.zeros(saved.shape, device=device))
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        # A checkpoint without FP8 state starts it anew; Transformer Engine's own is pickled, and not read.
+        for key in _STATE:
+            if prefix + key in missing_keys:
+                missing_keys.remove(prefix + key)
+        if prefix + "_extra_state" in unexpected_keys:
+            unexpected_keys.remove(prefix + "_extra_state")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles have the buffers, and find their own place in an arena."""
+        return {**self.__dict__, "_scalings": {}, "_cached_weights": {}}
+
+
+_STATE = (*buffer_names("forward"), *buffer_names("backward"))
+
+_HIGH = Roles(Unquantized(), Unquantized(), Unquantized, SplitAccumulator(), None)
+
+
+@cache
+def _stateless(recipe: Recipe) -> Roles:
+    if isinstance(recipe, CurrentScaling):
+        forward, backward = (
+            Current(dtype, recipe.amax_epsilon, recipe.power_of_two_scales)
+            for dtype in (recipe.fp8_format.forward, recipe.fp8_format.backward)
+        )
+        return Roles(forward, forward, lambda: backward, recipe.split_accumulator, recipe)
+    raise NotImplementedError("BlockScaling is not there yet")
+
+
+@cache
+def _warn_of_change(before: Recipe, after: Recipe) -> None:
+    """Once for all layers."""
+    logger.warning(
+        "the FP8 recipe changed from %s to %s; delayed scaling goes on with the scales and histories it has",
+        before,
+        after,
+    )
+
+
+@cache
+def require_fp8(device: torch.device) -> None:
+    """
+    Raises:
+        RuntimeError: if a GPU cannot multiply FP8 numbers; CPUs do it in FP32.
+    """
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < (8, 9):
+            raise RuntimeError(
+                f"FP8 was asked for on {torch.cuda.get_device_name(device)}, compute capability "
+                f"{major}.{minor}; it needs 8.9 or more, so use autocast(enabled=False)"
+            )
+
+
+def activation_dtype(x: Tensor, layer: nn.Module, weight: Tensor) -> torch.dtype:
+    """The dtype of a layer's input after torch.autocast, if that is on.
+
+    Raises:
+        TypeError: if it is no floating-point dtype for products, or not the weight's without torch.autocast.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        raise TypeError(
+            f"{type(layer).__name__}: the input is {x.dtype}, the weight {weight.dtype}; outside of "
+            "torch.autocast both have to be FP32, fp16 or bf16 alike (params_dtype, or layer.to(dtype))"
+        )
+    return x.dtype

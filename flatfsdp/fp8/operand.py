@@ -1,0 +1,35 @@
+"""One matrix of a product, in the forms that the coming products read.
+
+rowwise      [rows, cols]   y = x w^T reads x and w like this
+columnwise   [cols, rows]   dx = dy w reads w, dw = dy^T x reads dy and x like this: Hopper's FP8 products
+                            take both operands along the dimension that is summed over
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Operand(NamedTuple):
+    """Either `high`, or FP8 with its scales' inverses; what is not there is None.
+
+    Attributes:
+        high: FP32, fp16 or bf16 [rows, cols].
+        rowwise: FP8 [rows, cols].
+        columnwise: FP8 [cols, rows].
+        rowwise_inv: FP32, one number, or one a block: what `rowwise` has to be multiplied with.
+        columnwise_inv: the same for `columnwise`.
+    """
+
+    high: Tensor | None = None
+    rowwise: Tensor | None = None
+    columnwise: Tensor | None = None
+    rowwise_inv: Tensor | None = None
+    columnwise_inv: Tensor | None = None
+
+    @property
+    def for_backward(self) -> Operand:
+        """Without what only the forward reads."""
+        return self if self.high is not None else self._replace(rowwise=None, rowwise_inv=None)

@@ -1,0 +1,142 @@
+"""How one tensor of a layer gets to FP8: a quantizer for each recipe.
+
+In:   a matrix in FP32, fp16 or bf16.
+Out:  an `Operand`, and the column sums where they are asked for (a bias gradient is one).
+Next: `products.py` multiplies operands.
+
+A kernel that produces the matrix (a norm, an activation) can cast it in the same pass if the scale is known
+before: it asks for `fused` and then calls `operand` on what it has written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from flatfsdp.fp8.operand import Operand
+from flatfsdp.kernels.cast import cast, max_abs
+from flatfsdp.kernels.scaling import current_scales
+
+
+class Quantized(NamedTuple):
+    operand: Operand
+    column_sum: Tensor | None
+    """FP32 [cols]."""
+
+
+class Quantizer(Protocol):
+    @property
+    def fused(self) -> dict[str, Any] | None:
+        """Arguments scale, amax and dtype for a kernel that casts what it produces; None: cast it later."""
+
+    def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
+        """What a kernel has cast with `fused`."""
+
+    def cast(self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Quantized:
+        """`x` is [rows, cols], contiguous."""
+
+    def silent(self) -> Quantizer:
+        """The same casts, and no amax is recorded."""
+
+
+@dataclass(slots=True)
+class Unquantized:
+    """Products in the dtype of the activations.
+
+    Attributes:
+        amax: where a calibrating run records the amax; None: nowhere.
+    """
+
+    amax: Tensor | None = None
+
+    @property
+    def fused(self) -> None:
+        return None
+
+    def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
+        raise AssertionError("nothing is cast without FP8")
+
+    def cast(self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Quantized:
+        if self.amax is not None:
+            max_abs(x, self.amax)
+        return Quantized(Operand(high=x), x.sum(0, dtype=torch.float32) if column_sum else None)
+
+    def silent(self) -> Unquantized:
+        return Unquantized()
+
+
+@dataclass(slots=True)
+class Delayed:
+    """Delayed scaling: the scale is known.
+
+    Attributes:
+        scale, scale_inv: FP32 [1], of one generation.
+        amax: FP32 [1], raised by every cast; None: record nothing.
+    """
+
+    dtype: torch.dtype
+    scale: Tensor
+    scale_inv: Tensor
+    amax: Tensor | None
+
+    @property
+    def fused(self) -> dict[str, Any]:
+        return {"scale": self.scale, "amax": self.amax, "dtype": self.dtype}
+
+    def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
+        return Operand(None, rowwise, columnwise, self.scale_inv, self.scale_inv)
+
+    def cast(self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Quantized:
+        result = cast(
+            x,
+            self.scale,
+            self.dtype,
+            amax=self.amax,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            column_sum=column_sum,
+        )
+        return Quantized(self.operand(result.rowwise, result.columnwise), result.column_sum)
+
+    def silent(self) -> Delayed:
+        return Delayed(self.dtype, self.scale, self.scale_inv, None)
+
+
+@dataclass(slots=True)
+class Current:
+    """Current scaling: the scale comes from the tensor itself, in a pass of its own."""
+
+    dtype: torch.dtype
+    epsilon: float
+    power_of_two: bool
+
+    @property
+    def fused(self) -> None:
+        return None
+
+    def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
+        raise AssertionError("current scaling casts when the amax is known")
+
+    def cast(self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Quantized:
+        scale, scale_inv = current_scales(
+            max_abs(x),
+            _fp8_max(self.dtype, x.device),
+            epsilon=self.epsilon,
+            power_of_two=self.power_of_two,
+        )
+        return Delayed(self.dtype, scale, scale_inv, None).cast(
+            x, rowwise=rowwise, columnwise=columnwise, column_sum=column_sum
+        )
+
+    def silent(self) -> Current:
+        return self
+
+
+@cache
+def _fp8_max(dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The largest number of an FP8 format, FP32 [1]; never written."""
+    return torch.full((1,), torch.finfo(dtype).max, device=device)

@@ -1,0 +1,110 @@
+"""Activation recompute with the scales of the first time.
+
+In:   a function with FP8 layers inside, which autograd will run once more in backward.
+Out:  the second run casts with the same scales, records no amax, and casts no weight again that is cached.
+
+A `Tape` holds the generation of scales of each use, in order; tapes of nested checkpoints form a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from flatfsdp.autograd import in_backward
+from flatfsdp.fp8.autocast import Region, current_region, entered
+from flatfsdp.fp8.state import Scaling
+from flatfsdp.kernels.scaling import Scales
+
+
+class Tape:
+    """What one checkpoint cast with.
+
+    Attributes:
+        is_replay: whether this run repeats an earlier one.
+    """
+
+    def __init__(self, outer: Tape | None, recorded: dict[Scaling, list[Scales]] | None) -> None:
+        self._outer = outer
+        self._recorded = recorded
+        self._position: dict[Scaling, int] = {}
+        self.uses: dict[Scaling, list[Scales]] = {}
+        self.is_replay = recorded is not None or (outer is not None and outer.is_replay)
+
+    def scales(self, scaling: Scaling) -> Scales:
+        """The scales for the next use of `scaling`: today's, or those of the run that is repeated."""
+        if self._recorded is not None:
+            position = self._position.get(scaling, 0)
+            self._position[scaling] = position + 1
+            return self._recorded[scaling][position]
+        scales = scaling.scales() if self._outer is None else self._outer.scales(scaling)
+        self.uses.setdefault(scaling, []).append(scales)
+        return scales
+
+
+_tape: ContextVar[Tape | None] = ContextVar("flatfsdp_tape", default=None)
+
+
+def current_tape() -> Tape | None:
+    return _tape.get()
+
+
+@contextmanager
+def _playing(tape: Tape) -> Iterator[None]:
+    token = _tape.set(tape)
+    try:
+        yield
+    finally:
+        _tape.reset(token)
+
+
+class _Recomputed:
+    """Calls `function`: the first call is recorded, every later one repeats it."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._region: Region | None = None
+        self._first: Tape | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._first is None:
+            self._region = current_region()
+            self._first = tape = Tape(current_tape(), None)
+        else:
+            tape = Tape(None, self._first.uses)
+        # A recomputation may run in another thread, which knows nothing of the region.
+        with _playing(tape), entered(self._region):
+            return self._function(*args, **kwargs)
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+    """`torch.utils.checkpoint.checkpoint` for functions with FP8 layers inside; same results, bit for bit.
+
+    Args:
+        function: a module or function; autocast may be inside or around it.
+        use_reentrant: as in torch.  With True the gradients' scales are updated once a checkpoint.
+        kwargs: for `function`, or torch's own, such as preserve_rng_state.
+    """
+    return torch_checkpoint(_Recomputed(function), *args, use_reentrant=use_reentrant, **kwargs)
+
+
+def records_amax() -> bool:
+    """Whether a forward that runs now is to record amaxes: it trains, and for the first time.
+
+    Raises:
+        RuntimeError: in a recomputation that nobody told about the scales of the first time.
+    """
+    tape = current_tape()
+    if tape is not None:
+        return not tape.is_replay
+    if in_backward():
+        raise RuntimeError(
+            "an FP8 layer with DelayedScaling is recomputed in backward, where its scales have moved on; use "
+            "flatfsdp.fp8.checkpoint instead of torch.utils.checkpoint.checkpoint"
+        )
+    return torch.is_grad_enabled()

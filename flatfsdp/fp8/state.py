@@ -1,0 +1,187 @@
+"""Scaling state of delayed scaling: the scales that casts use now, and the amax histories behind them.
+
+In:   amaxes, which cast kernels write into row 0 of the histories.
+Out:  `Scales` for casts; once a forward and once a backward `Arena.update` makes the next ones.
+Next: `autocast.py` decides when to update; `quantizers.py` casts.
+
+    Scaling     one direction (forward or backward) of one module: a few columns of an arena, which are the
+                module's buffers fp8_<direction>_scale [n] and fp8_<direction>_amax_history [L, n]
+    Arena       the columns of many modules: one all-reduce and one launch update all of them
+    Scales      one generation of scales; never written again, so whoever holds one, a tensor that was cast
+                with it or a recomputation, sees the values of that time
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp.comm import Ranks, check_same_on_all_ranks
+from flatfsdp.fp8.recipe import DelayedScaling
+from flatfsdp.kernels.scaling import Scales, update_scales
+
+logger = logging.getLogger(__name__)
+
+Direction = Literal["forward", "backward"]
+
+
+class Arena:
+    """Scales and histories of n tensors.
+
+    Args:
+        fp8_max: largest number of each tensor's format.
+
+    Attributes:
+        scale: FP32 [n]; what checkpoints save and load, in place.
+        history: FP32 [L, n]; row 0 is raised by casts, row 1 is the oldest update, row L - 1 the latest.
+    """
+
+    def __init__(self, fp8_max: Sequence[float], length: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.scale = torch.ones(len(fp8_max), device=device)
+            self.history = torch.zeros(length, len(fp8_max), device=device)
+            self._fp8_max = torch.tensor(fp8_max, device=device)
+        self._scales: Scales | None = None
+        self._version = -1
+
+    @property
+    def scales(self) -> Scales:
+        """The current generation."""
+        # Loading a checkpoint writes to `scale` and leaves another version behind.
+        if self._scales is None or self._version != self.scale._version:
+            self._scales = Scales(self.scale.clone(), self.scale.reciprocal())
+            self._version = self.scale._version
+        return self._scales
+
+    @torch.no_grad()
+    def update(self, recipe: DelayedScaling, group: dist.ProcessGroup | None) -> None:
+        """Makes the next generation; `group` takes the largest amax of its ranks first."""
+        if group is not None:
+            # As integers, because the order of the bits puts NaN above infinity on every backend.
+            dist.all_reduce(self.history[0].view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+        self._scales = update_scales(
+            self.history,
+            self.scale,
+            self._fp8_max,
+            most_recent=recipe.amax_compute_algo == "most_recent",
+            margin=recipe.margin,
+            power_of_two=recipe.power_of_two_scales,
+        )
+        self.scale.copy_(self._scales.scale)
+        self._version = self.scale._version
+
+
+class Scaling:
+    """One direction of one module.
+
+    Args:
+        owner: the module whose buffers these are.
+        dtypes: the FP8 format of each tensor.
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        direction: Direction,
+        dtypes: Sequence[torch.dtype],
+        recipe: DelayedScaling,
+        device: torch.device,
+    ) -> None:
+        self._owner = owner
+        self._keys = buffer_names(direction)
+        self.fp8_max = [torch.finfo(dtype).max for dtype in dtypes]
+        self.recipe = recipe
+        self.arena: Arena
+        self._adopt(device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.arena.scale.device
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the owner's buffers are still those of the arena; a copy or a move makes others."""
+        buffers = self._owner._buffers
+        return all(buffers.get(key) is view for key, view in zip(self._keys, self._views, strict=True))
+
+    def scales(self) -> Scales:
+        """This module's scales of now, FP32 [n] each."""
+        scale, scale_inv = self.arena.scales
+        n = len(self.fp8_max)
+        return Scales(scale.narrow(0, self._start, n), scale_inv.narrow(0, self._start, n))
+
+    def amax(self, index: int) -> Tensor:
+        """Where casts of tensor `index` record their amax, FP32 [1]."""
+        return self._row0.narrow(0, index, 1)
+
+    def _adopt(self, device: torch.device) -> None:
+        """An arena of its own, with what the owner's buffers hold: loaded, copied, moved, or nothing yet."""
+        scale, history = (self._owner._buffers.get(key) for key in self._keys)
+        arena = Arena(self.fp8_max, self.recipe.amax_history_len, device)
+        n = len(self.fp8_max)
+        if scale is not None and history is not None:
+            if scale.numel() != n or history.shape[1] != n:
+                raise ValueError(
+                    f"{self._keys[0]} of {type(self._owner).__name__} has {scale.numel()} scales; this layer "
+                    f"has {n}: the checkpoint is of another kind of layer"
+                )
+            with torch.no_grad():
+                arena.scale.copy_(scale)
+                # The latest updates count, wherever a longer or shorter history was saved.
+                arena.history[0].copy_(history[0])
+                kept = min(history.shape[0], arena.history.shape[0]) - 1
+                if kept:
+                    arena.history[-kept:].copy_(history[-kept:])
+        self.move_to(arena, 0)
+
+    def move_to(self, arena: Arena, start: int) -> None:
+        """Takes `arena`'s columns from `start` on, which hold its values already."""
+        self.arena, self._start = arena, start
+        n = len(self.fp8_max)
+        self._views = (arena.scale.narrow(0, start, n), arena.history.narrow(1, start, n))
+        self._row0 = arena.history[0].narrow(0, start, n)
+        for key, view in zip(self._keys, self._views, strict=True):
+            self._owner.register_buffer(key, view)
+
+    def copy_to(self, arena: Arena, start: int) -> None:
+        n = len(self.fp8_max)
+        arena.scale.narrow(0, start, n).copy_(self._views[0])
+        arena.history.narrow(1, start, n).copy_(self._views[1])
+
+
+def buffer_names(direction: Direction) -> tuple[str, str]:
+    return f"fp8_{direction}_scale", f"fp8_{direction}_amax_history"
+
+
+def update(scalings: Iterable[Scaling], group: dist.ProcessGroup | None) -> None:
+    """Updates the scales of all that were used; collective over `group`, if given."""
+    by_kind: dict[tuple[DelayedScaling, torch.device], list[Scaling]] = {}
+    for scaling in scalings:
+        by_kind.setdefault((scaling.recipe, scaling.device), []).append(scaling)
+    for (recipe, device), members in by_kind.items():
+        reduced_over = group if recipe.reduce_amax else None
+        if len({id(scaling.arena) for scaling in members}) > 1:
+            _merge(members, recipe, device, reduced_over)
+        members[0].arena.update(recipe, reduced_over)
+
+
+def _merge(
+    members: list[Scaling], recipe: DelayedScaling, device: torch.device, group: dist.ProcessGroup | None
+) -> None:
+    """Puts the columns of all members side by side into one new arena."""
+    names = [f"{type(scaling._owner).__name__} with {len(scaling.fp8_max)} scales" for scaling in members]
+    check_same_on_all_ranks(names, Ranks.of(group), device)
+    fp8_max = [limit for scaling in members for limit in scaling.fp8_max]
+    arena = Arena(fp8_max, recipe.amax_history_len, device)
+    start = 0
+    with torch.no_grad():
+        for scaling in members:
+            scaling.copy_to(arena, start)
+            scaling.move_to(arena, start)
+            start += len(scaling.fp8_max)
+    logger.debug("amaxes of %d layers are updated together", len(members))

@@ -1,0 +1,162 @@
+"""`LayerNormLinear`: a norm and a linear layer as one autograd node; in FP8 the norm casts its own result.
+
+In:   [..., in_features];  out: [..., out_features].
+Next: `multihead_attention.py` has one for query, key and value.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from flatfsdp.fp8.linear import (
+    LinearCall,
+    LinearSaved,
+    linear_backward,
+    linear_forward,
+    quantize_grad,
+)
+from flatfsdp.fp8.operand import Operand
+from flatfsdp.fp8.quantizers import Quantizer
+from flatfsdp.layers.normalized import NormKind, add_to, normalize, normalize_backward, reset_norm
+from flatfsdp.layers.parameters import new_parameter
+from flatfsdp.layers.projection import LinearOptions, Projection
+
+
+class LayerNormLinear(Projection):
+    """y = norm(x) w^T + b.
+
+    Args:
+        eps: of the norm.
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: the norm's gain is 1 + layer_norm_weight.
+        return_layernorm_output: return norm(x) as well.
+        in_features, out_features, bias, options: as `Linear`.
+
+    Attributes:
+        layer_norm_weight, layer_norm_bias: [in_features]; RMSNorm has no bias.
+        weight, bias: as `Linear`'s.
+
+    Raises:
+        ValueError, NotImplementedError: as `Linear`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        *,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **options)
+        self.norm = NormKind.named(normalization, eps, zero_centered_gamma)
+        self.return_layernorm_output = return_layernorm_output
+        dtype, device = options.get("params_dtype"), options.get("device")
+        self.layer_norm_weight = new_parameter(in_features, dtype=dtype, device=device)
+        self.register_parameter(
+            "layer_norm_bias",
+            None if self.norm.rms else new_parameter(in_features, dtype=dtype, device=device),
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.norm.zero_centered)
+
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, *, return_residual: bool = False
+    ) -> Any:
+        """[..., in_features] to [..., out_features].
+
+        Args:
+            is_first_microbatch: as `Linear`.
+            return_residual: return `inp` as well, for a residual connection around this layer: its gradient
+                is then added inside the norm's backward instead of in a pass of its own.
+
+        Returns:
+            out, or a tuple of out, the bias with `return_bias`, norm(inp) with `return_layernorm_output` and
+            inp with `return_residual`.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as `Linear`.
+        """
+        norm_weight, norm_bias = self.layer_norm_weight, self.layer_norm_bias
+        ready = self.prepare(inp, is_first_microbatch, also_trained=(norm_weight, norm_bias))
+        spec = _Spec(self.norm, ready.roles.x, ready.call, self.return_layernorm_output)
+        out, normalized, residual = _LayerNormLinear.apply(
+            ready.x, norm_weight, norm_bias, ready.weight, ready.added_bias, ready.operand, spec
+        )
+        results = [out.view(*inp.shape[:-1], self.out_features)]
+        if self.return_bias:
+            results.append(None if ready.bias is None else ready.bias.to(out.dtype))
+        if self.return_layernorm_output:
+            results.append(normalized.view(inp.shape))
+        if return_residual:
+            results.append(residual.view(inp.shape))
+        return results[0] if len(results) == 1 else tuple(results)
+
+
+class _Spec:
+    """What one call of the node needs besides tensors."""
+
+    __slots__ = ("call", "keep", "norm", "quantizer")
+
+    def __init__(self, norm: NormKind, quantizer: Quantizer, call: LinearCall, keep: bool) -> None:
+        self.norm = norm
+        self.quantizer = quantizer
+        self.call = call
+        self.keep = keep
+
+
+class _LayerNormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        operand: Operand,
+        spec: _Spec,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        normalized = normalize(
+            x,
+            norm_weight,
+            norm_bias,
+            spec.norm,
+            spec.quantizer,
+            columnwise=spec.call.needs_weight_grad,
+            keep=spec.keep,
+        )
+        out, saved = linear_forward(normalized.operand, operand, bias, spec.call)
+        ctx.spec = spec
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x, norm_weight, normalized.mean, normalized.rstd, *saved.tensors)
+        ctx.set_materialize_grads(False)
+        return out, normalized.out, x
+
+    @staticmethod
+    def backward(
+        ctx: Any, dy: Tensor | None, dnormalized: Tensor | None, dresidual: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        x, norm_weight, mean, rstd, *saved = ctx.saved_tensors
+        call, norm = ctx.spec.call, ctx.spec.norm
+        dweight = dbias = None
+        if dy is not None:
+            quantized, dbias = quantize_grad(dy, call)
+            dx, dweight = linear_backward(quantized, LinearSaved.of(saved), call)
+            dnormalized = add_to(dx, dnormalized)
+        dbias = None if dbias is None else dbias.to(ctx.bias_dtype)
+        if dnormalized is None:
+            return dresidual, None, None, dweight, dbias, None, None
+        grads = normalize_backward(dnormalized, x, norm_weight, mean, rstd, norm, dresidual)
+        return *grads, dweight, dbias, None, None

@@ -1,0 +1,389 @@
+"""`LayerNormMLP`: norm, two linear maps and the activation between them as one autograd node.
+
+In:   [..., hidden_size];  out: [..., hidden_size].
+Next: `transformer.py` has one as its second half.
+
+    forward    norm -> (cast) -> fc1 -> activation -> (cast) -> fc2
+    saved      norm's input and statistics; FP8 operands of both maps; fc1's result before the activation
+    backward   fc2's gradients, then the activation's, which casts, transposes and sums for fc1's bias in one
+               pass, then fc1's, then the norm's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatfsdp.fp8.linear import (
+    FuseWgrad,
+    LinearCall,
+    LinearSaved,
+    linear_backward,
+    linear_forward,
+    quantize_grad,
+)
+from flatfsdp.fp8.module import FP8Module, Roles, activation_dtype
+from flatfsdp.fp8.operand import Operand
+from flatfsdp.fp8.quantizers import Quantizer
+from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
+from flatfsdp.layers.normalized import (
+    Normalized,
+    NormKind,
+    add_to,
+    normalize,
+    normalize_backward,
+    reset_norm,
+)
+from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init, require_no_tensor_parallelism
+from flatfsdp.layers.projection import as_matrix
+
+
+class LayerNormMLP(FP8Module):
+    """y = fc2(activation(fc1(norm(x)))), with Transformer Engine's arguments.
+
+    Args:
+        hidden_size: of input and output.
+        ffn_hidden_size: between the maps.
+        eps, normalization, zero_centered_gamma: of the norm, as `LayerNormLinear`.
+        bias: whether both maps have one.
+        activation: a name in `flatfsdp.kernels.activation.NAMES`; gated ones (swiglu, geglu, ...) double
+            fc1's rows: [activated | linear].
+        init_method, output_layer_init_method: fill fc1's and fc2's weight.
+        return_bias: do not add fc2's bias but return (out, bias).
+        return_layernorm_output: return norm(x) as well.
+        checkpoint: save only the input, and compute norm, fc1 and activation again in backward.
+        set_parallel_mode, tp_group, tp_size, sequence_parallel: only one rank for now.
+        fuse_wgrad_accumulation, params_dtype, device: as `LinearOptions`.
+
+    Attributes:
+        layer_norm_weight, layer_norm_bias: [hidden_size]; RMSNorm has no bias.
+        fc1_weight: [ffn_hidden_size, hidden_size], twice the rows if gated;  fc1_bias: its rows.
+        fc2_weight: [hidden_size, ffn_hidden_size];  fc2_bias: [hidden_size].
+
+    Raises:
+        ValueError: for an unknown activation or normalization.
+        NotImplementedError: for tensor parallelism.
+    """
+
+    linear_maps = ("fc1", "fc2")
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        zero_centered_gamma: bool = False,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        checkpoint: bool = False,
+        fuse_wgrad_accumulation: FuseWgrad = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        set_parallel_mode: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+    ) -> None:
+        super().__init__()
+        require_no_tensor_parallelism(
+            "LayerNormMLP", tp_group=tp_group, tp_size=tp_size, sequence_parallel=sequence_parallel
+        )
+        if activation not in NAMES:
+            raise ValueError(f"LayerNormMLP: activation is {activation!r}; there are {', '.join(NAMES)}")
+        self.hidden_size = hidden_size
+        self.ffn_hidden_size = ffn_hidden_size
+        self.norm = NormKind.named(normalization, eps, zero_centered_gamma)
+        self.activation = activation
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.checkpoint = checkpoint
+        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.init_methods = (init_method or normal_init, output_layer_init_method or normal_init)
+        fc1_rows = ffn_hidden_size * (2 if activation in GATED else 1)
+
+        def parameter(*shape: int) -> torch.nn.Parameter:
+            return new_parameter(*shape, dtype=params_dtype, device=device)
+
+        self.layer_norm_weight = parameter(hidden_size)
+        self.register_parameter("layer_norm_bias", None if self.norm.rms else parameter(hidden_size))
+        self.fc1_weight = parameter(fc1_rows, hidden_size)
+        self.register_parameter("fc1_bias", parameter(fc1_rows) if bias else None)
+        self.fc2_weight = parameter(hidden_size, ffn_hidden_size)
+        self.register_parameter("fc2_bias", parameter(hidden_size) if bias else None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialises the parameters where they are; nothing on the meta device."""
+        reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.norm.zero_centered)
+        for init, weight, bias in zip(
+            self.init_methods,
+            (self.fc1_weight, self.fc2_weight),
+            (self.fc1_bias, self.fc2_bias),
+            strict=True,
+        ):
+            if not weight.is_meta:
+                init(weight)
+                if bias is not None:
+                    bias.zero_()
+
+    def forward(
+        self, inp: Tensor, is_first_microbatch: bool | None = None, *, return_residual: bool = False
+    ) -> Any:
+        """[..., hidden_size] to [..., hidden_size].
+
+        Args:
+            is_first_microbatch: as `Linear`.
+            return_residual: as `LayerNormLinear`.
+
+        Returns:
+            out, or a tuple of out, the bias with `return_bias`, norm(inp) with `return_layernorm_output` and
+            inp with `return_residual`.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as `Linear`.
+        """
+        dtype = activation_dtype(inp, self, self.fc1_weight)
+        x = as_matrix(inp, self.hidden_size, dtype, self)
+        fc1_roles, fc2_roles = self.roles(inp.device)
+        if fc1_roles.is_fp8:
+            self.require_fp8_shape("fc1_weight", x.shape[0], self.hidden_size, self.fc1_weight.shape[0])
+            self.require_fp8_shape("fc2_weight", x.shape[0], self.ffn_hidden_size, self.hidden_size)
+        fc2_added = None if self.return_bias else self.fc2_bias
+        before_fc1 = (inp, self.layer_norm_weight, self.layer_norm_bias)
+        before_fc2 = (*before_fc1, self.fc1_weight, self.fc1_bias)
+        fc1_weight, fc1 = self._map(
+            "fc1_weight", self.fc1_weight, self.fc1_bias, fc1_roles, dtype, is_first_microbatch, before_fc1
+        )
+        fc2_weight, fc2 = self._map(
+            "fc2_weight", self.fc2_weight, fc2_added, fc2_roles, dtype, is_first_microbatch, before_fc2
+        )
+        spec = _Spec(
+            self.norm,
+            self.activation,
+            self.checkpoint,
+            self.return_layernorm_output,
+            fc1_roles.x,
+            fc2_roles.x,
+            fc1,
+            fc2,
+        )
+        out, normalized, residual = _LayerNormMLP.apply(
+            x,
+            self.layer_norm_weight,
+            self.layer_norm_bias,
+            self.fc1_weight,
+            self.fc1_bias,
+            self.fc2_weight,
+            fc2_added,
+            fc1_weight,
+            fc2_weight,
+            spec,
+        )
+        results = [out.view(inp.shape)]
+        if self.return_bias:
+            results.append(None if self.fc2_bias is None else self.fc2_bias.to(dtype))
+        if self.return_layernorm_output:
+            results.append(normalized.view(inp.shape))
+        if return_residual:
+            results.append(residual.view(inp.shape))
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _map(
+        self,
+        name: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        roles: Roles,
+        dtype: torch.dtype,
+        is_first_microbatch: bool | None,
+        before: tuple[Tensor | None, ...],
+    ) -> tuple[Operand, LinearCall]:
+        needs_input_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in before)
+        operand = self.weight_operand(
+            name, weight, roles, is_first_microbatch, dtype, columnwise=needs_input_grad
+        )
+        return operand, self.call(name, weight, bias, roles, dtype, is_first_microbatch, needs_input_grad)
+
+    def extra_repr(self) -> str:
+        return f"{self.hidden_size}, {self.ffn_hidden_size}, activation={self.activation!r}"
+
+
+@dataclass(slots=True)
+class _Spec:
+    """What one call of the node needs besides tensors.
+
+    Attributes:
+        keep: whether norm(x) is a result, too.
+        fc1_input, fc2_input: how the inputs of the maps are cast.
+    """
+
+    norm: NormKind
+    activation: str
+    checkpoint: bool
+    keep: bool
+    fc1_input: Quantizer
+    fc2_input: Quantizer
+    fc1: LinearCall
+    fc2: LinearCall
+
+    def again(self) -> _Spec:
+        """For computing the same once more: what was recorded is not recorded again."""
+        return replace(self, keep=False, fc1_input=self.fc1_input.silent(), fc2_input=self.fc2_input.silent())
+
+
+class _BeforeFc2(NamedTuple):
+    normalized: Normalized
+    fc1: LinearSaved
+    fc1_out: Tensor
+    activated: Operand
+
+
+def _before_fc2(
+    x: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor | None,
+    fc1_weight: Operand,
+    fc1_bias: Tensor | None,
+    spec: _Spec,
+) -> _BeforeFc2:
+    normalized = normalize(
+        x,
+        norm_weight,
+        norm_bias,
+        spec.norm,
+        spec.fc1_input,
+        columnwise=spec.fc1.needs_weight_grad,
+        keep=spec.keep,
+    )
+    fc1_out, saved = linear_forward(normalized.operand, fc1_weight, fc1_bias, spec.fc1)
+    columnwise, fused = spec.fc2.needs_weight_grad, spec.fc2_input.fused
+    outputs = activation_forward(
+        fc1_out,
+        spec.activation,
+        high_precision=fused is None,
+        columnwise=columnwise and fused is not None,
+        **(fused or {}),
+    )
+    if fused is not None:
+        activated = spec.fc2_input.operand(outputs.rowwise, outputs.columnwise)
+    else:
+        assert outputs.out is not None
+        activated = spec.fc2_input.cast(outputs.out, rowwise=True, columnwise=columnwise).operand
+    return _BeforeFc2(normalized, saved, fc1_out, activated)
+
+
+class _LayerNormMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        norm_weight: Tensor,
+        norm_bias: Tensor | None,
+        fc1_param: Tensor,
+        fc1_bias: Tensor | None,
+        fc2_param: Tensor,
+        fc2_bias: Tensor | None,
+        fc1_weight: Operand,
+        fc2_weight: Operand,
+        spec: _Spec,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        before = _before_fc2(x, norm_weight, norm_bias, fc1_weight, fc1_bias, spec)
+        out, fc2 = linear_forward(before.activated, fc2_weight, fc2_bias, spec.fc2)
+        ctx.spec = spec
+        ctx.set_materialize_grads(False)
+        if spec.checkpoint:
+            ctx.save_for_backward(x, norm_weight, norm_bias, fc1_bias, *fc1_weight, *fc2.weight)
+        else:
+            mean, rstd = before.normalized.mean, before.normalized.rstd
+            ctx.save_for_backward(
+                x, norm_weight, mean, rstd, before.fc1_out, *before.fc1.tensors, *fc2.tensors
+            )
+        return out, before.normalized.out, x
+
+    @staticmethod
+    def backward(
+        ctx: Any, dy: Tensor | None, dnormalized: Tensor | None, dresidual: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        spec: _Spec = ctx.spec
+        saved = _saved(ctx.saved_tensors, spec)
+        fc1_dweight = fc1_dbias = fc2_dweight = fc2_dbias = None
+        if dy is not None:
+            quantized, fc2_dbias = quantize_grad(dy, spec.fc2)
+            dactivated, fc2_dweight = linear_backward(quantized, saved.fc2, spec.fc2)
+            if dactivated is not None:
+                quantized, fc1_dbias = _activation_backward(dactivated, saved.fc1_out, spec)
+                dx, fc1_dweight = linear_backward(quantized, saved.fc1, spec.fc1)
+                dnormalized = add_to(dx, dnormalized)
+        dtype = saved.norm_weight.dtype
+        maps = (fc1_dweight, _as(fc1_dbias, dtype), fc2_dweight, _as(fc2_dbias, dtype))
+        if dnormalized is None:
+            return dresidual, None, None, *maps, None, None, None
+        grads = normalize_backward(
+            dnormalized, saved.x, saved.norm_weight, saved.mean, saved.rstd, spec.norm, dresidual
+        )
+        return *grads, *maps, None, None, None
+
+
+class _Saved(NamedTuple):
+    x: Tensor
+    norm_weight: Tensor
+    mean: Tensor | None
+    rstd: Tensor
+    fc1_out: Tensor
+    fc1: LinearSaved
+    fc2: LinearSaved
+
+
+def _saved(tensors: Sequence[Tensor | None], spec: _Spec) -> _Saved:
+    """What the forward saved, or computes again."""
+    if not spec.checkpoint:
+        x, norm_weight, mean, rstd, fc1_out, *maps = tensors
+        assert x is not None and norm_weight is not None and rstd is not None and fc1_out is not None
+        middle = len(maps) // 2
+        fc1, fc2 = LinearSaved.of(maps[:middle]), LinearSaved.of(maps[middle:])
+        return _Saved(x, norm_weight, mean, rstd, fc1_out, fc1, fc2)
+    x, norm_weight, norm_bias, fc1_bias, *weights = tensors
+    assert x is not None and norm_weight is not None
+    middle = len(weights) // 2
+    fc1_weight, fc2_weight = Operand(*weights[:middle]), Operand(*weights[middle:])
+    before = _before_fc2(x, norm_weight, norm_bias, fc1_weight, fc1_bias, spec.again())
+    fc2 = LinearSaved(before.activated.for_backward, fc2_weight)
+    mean, rstd = before.normalized.mean, before.normalized.rstd
+    return _Saved(x, norm_weight, mean, rstd, before.fc1_out, before.fc1, fc2)
+
+
+def _activation_backward(dy: Tensor, x: Tensor, spec: _Spec) -> tuple[Operand, Tensor | None]:
+    """The gradient of fc1's result as an operand, and its column sums, FP32, for fc1's bias."""
+    call, quantizer = spec.fc1, spec.fc1.grad_quantizer()
+    fused = quantizer.fused
+    grads = activation_backward(
+        dy,
+        x,
+        spec.activation,
+        high_precision=fused is None,
+        rowwise=call.needs_input_grad,
+        columnwise=call.needs_weight_grad and fused is not None,
+        column_sum=call.needs_bias_grad,
+        **(fused or {}),
+    )
+    if fused is not None:
+        return quantizer.operand(grads.rowwise, grads.columnwise), grads.column_sum
+    assert grads.dx is not None
+    cast = quantizer.cast(grads.dx, rowwise=call.needs_input_grad, columnwise=call.needs_weight_grad)
+    return cast.operand, grads.column_sum
+
+
+def _as(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    return None if grad is None else grad.to(dtype)

@@ -1,0 +1,119 @@
+"""`Linear`: nn.Linear with FP8 products and the weight gradient accumulated in FP32.
+
+In:   [..., in_features];  out: [..., out_features].
+Next: `fp8/linear.py` has the primitive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from flatfsdp.fp8.linear import (
+    FuseWgrad,
+    LinearCall,
+    LinearSaved,
+    linear_backward,
+    linear_forward,
+    quantize_grad,
+)
+from flatfsdp.fp8.operand import Operand
+from flatfsdp.fp8.quantizers import Quantizer
+from flatfsdp.layers.projection import LinearOptions, Projection
+
+
+class Linear(Projection):
+    """y = x w^T + b.  Drop-in for nn.Linear, with Transformer Engine's arguments.
+
+    Inside `flatfsdp.fp8.autocast` products are in FP8; input, output and parameters keep their dtype.
+
+    Args:
+        in_features, out_features: sizes; multiples of 16 for FP8.
+        bias: whether there is a bias.
+        options: see `LinearOptions`.
+
+    Attributes:
+        weight: [out_features, in_features].
+        bias: [out_features], or None.
+
+    Raises:
+        ValueError: if options contradict each other.
+        NotImplementedError: for tensor parallelism.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, **options: Unpack[LinearOptions]
+    ) -> None:
+        super().__init__(in_features, out_features, bias, **options)
+        self.reset_parameters()
+
+    @classmethod
+    def sharing(
+        cls, linear: nn.Linear, name: str, allows_fp8: bool, fuse_wgrad_accumulation: FuseWgrad
+    ) -> Linear:
+        """A layer that has `linear`'s own parameters.
+
+        Raises:
+            ValueError: if it has hooks; the new layer would not call them.
+        """
+        hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks)
+        if any(hooks):
+            raise ValueError(f"convert: {name} has module hooks; register them after the conversion")
+        layer = cls(
+            linear.in_features,
+            linear.out_features,
+            linear.bias is not None,
+            device="meta",
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+        )
+        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.allows_fp8 = allows_fp8
+        return layer.train(linear.training)
+
+    def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
+        """[..., in_features] to [..., out_features]; with `return_bias`, (that, bias).
+
+        Args:
+            is_first_microbatch: FP8 weights are cast in every call (None), or in the first microbatch of a
+                step (True) and then reused (False).  A plain `main_grad` is overwritten by True.
+
+        Raises:
+            ValueError: if the input's size does not fit, or a size does not suit FP8.
+            TypeError: if the input's dtype is not the weight's and torch.autocast is off.
+            RuntimeError: if the device has no FP8, or see `FP8Module.weight_operand`.
+        """
+        ready = self.prepare(inp, is_first_microbatch)
+        out = _Linear.apply(
+            ready.x, ready.weight, ready.added_bias, ready.operand, ready.roles.x, ready.call
+        ).view(*inp.shape[:-1], self.out_features)
+        if not self.return_bias:
+            return out
+        return out, None if ready.bias is None else ready.bias.to(out.dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        operand: Operand,
+        quantizer: Quantizer,
+        call: LinearCall,
+    ) -> Tensor:
+        quantized = quantizer.cast(x, rowwise=True, columnwise=call.needs_weight_grad).operand
+        out, saved = linear_forward(quantized, operand, bias, call)
+        ctx.call = call
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(*saved.tensors)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        quantized, dbias = quantize_grad(dy, ctx.call)
+        dx, dweight = linear_backward(quantized, LinearSaved.of(ctx.saved_tensors), ctx.call)
+        return dx, dweight, None if dbias is None else dbias.to(ctx.bias_dtype), None, None, None

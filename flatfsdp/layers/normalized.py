@@ -1,0 +1,136 @@
+"""A norm whose result is the operand of a product: cast in the norm's own kernel where the scale is known.
+
+In:   [tokens, hidden], and the norm's parameters.
+Out:  an `Operand`, and the result itself where it is asked for; backward the gradients.
+Next: `layernorm_linear.py` and `layernorm_mlp.py` begin with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.fp8.operand import Operand
+from flatfsdp.fp8.quantizers import Quantizer
+from flatfsdp.kernels.norm_backward import norm_backward
+from flatfsdp.kernels.norm_forward import norm_forward
+
+
+@dataclass(frozen=True)
+class NormKind:
+    """
+    Attributes:
+        rms: RMSNorm, which has no bias, instead of LayerNorm.
+        zero_centered: the gain is 1 + weight.
+    """
+
+    eps: float
+    rms: bool
+    zero_centered: bool
+
+    @staticmethod
+    def named(normalization: str, eps: float, zero_centered: bool) -> NormKind:
+        """
+        Raises:
+            ValueError: for an unknown name.
+        """
+        if normalization not in ("LayerNorm", "RMSNorm"):
+            raise ValueError(f"normalization is {normalization!r}; it must be 'LayerNorm' or 'RMSNorm'")
+        return NormKind(eps, normalization == "RMSNorm", zero_centered)
+
+
+class Normalized(NamedTuple):
+    """
+    Attributes:
+        operand: for the product that follows.
+        out: the norm's result, [tokens, hidden]; None if it was not asked for.
+        mean, rstd: FP32 [tokens], for backward; RMSNorm has no mean.
+    """
+
+    operand: Operand
+    out: Tensor | None
+    mean: Tensor | None
+    rstd: Tensor
+
+
+def normalize(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    kind: NormKind,
+    quantizer: Quantizer,
+    *,
+    columnwise: bool,
+    keep: bool,
+) -> Normalized:
+    """
+    Args:
+        columnwise: whether the following product will need a weight gradient.
+        keep: whether the result is wanted in x's dtype, too.
+    """
+    fused = quantizer.fused
+    result = norm_forward(
+        x,
+        weight,
+        bias,
+        eps=kind.eps,
+        rms=kind.rms,
+        zero_centered=kind.zero_centered,
+        high_precision=keep or fused is None,
+        columnwise=columnwise and fused is not None,
+        **(fused or {}),
+    )
+    if fused is not None:
+        operand = quantizer.operand(result.rowwise, result.columnwise)
+    else:
+        assert result.out is not None
+        operand = quantizer.cast(result.out, rowwise=True, columnwise=columnwise).operand
+    return Normalized(operand, result.out if keep else None, result.mean, result.rstd)
+
+
+class NormGrads(NamedTuple):
+    """Gradients of input, weight and bias, in their dtypes."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+
+def normalize_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    kind: NormKind,
+    d_residual: Tensor | None,
+) -> NormGrads:
+    """
+    Args:
+        d_residual: a gradient that reaches x past the norm; it is added in the same pass.
+    """
+    residual = None if d_residual is None else d_residual.to(x.dtype).contiguous()
+    grads = norm_backward(
+        dy, x, weight, mean, rstd, rms=kind.rms, zero_centered=kind.zero_centered, d_residual=residual
+    )
+    dbias = None if grads.dbias is None else grads.dbias.to(weight.dtype)
+    return NormGrads(grads.dx, grads.dweight.to(weight.dtype), dbias)
+
+
+def add_to(grad: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """The sum of two gradients of one tensor, either of which may be missing."""
+    if grad is None or other is None:
+        return grad if other is None else other
+    return grad + other
+
+
+@torch.no_grad()
+def reset_norm(weight: Tensor, bias: Tensor | None, zero_centered: bool) -> None:
+    """A gain of 1 and a shift of 0."""
+    if not weight.is_meta:
+        weight.fill_(0.0 if zero_centered else 1.0)
+        if bias is not None:
+            bias.zero_()
