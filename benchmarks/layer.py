@@ -1,0 +1,249 @@
+"""How long do forward and backward of one transformer layer take, beside PyTorch, torchao and the floor?
+
+One run measures all of them, by turns, on the same shape: Transformer Engine's quickstart layer (LayerNorm,
+biases, gelu, causal attention; hidden 4096, ffn 16384, 32 heads, sequence 2048, batch 4).  All have bf16
+parameters, the same normal inputs and output gradients, and cuDNN's attention where there is one.  After each
+timed run outputs and gradients are checked to be finite: NaNs and zeros run faster.
+
+The floor is the layer's own FP8 GEMMs (weight gradients in place), attention, and a copy of the bytes that
+have to move outside of them, back to back: no Python, no launch gaps.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib as mpl
+import torch
+import typer
+from _common import RESULTS, environment
+from _floor import floors
+from _layers import LayerShape, Mode, build
+from rich.console import Console
+from rich.table import Table
+
+BEST_OF_TORCHAO = (Mode.ao_tensorwise, Mode.ao_rowwise)
+MAIN = Mode.delayed_fused
+
+
+def timed(step: Callable[[], object], warmup: int, steps: int, device: torch.device) -> list[float]:
+    """Milliseconds of each of `steps` steps, back to back, so that the host runs ahead of the device."""
+    for _ in range(warmup):
+        step()
+    if device.type != "cuda":
+        marks = [time.perf_counter()]
+        for _ in range(steps):
+            step()
+            marks.append(time.perf_counter())
+        return [1e3 * (end - start) for start, end in pairwise(marks)]
+    torch.cuda.synchronize()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    events[0].record()
+    for event in events[1:]:
+        step()
+        event.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in pairwise(events)]
+
+
+def host_ms(step: Callable[[], object], device: torch.device) -> float:
+    """Milliseconds of host time to issue one step."""
+    if device.type != "cuda":
+        return float("nan")
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - start))
+    torch.cuda.synchronize()
+    return min(times)
+
+
+def measure(
+    modes: list[Mode], shape: LayerShape, rounds: int, steps: int, device: torch.device
+) -> list[dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    for turn in range(rounds):
+        # Forwards, then backwards: whoever runs first finds a cooler chip.
+        for mode in modes if turn % 2 == 0 else reversed(modes):
+            row = rows.setdefault(mode.value, {"name": mode.value, "label": mode.label, "runs": []})
+            row["skipped"] = mode.unavailable()
+            if row["skipped"] or row.get("failed"):
+                continue
+            try:
+                contestant = build(mode, shape, device)
+                row["runs"].append(timed(contestant.step, 6, steps, device))
+                row["host_ms"] = host_ms(contestant.step, device)
+                contestant.check()
+            except Exception as error:  # the others' figures are worth having
+                row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
+            contestant = None
+            _free(device)
+            print(f"{mode.label}: {row.get('failed') or _median(row):}", file=sys.stderr, flush=True)
+        if device.type == "cuda":
+            for name, work in floors(shape, device).items():
+                row = rows.setdefault(name, {"name": name, "label": f"floor: {name}", "runs": []})
+                row["runs"].append(timed(work, 6, steps, device))
+                work = None
+            _free(device)
+    for row in rows.values():
+        row["ms"] = _median(row)
+    return list(rows.values())
+
+
+def _median(row: dict[str, Any]) -> float | None:
+    times = [ms for run in row["runs"] for ms in run]
+    return statistics.median(times) if times else None
+
+
+def _free(device: torch.device) -> None:
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    """What is claimed: our best mode against torchao's best, against the floor; bf16 against eager."""
+    ms = {row["name"]: row["ms"] for row in rows}
+
+    def ratio(a: float | None, b: float | None) -> float | None:
+        return None if a is None or b is None else a / b
+
+    torchao = [ms[mode.value] for mode in BEST_OF_TORCHAO if ms.get(mode.value) is not None]
+    ours = ms.get(MAIN.value)
+    return {
+        "time_vs_best_torchao": ratio(ours, min(torchao, default=None)),
+        "floor_vs_time": ratio(ms.get("floor"), ours),
+        "bf16_fused_vs_eager": ratio(ms.get(Mode.bf16_fused.value), ms.get(Mode.eager.value)),
+        "time_vs_transformer_engine": ratio(ours, ms.get(Mode.te.value)),
+    }
+
+
+def show(payload: dict[str, Any], shape: LayerShape) -> None:
+    console = Console()
+    console.width = max(console.width, 110)
+    table = Table(title=f"\n{_title(shape)}", title_justify="left", box=None, padding=(0, 0, 0, 2))
+    table.add_column("mode", no_wrap=True)
+    for column in ("ms", "TFLOP/s", "host ms", "ms of each run"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in payload["rows"]:
+        if row["ms"] is None:
+            table.add_row(row["label"], row.get("failed") or f"skipped: {row['skipped']}")
+            continue
+        is_part = row["name"] in ("gemms", "attention", "bytes")
+        table.add_row(
+            row["label"],
+            f"{row['ms']:.2f}",
+            "" if is_part else f"{shape.flops / row['ms'] / 1e9:.0f}",
+            f"{row['host_ms']:.2f}" if "host_ms" in row else "",
+            " / ".join(f"{statistics.median(run):.2f}" for run in row["runs"]),
+        )
+    console.print(table)
+    for name, value in payload["ratios"].items():
+        if value is not None:
+            console.print(f"{name}: {value:.3f}", highlight=False)
+
+
+def _title(shape: LayerShape) -> str:
+    return (
+        f"Forward and backward of one layer: hidden {shape.hidden}, ffn {shape.ffn}, {shape.heads} heads, "
+        f"sequence {shape.seq}, batch {shape.batch}, dropout {shape.dropout}"
+    )
+
+
+def draw(payload: dict[str, Any], shape: LayerShape, path: Path) -> None:
+    """One bar for each mode that ran, and a line at the floor."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    parts = ("gemms", "attention", "bytes", "floor")
+    rows = [row for row in payload["rows"] if row["ms"] is not None and row["name"] not in parts]
+    floor = next((row["ms"] for row in payload["rows"] if row["name"] == "floor"), None)
+    figure, axis = plt.subplots(figsize=(9, 1.4 + 0.4 * len(rows)), layout="constrained")
+    for row in rows:
+        color = "#4e79a7" if row["name"].startswith("flat") else "#bab0ac"
+        axis.barh(row["label"], row["ms"], color=color, height=0.7)
+        axis.text(row["ms"], row["label"], f" {row['ms']:.2f} ms", va="center", fontsize=9)
+    if floor is not None:
+        axis.axvline(floor, color="#e15759", linewidth=1)
+        axis.text(floor, -0.7, f"floor {floor:.2f}", color="#e15759", ha="center", fontsize=8)
+    axis.set_xlim(right=1.2 * max((row["ms"] for row in rows), default=1.0))
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlabel("ms, forward and backward (median)")
+    axis.set_title(_title(shape), loc="left", fontsize=9)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+
+@app.command(
+    help="One transformer layer, forward and backward: flatfsdp beside PyTorch, torchao and the floor.",
+    epilog="""Examples:
+
+    python benchmarks/layer.py
+
+    python benchmarks/layer.py --dropout 0.1 --rounds 3
+
+    python benchmarks/layer.py --modes flat-bf16 --modes eager --json
+
+    python benchmarks/layer.py --device cpu --hidden 64 --ffn 256 --heads 4 --seq 32 --batch 2""",
+)
+def main(
+    modes: Annotated[list[Mode], typer.Option(help="Repeat for several.")] = [  # noqa: B006
+        mode for mode in Mode if mode is not Mode.te
+    ],
+    hidden: Annotated[int, typer.Option(min=16)] = 4096,
+    ffn: Annotated[int, typer.Option(min=16)] = 16384,
+    heads: Annotated[int, typer.Option(min=1)] = 32,
+    seq: Annotated[int, typer.Option(min=1)] = 2048,
+    batch: Annotated[int, typer.Option(min=1)] = 4,
+    dropout: Annotated[float, typer.Option(min=0.0, max=0.99)] = 0.0,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each run.")] = 16,
+    rounds: Annotated[int, typer.Option(min=1, help="Times to measure every mode, by turns.")] = 2,
+    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
+    out: Annotated[
+        Path, typer.Option(help="Folder for the JSON and the picture.", show_default="benchmarks/results")
+    ] = RESULTS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        raise typer.BadParameter("there is no CUDA device here; pass --device cpu and small sizes")
+    shape = LayerShape(hidden, ffn, heads, seq, batch, dropout)
+    rows = measure(list(dict.fromkeys(modes)), shape, rounds, steps, torch.device(device))
+    payload = {
+        "environment": environment(device),
+        "shape": asdict(shape),
+        "flops": shape.flops,
+        "ratios": ratios(rows),
+        "rows": rows,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    name = "layer" if dropout == 0 else f"layer-dropout-{dropout:g}"
+    text = json.dumps(payload, indent=2)
+    (out / f"{name}.json").write_text(text + "\n")
+    draw(payload, shape, out / f"{name}.png")
+    if as_json:
+        typer.echo(text)
+    else:
+        show(payload, shape)
+        typer.echo(f"Written: {name}.json, {name}.png in {out.name}/")
+    if any(row.get("failed") for row in rows):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()
