@@ -20,7 +20,7 @@ from flatfsdp.layers import TransformerLayer
 
 @dataclass(frozen=True)
 class LayerShape:
-    """A GPT layer with LayerNorm, biases, gelu and causal attention; by default Transformer Engine's quickstart."""
+    """A GPT layer with LayerNorm, biases and gelu; by default Transformer Engine's quickstart."""
 
     hidden: int = 4096
     ffn: int = 16384

@@ -81,24 +81,28 @@ def measure(
             if row["skipped"] or row.get("failed"):
                 continue
             try:
-                contestant = build(mode, shape, device)
-                row["runs"].append(timed(contestant.step, 6, steps, device))
-                row["host_ms"] = host_ms(contestant.step, device)
-                contestant.check()
+                _measure_into(row, mode, shape, steps, device)
             except Exception as error:  # the others' figures are worth having
                 row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
-            contestant = None
             _free(device)
             print(f"{mode.label}: {row.get('failed') or _median(row):}", file=sys.stderr, flush=True)
         if device.type == "cuda":
             for name, work in floors(shape, device).items():
                 row = rows.setdefault(name, {"name": name, "label": f"floor: {name}", "runs": []})
                 row["runs"].append(timed(work, 6, steps, device))
-                work = None
             _free(device)
     for row in rows.values():
         row["ms"] = _median(row)
     return list(rows.values())
+
+
+def _measure_into(
+    row: dict[str, Any], mode: Mode, shape: LayerShape, steps: int, device: torch.device
+) -> None:
+    contestant = build(mode, shape, device)
+    row["runs"].append(timed(contestant.step, 6, steps, device))
+    row["host_ms"] = host_ms(contestant.step, device)
+    contestant.check()
 
 
 def _median(row: dict[str, Any]) -> float | None:

@@ -447,7 +447,8 @@ def _prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 if buffer not in prepared:
-                    prepared[buffer] = buffer.to(device, dtype if buffer.is_floating_point() else None)
+                    is_cast = buffer.is_floating_point() and name not in getattr(owner, "late_buffers", ())
+                    prepared[buffer] = buffer.to(device, dtype if is_cast else None)
                 owner._buffers[name] = prepared[buffer]
 
 

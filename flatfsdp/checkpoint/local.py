@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ def load_local_state_dict(model: nn.Module, state_dict: dict[str, Tensor], stric
     Raises:
         RuntimeError: for missing or unexpected keys (if `strict`), or another length; nothing is changed.
     """
-    own = local_state_dict(model)
+    absent = adopt_late_buffers(model, {key: value.shape for key, value in state_dict.items()})
+    own = {key: value for key, value in local_state_dict(model).items() if key not in absent}
     problems = [
         f"size mismatch for {key}: {tuple(state_dict[key].shape)} in the checkpoint, {tuple(own[key].shape)} "
         "here; shards fit only as many ranks as wrote them, so consolidate them for others"
@@ -125,15 +126,42 @@ def _join(
     return torch.cat([shards[rank] for rank in range(num_shards)])
 
 
-def persistent_buffers(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every buffer that belongs to the state dict, under its original name."""
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield prefix + name, buffer
+    for prefix, owner in _modules(module):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and name not in owner._non_persistent_buffers_set:
+                yield prefix + name, buffer
+
+
+def adopt_late_buffers(model: nn.Module, saved: Mapping[str, torch.Size]) -> set[str]:
+    """Makes buffers that appear on first use, such as FP8 scales, as a checkpoint has them.
+
+    Args:
+        saved: shapes of everything in the checkpoint, by its original name.
+
+    Returns:
+        Those that the model has and the checkpoint has not; they stay what they are.
+    """
+    absent = set()
+    device = next((group.master.device for _, group in named_groups(model)), torch.device("cpu"))
+    for prefix, owner in _modules(model):
+        for name in getattr(owner, "late_buffers", ()):
+            own, shape = owner._buffers.get(name), saved.get(prefix + name)
+            if shape is None and own is not None:
+                absent.add(prefix + name)
+            elif shape is not None and (own is None or own.shape != shape):
+                owner.adopt_state({name: shape}, device)
+    return absent
+
+
+def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every module with the prefix that its tensors have in the unwrapped model's state dict."""
+    yield prefix, module
     for name, child in module._modules.items():
         if child is not None:
             level = "" if isinstance(module, ModuleWrapper) else f"{name}."
-            yield from persistent_buffers(child, prefix + level)
+            yield from _modules(child, prefix + level)
 
 
 def _shards(model: nn.Module) -> Iterator[tuple[str, FlatGroup]]:

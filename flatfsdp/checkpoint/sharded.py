@@ -23,7 +23,7 @@ from torch.distributed._shard.sharded_tensor import (
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from flatfsdp.checkpoint.boxes import boxes
-from flatfsdp.checkpoint.local import persistent_buffers
+from flatfsdp.checkpoint.local import adopt_late_buffers, persistent_buffers
 from flatfsdp.checkpoint.optimizer_state import (
     SlotState,
     described,
@@ -58,9 +58,20 @@ def load(
     """
     if optimizer is not None:
         _load_optimizer(path, model, optimizer)
-    dcp.load({"model": sharded_state_dict(model)}, checkpoint_id=path)
+    absent = adopt_late_buffers(model, _saved_shapes(path))
+    state = {key: value for key, value in sharded_state_dict(model).items() if key not in absent}
+    dcp.load({"model": state}, checkpoint_id=path)
     for _, group in named_groups(model):
         group.master.generation += 1
+
+
+def _saved_shapes(path: str | os.PathLike[str]) -> dict[str, torch.Size]:
+    metadata = dcp.FileSystemReader(path).read_metadata()
+    return {
+        metadata.planner_data[key][1]: about.size
+        for key, about in metadata.state_dict_metadata.items()
+        if metadata.planner_data[key][0] == "model" and isinstance(about, TensorStorageMetadata)
+    }
 
 
 def sharded_state_dict(model: nn.Module) -> dict[str, Any]:

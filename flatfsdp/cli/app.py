@@ -18,8 +18,8 @@ from flatfsdp.cli import options
 from flatfsdp.cli.gpt import GPTConfig
 from flatfsdp.cli.ranks import Device, Launch, Payload, Rank, Result, is_main, run_on_ranks
 from flatfsdp.cli.train import train_on_rank
-from flatfsdp.cli.training import PrecisionName, Strategy, TrainSettings
-from flatfsdp.cli.verify import VerifyJob, table, verdict_lines, verify_on_rank
+from flatfsdp.cli.training import Fusion, PrecisionName, Strategy, TrainSettings
+from flatfsdp.cli.verify import Switch, VerifyJob, table, verdict_lines, verify_on_rank
 
 app = typer.Typer(
     help="FlatFSDP: train language models on flat parameters, without concatenating a gradient.",
@@ -36,9 +36,9 @@ def verify(
     precision: Annotated[
         list[PrecisionName],
         typer.Option(
-            default_factory=lambda: [PrecisionName.fp32, PrecisionName.bf16],
-            show_default="fp32 and bf16",
-            help="Compute dtype; repeat for several.",
+            default_factory=lambda: list(PrecisionName),
+            show_default="all",
+            help="Compute dtype and layers; repeat for several.",
         ),
     ],
     strategy: Annotated[
@@ -47,6 +47,22 @@ def verify(
             default_factory=lambda: [Strategy.zero2, Strategy.zero3],
             show_default="zero2 and zero3",
             help="dp: gradients all-reduced; zero2, zero3: sharded. Repeat for several.",
+        ),
+    ],
+    switch: Annotated[
+        list[Switch],
+        typer.Option(
+            default_factory=lambda: list(Switch),
+            show_default="all that apply",
+            help="What to switch: the flag, fusion of weight gradients, caching of FP8 weights.",
+        ),
+    ],
+    fusion: Annotated[
+        list[Fusion],
+        typer.Option(
+            default_factory=lambda: [Fusion.fused],
+            show_default="fused",
+            help="Weight gradients of our own layers where the flag is switched; repeat for several.",
         ),
     ],
     ranks: options.Ranks = None,
@@ -68,8 +84,10 @@ def verify(
     out: Annotated[Path, typer.Option(help="Folder for verify.json and losses.png.")] = Path("out/verify"),
     json: options.Json = False,
 ) -> None:
-    """Prove that [bold]optimize_backward_concat[/bold] changes no bit: train with it off and on, compare.
+    """Prove that a switch changes no bit: train with it off and on, and compare.
 
+    Switched are [bold]optimize_backward_concat[/bold], weight gradients fused into FP32 main_grad, and the
+    cache of FP8 weights.
     Losses, reduced gradients of every step, final parameters and optimizer state are compared on every
     rank. Exits with 1 if anything differs. All gradients are kept in host memory for that.
 
@@ -78,6 +96,8 @@ def verify(
     [green]python -m flatfsdp verify[/green]
 
     [green]python -m flatfsdp verify --precision bf16 --strategy dp --strategy zero3 --ranks 4[/green]
+
+    [green]python -m flatfsdp verify --precision fp8-delayed --switch fusion --switch cache[/green]
 
     [green]python -m flatfsdp verify --self-test[/green]
 
@@ -93,7 +113,7 @@ def verify(
             seed=seed,
             data=data,
         )
-        job = VerifyJob(settings, tuple(precision), tuple(strategy), self_test)
+        job = VerifyJob(settings, tuple(precision), tuple(strategy), tuple(switch), tuple(fusion), self_test)
         launch = Launch(ranks, device, deterministic=True)
         check_input_and_output(settings, out)
     report = launched(verify_on_rank, job, launch)

@@ -16,20 +16,61 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.cli.data import Sampler, load_corpus
+from flatfsdp.cli.fused_gpt import FusedGPT
 from flatfsdp.cli.gpt import GPT, Block, GPTConfig
 from flatfsdp.cli.progress import StepBar
 from flatfsdp.cli.ranks import Rank
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe, autocast
+from flatfsdp.fp8.linear import FuseWgrad
+from flatfsdp.layers import TransformerLayer
 
 
 class PrecisionName(str, Enum):
-    """The compute dtype; parameters, accumulation and reduction are FP32 in both."""
+    """The compute dtype; parameters, accumulation and reduction are always FP32.
+
+    The first two are plain PyTorch layers, the others FlatFSDP's own.
+    """
 
     fp32 = "fp32"
     bf16 = "bf16"
+    bf16_fused = "bf16-fused"
+    fp8_delayed = "fp8-delayed"
+    fp8_current = "fp8-current"
+
+    @property
+    def compute(self) -> torch.dtype:
+        return torch.float32 if self is PrecisionName.fp32 else torch.bfloat16
+
+    @property
+    def has_own_layers(self) -> bool:
+        return self not in (PrecisionName.fp32, PrecisionName.bf16)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """How to scale; None without FP8."""
+        if self is PrecisionName.fp8_delayed:
+            return DelayedScaling(amax_history_len=16)
+        return CurrentScaling() if self is PrecisionName.fp8_current else None
+
+
+class Fusion(str, Enum):
+    """How FlatFSDP's own layers accumulate weight gradients.
+
+    off: autograd hands them over, rounded to the compute dtype; two_pass: an FP32 product, then an addition;
+    fused: in the product itself.
+    """
+
+    off = "off"
+    two_pass = "two-pass"
+    fused = "fused"
+
+    @property
+    def option(self) -> FuseWgrad:
+        return "two_pass" if self is Fusion.two_pass else self is Fusion.fused
 
 
 class Strategy(str, Enum):
@@ -40,14 +81,13 @@ class Strategy(str, Enum):
     zero3 = "zero3"
 
 
-COMPUTE_DTYPES = {PrecisionName.fp32: torch.float32, PrecisionName.bf16: torch.bfloat16}
-
-
 @dataclass(frozen=True)
 class TrainSettings:
     """Everything that decides a run's numbers, but for the number of ranks.
 
     Attributes:
+        fusion: only with FlatFSDP's own layers.
+        caches_weights: FP8 weights are cast in the first microbatch of a step only.
         batch: sequences in one microbatch of one rank.
         microbatches: forwards and backwards before one optimizer step.
         clip: largest norm of the gradient of one step.
@@ -58,6 +98,8 @@ class TrainSettings:
     precision: PrecisionName = PrecisionName.fp32
     strategy: Strategy = Strategy.zero3
     optimize_backward_concat: bool = True
+    fusion: Fusion = Fusion.fused
+    caches_weights: bool = True
     batch: int = 4
     microbatches: int = 4
     steps: int = 20
@@ -78,6 +120,16 @@ class TrainSettings:
     def label(self) -> str:
         flag = "on" if self.optimize_backward_concat else "off"
         return f"{self.precision.value} {self.strategy.value} flag {flag}"
+
+    @property
+    def unit(self) -> type[nn.Module]:
+        """The layer that is one unit."""
+        return TransformerLayer if self.precision.has_own_layers else Block
+
+    def build(self) -> nn.Module:
+        if self.precision.has_own_layers:
+            return FusedGPT(self.model, self.seed, self.fusion.option)
+        return GPT(self.model, self.seed)
 
     def sampler(self) -> Sampler:
         """Reads the data; raises DataError if it cannot be used."""
@@ -131,10 +183,10 @@ def train(
 ) -> Trained:
     """Trains a fresh model; the same arguments give the same bits wherever the kernels are deterministic."""
     model = auto_wrap(
-        GPT(settings.model, settings.seed),
-        by_class(Block),
+        settings.build(),
+        by_class(settings.unit),
         device=rank.device,
-        precision=Precision(compute=COMPUTE_DTYPES[settings.precision]),
+        precision=Precision(compute=settings.precision.compute),
         reshard_after_forward=settings.strategy is Strategy.zero3,
         shard=settings.strategy is not Strategy.dp,
         optimize_backward_concat=settings.optimize_backward_concat,
@@ -152,7 +204,8 @@ def train(
             ]
             model.ledger.reset()
             start = _now(rank.device)
-            losses_m = _forward_backward(model, batches)
+            with autocast(settings.precision.recipe is not None, recipe=settings.precision.recipe):
+                losses_m = _forward_backward(model, batches, settings)
             reduced = resumed = _now(rank.device)
             if after_backward is not None:
                 after_backward(index, model)
@@ -167,11 +220,13 @@ def train(
     return Trained(steps, local_losses, model.ledger.bytes_per_parameter(), model, optimizer)
 
 
-def _forward_backward(model: FlatFSDP, batches: list[tuple[Tensor, ...]]) -> Tensor:
+def _forward_backward(model: FlatFSDP, batches: list[tuple[Tensor, ...]], settings: TrainSettings) -> Tensor:
     """One step's forwards and backwards; returns the losses, FP32 [microbatches]."""
     losses = []
+    is_cached = settings.precision.recipe is not None and settings.caches_weights
     for tokens_bt, targets_bt in microbatches(model, batches):
-        loss = model(tokens_bt, targets_bt)
+        position = {"is_first_microbatch": model.microbatch.is_first} if is_cached else {}
+        loss = model(tokens_bt, targets_bt, **position)
         (loss / len(batches)).backward()
         losses.append(loss.detach())
     return torch.stack(losses)

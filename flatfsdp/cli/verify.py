@@ -1,4 +1,4 @@
-"""`verify`: trains each configuration with `optimize_backward_concat` off and on, and compares the bits.
+"""`verify`: trains each configuration with a switch off and on, and compares the bits.
 
 In:   a `VerifyJob`.
 Out:  a `Report` with one `Row` a configuration, the same on every rank.
@@ -7,6 +7,7 @@ Out:  a `Report` with one `Row` a configuration, the same on every rank.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -27,40 +28,77 @@ from flatfsdp.cli.evidence import (
 )
 from flatfsdp.cli.ranks import Rank
 from flatfsdp.cli.report import RunSummary, environment, plot_losses, to_json
-from flatfsdp.cli.training import PrecisionName, Strategy, TrainSettings, train
+from flatfsdp.cli.training import Fusion, PrecisionName, Strategy, TrainSettings, train
+
+
+class Switch(str, Enum):
+    """What must not change a bit.
+
+    flag: `optimize_backward_concat`; fusion: weight gradients added in the product, or after it, in FP32;
+    cache: FP8 weights cast in the first microbatch only, or in each.
+    """
+
+    flag = "flag"
+    fusion = "fusion"
+    cache = "cache"
+
+    def settings(self, settings: TrainSettings) -> tuple[TrainSettings, TrainSettings]:
+        """Off and on."""
+        if self is Switch.flag:
+            return tuple(replace(settings, optimize_backward_concat=on) for on in (False, True))  # type: ignore[return-value]
+        if self is Switch.fusion:
+            return replace(settings, fusion=Fusion.two_pass), replace(settings, fusion=Fusion.fused)
+        return replace(settings, caches_weights=False), replace(settings, caches_weights=True)
+
+    def applies(self, settings: TrainSettings) -> bool:
+        """Whether it makes a difference to what is run."""
+        if self is Switch.cache:
+            return settings.precision.recipe is not None and settings.microbatches > 1
+        return self is Switch.flag or settings.precision.has_own_layers
 
 
 @dataclass(frozen=True)
 class VerifyJob:
-    """What to train: `settings`, once for each precision, strategy and setting of the flag.
+    """What to train: `settings`, once for each precision, strategy and setting of a switch.
 
     Attributes:
-        self_test: damage one bit of one gradient in the flag-on runs, which `verify` must notice.
+        fusions: of the rows that switch the flag, where a precision has FlatFSDP's own layers.
+        self_test: damage one bit of one gradient in the runs with the switch on, which `verify` must notice.
     """
 
     settings: TrainSettings
     precisions: tuple[PrecisionName, ...]
     strategies: tuple[Strategy, ...]
+    switches: tuple[Switch, ...] = tuple(Switch)
+    fusions: tuple[Fusion, ...] = (Fusion.fused,)
     self_test: bool = False
 
-    def configurations(self) -> list[TrainSettings]:
-        return [
-            replace(self.settings, precision=precision, strategy=strategy)
-            for precision in dict.fromkeys(self.precisions)
-            for strategy in dict.fromkeys(self.strategies)
-        ]
+    def configurations(self) -> list[tuple[Switch, TrainSettings]]:
+        found = []
+        for precision in dict.fromkeys(self.precisions):
+            for strategy in dict.fromkeys(self.strategies):
+                base = replace(self.settings, precision=precision, strategy=strategy)
+                for switch in dict.fromkeys(self.switches):
+                    varies = switch is Switch.flag and precision.has_own_layers
+                    for fusion in dict.fromkeys(self.fusions) if varies else (Fusion.fused,):
+                        if switch.applies(base):
+                            found.append((switch, replace(base, fusion=fusion)))
+        return found
 
 
 @dataclass(frozen=True)
 class Row:
-    """One configuration.
+    """One configuration with one switch off and on.
 
     Attributes:
+        fusion: of weight gradients; empty for plain layers, and where it is what is switched.
         differences: for each kind of evidence, the first difference on each rank that has one.
     """
 
     precision: str
     strategy: str
+    switch: str
+    fusion: str
     off: RunSummary
     on: RunSummary
     differences: dict[str, list[str]]
@@ -71,7 +109,17 @@ class Row:
 
     @property
     def name(self) -> str:
-        return f"{self.precision} {self.strategy}"
+        return " ".join(part for part in (self.precision, self.strategy, self.fusion) if part)
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """What the two runs are called."""
+        names = {
+            Switch.flag: ("flag off", "flag on"),
+            Switch.fusion: ("two passes", "fused"),
+            Switch.cache: ("cast each", "cast once"),
+        }
+        return names[Switch(self.switch)]
 
 
 @dataclass(frozen=True)
@@ -89,7 +137,7 @@ class Report:
     def json(self) -> str:
         rows = [{**asdict(row), "equal": row.equal, "falling": row.on.falling} for row in self.rows]
         options = asdict(self.job)
-        for varied in ("precision", "strategy", "optimize_backward_concat"):
+        for varied in ("precision", "strategy", "optimize_backward_concat", "fusion", "caches_weights"):
             del options["settings"][varied]
         return to_json(
             {"equal": self.equal, "environment": self.environment, "options": options, "rows": rows}
@@ -101,8 +149,13 @@ class Report:
         world, settings = self.environment["world_size"], self.job.settings
         plot_losses(
             folder / "losses.png",
-            f"optimize_backward_concat off and on (world size {world}, {settings.microbatches} microbatches)",
-            {row.name: {"flag off": row.off.losses, "flag on": row.on.losses} for row in self.rows},
+            f"Bit for bit the same? World size {world}, {settings.microbatches} microbatches",
+            {
+                f"{row.name}: {' / '.join(row.ends)}": dict(
+                    zip(row.ends, (row.off.losses, row.on.losses), strict=True)
+                )
+                for row in self.rows
+            },
         )
 
 
@@ -124,13 +177,16 @@ class Saboteur:
 def verify_on_rank(rank: Rank, job: VerifyJob) -> Report:
     """Runs all of it; every rank must call it, and all get the same verdict."""
     sampler = job.settings.sampler()
-    rows = [_compare(rank, settings, sampler, job.self_test) for settings in job.configurations()]
+    rows = [
+        _compare(rank, switch, settings, sampler, job.self_test) for switch, settings in job.configurations()
+    ]
     return Report(rows, environment(rank), job)
 
 
-def _compare(rank: Rank, settings: TrainSettings, sampler: Sampler, self_test: bool) -> Row:
-    off, off_evidence = _run(rank, replace(settings, optimize_backward_concat=False), sampler, False)
-    on, on_evidence = _run(rank, replace(settings, optimize_backward_concat=True), sampler, self_test)
+def _compare(rank: Rank, switch: Switch, settings: TrainSettings, sampler: Sampler, self_test: bool) -> Row:
+    off_settings, on_settings = switch.settings(settings)
+    off, off_evidence = _run(rank, off_settings, sampler, False)
+    on, on_evidence = _run(rank, on_settings, sampler, self_test)
     mine = {kind: first_difference(off_evidence[kind], on_evidence[kind]) for kind in KINDS}
     everyones: list[dict[str, str | None]] = [{}] * rank.world
     dist.all_gather_object(everyones, mine)
@@ -138,7 +194,10 @@ def _compare(rank: Rank, settings: TrainSettings, sampler: Sampler, self_test: b
         kind: [f"rank {index}: {found[kind]}" for index, found in enumerate(everyones) if found[kind]]
         for kind in KINDS
     }
-    return Row(settings.precision.value, settings.strategy.value, off, on, differences)
+    precision, strategy = settings.precision, settings.strategy
+    is_named = precision.has_own_layers and switch is not Switch.fusion and settings.fusion != Fusion.fused
+    fusion = f"{settings.fusion.value} wgrad" if is_named else ""
+    return Row(precision.value, strategy.value, switch.value, fusion, off, on, differences)
 
 
 def _run(
@@ -154,11 +213,11 @@ def table(report: Report) -> Table:
     """One row a configuration; off above on within a cell."""
     result = Table(
         box=box.SIMPLE_HEAD,
-        title="optimize_backward_concat off and on",
+        title="One switch off and on: the same bits?",
         pad_edge=False,
         collapse_padding=True,
     )
-    for heading in ("config", "flag", "final loss"):
+    for heading in ("config", "switch", "final loss"):
         result.add_column(heading)
     for heading in ("ms\na step", "bytes copied\na parameter"):
         result.add_column(heading, justify="right")
@@ -167,7 +226,7 @@ def table(report: Report) -> Table:
     for row in report.rows:
         result.add_row(
             row.name,
-            "off\non",
+            "\n".join(row.ends),
             f"{row.off.final_loss_hex}\n{row.on.final_loss_hex}",
             f"{row.off.ms:.1f}\n{row.on.ms:.1f}",
             f"{row.off.local_bytes:.2f}\n{row.on.local_bytes:.2f}",
@@ -186,11 +245,11 @@ def verdict_lines(report: Report) -> list[str]:
     """Where the runs differ, or one line that says that they do not."""
     if report.equal:
         return [
-            f"Flag on equals flag off, bit for bit, at world size {report.environment['world_size']}: "
+            f"On equals off, bit for bit, at world size {report.environment['world_size']}: "
             f"{len(report.rows)} configurations, {report.job.settings.steps} steps each."
         ]
     return [
-        f"{row.name}, {kind}: first difference on {place}"
+        f"{row.name}, {' / '.join(row.ends)}, {kind}: first difference on {place}"
         for row in report.rows
         for kind in KINDS
         for place in row.differences[kind]

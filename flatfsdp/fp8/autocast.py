@@ -56,6 +56,12 @@ class Region:
         used, self._used = self._used, {}
         state.update(used, self.group)
 
+    def forget(self) -> None:
+        """The forward failed: what it recorded may be NaN, and would stay for as long as a history is."""
+        for scaling in self._used:
+            scaling.forget()
+        self._used.clear()
+
     def _end_backward(self) -> None:
         used, self._used_backward = self._used_backward, {}
         state.update(used, self.group)
@@ -120,8 +126,12 @@ def autocast(
     if outer is not None:
         # One update, at the end of the outermost region.
         region._used = outer._used
-    with entered(region):
-        yield
+    try:
+        with entered(region):
+            yield
+    except BaseException:
+        region.forget()
+        raise
     if outer is None:
         region.end_forward()
 

@@ -38,14 +38,15 @@ class LinearCall:
 
     Attributes:
         name: of the weight, for messages.
-        weight: the parameter; its gradient goes to its main_grad if `fuse_wgrad`.
+        weight: the parameter to whose main_grad the gradient goes; None without `fuse_wgrad`.
         dtype: of activations and their gradients.
         grad_quantizer: makes the quantizer of dy, when backward comes to it.
         needs_input_grad, needs_weight_grad, needs_bias_grad: what is to be computed in backward.
     """
 
     name: str
-    weight: Tensor
+    weight: Tensor | None
+    weight_dtype: torch.dtype
     dtype: torch.dtype
     split: SplitAccumulator
     grad_quantizer: Callable[[], Quantizer]
@@ -93,7 +94,9 @@ def linear_forward(
 
 
 def quantize_grad(dy: Tensor, call: LinearCall) -> tuple[Operand, Tensor | None]:
-    """dy [tokens, out] as an Operand, and the bias gradient, FP32 [out], if needed."""
+    """dy [tokens, out] as an Operand, empty if no product needs it, and the bias gradient, FP32 [out]."""
+    if not (call.needs_input_grad or call.needs_weight_grad):
+        return Operand(), dy.sum(0, dtype=torch.float32) if call.needs_bias_grad else None
     quantized = call.grad_quantizer().cast(
         dy.contiguous(),
         rowwise=call.needs_input_grad,
@@ -112,8 +115,8 @@ def linear_backward(dy: Operand, saved: LinearSaved, call: LinearCall) -> tuple[
 
 def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
     """The weight's gradient in its dtype, or None once it is in main_grad."""
-    if not call.fuse_wgrad:
-        return products.wgrad(dy, x, call.weight.dtype, call.split)
+    if call.weight is None:
+        return products.wgrad(dy, x, call.weight_dtype, call.split)
     slot = claim(call.weight, call.name, call.is_first_microbatch)
     products.accumulate_wgrad(
         slot.target, dy, x, call.split, first=slot.first, two_passes=call.fuse_wgrad == "two_pass"

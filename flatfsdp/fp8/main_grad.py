@@ -43,7 +43,7 @@ def claim(weight: Tensor, name: str, is_first_microbatch: bool | None) -> MainGr
     else:
         slot = MainGradSlot(_buffer(weight, name), _overwrites(weight, is_first_microbatch))
         if hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            weight.grad_added_to_main_grad = True
     target = slot.target
     if target.dtype != torch.float32:
         raise TypeError(

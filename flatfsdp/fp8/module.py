@@ -11,7 +11,7 @@ They appear when it first runs with delayed scaling, or when a checkpoint that h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -19,12 +19,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.autograd import in_backward
 from flatfsdp.fp8.autocast import Region, current_region
 from flatfsdp.fp8.linear import FuseWgrad, LinearCall
 from flatfsdp.fp8.operand import Operand
-from flatfsdp.fp8.quantizers import Current, Delayed, Quantizer, Unquantized
-from flatfsdp.fp8.recipe import CurrentScaling, DelayedScaling, Recipe, SplitAccumulator
-from flatfsdp.fp8.recompute import current_tape, records_amax
+from flatfsdp.fp8.products import is_blockwise
+from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed, Quantizer, Unquantized
+from flatfsdp.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, SplitAccumulator
+from flatfsdp.fp8.recompute import current_tape, raise_recomputed, records_amax
 from flatfsdp.fp8.state import Direction, Scaling, buffer_names
 from flatfsdp.kernels.cast import transpose
 from flatfsdp.kernels.gemm import ALIGNMENT
@@ -57,10 +59,12 @@ class FP8Module(nn.Module):
     """A layer with one or more linear maps.
 
     Attributes:
+        late_buffers: FP32 buffers that appear on first use; they keep their dtype, and loading makes them.
         linear_maps: their names.
         allows_fp8: False: products are never in FP8, whatever autocast says.
     """
 
+    late_buffers: ClassVar[tuple[str, ...]] = (*buffer_names("forward"), *buffer_names("backward"))
     linear_maps: ClassVar[tuple[str, ...]] = ("weight",)
     fuse_wgrad_accumulation: FuseWgrad = False
     allows_fp8 = True
@@ -70,6 +74,7 @@ class FP8Module(nn.Module):
         self._scalings: dict[Direction, Scaling] = {}
         self._cached_weights: dict[str, tuple[Recipe, Operand]] = {}
         self._last_recipe: Recipe | None = None
+        self._ran_in_fp8 = False
 
     # ---- how to cast ------------------------------------------------------------------------------------
 
@@ -80,8 +85,13 @@ class FP8Module(nn.Module):
             RuntimeError: if FP8 is asked for on a device without it.
         """
         region = current_region()
+        is_repeated = in_backward() and current_tape() is None
         if region is None or not self.allows_fp8 or not (region.enabled or region.calibrating):
+            if is_repeated and region is None and self._ran_in_fp8:
+                raise_recomputed()
+            self._ran_in_fp8 = False
             return [_HIGH] * len(self.linear_maps)
+        self._ran_in_fp8 = region.enabled
         if region.enabled:
             require_fp8(device)
             self._notice_change(region.recipe)
@@ -132,7 +142,7 @@ class FP8Module(nn.Module):
             scaling = Scaling(self, direction, dtypes * len(self.linear_maps), recipe, device)
             if changed:
                 # The old scales may be of another format or margin.
-                scaling.arena.update(recipe, None)
+                scaling.arena.rescale(recipe)
             self._scalings[direction] = scaling
         return scaling
 
@@ -157,7 +167,8 @@ class FP8Module(nn.Module):
         trains = torch.is_grad_enabled()
         return LinearCall(
             name=f"{type(self).__name__}.{name}",
-            weight=weight,
+            weight=weight if self.fuse_wgrad_accumulation else None,
+            weight_dtype=weight.dtype,
             dtype=dtype,
             split=roles.split,
             grad_quantizer=roles.grad,
@@ -216,10 +227,7 @@ class FP8Module(nn.Module):
             operand = self._kept(name, roles.recipe)
             if columnwise and operand.columnwise is None:
                 # Kept by a forward without gradients.
-                assert operand.rowwise is not None
-                operand = operand._replace(
-                    columnwise=transpose(operand.rowwise), columnwise_inv=operand.rowwise_inv
-                )
+                operand = _with_columnwise(operand, weight, roles.weight)
         if is_first_microbatch is not None:
             self._cached_weights[name] = (roles.recipe, operand)
         return operand
@@ -242,7 +250,7 @@ class FP8Module(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Module:
         """Moves the state along; scales stay in FP32 when the module is cast."""
-        state = {key: self._buffers.pop(key) for key in _STATE if key in self._buffers}
+        state = {key: self._buffers.pop(key) for key in self.late_buffers if key in self._buffers}
         super()._apply(fn, recurse)
         for key, tensor in state.items():
             assert tensor is not None
@@ -262,31 +270,40 @@ class FP8Module(nn.Module):
         error_msgs: list[str],
     ) -> None:
         self._cached_weights.clear()
-        for key in _STATE:
+        for key in self.late_buffers:
             saved = state_dict.get(prefix + key)
             if saved is None:
                 continue
             own = self._buffers.get(key)
             if own is None or own.shape != saved.shape:
                 # Of a layer that has not run yet, or with a history of another length.
-                device = saved.device if own is None else own.device
-                self.register_buffer(key, torch.zeros(saved.shape, device=device))
+                self.adopt_state({key: saved.shape}, saved.device if own is None else own.device)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        # A checkpoint without FP8 state starts it anew; Transformer Engine's own is pickled, and not read.
-        for key in _STATE:
+        # A checkpoint may be from before FP8; Transformer Engine's own state is pickled, and not read.
+        for key in self.late_buffers:
             if prefix + key in missing_keys:
                 missing_keys.remove(prefix + key)
         if prefix + "_extra_state" in unexpected_keys:
             unexpected_keys.remove(prefix + "_extra_state")
 
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # What is saved should not drag along the arena of the whole model.
+        for key in self.late_buffers:
+            if self._buffers.get(key) is not None:
+                destination[prefix + key] = destination[prefix + key].contiguous().clone()
+
+    def adopt_state(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
+        """Makes room for state that a checkpoint has; `shapes` by the names of buffers."""
+        for key, shape in shapes.items():
+            self.register_buffer(key, torch.zeros(shape, dtype=torch.float32, device=device))
+
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have the buffers, and find their own place in an arena."""
         return {**self.__dict__, "_scalings": {}, "_cached_weights": {}}
 
-
-_STATE = (*buffer_names("forward"), *buffer_names("backward"))
 
 _HIGH = Roles(Unquantized(), Unquantized(), Unquantized, SplitAccumulator(), None)
 
@@ -299,7 +316,19 @@ def _stateless(recipe: Recipe) -> Roles:
             for dtype in (recipe.fp8_format.forward, recipe.fp8_format.backward)
         )
         return Roles(forward, forward, lambda: backward, recipe.split_accumulator, recipe)
-    raise NotImplementedError("BlockScaling is not there yet")
+    assert isinstance(recipe, BlockScaling)
+    vectors = Blockwise("1x128", recipe.power_of_two_scales)
+    squares = Blockwise("128x128", recipe.power_of_two_scales)
+    return Roles(vectors, squares, lambda: vectors, recipe.split_accumulator, recipe)
+
+
+def _with_columnwise(operand: Operand, weight: Tensor, quantizer: Quantizer) -> Operand:
+    """What the same cast would have made for dgrad."""
+    if is_blockwise(operand.rowwise_inv):
+        both = quantizer.cast(weight.detach().contiguous(), rowwise=False, columnwise=True).operand
+        return operand._replace(columnwise=both.columnwise, columnwise_inv=both.columnwise_inv)
+    assert operand.rowwise is not None
+    return operand._replace(columnwise=transpose(operand.rowwise), columnwise_inv=operand.rowwise_inv)
 
 
 @cache

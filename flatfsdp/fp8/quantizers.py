@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.fp8.operand import Operand
+from flatfsdp.kernels.block_cast import Block, block_cast
 from flatfsdp.kernels.cast import cast, max_abs
 from flatfsdp.kernels.scaling import current_scales
 
@@ -136,7 +137,35 @@ class Current:
         return self
 
 
+@dataclass(slots=True)
+class Blockwise:
+    """Block scaling: one scale a block, from the block itself, in the pass that casts."""
+
+    block: Block
+    power_of_two: bool
+
+    @property
+    def fused(self) -> None:
+        return None
+
+    def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
+        raise AssertionError("block scaling casts when the amaxes are known")
+
+    def cast(self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Quantized:
+        cast = block_cast(
+            x, block=self.block, rowwise=rowwise, columnwise=columnwise, power_of_two=self.power_of_two
+        )
+        operand = Operand(
+            None, cast.rowwise, cast.columnwise, cast.rowwise_scale_inv, cast.columnwise_scale_inv
+        )
+        return Quantized(operand, x.sum(0, dtype=torch.float32) if column_sum else None)
+
+    def silent(self) -> Blockwise:
+        return self
+
+
 @cache
 def _fp8_max(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The largest number of an FP8 format, FP32 [1]; never written."""
-    return torch.full((1,), torch.finfo(dtype).max, device=device)
+    with torch.inference_mode(False):
+        return torch.full((1,), torch.finfo(dtype).max, dtype=torch.float32, device=device)

@@ -18,6 +18,9 @@ class Format(Enum):
     E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
     HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
 
+    def __repr__(self) -> str:
+        return f"Format.{self.name}"
+
     @property
     def forward(self) -> torch.dtype:
         return self.value[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -26,15 +26,19 @@ class Tape:
     """What one checkpoint cast with.
 
     Attributes:
+        trains: whether gradients were on when the checkpoint was called; inside a reentrant one they are off.
         is_replay: whether this run repeats an earlier one.
     """
 
-    def __init__(self, outer: Tape | None, recorded: dict[Scaling, list[Scales]] | None) -> None:
+    def __init__(
+        self, outer: Tape | None, recorded: dict[Scaling, list[Scales]] | None, trains: bool
+    ) -> None:
+        self.trains = trains
         self._outer = outer
         self._recorded = recorded
         self._position: dict[Scaling, int] = {}
         self.uses: dict[Scaling, list[Scales]] = {}
-        self.is_replay = recorded is not None or (outer is not None and outer.is_replay)
+        self.is_replay: bool = recorded is not None or (outer is not None and outer.is_replay)
 
     def scales(self, scaling: Scaling) -> Scales:
         """The scales for the next use of `scaling`: today's, or those of the run that is repeated."""
@@ -68,15 +72,16 @@ class _Recomputed:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+        self._trains = torch.is_grad_enabled()
         self._region: Region | None = None
         self._first: Tape | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._first is None:
             self._region = current_region()
-            self._first = tape = Tape(current_tape(), None)
+            self._first = tape = Tape(current_tape(), None, self._trains)
         else:
-            tape = Tape(None, self._first.uses)
+            tape = Tape(None, self._first.uses, self._trains)
         # A recomputation may run in another thread, which knows nothing of the region.
         with _playing(tape), entered(self._region):
             return self._function(*args, **kwargs)
@@ -101,10 +106,14 @@ def records_amax() -> bool:
     """
     tape = current_tape()
     if tape is not None:
-        return not tape.is_replay
+        return tape.trains and not tape.is_replay
     if in_backward():
-        raise RuntimeError(
-            "an FP8 layer with DelayedScaling is recomputed in backward, where its scales have moved on; use "
-            "flatfsdp.fp8.checkpoint instead of torch.utils.checkpoint.checkpoint"
-        )
+        raise_recomputed()
     return torch.is_grad_enabled()
+
+
+def raise_recomputed() -> NoReturn:
+    raise RuntimeError(
+        "an FP8 layer is recomputed in backward, where its scales have moved on and its autocast is over; "
+        "use flatfsdp.fp8.checkpoint instead of torch.utils.checkpoint.checkpoint"
+    )

@@ -42,21 +42,30 @@ class Arena:
     """
 
     def __init__(self, fp8_max: Sequence[float], length: int, device: torch.device) -> None:
+        n, fp32 = len(fp8_max), torch.float32
         with torch.inference_mode(False):
-            self.scale = torch.ones(len(fp8_max), device=device)
-            self.history = torch.zeros(length, len(fp8_max), device=device)
-            self._fp8_max = torch.tensor(fp8_max, device=device)
+            self.scale = torch.ones(n, dtype=fp32, device=device)
+            self.history = torch.zeros(length, n, dtype=fp32, device=device)
+            self._fp8_max = torch.tensor(fp8_max, dtype=fp32, device=device)
         self._scales: Scales | None = None
         self._version = -1
+        self._agreed: dist.ProcessGroup | None = None
 
     @property
     def scales(self) -> Scales:
         """The current generation."""
         # Loading a checkpoint writes to `scale` and leaves another version behind.
         if self._scales is None or self._version != self.scale._version:
-            self._scales = Scales(self.scale.clone(), self.scale.reciprocal())
+            with torch.inference_mode(False):
+                self._scales = _aligned(Scales(self.scale.clone(), self.scale.reciprocal()))
             self._version = self.scale._version
         return self._scales
+
+    def agree(self, layers: Sequence[str], group: dist.ProcessGroup) -> None:
+        """The first time over `group`: raises RuntimeError on every rank unless all have the same layers."""
+        if self._agreed is not group:
+            check_same_on_all_ranks(layers, Ranks.of(group), self.scale.device)
+            self._agreed = group
 
     @torch.no_grad()
     def update(self, recipe: DelayedScaling, group: dist.ProcessGroup | None) -> None:
@@ -64,16 +73,35 @@ class Arena:
         if group is not None:
             # As integers, because the order of the bits puts NaN above infinity on every backend.
             dist.all_reduce(self.history[0].view(torch.int32), op=dist.ReduceOp.MAX, group=group)
-        self._scales = update_scales(
-            self.history,
+        self._advance(self.history, recipe)
+
+    @torch.no_grad()
+    def rescale(self, recipe: DelayedScaling) -> None:
+        """Scales for another recipe from what the history remembers; nothing is rolled."""
+        remembered = self.history[1:]
+        if len(remembered):
+            is_latest = recipe.amax_compute_algo == "most_recent"
+            amax = remembered[-1:].clone() if is_latest else remembered.amax(0, keepdim=True)
+            self._advance(amax, recipe)
+
+    def _advance(self, history: Tensor, recipe: DelayedScaling) -> None:
+        scales = update_scales(
+            history,
             self.scale,
             self._fp8_max,
             most_recent=recipe.amax_compute_algo == "most_recent",
             margin=recipe.margin,
             power_of_two=recipe.power_of_two_scales,
         )
-        self.scale.copy_(self._scales.scale)
+        self._scales = _aligned(scales)
+        self.scale.copy_(scales.scale)
         self._version = self.scale._version
+
+
+def _aligned(scales: Scales) -> Scales:
+    """The same, with every inverse at a multiple of 16 bytes, as cuBLASLt wants it."""
+    spread = scales.scale_inv.new_empty(scales.scale_inv.numel(), 4)[:, 0]
+    return Scales(scales.scale, spread.copy_(scales.scale_inv))
 
 
 class Scaling:
@@ -104,6 +132,10 @@ class Scaling:
         return self.arena.scale.device
 
     @property
+    def label(self) -> str:
+        return f"an FP8 {type(self._owner).__name__} with {len(self.fp8_max)} {self._keys[0]}"
+
+    @property
     def is_current(self) -> bool:
         """Whether the owner's buffers are still those of the arena; a copy or a move makes others."""
         buffers = self._owner._buffers
@@ -118,6 +150,10 @@ class Scaling:
     def amax(self, index: int) -> Tensor:
         """Where casts of tensor `index` record their amax, FP32 [1]."""
         return self._row0.narrow(0, index, 1)
+
+    def forget(self) -> None:
+        """Drops the amaxes since the last update."""
+        self._row0.zero_()
 
     def _adopt(self, device: torch.device) -> None:
         """An arena of its own, with what the owner's buffers hold: loaded, copied, moved, or nothing yet."""
@@ -164,18 +200,18 @@ def update(scalings: Iterable[Scaling], group: dist.ProcessGroup | None) -> None
     for scaling in scalings:
         by_kind.setdefault((scaling.recipe, scaling.device), []).append(scaling)
     for (recipe, device), members in by_kind.items():
-        reduced_over = group if recipe.reduce_amax else None
         if len({id(scaling.arena) for scaling in members}) > 1:
-            _merge(members, recipe, device, reduced_over)
-        members[0].arena.update(recipe, reduced_over)
+            _merge(members, recipe, device)
+        arena = members[0].arena
+        if group is not None and recipe.reduce_amax:
+            arena.agree([scaling.label for scaling in members], group)
+            arena.update(recipe, group)
+        else:
+            arena.update(recipe, None)
 
 
-def _merge(
-    members: list[Scaling], recipe: DelayedScaling, device: torch.device, group: dist.ProcessGroup | None
-) -> None:
+def _merge(members: list[Scaling], recipe: DelayedScaling, device: torch.device) -> None:
     """Puts the columns of all members side by side into one new arena."""
-    names = [f"{type(scaling._owner).__name__} with {len(scaling.fp8_max)} scales" for scaling in members]
-    check_same_on_all_ranks(names, Ranks.of(group), device)
     fp8_max = [limit for scaling in members for limit in scaling.fp8_max]
     arena = Arena(fp8_max, recipe.amax_history_len, device)
     start = 0

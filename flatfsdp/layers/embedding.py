@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from flatfsdp.fp8.main_grad import claim
 from flatfsdp.kernels.embedding import embedding_grad
@@ -86,6 +87,7 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(ids, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None, None]:
         (ids,) = ctx.saved_tensors
         slot = claim(ctx.weight, "Embedding.weight", ctx.is_first_microbatch)

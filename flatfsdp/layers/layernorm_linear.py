@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from flatfsdp.fp8.linear import (
@@ -61,10 +62,9 @@ class LayerNormLinear(Projection):
         self.return_layernorm_output = return_layernorm_output
         dtype, device = options.get("params_dtype"), options.get("device")
         self.layer_norm_weight = new_parameter(in_features, dtype=dtype, device=device)
-        self.register_parameter(
-            "layer_norm_bias",
-            None if self.norm.rms else new_parameter(in_features, dtype=dtype, device=device),
-        )
+        shift = None if self.norm.rms else new_parameter(in_features, dtype=dtype, device=device)
+        self.layer_norm_bias: torch.nn.Parameter | None
+        self.register_parameter("layer_norm_bias", shift)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -79,7 +79,7 @@ class LayerNormLinear(Projection):
         Args:
             is_first_microbatch: as `Linear`.
             return_residual: return `inp` as well, for a residual connection around this layer: its gradient
-                is then added inside the norm's backward instead of in a pass of its own.
+                is then added inside the norm's backward.  In torch.autocast's dtype, where that is on.
 
         Returns:
             out, or a tuple of out, the bias with `return_bias`, norm(inp) with `return_layernorm_output` and
@@ -140,11 +140,14 @@ class _LayerNormLinear(torch.autograd.Function):
         out, saved = linear_forward(normalized.operand, operand, bias, spec.call)
         ctx.spec = spec
         ctx.bias_dtype = None if bias is None else bias.dtype
-        ctx.save_for_backward(x, norm_weight, normalized.mean, normalized.rstd, *saved.tensors)
+        statistics = (x, norm_weight, normalized.mean, normalized.rstd)
+        is_needed = spec.call.needs_input_grad
+        ctx.save_for_backward(*(statistics if is_needed else (None,) * 4), *saved.tensors)
         ctx.set_materialize_grads(False)
         return out, normalized.out, x
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, dy: Tensor | None, dnormalized: Tensor | None, dresidual: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -156,7 +159,7 @@ class _LayerNormLinear(torch.autograd.Function):
             dx, dweight = linear_backward(quantized, LinearSaved.of(saved), call)
             dnormalized = add_to(dx, dnormalized)
         dbias = None if dbias is None else dbias.to(ctx.bias_dtype)
-        if dnormalized is None:
+        if dnormalized is None or x is None:
             return dresidual, None, None, dweight, dbias, None, None
         grads = normalize_backward(dnormalized, x, norm_weight, mean, rstd, norm, dresidual)
         return *grads, dweight, dbias, None, None

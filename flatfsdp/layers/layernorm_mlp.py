@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from flatfsdp.fp8.linear import (
     FuseWgrad,
@@ -115,6 +116,9 @@ class LayerNormMLP(FP8Module):
         def parameter(*shape: int) -> torch.nn.Parameter:
             return new_parameter(*shape, dtype=params_dtype, device=device)
 
+        self.layer_norm_bias: torch.nn.Parameter | None
+        self.fc1_bias: torch.nn.Parameter | None
+        self.fc2_bias: torch.nn.Parameter | None
         self.layer_norm_weight = parameter(hidden_size)
         self.register_parameter("layer_norm_bias", None if self.norm.rms else parameter(hidden_size))
         self.fc1_weight = parameter(fc1_rows, hidden_size)
@@ -302,17 +306,20 @@ class _LayerNormMLP(torch.autograd.Function):
         before = _before_fc2(x, norm_weight, norm_bias, fc1_weight, fc1_bias, spec)
         out, fc2 = linear_forward(before.activated, fc2_weight, fc2_bias, spec.fc2)
         ctx.spec = spec
+        ctx.params_dtype = fc1_param.dtype
         ctx.set_materialize_grads(False)
         if spec.checkpoint:
             ctx.save_for_backward(x, norm_weight, norm_bias, fc1_bias, *fc1_weight, *fc2.weight)
         else:
             mean, rstd = before.normalized.mean, before.normalized.rstd
-            ctx.save_for_backward(
-                x, norm_weight, mean, rstd, before.fc1_out, *before.fc1.tensors, *fc2.tensors
-            )
+            # Where what comes before is frozen, backward stops early.
+            norm = (x, norm_weight, mean, rstd) if spec.fc1.needs_input_grad else (None,) * 4
+            fc1_out = before.fc1_out if spec.fc2.needs_input_grad else None
+            ctx.save_for_backward(*norm, fc1_out, *before.fc1.tensors, *fc2.tensors)
         return out, before.normalized.out, x
 
     @staticmethod
+    @once_differentiable
     def backward(
         ctx: Any, dy: Tensor | None, dnormalized: Tensor | None, dresidual: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -323,13 +330,15 @@ class _LayerNormMLP(torch.autograd.Function):
             quantized, fc2_dbias = quantize_grad(dy, spec.fc2)
             dactivated, fc2_dweight = linear_backward(quantized, saved.fc2, spec.fc2)
             if dactivated is not None:
+                assert saved.fc1_out is not None
                 quantized, fc1_dbias = _activation_backward(dactivated, saved.fc1_out, spec)
                 dx, fc1_dweight = linear_backward(quantized, saved.fc1, spec.fc1)
                 dnormalized = add_to(dx, dnormalized)
-        dtype = saved.norm_weight.dtype
+        dtype = ctx.params_dtype
         maps = (fc1_dweight, _as(fc1_dbias, dtype), fc2_dweight, _as(fc2_dbias, dtype))
-        if dnormalized is None:
+        if dnormalized is None or saved.x is None:
             return dresidual, None, None, *maps, None, None, None
+        assert saved.norm_weight is not None and saved.rstd is not None
         grads = normalize_backward(
             dnormalized, saved.x, saved.norm_weight, saved.mean, saved.rstd, spec.norm, dresidual
         )
@@ -337,11 +346,13 @@ class _LayerNormMLP(torch.autograd.Function):
 
 
 class _Saved(NamedTuple):
-    x: Tensor
-    norm_weight: Tensor
+    """None: not needed."""
+
+    x: Tensor | None
+    norm_weight: Tensor | None
     mean: Tensor | None
-    rstd: Tensor
-    fc1_out: Tensor
+    rstd: Tensor | None
+    fc1_out: Tensor | None
     fc1: LinearSaved
     fc2: LinearSaved
 
@@ -350,7 +361,6 @@ def _saved(tensors: Sequence[Tensor | None], spec: _Spec) -> _Saved:
     """What the forward saved, or computes again."""
     if not spec.checkpoint:
         x, norm_weight, mean, rstd, fc1_out, *maps = tensors
-        assert x is not None and norm_weight is not None and rstd is not None and fc1_out is not None
         middle = len(maps) // 2
         fc1, fc2 = LinearSaved.of(maps[:middle]), LinearSaved.of(maps[middle:])
         return _Saved(x, norm_weight, mean, rstd, fc1_out, fc1, fc2)
@@ -367,7 +377,8 @@ def _saved(tensors: Sequence[Tensor | None], spec: _Spec) -> _Saved:
 def _activation_backward(dy: Tensor, x: Tensor, spec: _Spec) -> tuple[Operand, Tensor | None]:
     """The gradient of fc1's result as an operand, and its column sums, FP32, for fc1's bias."""
     call, quantizer = spec.fc1, spec.fc1.grad_quantizer()
-    fused = quantizer.fused
+    needs_product = call.needs_input_grad or call.needs_weight_grad
+    fused = quantizer.fused if needs_product else None
     grads = activation_backward(
         dy,
         x,
@@ -380,6 +391,8 @@ def _activation_backward(dy: Tensor, x: Tensor, spec: _Spec) -> tuple[Operand, T
     )
     if fused is not None:
         return quantizer.operand(grads.rowwise, grads.columnwise), grads.column_sum
+    if not needs_product:
+        return Operand(), grads.column_sum
     assert grads.dx is not None
     cast = quantizer.cast(grads.dx, rowwise=call.needs_input_grad, columnwise=call.needs_weight_grad)
     return cast.operand, grads.column_sum

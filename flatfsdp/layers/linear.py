@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from flatfsdp.fp8.linear import (
@@ -59,9 +60,11 @@ class Linear(Projection):
         Raises:
             ValueError: if it has hooks; the new layer would not call them.
         """
-        hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks)
-        if any(hooks):
-            raise ValueError(f"convert: {name} has module hooks; register them after the conversion")
+        hooks = [key for key, value in vars(linear).items() if key.endswith("_hooks") and value]
+        if hooks:
+            raise ValueError(
+                f"convert: {name} has module hooks ({', '.join(hooks)}); register them after the conversion"
+            )
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -113,6 +116,7 @@ class _Linear(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         quantized, dbias = quantize_grad(dy, ctx.call)
         dx, dweight = linear_backward(quantized, LinearSaved.of(ctx.saved_tensors), ctx.call)

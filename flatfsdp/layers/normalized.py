@@ -113,8 +113,16 @@ def normalize_backward(
         d_residual: a gradient that reaches x past the norm; it is added in the same pass.
     """
     residual = None if d_residual is None else d_residual.to(x.dtype).contiguous()
+    dy = dy.contiguous()
     grads = norm_backward(
-        dy, x, weight, mean, rstd, rms=kind.rms, zero_centered=kind.zero_centered, d_residual=residual
+        dy,
+        x,
+        weight,
+        mean,
+        rstd,
+        rms=kind.rms,
+        zero_centered=kind.zero_centered,
+        d_residual=residual,
     )
     dbias = None if grads.dbias is None else grads.dbias.to(weight.dtype)
     return NormGrads(grads.dx, grads.dweight.to(weight.dtype), dbias)

@@ -1,0 +1,115 @@
+"""Bias, dropout and residual in one pass; what was dropped is drawn anew in backward instead of stored.
+
+In:   x [..., cols], a bias, a residual;  out: residual + dropout(x + bias), of x's shape.
+Next: `kernels/dropout.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flatfsdp.kernels.dropout import WORDS, counters, dropout_backward, dropout_forward
+
+
+class PhiloxState(NamedTuple):
+    """Which random numbers one call uses: its key and its first counter."""
+
+    seed: int
+    offset: int
+
+    @staticmethod
+    def draw(rows: int, cols: int, device: torch.device) -> PhiloxState:
+        """The next numbers of `device`'s default generator, enough for [rows, cols].
+
+        torch.manual_seed and whatever saves and restores generators, such as torch.utils.checkpoint, hence
+        work as for torch's own dropout.  The host waits for no GPU.
+        """
+        if device.type != "cuda":
+            return PhiloxState(int(torch.empty((), dtype=torch.int64, device="cpu").random_()), 0)
+        generator = torch.cuda.default_generators[device.index]
+        # The generator counts words, WORDS to a counter.
+        offset = generator.get_offset()
+        generator.set_offset(offset + WORDS * counters(rows, cols))
+        return PhiloxState(generator.initial_seed() % 2**63, offset // WORDS)
+
+
+def bias_dropout_add(
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, training: bool
+) -> Tensor:
+    """residual + dropout(x + bias), in the dtype that x and the residual promote to.
+
+    Args:
+        x: [..., cols], FP32, fp16 or bf16.
+        bias: [cols], or None.  Its gradient is summed in FP32.
+        residual: of x's shape, or None.  Its gradient is the result's, not a copy.
+        p: probability of dropping an element, 0 <= p < 1.
+        training: False drops nothing.
+
+    Raises:
+        ValueError: if shapes, dtypes or p do not fit.
+    """
+    if not 0 <= p < 1:
+        raise ValueError(f"p is {p}; dropout needs 0 <= p < 1")
+    if residual is not None:
+        if residual.shape != x.shape:
+            raise ValueError(f"the residual has shape {tuple(residual.shape)}; x has {tuple(x.shape)}")
+        dtype = torch.promote_types(x.dtype, residual.dtype)
+        x, residual = x.to(dtype), residual.to(dtype)
+    if not training:
+        p = 0.0
+    if bias is None and p == 0:
+        return x if residual is None else x + residual
+    if p == 0:
+        return _BiasDropoutAdd.apply(x, bias, residual, p, PhiloxState(0, 0))
+    return _drop(x, bias, residual, p)
+
+
+# Every call has numbers of its own, for each of which torch.compile would make another graph.
+@torch.compiler.disable
+def _drop(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float) -> Tensor:
+    cols = x.shape[-1]
+    state = PhiloxState.draw(x.numel() // cols, cols, x.device)
+    return _BiasDropoutAdd.apply(x, bias, residual, p, state)
+
+
+class _BiasDropoutAdd(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, state: PhiloxState
+    ) -> Tensor:
+        ctx.p, ctx.state = p, state
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        out = dropout_forward(
+            _rows(x),
+            None if bias is None else bias.to(x.dtype),
+            None if residual is None else _rows(residual),
+            p,
+            seed=state.seed,
+            offset=state.offset,
+        )
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        _, needs_bias_grad, needs_residual_grad, *_ = ctx.needs_input_grad
+        rows = _rows(dy)
+        if ctx.p:
+            dx, dbias = dropout_backward(
+                rows, ctx.p, seed=ctx.state.seed, offset=ctx.state.offset, column_sum=needs_bias_grad
+            )
+            dx = dx.view(dy.shape)
+        else:
+            dx, dbias = dy, rows.sum(0, dtype=torch.float32) if needs_bias_grad else None
+        if dbias is not None:
+            dbias = dbias.to(ctx.bias_dtype)
+        return dx, dbias, dy if needs_residual_grad else None, None, None
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Contiguous, 2-D."""
+    return x.reshape(-1, x.shape[-1]).contiguous()

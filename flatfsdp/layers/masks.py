@@ -1,0 +1,111 @@
+"""Which keys a query sees: mask types, sliding windows, and the boolean mask where there has to be one.
+
+Transformer Engine's convention: True in an `attention_mask` is a key that is not seen.  Inside, and for
+torch's attention, True is one that is.
+
+    attn_mask_type                      window             mask tensor
+    no_mask, padding, arbitrary         (-1, -1), or any   with padding, arbitrary, or a window
+    causal, padding_causal              (-1, 0), (n, 0)    with padding_causal, or a window of n
+
+Query i sees keys i - left to i + right; -1 is no limit.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+MASK_TYPES = ("no_mask", "causal", "padding", "padding_causal", "arbitrary")
+WITH_MASK = ("padding", "padding_causal", "arbitrary")
+UNLIMITED, CAUSAL = (-1, -1), (-1, 0)
+
+Window = tuple[int, int]
+
+
+def resolve_window(attn_mask_type: str, window_size: Window | None) -> Window:
+    """The window of a mask type; causal ones end at the query itself.
+
+    Raises:
+        ValueError: for an unknown mask type, or a window that contradicts it.
+    """
+    if attn_mask_type not in MASK_TYPES:
+        raise ValueError(f"attn_mask_type is {attn_mask_type!r}; it must be one of {', '.join(MASK_TYPES)}")
+    left, right = UNLIMITED if window_size is None else window_size
+    if left < -1 or right < -1:
+        raise ValueError(f"window_size is {window_size}; it must be two numbers >= 0, or -1 for no limit")
+    if not attn_mask_type.endswith("causal"):
+        return left, right
+    if right > 0:
+        raise ValueError(
+            f"window_size is {window_size}, which shows keys after the query; attn_mask_type="
+            f"{attn_mask_type!r} does not, so make its right side 0 or choose another type"
+        )
+    return left, 0
+
+
+def visible_keys(
+    attention_mask: Tensor | None, attn_mask_type: str, shape: tuple[int, int, int, int]
+) -> Tensor | None:
+    """True where a query sees a key, broadcastable to `shape`; None if there is no mask.
+
+    Args:
+        attention_mask: True where it does not; [batch, 1, 1, keys] for padding types.
+        shape: batch, heads, queries, keys.
+
+    Raises:
+        ValueError: if there is a mask and should be none, or the other way round, or it does not fit.
+    """
+    if attn_mask_type not in WITH_MASK:
+        if attention_mask is not None:
+            raise ValueError(
+                f"attn_mask_type={attn_mask_type!r} takes no attention_mask; choose one of "
+                f"{', '.join(WITH_MASK)}"
+            )
+        return None
+    if attention_mask is None:
+        raise ValueError(f"attn_mask_type={attn_mask_type!r} needs an attention_mask: True is masked out")
+    if attention_mask.dtype != torch.bool:
+        raise ValueError(
+            f"attention_mask is {attention_mask.dtype}; it must be bool, True where a key is masked out"
+        )
+    whole = (shape[0], 1, 1, shape[3]) if attn_mask_type != "arbitrary" else shape
+    sizes = tuple(attention_mask.shape)
+    if len(sizes) != 4 or any(size not in (1, limit) for size, limit in zip(sizes, whole, strict=True)):
+        raise ValueError(
+            f"attention_mask has shape {sizes}; attn_mask_type={attn_mask_type!r} needs {whole}, or 1 in "
+            "place of any of them"
+        )
+    return attention_mask.logical_not()
+
+
+class WindowMasks:
+    """Makes window masks, and keeps the latest: bool [queries, keys], True where a query sees a key."""
+
+    def __init__(self, capacity: int = 2) -> None:
+        self._capacity = capacity
+        self._masks: OrderedDict[tuple[int, int, Window, torch.device], Tensor] = OrderedDict()
+
+    def get(self, queries: int, keys: int, window: Window, device: torch.device) -> Tensor:
+        key = (queries, keys, window, device)
+        if key not in self._masks:
+            self._masks[key] = _window_mask(*key)
+        self._masks.move_to_end(key)
+        while len(self._masks) > self._capacity:
+            self._masks.popitem(last=False)
+        return self._masks[key]
+
+
+def _window_mask(queries: int, keys: int, window: Window, device: torch.device) -> Tensor:
+    left, right = window
+    # Even if evaluation is what needs it first, training may be next.
+    with torch.inference_mode(False):
+        query = torch.arange(queries, device=device)[:, None]
+        key = torch.arange(keys, device=device)[None, :]
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        if left >= 0:
+            seen &= key >= query - left
+        if right >= 0:
+            seen &= key <= query + right
+        return seen

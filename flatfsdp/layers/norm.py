@@ -1,0 +1,143 @@
+"""`LayerNorm` and `RMSNorm`: one kernel forward, one backward, with weight gradients summed in FP32.
+
+In:   [..., *normalized_shape], FP32, fp16 or bf16;  out: the same shape and dtype.
+Next: `kernels/norm_forward.py` and `kernels/norm_backward.py`; `normalized.py` for norms before a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from flatfsdp.kernels.norm_forward import norm_forward
+from flatfsdp.layers.normalized import NormKind, normalize_backward, reset_norm
+from flatfsdp.layers.parameters import new_parameter
+
+
+class _NormLayer(nn.Module):
+    """What both norms have in common."""
+
+    normalization: ClassVar[str]
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int] | None = None,
+        eps: float = 1e-5,
+        sequence_parallel: bool = False,
+        params_dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | None = None,
+        *,
+        hidden_size: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.kind = NormKind.named(self.normalization, eps, zero_centered_gamma)
+        self.normalized_shape = _shape(type(self).__name__, normalized_shape, hidden_size)
+        self.weight = new_parameter(*self.normalized_shape, dtype=params_dtype, device=device)
+        self.bias = None
+        if not self.kind.rms:
+            self.bias = new_parameter(*self.normalized_shape, dtype=params_dtype, device=device)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Makes the gain 1 and the bias 0."""
+        reset_norm(self.weight, self.bias, self.kind.zero_centered)
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """[..., *normalized_shape], FP32, fp16 or bf16, to the same shape and dtype.
+
+        Raises:
+            ValueError: if the last dimensions are others, or the dtype is another one.
+        """
+        if inp.shape[-len(self.normalized_shape) :] != self.normalized_shape:
+            raise ValueError(
+                f"{type(self).__name__}: the input has shape {tuple(inp.shape)}; its last dimensions have to "
+                f"be {self.normalized_shape}"
+            )
+        bias = None if self.bias is None else self.bias.flatten()
+        return norm(inp, self.weight.flatten(), bias, self.kind)
+
+    def extra_repr(self) -> str:
+        return f"{self.normalized_shape}, eps={self.kind.eps}, zero_centered_gamma={self.kind.zero_centered}"
+
+
+class LayerNorm(_NormLayer):
+    """y = (x - mean) / sqrt(variance + eps) * weight + bias.  Drop-in for nn.LayerNorm.
+
+    The arguments are Transformer Engine's.  Parameters and input may have different dtypes; the result has
+    the input's, under torch.autocast too.
+
+    Args:
+        normalized_shape: the last dimensions, which are normalized together; an int for one of them.
+        eps: added to the variance; 0 is allowed.
+        sequence_parallel: changes nothing here: it becomes the parameters' attribute of that name, which says
+            that each tensor-parallel rank has a part of their gradient.
+        params_dtype: of the parameters; default: torch's default dtype.
+        zero_centered_gamma: the gain is 1 + weight, and the weight begins at 0.
+        device: of the parameters; "meta" to initialise them later with `reset_parameters`.
+        hidden_size: other name of `normalized_shape`.
+
+    Attributes:
+        weight, bias: of `normalized_shape`.
+
+    Raises:
+        ValueError: if not exactly one of `normalized_shape` and `hidden_size` is given.
+    """
+
+    normalization = "LayerNorm"
+
+
+class RMSNorm(_NormLayer):
+    """y = x / sqrt(mean of x^2 + eps) * weight; without a bias, else as `LayerNorm`."""
+
+    normalization = "RMSNorm"
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind) -> Tensor:
+    """Normalizes the last n elements of x, or its last dimensions that have n together; differentiable once.
+
+    Args:
+        weight, bias: [n], in one dtype, which need not be x's.
+    """
+    return _Norm.apply(x, weight, bias, kind)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind) -> Tensor:
+        rows = _rows(x, weight)
+        result = norm_forward(
+            rows, weight, bias, eps=kind.eps, rms=kind.rms, zero_centered=kind.zero_centered
+        )
+        ctx.kind = kind
+        ctx.save_for_backward(rows, weight, result.mean, result.rstd)
+        assert result.out is not None
+        return result.out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, mean, rstd = ctx.saved_tensors
+        dx, dweight, dbias = normalize_backward(_rows(dy, weight), x, weight, mean, rstd, ctx.kind, None)
+        return dx.view(dy.shape), dweight, dbias, None
+
+
+def _rows(x: Tensor, weight: Tensor) -> Tensor:
+    """Contiguous, 2-D."""
+    return x.reshape(-1, weight.numel()).contiguous()
+
+
+def _shape(
+    layer: str, normalized_shape: int | Sequence[int] | None, hidden_size: int | None
+) -> tuple[int, ...]:
+    if (normalized_shape is None) == (hidden_size is None):
+        raise ValueError(f"{layer}: give normalized_shape, or hidden_size, which is the same")
+    shape = hidden_size if normalized_shape is None else normalized_shape
+    return (shape,) if isinstance(shape, int) else tuple(shape or ())

@@ -1,0 +1,56 @@
+"""Norms of queries and keys, over the elements of each head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.layers.norm import LayerNorm, RMSNorm, norm
+from flatfsdp.layers.normalized import NormKind
+
+
+class L2Normalization(nn.Module):
+    """y = x / sqrt(sum of x^2 + eps), over the last dimension; no parameters.
+
+    Args:
+        channels: size of the last dimension.
+    """
+
+    def __init__(self, channels: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.channels = channels
+        self.eps = eps
+
+    def forward(self, inp: Tensor) -> Tensor:
+        """[..., channels], FP32, fp16 or bf16, to the same shape and dtype."""
+        # RMSNorm divides by the root of the mean, which is smaller than that of the sum by sqrt(channels).
+        gain = torch.full((self.channels,), self.channels**-0.5, dtype=torch.float32, device=inp.device)
+        return norm(inp, gain, None, NormKind(self.eps / self.channels, rms=True, zero_centered=False))
+
+    def extra_repr(self) -> str:
+        return f"{self.channels}, eps={self.eps}"
+
+
+def make_qk_norm(
+    qk_norm_type: str | None,
+    channels: int,
+    eps: float,
+    *,
+    params_dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> nn.Module | None:
+    """
+    Raises:
+        ValueError: for an unknown type.
+    """
+    if qk_norm_type is None:
+        return None
+    if qk_norm_type == "L2Normalization":
+        return L2Normalization(channels, eps)
+    if qk_norm_type == "RMSNorm":
+        return RMSNorm(channels, eps, params_dtype=params_dtype, device=device)
+    if qk_norm_type == "LayerNorm":
+        return LayerNorm(channels, eps, params_dtype=params_dtype, device=device)
+    raise ValueError(
+        f"qk_norm_type is {qk_norm_type!r}; it must be None, 'L2Normalization', 'RMSNorm' or 'LayerNorm'"
+    )
