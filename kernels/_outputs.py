@@ -65,6 +65,18 @@ def check_like(
         )
 
 
+def check_scalar(name: str, tensor: Tensor | None, x: Tensor) -> None:
+    """
+    Raises:
+        ValueError: if `tensor` is not one FP32 number on x's device.
+    """
+    if tensor is not None and (tensor.numel(), tensor.dtype, tensor.device) != (1, torch.float32, x.device):
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; it must be one FP32 number "
+            f"on {x.device}"
+        )
+
+
 def allocate_outputs(
     x: Tensor,
     cols: int,
@@ -87,12 +99,8 @@ def allocate_outputs(
     Raises:
         ValueError: if the options contradict each other.
     """
-    for name, state in (("scale", scale), ("amax", amax)):
-        if state is not None and (state.numel(), state.dtype, state.device) != (1, torch.float32, x.device):
-            raise ValueError(
-                f"{name} is {state.dtype} {tuple(state.shape)} on {state.device}; it must be one FP32 number "
-                f"on {x.device}"
-            )
+    check_scalar("scale", scale, x)
+    check_scalar("amax", amax, x)
     if dtype is None and columnwise:
         raise ValueError("columnwise output is FP8 only: give a dtype, float8_e4m3fn or float8_e5m2")
     if dtype is not None and dtype not in FP8_DTYPES:
@@ -149,9 +157,8 @@ def record_amax(amax_ptr, value):
     The bits of non-negative floats order like integers, with NaN above infinity; an integer maximum does not
     depend on the order of programs.
     """
-    bits = tl.abs(value).to(tl.int32, bitcast=True)
-    largest = tl.max(tl.max(bits, axis=1), axis=0)
-    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), largest, sem="relaxed")
+    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(bits), sem="relaxed")
 
 
 @jit
@@ -165,5 +172,7 @@ def store_outputs(value, row, col, rows, cols, mask, out_ptr, rowwise_ptr, colum
         if rowwise_ptr is not None:
             tl.store(rowwise_ptr + index, saturate(scaled, rowwise_ptr.dtype.element_ty), mask)
         if columnwise_ptr is not None:
-            turned = tl.trans(saturate(scaled, columnwise_ptr.dtype.element_ty))
+            # Without the clamp, which the GPU's conversion does itself, and by a conversion of its own: ptxas
+            # (12.8, 12.9; Triton issue 11111) loses bytes of FP8 pairs that are both stored and transposed.
+            turned = tl.trans(scaled.to(columnwise_ptr.dtype.element_ty))
             tl.store(columnwise_ptr + col[:, None].to(tl.int64) * rows + row[None, :], turned, tl.trans(mask))

@@ -112,15 +112,23 @@ def backward_reference(
 
 
 @jit
-def _value_and_slope(x, KIND: tl.constexpr, SLOPE_OF_INNER: tl.constexpr, CUBIC: tl.constexpr):
+def _sigmoid(x):
+    """1 / (1 + exp(-x)) as 1 / sqrt(1 + 2^(-x log2 e)), squared: a division takes seven instructions more."""
+    root = tl.rsqrt(1.0 + tl.exp2(-1.4426950408889634 * x))
+    return root * root
+
+
+@jit
+def _value_and_slope(x, again, KIND: tl.constexpr, SLOPE_OF_INNER: tl.constexpr, CUBIC: tl.constexpr):
+    """f(x) and f'(x); `again` equals x."""
     if KIND == "gelu":
-        share = tl.sigmoid(SLOPE_OF_INNER * x * (1 + CUBIC * x * x))
-        value = x * share
-        slope = share + x * share * (1 - share) * (SLOPE_OF_INNER * (1 + 3 * CUBIC * x * x))
+        share = _sigmoid(x * (SLOPE_OF_INNER + SLOPE_OF_INNER * CUBIC * x * x))
+        value = again * share
+        slope = share + value * (1 - share) * (SLOPE_OF_INNER + 3 * SLOPE_OF_INNER * CUBIC * x * x)
     elif KIND == "silu":
-        share = tl.sigmoid(x)
-        value = x * share
-        slope = share + x * share * (1 - share)
+        share = _sigmoid(x)
+        value = again * share
+        slope = share + value * (1 - share)
     else:
         value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         slope = tl.where(x > 0, 1.0, 0.0)
@@ -153,7 +161,12 @@ def _forward_kernel(
     mask = (row < rows)[:, None] & (col < cols)[None, :]
     index = row[:, None] * (2 * cols if IS_GATED else cols) + col[None, :]
     x = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
-    value, _ = _value_and_slope(x, KIND, SLOPE_OF_INNER, CUBIC)
+    again = x
+    if columnwise_ptr is not None and not IS_GATED:
+        # A second load, from the cache.  With a single one Triton would rather transpose x than the result, and
+        # compute the function once for each layout.
+        again = tl.load(x_ptr + index, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
+    value, _ = _value_and_slope(x, again, KIND, SLOPE_OF_INNER, CUBIC)
     if IS_GATED:
         value *= tl.load(x_ptr + index + cols, mask, 0.0).to(tl.float32)
     if amax_ptr is not None:
@@ -177,39 +190,47 @@ def _backward_kernel(
     IS_GATED: tl.constexpr,
     SLOPE_OF_INNER: tl.constexpr,
     CUBIC: tl.constexpr,
+    BAND_ROWS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     across = tl.cdiv(cols, BLOCK_COLS)
     band = (tl.program_id(0) // across).to(tl.int64)
-    row = band * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     col_mask = col < cols
-    mask = (row < rows)[:, None] & col_mask[None, :]
     width = 2 * cols if IS_GATED else cols
-    index = row[:, None] * width + col[None, :]
-    x = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
-    grad = tl.load(dy_ptr + row[:, None] * cols + col[None, :], mask, 0.0).to(tl.float32)
-    value, slope = _value_and_slope(x, KIND, SLOPE_OF_INNER, CUBIC)
-    if IS_GATED:
-        linear = tl.load(x_ptr + index + cols, mask, 0.0).to(tl.float32)
-        activated_grad = grad * linear * slope
-        linear_grad = grad * value
-        largest = tl.maximum(tl.abs(activated_grad), tl.abs(linear_grad), propagate_nan=tl.PropagateNan.ALL)
-    else:
-        activated_grad = grad * slope
-        largest = activated_grad
-    if amax_ptr is not None:
-        record_amax(amax_ptr, largest)
-    if partial_ptr is not None:
-        tl.store(partial_ptr + band * width + col, tl.sum(activated_grad, axis=0), col_mask)
-    store_outputs(activated_grad, row, col, rows, width, mask, dx_ptr, rowwise_ptr, columnwise_ptr, scale_ptr)
-    if IS_GATED:
+    activated_sum = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    linear_sum = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for start in range(0, BAND_ROWS, BLOCK_ROWS):
+        row = band * BAND_ROWS + start + tl.arange(0, BLOCK_ROWS)
+        mask = (row < rows)[:, None] & col_mask[None, :]
+        index = row[:, None] * width + col[None, :]
+        x = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
+        grad = tl.load(dy_ptr + row[:, None] * cols + col[None, :], mask, 0.0).to(tl.float32)
+        value, slope = _value_and_slope(x, x, KIND, SLOPE_OF_INNER, CUBIC)
+        if IS_GATED:
+            linear = tl.load(x_ptr + index + cols, mask, 0.0).to(tl.float32)
+            linear_grad = grad * value
+            grad *= linear
+        grad *= slope
+        if amax_ptr is not None:
+            largest = grad
+            if IS_GATED:
+                largest = tl.maximum(tl.abs(grad), tl.abs(linear_grad), propagate_nan=tl.PropagateNan.ALL)
+            record_amax(amax_ptr, largest)
         if partial_ptr is not None:
-            tl.store(partial_ptr + band * width + cols + col, tl.sum(linear_grad, axis=0), col_mask)
-        store_outputs(
-            linear_grad, row, cols + col, rows, width, mask, dx_ptr, rowwise_ptr, columnwise_ptr, scale_ptr
-        )
+            activated_sum += grad
+            if IS_GATED:
+                linear_sum += linear_grad
+        outputs = (dx_ptr, rowwise_ptr, columnwise_ptr, scale_ptr)
+        store_outputs(grad, row, col, rows, width, mask, *outputs)
+        if IS_GATED:
+            store_outputs(linear_grad, row, cols + col, rows, width, mask, *outputs)
+    if partial_ptr is not None:
+        partial_ptr += band * width + col
+        tl.store(partial_ptr, tl.sum(activated_sum, axis=0), col_mask)
+        if IS_GATED:
+            tl.store(partial_ptr + cols, tl.sum(linear_sum, axis=0), col_mask)
 
 
 def forward_launch(

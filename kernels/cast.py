@@ -12,6 +12,8 @@ then over the bands.  The clamp is explicit, because PyTorch before 2.13 turns w
 
 As Transformer Engine's cast + transpose + dbias.
 
+`max_abs` is the amax alone, for scales that are computed from the tensor itself: p bytes per element.
+
 `transpose` and `transpose_many` turn around what is FP8 already, such as weights after an all-gather: 2 bytes
 per element.  A scale belongs to the whole tensor, so moving bytes is exact.
 """
@@ -23,6 +25,14 @@ from typing import NamedTuple
 
 import torch
 from flatfsdp.kernels._ops import operator
+from flatfsdp.kernels._outputs import (
+    FP8_DTYPES,
+    check_input,
+    check_scalar,
+    record_amax,
+    store_outputs,
+    write_outputs,
+)
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from flatfsdp.kernels.flat import (
     LOAD_BYTES,
@@ -34,15 +44,15 @@ from flatfsdp.kernels.flat import (
 )
 from torch import Tensor
 
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 # Larger tiles need more registers: 168 at 64 x 128 with four warps, spills at 128 x 128.
 TILE = 64
 NUM_WARPS = 4
 # Bytes only; 128 of them fill a line of the cache in both directions.
 TRANSPOSE_TILE = 128
 TRANSPOSE_WARPS = 8
+# 64 elements per thread, all of them under way at once.
+AMAX_BLOCK = 16384
+AMAX_WARPS = 8
 
 
 class Cast(NamedTuple):
@@ -65,14 +75,7 @@ def reference(
     column_sum: Tensor | None,
 ) -> None:
     values = x.float()
-    for out in (rowwise, columnwise):
-        if out is not None:
-            largest = torch.finfo(out.dtype).max
-            q = (values * scale).clamp(-largest, largest).to(out.dtype)
-            out.copy_(q if out is rowwise else q.t())
-    if amax is not None:
-        # torch.maximum keeps NaN, as the kernel does.
-        amax.copy_(torch.maximum(amax, values.abs().amax()))
+    write_outputs(values, None, rowwise, columnwise, scale, amax)
     if column_sum is not None:
         column_sum.copy_(values.sum(0))
 
@@ -83,34 +86,23 @@ def _cast_kernel(
     scale_ptr,
     rowwise_ptr,
     columnwise_ptr,
-    amax_bits_ptr,
+    amax_ptr,
     band_sums_ptr,
     rows,
     cols,
-    LARGEST: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    band = tile // tl.cdiv(cols, TILE)
-    row = band.to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
-    col = (tile % tl.cdiv(cols, TILE)) * TILE + tl.arange(0, TILE)[None, :]
-    mask = (row < rows) & (col < cols)
-    x = tl.load(x_ptr + row * cols + col, mask, 0.0).to(tl.float32)
-    scaled = x * tl.load(scale_ptr)
-    scaled = tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
-    if rowwise_ptr is not None:
-        q = scaled.to(rowwise_ptr.dtype.element_ty)
-        tl.store(rowwise_ptr + row * cols + col, q, mask)
-    if columnwise_ptr is not None:
-        q = scaled.to(columnwise_ptr.dtype.element_ty)
-        tl.store(columnwise_ptr + tl.trans(col.to(tl.int64) * rows + row), tl.trans(q), tl.trans(mask))
-    if amax_bits_ptr is not None:
-        # As integers, magnitudes are in order, with NaN above infinity.
-        magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        tl.atomic_max(amax_bits_ptr, tl.max(magnitude), sem="relaxed")
+    across = tl.cdiv(cols, TILE)
+    band = (tl.program_id(0) // across).to(tl.int64)
+    row = band * TILE + tl.arange(0, TILE)
+    col = (tl.program_id(0) % across) * TILE + tl.arange(0, TILE)
+    mask = (row < rows)[:, None] & (col < cols)[None, :]
+    x = tl.load(x_ptr + row[:, None] * cols + col[None, :], mask, 0.0).to(tl.float32)
+    store_outputs(x, row, col, rows, cols, mask, None, rowwise_ptr, columnwise_ptr, scale_ptr)
+    if amax_ptr is not None:
+        record_amax(amax_ptr, x)
     if band_sums_ptr is not None:
-        sums = tl.sum(x, axis=0)[None, :]
-        tl.store(band_sums_ptr + band.to(tl.int64) * cols + col, sums, col < cols)
+        tl.store(band_sums_ptr + band * cols + col, tl.sum(x, axis=0), col < cols)
 
 
 def launch(
@@ -124,21 +116,9 @@ def launch(
     rows, cols = x.shape
     bands = cdiv(rows, TILE)
     band_sums = None if column_sum is None else column_sum.new_empty(bands, cols)
-    out = rowwise if rowwise is not None else columnwise
-    assert out is not None
     with on_device_of(x):
         _cast_kernel[(bands * cdiv(cols, TILE),)](
-            x,
-            scale,
-            rowwise,
-            columnwise,
-            None if amax is None else amax.view(torch.int32),
-            band_sums,
-            rows,
-            cols,
-            torch.finfo(out.dtype).max,
-            TILE,
-            num_warps=NUM_WARPS,
+            x, scale, rowwise, columnwise, amax, band_sums, rows, cols, TILE, num_warps=NUM_WARPS
         )
     if band_sums is not None:
         torch.sum(band_sums, 0, out=column_sum)
@@ -176,18 +156,13 @@ def cast(
     Raises:
         ValueError: if a shape or dtype does not fit, or neither layout is asked for.
     """
-    if x.dim() != 2 or x.numel() == 0 or x.dtype not in INPUT_DTYPES or not x.is_contiguous():
-        raise ValueError(
-            f"x is {x.dtype} {tuple(x.shape)} with strides {x.stride()}; cast needs a contiguous matrix in "
-            "bf16, fp16 or FP32, of at least one element"
-        )
+    check_input("x", x)
     if dtype not in FP8_DTYPES:
         raise ValueError(f"dtype is {dtype}; cast makes torch.float8_e4m3fn or torch.float8_e5m2")
     if not (rowwise or columnwise):
         raise ValueError("rowwise and columnwise are both False; ask cast for at least one layout")
-    _check_scalar("scale", scale, x.device)
-    if amax is not None:
-        _check_scalar("amax", amax, x.device)
+    check_scalar("scale", scale, x)
+    check_scalar("amax", amax, x)
     rows, cols = x.shape
     result = Cast(
         x.new_empty(rows, cols, dtype=dtype) if rowwise else None,
@@ -198,12 +173,42 @@ def cast(
     return result
 
 
-def _check_scalar(name: str, tensor: Tensor, device: torch.device) -> None:
-    if tensor.dtype != torch.float32 or tensor.numel() != 1 or tensor.device != device:
-        raise ValueError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; cast needs one FP32 element "
-            f"on {device}"
-        )
+def max_abs_reference(x: Tensor, amax: Tensor) -> None:
+    write_outputs(x.float(), None, None, None, None, amax)
+
+
+@jit
+def _max_abs_kernel(x_ptr, amax_ptr, numel, BLOCK: tl.constexpr):
+    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    record_amax(amax_ptr, tl.load(x_ptr + index, index < numel, 0.0).to(tl.float32))
+
+
+def max_abs_launch(x: Tensor, amax: Tensor) -> None:
+    with on_device_of(x):
+        _max_abs_kernel[(cdiv(x.numel(), AMAX_BLOCK),)](x, amax, x.numel(), AMAX_BLOCK, num_warps=AMAX_WARPS)
+
+
+_max_abs = operator(
+    "max_abs_(Tensor x, Tensor(a!) amax) -> ()", reference=max_abs_reference, launch=max_abs_launch
+)
+
+
+def max_abs(x: Tensor, out: Tensor | None = None) -> Tensor:
+    """The largest magnitude in `x`, FP32 [1]; 0 if it is empty, NaN if it holds one.
+
+    Args:
+        x: bf16, fp16 or FP32 [rows, cols], contiguous.
+        out: FP32, one element, never negative; raised in place to max |x| if that is larger, and returned.
+
+    Raises:
+        ValueError: if a shape or dtype does not fit.
+    """
+    check_input("x", x)
+    check_scalar("out", out, x)
+    if out is None:
+        out = x.new_zeros(1, dtype=torch.float32)
+    _max_abs(x, out)
+    return out
 
 
 def transpose_reference(q: Tensor, out: Tensor) -> None:
@@ -268,7 +273,7 @@ def transpose(q: Tensor) -> Tensor:
     """The transpose [cols, rows], contiguous, of an FP8 matrix [rows, cols].
 
     Raises:
-        ValueError: if `q` is not a contiguous FP8 matrix of at least one element.
+        ValueError: if `q` is not a contiguous FP8 matrix.
     """
     _check_matrix("q", q)
     out = q.new_empty(q.shape[1], q.shape[0])
@@ -367,8 +372,8 @@ def _is_whole(q: Tensor, out: Tensor) -> bool:
 
 
 def _check_matrix(name: str, q: Tensor) -> None:
-    if q.dim() != 2 or q.numel() == 0 or q.dtype not in FP8_DTYPES or not q.is_contiguous():
+    if q.dim() != 2 or q.dtype not in FP8_DTYPES or not q.is_contiguous():
         raise ValueError(
             f"{name} is {q.dtype} {tuple(q.shape)} with strides {q.stride()}; it has to be a contiguous FP8 "
-            "matrix of at least one element"
+            "matrix"
         )

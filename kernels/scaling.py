@@ -1,6 +1,6 @@
-"""Delayed scaling: one launch rolls the amax histories of a whole model and sets its scales.
+"""FP8 scales from amaxes: of a whole model at once for delayed scaling, of one tensor for current scaling.
 
-For each of n tensors, with a history of L rows whose row 0 collects the running amax:
+Delayed: for each of n tensors, with a history of L rows whose row 0 collects the running amax:
 
     a = history[0];  if a != 0: roll rows up by one, history[L-1] = a, history[0] = 0
     amax = max over all L values before the roll ("max"), or a ("most_recent")
@@ -10,119 +10,275 @@ An amax of 0, infinity or NaN keeps the old scale; a scale that overflows become
 tensor with a == 0 was not cast since the last update: its history does not roll.  As Transformer Engine since
 0.13 (its CUDA kernel, not its Python fallback).
 
-Bytes: 8 L n + 8 n, a few hundred kilobytes for a large model; launch-bound.
+Current: the same with the amax of the tensor itself, at least `epsilon`, and 1 in place of the old scale.
+
+Scales are written to new tensors together with their inverses, so that what was cast with the old ones can
+still be read.
+
+Bytes: 8 L n + 16 n, a few hundred kilobytes for a large model; launch-bound.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from flatfsdp.kernels._ops import operator
+from flatfsdp.kernels._outputs import Tile
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from torch import Tensor
 
 FLT_MAX = torch.finfo(torch.float32).max
+EXPONENT = 0x7F800000
+"""Bits of an FP32 number without its mantissa: the largest power of two below."""
 BLOCK = 128
 
 
-def reference(
-    scale: Tensor, history: Tensor, fp8_max: Tensor, most_recent: bool, margin: float, power_of_two: bool
+class Scales(NamedTuple):
+    """FP32 [n] each; `scale_inv` is 1 / scale."""
+
+    scale: Tensor
+    scale_inv: Tensor
+
+
+def update_tile(length: int) -> Tile:
+    """Whole histories, 32 numbers per thread, and at least one 32-byte sector of each row."""
+    rows = 1 << (length - 1).bit_length()
+    return Tile(rows, max(8, min(128, 8192 // rows)), 8)
+
+
+def _write_scales(
+    amax: Tensor,
+    fp8_max: Tensor,
+    factor: float,
+    power_of_two: bool,
+    otherwise: Tensor | float,
+    scale: Tensor,
+    scale_inv: Tensor,
+) -> None:
+    """Plain PyTorch; `otherwise` is the scale where the amax is of no use."""
+    candidate = fp8_max / amax * factor
+    candidate = torch.where(candidate.isinf(), FLT_MAX, candidate)
+    if power_of_two:
+        candidate = (candidate.view(torch.int32) & EXPONENT).view(torch.float32)
+    scale.copy_(torch.where((amax > 0) & amax.isfinite(), candidate, otherwise))
+    scale_inv.copy_(1 / scale)
+
+
+def update_reference(
+    history: Tensor,
+    old_scale: Tensor,
+    fp8_max: Tensor,
+    scale: Tensor,
+    scale_inv: Tensor,
+    most_recent: bool,
+    margin: float,
+    power_of_two: bool,
 ) -> None:
     latest = history[0].clone()
     # torch.amax keeps NaN, as the kernel does.
     amax = latest if most_recent else history.amax(0)
     rolled = torch.cat([torch.zeros_like(history[:1]), history[2:], latest[None]])[: history.shape[0]]
     history.copy_(torch.where(latest != 0, rolled, history))
-    candidate = fp8_max / amax * 2.0**-margin
-    candidate = torch.where(candidate.isinf(), FLT_MAX, candidate)
-    if power_of_two:
-        mantissa, exponent = torch.frexp(candidate)
-        candidate = torch.ldexp(torch.where(mantissa > 0, 0.5, mantissa), exponent)
-    scale.copy_(torch.where((amax > 0) & amax.isfinite(), candidate, scale))
+    _write_scales(amax, fp8_max, 2.0**-margin, power_of_two, old_scale, scale, scale_inv)
+
+
+def current_reference(
+    amax: Tensor, fp8_max: Tensor, scale: Tensor, scale_inv: Tensor, epsilon: float, power_of_two: bool
+) -> None:
+    # torch.clamp keeps NaN, as the kernel does.
+    _write_scales(amax.clamp(min=epsilon), fp8_max, 1.0, power_of_two, 1.0, scale, scale_inv)
+
+
+@jit
+def _store_scales(
+    amax,
+    fp8_max,
+    factor,
+    otherwise,
+    scale_ptr,
+    scale_inv_ptr,
+    mask,
+    POWER_OF_TWO: tl.constexpr,
+    FLT_MAX: tl.constexpr,
+    EXPONENT: tl.constexpr,
+):
+    # Triton's `/` is not IEEE division on a GPU.
+    candidate = tl.minimum(tl.div_rn(fp8_max, amax) * factor, FLT_MAX)
+    if POWER_OF_TWO:
+        candidate = (candidate.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
+    is_usable = (amax > 0) & (amax < float("inf"))
+    scale = tl.where(is_usable, candidate, otherwise)
+    tl.store(scale_ptr, scale, mask)
+    tl.store(scale_inv_ptr, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), mask)
 
 
 @jit
 def _update_kernel(
-    scale_ptr,
     history_ptr,
+    old_scale_ptr,
     fp8_max_ptr,
+    scale_ptr,
+    scale_inv_ptr,
     n,
     inverse_margin,
     LENGTH: tl.constexpr,
     MOST_RECENT: tl.constexpr,
     POWER_OF_TWO: tl.constexpr,
     FLT_MAX: tl.constexpr,
+    EXPONENT: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    index = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    mask = index < n
+    row = tl.arange(0, BLOCK_ROWS)[:, None]
+    at = history_ptr + row * n + index[None, :]
+    history = tl.load(at, (row < LENGTH) & mask[None, :], 0.0)
+    latest = tl.load(history_ptr + index, mask, 0.0)
+    amax = latest
+    if not MOST_RECENT:
+        # As integers, magnitudes are in order, with NaN above infinity.
+        magnitude = history.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        amax = tl.max(magnitude, axis=0).to(tl.float32, bitcast=True)
+    tl.debug_barrier()  # rows are written that other threads have read
+    rolls = mask & (latest != 0)
+    tl.store(at - n, history, (row > 1) & (row < LENGTH) & rolls[None, :])
+    if LENGTH > 1:
+        tl.store(history_ptr + (LENGTH - 1) * n + index, latest, rolls)
+    tl.store(history_ptr + index, 0.0, rolls)
+    fp8_max = tl.load(fp8_max_ptr + index, mask, 1.0)
+    old_scale = tl.load(old_scale_ptr + index, mask, 1.0)
+    _store_scales(
+        *(amax, fp8_max, inverse_margin, old_scale, scale_ptr + index, scale_inv_ptr + index, mask),
+        *(POWER_OF_TWO, FLT_MAX, EXPONENT),
+    )
+
+
+@jit
+def _current_kernel(
+    amax_ptr,
+    fp8_max_ptr,
+    scale_ptr,
+    scale_inv_ptr,
+    n,
+    epsilon,
+    POWER_OF_TWO: tl.constexpr,
+    FLT_MAX: tl.constexpr,
+    EXPONENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < n
-    latest = tl.load(history_ptr + index, mask, 0.0)
-    rolls = mask & (latest != 0)
-    amax = latest
-    for row in range(1, LENGTH):
-        value = tl.load(history_ptr + row * n + index, mask, 0.0)
-        if not MOST_RECENT:
-            amax = tl.maximum(amax, value, propagate_nan=tl.PropagateNan.ALL)
-        if row > 1:
-            tl.store(history_ptr + (row - 1) * n + index, value, rolls)
-    if LENGTH > 1:
-        tl.store(history_ptr + (LENGTH - 1) * n + index, latest, rolls)
-    tl.store(history_ptr + index, 0.0, rolls)
-    candidate = tl.load(fp8_max_ptr + index, mask, 1.0) / amax * inverse_margin
-    candidate = tl.minimum(candidate, FLT_MAX)
-    if POWER_OF_TWO:
-        # Without the mantissa: the largest power of two below.
-        candidate = (candidate.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    is_usable = (amax > 0) & (amax < float("inf"))
-    tl.store(scale_ptr + index, candidate, mask & is_usable)
+    amax = tl.load(amax_ptr + index, mask, 1.0)
+    amax = tl.maximum(amax, epsilon, propagate_nan=tl.PropagateNan.ALL)
+    fp8_max = tl.load(fp8_max_ptr + index, mask, 1.0)
+    _store_scales(
+        *(amax, fp8_max, 1.0, 1.0, scale_ptr + index, scale_inv_ptr + index, mask),
+        *(POWER_OF_TWO, FLT_MAX, EXPONENT),
+    )
 
 
-def launch(
-    scale: Tensor, history: Tensor, fp8_max: Tensor, most_recent: bool, margin: float, power_of_two: bool
+def update_launch(
+    history: Tensor,
+    old_scale: Tensor,
+    fp8_max: Tensor,
+    scale: Tensor,
+    scale_inv: Tensor,
+    most_recent: bool,
+    margin: float,
+    power_of_two: bool,
 ) -> None:
     length, n = history.shape
-    with on_device_of(scale):
-        _update_kernel[(cdiv(n, BLOCK),)](
-            scale, history, fp8_max, n, 2.0**-margin, length, most_recent, power_of_two, FLT_MAX, BLOCK
+    tile = update_tile(length)
+    with on_device_of(history):
+        _update_kernel[(cdiv(n, tile.cols),)](
+            *(history, old_scale, fp8_max, scale, scale_inv, n, 2.0**-margin),
+            *(length, most_recent, power_of_two, FLT_MAX, EXPONENT, tile.rows, tile.cols),
+            num_warps=tile.warps,
+        )
+
+
+def current_launch(
+    amax: Tensor, fp8_max: Tensor, scale: Tensor, scale_inv: Tensor, epsilon: float, power_of_two: bool
+) -> None:
+    n = amax.numel()
+    with on_device_of(amax):
+        _current_kernel[(cdiv(n, BLOCK),)](
+            *(amax, fp8_max, scale, scale_inv, n, epsilon, power_of_two, FLT_MAX, EXPONENT, BLOCK)
         )
 
 
 _update_scales = operator(
-    "update_scales_(Tensor(a!) scale, Tensor(b!) history, Tensor fp8_max, bool most_recent, float margin, "
+    "update_scales_(Tensor(a!) history, Tensor old_scale, Tensor fp8_max, Tensor(b!) scale, "
+    "Tensor(c!) scale_inv, bool most_recent, float margin, bool power_of_two) -> ()",
+    reference=update_reference,
+    launch=update_launch,
+)
+_current_scales = operator(
+    "current_scales_(Tensor amax, Tensor fp8_max, Tensor(a!) scale, Tensor(b!) scale_inv, float epsilon, "
     "bool power_of_two) -> ()",
-    reference=reference,
-    launch=launch,
+    reference=current_reference,
+    launch=current_launch,
 )
 
 
 def update_scales(
-    scale: Tensor,
     history: Tensor,
+    scale: Tensor,
     fp8_max: Tensor,
     *,
     most_recent: bool = False,
     margin: float = 0.0,
     power_of_two: bool = True,
-) -> None:
-    """Updates scales and histories of n tensors in place.
+) -> Scales:
+    """Rolls the histories of n tensors, in place, and returns their next scales.
 
     Args:
-        scale: FP32 [n].
         history: FP32 [L, n]; row 0 holds the amax since the last update.
+        scale: FP32 [n], the scales until now; not written.
         fp8_max: FP32 [n]: 448 for E4M3, 57344 for E5M2.
+        most_recent: take the latest amax instead of the history's largest.
         margin: scales are divided by 2^margin.
+        power_of_two: floor scales to powers of two.
 
     Raises:
         ValueError: if shapes do not fit, or a tensor is not FP32 and contiguous.
     """
     n = scale.numel()
-    for name, tensor, shape in (
-        ("scale", scale, (n,)),
-        ("history", history, (history.shape[0], n)),
-        ("fp8_max", fp8_max, (n,)),
-    ):
-        if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} is {tensor.dtype} {tuple(tensor.shape)}; update_scales needs it contiguous, in FP32 "
-                f"and of shape {shape}"
-            )
-    _update_scales(scale, history, fp8_max, most_recent, margin, power_of_two)
+    _check("update_scales", "scale", scale, (n,))
+    _check("update_scales", "history", history, (history.shape[0], n))
+    _check("update_scales", "fp8_max", fp8_max, (n,))
+    result = Scales(torch.empty_like(scale), torch.empty_like(scale))
+    _update_scales(history, scale, fp8_max, *result, most_recent, margin, power_of_two)
+    return result
+
+
+def current_scales(
+    amax: Tensor, fp8_max: Tensor, *, epsilon: float = 0.0, power_of_two: bool = True
+) -> Scales:
+    """Scales of n tensors from their own amaxes: fp8_max / max(amax, epsilon), or 1 if that is of no use.
+
+    Args:
+        amax: FP32 [n], not negative.
+        fp8_max: FP32 [n]: 448 for E4M3, 57344 for E5M2.
+        epsilon: an amax below this counts as this; one that then is 0, infinity or NaN gives the scale 1.
+        power_of_two: floor scales to powers of two.
+
+    Raises:
+        ValueError: if shapes do not fit, or a tensor is not FP32 and contiguous.
+    """
+    n = amax.numel()
+    _check("current_scales", "amax", amax, (n,))
+    _check("current_scales", "fp8_max", fp8_max, (n,))
+    result = Scales(torch.empty_like(amax), torch.empty_like(amax))
+    _current_scales(amax, fp8_max, *result, epsilon, power_of_two)
+    return result
+
+
+def _check(function: str, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)}; {function} needs it contiguous, in FP32 and of "
+            f"shape {shape}"
+        )

@@ -5,22 +5,22 @@
 
 for dy [tokens, out], x [tokens, in] and target [out, in].  What runs on CUDA:
 
-    bf16, fp16    torch.mm / torch.addmm with out_dtype=torch.float32, in place
-    FP32          torch.mm / torch.addmm, in place
-    FP8           cuBLASLt through nvmath-python, beta = 0 or 1, in place; without nvmath-python
-                  torch._scaled_mm into an FP32 temporary, then an add
+    FP8, bf16, fp16    cuBLASLt through nvmath-python, beta = 0 or 1, in place
+    the same without nvmath-python, or where cuBLASLt has no fitting algorithm, and FP32
+                       `torch._scaled_mm` or `torch.mm` into an FP32 temporary, which is copied or added
 
 Hopper's FP8 GEMM reads both operands along K, which is tokens here, so FP8 operands come transposed:
 dy_t [out, tokens] and x_t [in, tokens], as `cast(..., columnwise=True)` makes them.  There is no Triton GEMM
 here: on H200 a plain one reaches 0.7 of cuBLASLt, and 0.7 to 0.8 of `torch._scaled_mm` with an add.
 
 Bytes per element of the target, beyond the operands: 4 the first time and 8 later, in the GEMM's epilogue and
-hidden behind its arithmetic; a temporary and an add would be 16.
+hidden behind its arithmetic; a temporary and an add are 16.
 
-Bit for bit: an FP8 shape has one algorithm, without split-K, for beta = 0 and 1 and for every buffer.  Fused
-is then equal to unfused (`wgrad_unfused`) if the scales are powers of two: scaling the sum is exact, and one
-rounding, of the add, is left.  With other scales the fused form may round once where the unfused one rounds
-twice.  For bf16 and fp16 there are no scales, and cuBLAS chooses the algorithm by the shape.
+Bit for bit: a shape has one algorithm, without split-K, for beta = 0 and 1 and for every buffer.  In bf16 and
+fp16, fused is then equal to unfused (`wgrad_unfused`): FP32 sums are added to the target with one rounding.
+In FP8 it is if the scales are powers of two: scaling the sum is exact, and the rounding of the add is left;
+with other scales the fused form may round once where the unfused one rounds twice.  `torch.addmm` in place
+would not do: for beta = 1 cuBLAS may choose another algorithm than for beta = 0.
 """
 
 from __future__ import annotations
@@ -34,19 +34,17 @@ from typing import Any
 
 import torch
 from flatfsdp.kernels._ops import operator
+from flatfsdp.kernels._outputs import FP8_DTYPES, HIGH_DTYPES
 from flatfsdp.kernels._triton import on_device_of
 from flatfsdp.kernels.accumulate import accumulate
+from flatfsdp.kernels.gemm import ALIGNMENT, check_scale_inv, scaled_mm
 from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
-HIGH_PRECISION = (torch.bfloat16, torch.float16, torch.float32)
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-
-ALIGNMENT = 16
-"""FP8 GEMMs take sizes that are multiples of it, and addresses, in bytes, that are."""
-
 MAX_WORKSPACE = 32 << 20
+MAX_CANDIDATES = 32
+"""Algorithms that cuBLASLt is asked for where it has no first choice without split-K."""
 
 
 def reference(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
@@ -55,15 +53,13 @@ def reference(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
 
 def launch(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
     with on_device_of(target):
-        if dy.dtype == torch.float32:
-            if first:
-                torch.mm(dy.t(), x, out=target)
-            else:
-                torch.addmm(target, dy.t(), x, out=target)
-        elif first:
-            torch.mm(dy.t(), x, out_dtype=torch.float32, out=target)
+        plan = _plan(target.device, (*target.shape, dy.shape[0]), dy.dtype, x.dtype, True)
+        if plan is not None:
+            plan.run(target, _readable(dy), _readable(x), None, first)
+        elif dy.dtype == torch.float32:
+            accumulate(target, torch.mm(dy.t(), x), first=first)
         else:
-            torch.addmm(target, dy.t(), x, out_dtype=torch.float32, out=target)
+            accumulate(target, torch.mm(dy.t(), x, out_dtype=torch.float32), first=first)
 
 
 _wgrad = operator(
@@ -94,19 +90,23 @@ def launch_fp8(
     first: bool,
     split_accumulator: bool,
 ) -> None:
-    for name, tensor in (("target", target), ("dy", dy_t), ("x", x_t)):
-        if tensor.data_ptr() % ALIGNMENT:
-            raise ValueError(
-                f"{name} does not start at a multiple of {ALIGNMENT} bytes, as FP8 GEMMs need; a slot of a "
-                "flat buffer does"
-            )
+    dy_t, x_t = _readable(dy_t), _readable(x_t)
     with on_device_of(target):
-        if _cublas_lt() is None:
-            _scaled_mm(target, dy_t, x_t, dy_scale_inv, x_scale_inv, first, split_accumulator)
-        else:
-            shape = (*target.shape, dy_t.shape[1])
-            plan = _plan(target.device, shape, dy_t.dtype, x_t.dtype, split_accumulator)
-            plan.run(target, dy_t, x_t, dy_scale_inv, x_scale_inv, first)
+        shape = (*target.shape, dy_t.shape[1])
+        plan = _plan(target.device, shape, dy_t.dtype, x_t.dtype, split_accumulator)
+        if plan is not None:
+            plan.run(target, dy_t, x_t, (dy_scale_inv, x_scale_inv), first)
+            return
+    product = scaled_mm(
+        dy_t,
+        x_t,
+        dy_scale_inv,
+        x_scale_inv,
+        bias=None,
+        out_dtype=torch.float32,
+        split_accumulator=split_accumulator,
+    )
+    accumulate(target, product, first=first)
 
 
 _wgrad_fp8 = operator(
@@ -117,24 +117,11 @@ _wgrad_fp8 = operator(
 )
 
 
-def _scaled_mm(
-    target: Tensor,
-    dy_t: Tensor,
-    x_t: Tensor,
-    dy_scale_inv: Tensor,
-    x_scale_inv: Tensor,
-    first: bool,
-    split_accumulator: bool,
-) -> None:
-    product = torch._scaled_mm(
-        dy_t,
-        x_t.t(),
-        scale_a=dy_scale_inv,
-        scale_b=x_scale_inv,
-        out_dtype=torch.float32,
-        use_fast_accum=not split_accumulator,
-    )
-    accumulate(target, product, first=first)
+def _readable(operand: Tensor) -> Tensor:
+    """As it is, or, where a plan cannot read it, copied: expanded gradients, slices at odd offsets."""
+    if operand.is_contiguous() and operand.data_ptr() % ALIGNMENT == 0:
+        return operand
+    return operand.clone(memory_format=torch.contiguous_format)
 
 
 @cache
@@ -144,24 +131,30 @@ def _cublas_lt() -> Any:
         cublas_lt = importlib.import_module("nvmath.bindings.cublasLt")
     except ImportError as error:
         _log.info(
-            "FP8 weight gradients: torch._scaled_mm into an FP32 temporary, then an add; nvmath-python would "
-            "let the GEMM accumulate in place (%s)",
+            "Weight gradients: a GEMM into an FP32 temporary, then an add; nvmath-python would let the GEMM "
+            "accumulate in place (%s)",
             error,
         )
         return None
     _log.info(
-        "FP8 weight gradients: cuBLASLt %d through nvmath-python, accumulating in place",
-        cublas_lt.get_version(),
+        "Weight gradients: cuBLASLt %d through nvmath-python, accumulating in place", cublas_lt.get_version()
     )
     return cublas_lt
 
 
 # Of cudaDataType_t, cublasComputeType_t and cublasOperation_t in CUDA's headers.
-_CUDA_TYPES = {torch.float32: 0, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
+_CUDA_TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
 _COMPUTE_32F = 68
 _TRANSPOSED, _NOT_TRANSPOSED = 1, 0
 
 _ZERO, _ONE = ctypes.c_float(0.0), ctypes.c_float(1.0)
+_ADDRESS_OF_ZERO, _ADDRESS_OF_ONE = ctypes.addressof(_ZERO), ctypes.addressof(_ONE)
 
 
 @cache
@@ -177,17 +170,34 @@ def _plan(
     dy_dtype: torch.dtype,
     x_dtype: torch.dtype,
     split_accumulator: bool,
-) -> _Plan:
-    """The one plan of this GEMM; `shape` is out, in, tokens."""
-    return _Plan(device, shape, dy_dtype, x_dtype, split_accumulator)
+) -> _Plan | None:
+    """The one plan of this GEMM, or None if it does not run in place; `shape` is out, in, tokens."""
+    # FP32 is left to torch.mm, which knows whether TF32 is allowed.
+    if dy_dtype == torch.float32 or 0 in shape or _cublas_lt() is None:
+        return None
+    plan = _Plan(device, shape, dy_dtype, x_dtype, split_accumulator)
+    if plan.is_possible:
+        return plan
+    _log.info(
+        "Weight gradient with out, in, tokens = %s of %s and %s: a GEMM into an FP32 temporary, then an add; "
+        "cuBLASLt has no algorithm without split-K",
+        shape,
+        dy_dtype,
+        x_dtype,
+    )
+    return None
 
 
 class _Plan:
-    """One FP8 GEMM shape on one device: descriptors, layouts, algorithm; made once and never freed.
+    """One GEMM shape on one device: descriptors, layouts, algorithm; made once and never freed.
 
     cuBLASLt thinks in columns first, so it computes the transpose of the target:
 
-        D [in, out] = A^T B  with  A = x_t [tokens, in],  B = dy_t [tokens, out],  all columns first
+        D [in, out] = A^T B  with  A = x_t [tokens, in],  B = dy_t [tokens, out]     FP8
+        D [in, out] = A B^T  with  A = x [in, tokens],    B = dy [out, tokens]       bf16, fp16
+
+    Attributes:
+        is_possible: whether there is an algorithm to run.
     """
 
     def __init__(
@@ -198,46 +208,77 @@ class _Plan:
         x_dtype: torch.dtype,
         split_accumulator: bool,
     ) -> None:
-        lt = _cublas_lt()
+        lt = self._lt = _cublas_lt()
         out, inner, tokens = shape
+        is_fp8 = dy_dtype in FP8_DTYPES
         self._device = device
         self._handle = _handle(device)
-        self._x_layout = lt.matrix_layout_create(_CUDA_TYPES[x_dtype], tokens, inner, tokens)
-        self._dy_layout = lt.matrix_layout_create(_CUDA_TYPES[dy_dtype], tokens, out, tokens)
-        self._target_layout = lt.matrix_layout_create(_CUDA_TYPES[torch.float32], inner, out, inner)
+        self._x_layout = self._layout(x_dtype, *((tokens, inner) if is_fp8 else (inner, tokens)))
+        self._dy_layout = self._layout(dy_dtype, *((tokens, out) if is_fp8 else (out, tokens)))
+        self._target_layout = self._layout(torch.float32, inner, out)
         self._operation = lt.matmul_desc_create(_COMPUTE_32F, _CUDA_TYPES[torch.float32])
         self._lock = threading.Lock()
         names = lt.MatmulDescAttribute
-        self._describe(names.TRANSA, ctypes.c_int32(_TRANSPOSED))
-        self._describe(names.TRANSB, ctypes.c_int32(_NOT_TRANSPOSED))
-        self._describe(names.FAST_ACCUM, ctypes.c_int8(not split_accumulator))
-        # The choice may depend on whether there are scales, not on what they are.
-        some_scale = torch.ones(1, device=device)
-        self._point_at_scales(some_scale, some_scale)
-        self._algorithm = self._choose_algorithm(shape)
+        self._describe(names.TRANSA, ctypes.c_int32(_TRANSPOSED if is_fp8 else _NOT_TRANSPOSED))
+        self._describe(names.TRANSB, ctypes.c_int32(_NOT_TRANSPOSED if is_fp8 else _TRANSPOSED))
+        # Where the scales are, in memory that stays: a call has 20 microseconds on the host.
+        self._scale_addresses = (ctypes.c_int64 * 2)()
+        self._scale_attributes = [
+            (int(name), ctypes.addressof(self._scale_addresses) + index * ctypes.sizeof(ctypes.c_int64))
+            for index, name in enumerate((names.A_SCALE_POINTER, names.B_SCALE_POINTER))
+        ]
+        if is_fp8:
+            self._describe(names.FAST_ACCUM, ctypes.c_int8(not split_accumulator))
+            # The choice may depend on whether there are scales, not on what they are.
+            some_scale = torch.ones(1, device=device)
+            self._point_at_scales(some_scale, some_scale)
+        self._algorithm = self._choose_algorithm()
+        self.is_possible = self._algorithm is not None
+        if self.is_possible:
+            # Read once, because these are computed; the algorithm is what a heuristic's result begins with.
+            self._algorithm_address = self._algorithm.ptr
+            self._workspace_size = self._algorithm.workspace_size
+
+    def _layout(self, dtype: torch.dtype, rows: int, cols: int) -> int:
+        """Of a matrix [rows, cols], columns first, without gaps."""
+        return self._lt.matrix_layout_create(_CUDA_TYPES[dtype], rows, cols, rows)
 
     def _describe(self, name: int, value: Any) -> None:
-        _cublas_lt().matmul_desc_set_attribute(
+        self._lt.matmul_desc_set_attribute(
             self._operation, name, ctypes.addressof(value), ctypes.sizeof(value)
         )
 
     def _point_at_scales(self, dy_scale_inv: Tensor, x_scale_inv: Tensor) -> None:
-        names = _cublas_lt().MatmulDescAttribute
-        self._describe(names.A_SCALE_POINTER, ctypes.c_int64(x_scale_inv.data_ptr()))
-        self._describe(names.B_SCALE_POINTER, ctypes.c_int64(dy_scale_inv.data_ptr()))
+        self._scale_addresses[:] = [x_scale_inv.data_ptr(), dy_scale_inv.data_ptr()]
+        for name, address in self._scale_attributes:
+            self._lt.matmul_desc_set_attribute(self._operation, name, address, 8)
 
-    def _choose_algorithm(self, shape: tuple[int, int, int]) -> Any:
-        """cuBLASLt's first choice, for any beta and any buffer.
+    def _choose_algorithm(self) -> Any:
+        """cuBLASLt's first choice without split-K, for any beta and any buffer; None if it has none.
 
-        Without split-K: each element then has one FP32 sum, to which beta adds the target once.  Alignments
-        are the least that is allowed rather than those of the first call's buffers.
+        Without split-K each element has one FP32 sum, to which beta adds the target once.  For few outputs
+        and many tokens cuBLASLt may know no such algorithm if asked for no other, and yet name some among
+        many of all kinds.
         """
-        lt = _cublas_lt()
+        schemes = self._lt.ReductionScheme
+        for found in self._heuristics(schemes.NONE, 1):
+            return found
+        for found in self._heuristics(schemes.MASK, MAX_CANDIDATES):
+            if self._sums_once(found):
+                return found
+        return None
+
+    def _heuristics(self, reduction_schemes: int, wanted: int) -> list[Any]:
+        """What cuBLASLt recommends, best first.
+
+        Alignments are the least that is allowed rather than those of the first call's buffers.
+        """
+        lt = self._lt
         names = lt.MatmulPreferenceAttribute
         preference = lt.matmul_preference_create()
         for name, value in (
             (names.MAX_WORKSPACE_BYTES, ctypes.c_uint64(MAX_WORKSPACE)),
-            (names.REDUCTION_SCHEME_MASK, ctypes.c_uint32(lt.ReductionScheme.NONE)),
+            (names.REDUCTION_SCHEME_MASK, ctypes.c_uint32(reduction_schemes)),
             (names.MIN_ALIGNMENT_A_BYTES, ctypes.c_uint32(ALIGNMENT)),
             (names.MIN_ALIGNMENT_B_BYTES, ctypes.c_uint32(ALIGNMENT)),
             (names.MIN_ALIGNMENT_C_BYTES, ctypes.c_uint32(ALIGNMENT)),
@@ -246,60 +287,79 @@ class _Plan:
             lt.matmul_preference_set_attribute(
                 preference, name, ctypes.addressof(value), ctypes.sizeof(value)
             )
-        algorithm, found = lt.MatmulHeuristicResult(1), ctypes.c_int32(0)
-        lt.matmul_algo_get_heuristic(
-            self._handle,
-            self._operation,
-            self._x_layout,
-            self._dy_layout,
-            self._target_layout,
-            self._target_layout,
-            preference,
-            1,
-            algorithm.ptr,
-            ctypes.addressof(found),
-        )
-        lt.matmul_preference_destroy(preference)
-        if found.value == 0 or algorithm.state != 0:
-            raise RuntimeError(
-                f"cuBLASLt {lt.get_version()} has no FP8 GEMM of out, in, tokens = {shape} on "
-                f"{self._device}; FP8 needs compute capability 8.9 or more"
-            )
-        return algorithm
-
-    def run(
-        self,
-        target: Tensor,
-        dy_t: Tensor,
-        x_t: Tensor,
-        dy_scale_inv: Tensor,
-        x_scale_inv: Tensor,
-        first: bool,
-    ) -> None:
-        lt = _cublas_lt()
-        workspace_size = self._algorithm.workspace_size
-        # Not kept: the allocator knows what each stream still uses, and plans run on any stream.
-        workspace = torch.empty(workspace_size, dtype=torch.uint8, device=self._device)
-        # Scales are part of the descriptor, and backwards run on several threads.
-        with self._lock:
-            self._point_at_scales(dy_scale_inv, x_scale_inv)
-            lt.matmul(
+        results, count = lt.MatmulHeuristicResult(wanted), ctypes.c_int32(0)
+        try:
+            lt.matmul_algo_get_heuristic(
                 self._handle,
                 self._operation,
-                ctypes.addressof(_ONE),
-                x_t.data_ptr(),
                 self._x_layout,
-                dy_t.data_ptr(),
                 self._dy_layout,
-                ctypes.addressof(_ZERO if first else _ONE),
+                self._target_layout,
+                self._target_layout,
+                preference,
+                wanted,
+                results.ptr,
+                ctypes.addressof(count),
+            )
+        except lt.cuBLASLtError:  # NOT_SUPPORTED, rather than nothing found
+            return []
+        finally:
+            lt.matmul_preference_destroy(preference)
+        return [results[index] for index in range(count.value) if results[index].state == 0]
+
+    def _sums_once(self, found: Any) -> bool:
+        """Whether an algorithm has no split-K."""
+        names, schemes = self._lt.MatmulAlgoConfigAttribute, self._lt.ReductionScheme
+        splits, scheme = (
+            self._configured(found, name) for name in (names.SPLITK_NUM, names.REDUCTION_SCHEME)
+        )
+        return splits <= 1 and scheme == schemes.NONE
+
+    def _configured(self, found: Any, name: int) -> int:
+        value, written = ctypes.c_int32(0), ctypes.c_size_t(0)
+        self._lt.matmul_algo_config_get_attribute(
+            found.ptr, name, ctypes.addressof(value), ctypes.sizeof(value), ctypes.addressof(written)
+        )
+        return value.value
+
+    def run(
+        self, target: Tensor, dy: Tensor, x: Tensor, scale_invs: tuple[Tensor, Tensor] | None, first: bool
+    ) -> None:
+        """dy and x as `_readable` gives them; `scale_invs` are theirs, in this order, in FP8."""
+        if target.data_ptr() % ALIGNMENT:
+            product = torch.empty_like(target)
+            self._launch(product, dy, x, scale_invs, first=True)
+            accumulate(target, product, first=first)
+        else:
+            self._launch(target, dy, x, scale_invs, first)
+
+    def _launch(
+        self, target: Tensor, dy: Tensor, x: Tensor, scale_invs: tuple[Tensor, Tensor] | None, first: bool
+    ) -> None:
+        size = self._workspace_size
+        # Not kept: the allocator knows what each stream still uses, and plans run on any stream.
+        workspace = torch.empty(size, dtype=torch.uint8, device=self._device) if size else None
+        # Scales are part of the descriptor, and backwards run on several threads.
+        with self._lock:
+            if scale_invs is not None:
+                self._point_at_scales(*scale_invs)
+            self._lt.matmul(
+                self._handle,
+                self._operation,
+                _ADDRESS_OF_ONE,
+                x.data_ptr(),
+                self._x_layout,
+                dy.data_ptr(),
+                self._dy_layout,
+                _ADDRESS_OF_ZERO if first else _ADDRESS_OF_ONE,
                 target.data_ptr(),
                 self._target_layout,
                 target.data_ptr(),
                 self._target_layout,
-                self._algorithm.ptr,  # the algorithm is what a heuristic's result begins with
-                workspace.data_ptr(),
-                workspace_size,
-                torch.cuda.current_stream(self._device).cuda_stream,
+                self._algorithm_address,
+                0 if workspace is None else workspace.data_ptr(),
+                size,
+                torch._C._cuda_getCurrentRawStream(self._device.index),
             )
 
 
@@ -328,7 +388,6 @@ def wgrad(
 
     Raises:
         ValueError: if shapes, dtypes or devices do not fit, or scales are missing or not expected.
-        RuntimeError: if cuBLASLt has no FP8 GEMM for this shape or device.
     """
     _check_target(target, dy, x)
     if dy.dtype in FP8_DTYPES or x.dtype in FP8_DTYPES:
@@ -383,7 +442,7 @@ def _check_target(target: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def _check_high_precision(target: Tensor, dy: Tensor, x: Tensor) -> None:
-    if dy.dtype not in HIGH_PRECISION or x.dtype != dy.dtype:
+    if dy.dtype not in HIGH_DTYPES or x.dtype != dy.dtype:
         raise ValueError(
             f"dy is {dy.dtype} and x {x.dtype}; wgrad takes both in bf16, both in fp16, both in FP32, or FP8"
         )
@@ -418,9 +477,5 @@ def _check_fp8(target: Tensor, dy: Tensor, x: Tensor) -> None:
 def _checked_scale(name: str, scale_inv: Tensor | None, device: torch.device) -> Tensor:
     if scale_inv is None:
         raise ValueError(f"{name} is missing; FP8 operands need the inverse of the scale they were cast with")
-    if scale_inv.dtype != torch.float32 or scale_inv.numel() != 1 or scale_inv.device != device:
-        raise ValueError(
-            f"{name} is {scale_inv.dtype} {tuple(scale_inv.shape)} on {scale_inv.device}; wgrad needs one "
-            f"FP32 element on {device}"
-        )
+    check_scale_inv(name, scale_inv, device)
     return scale_inv

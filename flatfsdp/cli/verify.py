@@ -196,7 +196,7 @@ def _compare(rank: Rank, switch: Switch, settings: TrainSettings, sampler: Sampl
     }
     precision, strategy = settings.precision, settings.strategy
     is_named = precision.has_own_layers and switch is not Switch.fusion and settings.fusion != Fusion.fused
-    fusion = f"{settings.fusion.value} wgrad" if is_named else ""
+    fusion = f"wgrad {settings.fusion.value}" if is_named else ""
     return Row(precision.value, strategy.value, switch.value, fusion, off, on, differences)
 
 

@@ -22,8 +22,11 @@ pytestmark = [
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TOKENS = 8192
 SHAPES = pytest.mark.parametrize(
-    ("out", "inner"), [(28672, 4096), (4096, 14336), (4096, 4096)], ids=["gate_up", "down", "out"]
+    ("out", "inner"),
+    [(28672, 4096), (4096, 14336), (4096, 4096), (256, 512)],
+    ids=["gate_up", "down", "out", "few outputs"],
 )
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 ACCUMULATORS = pytest.mark.parametrize("split_accumulator", [True, False], ids=["split", "fast"])
 
 Wgrad = Callable[..., None]
@@ -73,7 +76,7 @@ def test_fp8_fused_is_unfused_bit_for_bit_in_every_run(out: int, inner: int, spl
 
 
 @SHAPES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@HALVES
 def test_high_precision_fused_is_unfused_bit_for_bit_in_every_run(
     out: int, inner: int, dtype: torch.dtype
 ) -> None:
@@ -109,8 +112,16 @@ def test_fp8_against_float64(out: int, inner: int) -> None:
         assert split < fast, "the flag for the accumulator has an effect"
 
 
+@pytest.mark.parametrize(("out", "inner"), [(4096, 4096), (1000, 777), (1, 5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fused_is_unfused_for_any_size(out: int, inner: int, dtype: torch.dtype) -> None:
+    microbatches = [operands(out, inner, dtype) for _ in range(3)]
+    fused = accumulated(wgrad, microbatches, (out, inner))
+    assert torch.equal(fused, accumulated(wgrad_unfused, microbatches, (out, inner)))
+
+
 @SHAPES
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@HALVES
 def test_high_precision_against_float64(out: int, inner: int, dtype: torch.dtype) -> None:
     dy, x = operands(out, inner, dtype)
     target = torch.full((out, inner), torch.nan, device="cuda")
@@ -135,8 +146,7 @@ def test_small_integers_are_exact(
 
 @pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16], ids=["fp8", "bf16"])
 def test_in_place_means_no_temporary_of_the_targets_size(dtype: torch.dtype) -> None:
-    if dtype == E4M3:
-        pytest.importorskip("nvmath")
+    pytest.importorskip("nvmath")
     microbatches = [operands(4096, 14336, dtype)] * 2
     accumulated(wgrad, microbatches, (4096, 14336))  # plans and cuBLAS's own workspace
     torch.cuda.reset_peak_memory_stats()
@@ -146,18 +156,33 @@ def test_in_place_means_no_temporary_of_the_targets_size(dtype: torch.dtype) -> 
     assert torch.cuda.max_memory_allocated() - before - size <= module.MAX_WORKSPACE + (1 << 20) < size
 
 
-def test_bits_do_not_depend_on_the_slot_of_the_flat_buffer() -> None:
-    """A slot begins at a multiple of 64 bytes, a tensor of its own at one of 512."""
-    dy, x = operands(1024, 2048, E4M3)
-    scales = {"dy_scale_inv": scale_inv(0), "x_scale_inv": scale_inv(0)}
+@pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16], ids=["fp8", "bf16"])
+@pytest.mark.parametrize("gap", [16, 1])
+def test_bits_do_not_depend_on_the_slot_of_the_flat_buffer(dtype: torch.dtype, gap: int) -> None:
+    """A slot begins at a multiple of 64 bytes, a tensor of its own at one of 512; others work, too."""
+    dy, x = operands(1024, 2048, dtype)
+    scales = {"dy_scale_inv": scale_inv(0), "x_scale_inv": scale_inv(0)} if dtype == E4M3 else {}
     own = torch.full((1024, 2048), torch.nan, device="cuda")
-    flat = torch.full((16 + own.numel() + 16,), 5.0, device="cuda")
-    slot = flat[16:-16].view_as(own)
+    flat = torch.full((gap + own.numel() + gap,), 5.0, device="cuda")
+    slot = flat[gap:-gap].view_as(own)
     for first in (True, False):
         wgrad(own, dy, x, first=first, **scales)
         wgrad(slot, dy, x, first=first, **scales)
     assert torch.equal(own, slot)
-    assert (flat[:16] == 5).all() and (flat[-16:] == 5).all()
+    assert (flat[:gap] == 5).all() and (flat[-gap:] == 5).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_expanded_gradients_and_no_tokens(dtype: torch.dtype) -> None:
+    dy = torch.ones(1, 1, device="cuda", dtype=dtype).expand(64, 48)
+    x = torch.randint(-4, 5, (64, 80), device="cuda").to(dtype)
+    target = torch.full((48, 80), torch.nan, device="cuda")
+    for first in (True, False):
+        wgrad(target, dy, x, first=first)
+        wgrad(target, dy[:0], x[:0], first=False)
+    assert torch.equal(target, 2 * x.float().sum(0).expand(48, 80))
+    wgrad(target, dy[:0], x[:0], first=True)
+    assert (target == 0).all()
 
 
 def test_threads_and_streams_do_not_mix_their_scales() -> None:
@@ -197,10 +222,22 @@ def test_the_host_does_not_wait() -> None:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def test_without_nvmath_fused_is_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def _without_nvmath(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(module, "_cublas_lt", lambda: None)
-    microbatches = [operands(1024, 2048, E4M3) for _ in range(3)]
+    module._plan.cache_clear()
+    yield
+    module._plan.cache_clear()
+
+
+@pytest.mark.usefixtures("_without_nvmath")
+@pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16], ids=["fp8", "bf16"])
+def test_without_nvmath_fused_is_unfused(dtype: torch.dtype) -> None:
+    microbatches = [operands(1024, 2048, dtype) for _ in range(3)]
     fused = accumulated(wgrad, microbatches, (1024, 2048))
     assert torch.equal(fused, accumulated(wgrad_unfused, microbatches, (1024, 2048)))
-    once = accumulated(wgrad, microbatches[:1], (1024, 2048))
-    assert relative_error(once, *microbatches[0], factor=2.0**-11) < 1e-3
+    once, (dy, x) = accumulated(wgrad, microbatches[:1], (1024, 2048)), microbatches[0]
+    if dtype == E4M3:
+        assert relative_error(once, dy, x, factor=2.0**-11) < 1e-3
+    else:
+        assert relative_error(once, dy.t(), x.t()) < 1e-5

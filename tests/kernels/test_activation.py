@@ -14,6 +14,7 @@ from flatfsdp.kernels.activation import GATED, NAMES, ActivationBackward
 from torch import Tensor
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.kernels.fp8_pairs import endangered_pairs
 
 FORWARD = pytest.mark.parametrize(
     "run", [activation.forward_reference, activation.forward_launch], ids=["reference", "kernel"]
@@ -222,6 +223,25 @@ def test_column_sums_are_repeatable(device: str) -> None:
     assert torch.equal(first.column_sum, again.column_sum)
 
 
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_no_rows_give_no_rows(name: str, device: str) -> None:
+    dy, x = inputs(0, 48, name, device)
+    scale, amax = torch.ones(1, device=device), torch.full((1,), 3.0, device=device)
+    options: dict[str, Any] = {
+        **{"dtype": torch.float8_e5m2, "columnwise": True, "scale": scale, "amax": amax},
+    }
+    for forward, backward in (
+        (activation.forward_reference, activation.backward_reference),
+        (activation.forward_launch, activation.backward_launch),
+    ):
+        activate(forward, x, name, **options)
+        sums = gradient(backward, dy, x, name, column_sum=True, **options).column_sum
+        assert sums is not None and torch.equal(sums, torch.zeros_like(sums))
+        assert amax.item() == 3.0
+    result = activation.activation_forward(x, name, **options)
+    assert result.columnwise is not None and result.columnwise.shape == (48, 0)
+
+
 def test_public_functions_return_what_is_asked_for(device: str) -> None:
     dy, x = inputs(7, 48, "swiglu", device, torch.bfloat16)
     options: dict[str, Any] = {
@@ -261,7 +281,14 @@ def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     )
 
 
-def compiled(kernel: str, kind: str, is_gated: bool, absent: set[str], tile: Tile) -> str:
+def compiled(
+    kernel: str,
+    kind: str,
+    is_gated: bool,
+    absent: set[str],
+    tile: Tile,
+    aligned: tuple[str, ...] = ("rows", "cols"),
+) -> str:
     """PTX of a kernel for bf16 without spills."""
     fp8 = "*fp8e4nv" if kernel == "_forward_kernel" else "*fp8e5"
     signature = {
@@ -283,9 +310,10 @@ def compiled(kernel: str, kind: str, is_gated: bool, absent: set[str], tile: Til
             **{"SLOPE_OF_INNER": activation.TWO_ROOT_TWO_OVER_PI, "CUBIC": activation.CUBIC},
         },
         num_warps=tile.warps,
-        aligned=("rows", "cols"),
+        aligned=aligned,
     )
     assert result.spilled == 0 and result.shared <= SHARED_LIMIT
+    assert not endangered_pairs(result.ptx)
     return result.ptx
 
 
@@ -298,6 +326,15 @@ def test_fp8_kernels_compile_for_hopper_with_wide_accesses(kind: str, is_gated: 
         assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
         assert "st.global.b8" not in ptx and "st.global.b16" not in ptx
         assert "cvt.rn.satfinite.e" in ptx
+
+
+@pytest.mark.parametrize(("kind", "is_gated"), [("silu", True), ("gelu", False)])
+def test_casts_of_odd_shapes_keep_their_values_in_ptxas(kind: str, is_gated: bool) -> None:
+    for kernel, absent, tile in (
+        ("_forward_kernel", {"out_ptr"}, activation.forward_tile(True)),
+        ("_backward_kernel", {"dx_ptr"}, activation.backward_tile(True, True)),
+    ):
+        compiled(kernel, kind, is_gated, absent, tile, aligned=("cols",))
 
 
 def test_bf16_kernels_compile_for_hopper_with_wide_accesses() -> None:

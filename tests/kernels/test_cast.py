@@ -13,12 +13,14 @@ from flatfsdp.kernels.cast import (
     TRANSPOSE_TILE,
     TRANSPOSE_WARPS,
     cast,
+    max_abs,
     transpose,
     transpose_many,
 )
 from torch import Tensor
 
-from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
+from tests.kernels.fp8_pairs import endangered_pairs
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
@@ -45,6 +47,19 @@ def bits(q: Tensor) -> Tensor:
     return q.view(torch.uint8)
 
 
+def check_bits(name: str, ours: Tensor, theirs: Tensor) -> None:
+    """Bit for bit; the message shows how many differ, where the first does, and how."""
+    ours, theirs = bits(ours), bits(theirs)
+    where = (ours != theirs).nonzero()
+    if len(where):
+        row, col = where[0].tolist()
+        raise AssertionError(
+            f"{name}: {len(where)} of {ours.numel()} bytes differ, in columns "
+            f"{where[:, 1].unique().tolist()[:20]} of {ours.shape[1]}; at [{row}, {col}] "
+            f"{ours[row, col].item():#x} for {theirs[row, col].item():#x}"
+        )
+
+
 def rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
     largest = torch.finfo(dtype).max
     return exact.clamp(-largest, largest).to(dtype)
@@ -53,7 +68,7 @@ def rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
 @BOTH
 @FORMATS
 @INPUTS
-@pytest.mark.parametrize("shape", [(5, 16), (123, 48), (65, 80)])
+@pytest.mark.parametrize("shape", [(5, 16), (123, 48), (80, 70), (64, 80)])
 def test_all_outputs_against_float64(
     run: Any, shape: tuple[int, int], x_dtype: torch.dtype, dtype: torch.dtype, device: str
 ) -> None:
@@ -62,8 +77,8 @@ def test_all_outputs_against_float64(
     out = run_all(run, x, scale, dtype)
     # One rounding to FP32 of the product, one to FP8.
     product = (x.double() * torch.tensor(scale).double()).float()
-    assert torch.equal(bits(out["rowwise"]), bits(rounded(product, dtype)))
-    assert torch.equal(bits(out["columnwise"]), bits(out["rowwise"]).t())
+    check_bits("rowwise", out["rowwise"], rounded(product, dtype))
+    check_bits("columnwise", out["columnwise"].t(), rounded(product, dtype))
     assert out["amax"].item() == x.double().abs().max().item()
     exact = x.double().sum(0)
     assert (out["column_sum"].double() - exact).norm() <= 1e-6 * x.double().abs().sum(0).norm()
@@ -81,8 +96,8 @@ def test_special_values(run: Any, dtype: torch.dtype, device: str) -> None:
     values += [smallest, smallest / 4, -smallest / 4 * 1.5, largest * 1.03, largest * 1.2]
     x = torch.tensor([values], device=device)
     out = run_all(run, x, 1.0, dtype)
-    assert torch.equal(bits(out["rowwise"]), bits(rounded(x, dtype)))
-    assert torch.equal(bits(out["columnwise"]), bits(out["rowwise"]).t())
+    check_bits("rowwise", out["rowwise"], rounded(x, dtype))
+    check_bits("columnwise", out["columnwise"].t(), rounded(x, dtype))
     finite = out["rowwise"].float()
     assert finite[0, 4] == largest and finite[0, 5] == -largest, "infinity saturates"
     assert torch.equal(torch.signbit(finite[0, :2]), torch.tensor([False, True], device=device))
@@ -115,16 +130,56 @@ def test_the_amax_is_a_running_maximum_in_its_slot(run: Any, device: str) -> Non
 
 @FORMATS
 @INPUTS
-@pytest.mark.parametrize("shape", [(1, 1000), (300, 70)])
+@pytest.mark.parametrize("shape", [(1, 1000), (300, 70), (96, 176)])
 def test_kernel_against_reference(
     shape: tuple[int, int], x_dtype: torch.dtype, dtype: torch.dtype, device: str
 ) -> None:
     x = (torch.randn(shape, device=device) * torch.randn(shape, device=device).exp()).to(x_dtype)
     ours, theirs = (run_all(run, x, 100.0, dtype) for run in (module.launch, module.reference))
     for name in ("rowwise", "columnwise"):
-        assert torch.equal(bits(ours[name]), bits(theirs[name]))
+        check_bits(name, ours[name], theirs[name])
     assert torch.equal(ours["amax"], theirs["amax"])
     torch.testing.assert_close(ours["column_sum"], theirs["column_sum"], rtol=1e-6, atol=1e-4)
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(0, 48), (48, 0)])
+def test_nothing_is_cast_to_nothing(run: Any, shape: tuple[int, int], device: str) -> None:
+    out = run_all(run, torch.empty(shape, device=device), 1.0, E4M3, old_amax=3.0)
+    assert out["amax"].item() == 3.0
+    assert torch.equal(out["column_sum"], torch.zeros(shape[1], device=device))
+    x = torch.empty(shape, device=device).bfloat16()
+    result = cast(x, torch.ones(1, device=device), E5M2, columnwise=True)
+    assert result.rowwise.shape == shape and result.columnwise.shape == shape[::-1]
+    assert transpose(result.rowwise).shape == shape[::-1]
+
+
+@pytest.mark.parametrize(
+    "run", [module.max_abs_reference, module.max_abs_launch], ids=["reference", "kernel"]
+)
+@INPUTS
+@pytest.mark.parametrize("shape", [(1, 1), (5, 123), (33, 1000)])
+def test_max_abs(run: Any, x_dtype: torch.dtype, shape: tuple[int, int], device: str) -> None:
+    x = torch.randn(shape, device=device).to(x_dtype)
+    largest = x.double().abs().max().item()
+    for before, expected in ((0.0, largest), (1e9, 1e9), (torch.inf, torch.inf)):
+        history = torch.tensor([-1.0, before, -1.0], device=device)
+        run(x, history[1:2])
+        assert history.tolist() == [-1.0, expected, -1.0]
+    for special in (-torch.inf, torch.nan):
+        x[-1, -1] = special
+        amax = torch.zeros(1, device=device)
+        run(x, amax)
+        assert str(amax.item()) == str(abs(special))
+
+
+def test_max_abs_with_and_without_a_place_for_it(device: str) -> None:
+    x = torch.tensor([[1.0, -3.0]], device=device)
+    assert max_abs(x).tolist() == [3.0]
+    out = torch.tensor([2.0], device=device)
+    assert max_abs(x, out) is out and out.item() == 3.0
+    assert max_abs(x[:0]).tolist() == [0.0]
+    assert max_abs(x[:0], out).item() == 3.0
 
 
 def test_a_second_run_has_the_same_bits(device: str) -> None:
@@ -189,12 +244,14 @@ def test_public_transposes() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     x, one = torch.randn(4, 6), torch.ones(1)
-    with pytest.raises(ValueError, match=r"x is torch\.float32 \(6, 4\) with strides \(1, 6\)"):
+    with pytest.raises(ValueError, match=r"x is torch\.float32 of shape \(6, 4\) and strides \(1, 6\)"):
         cast(x.t(), one, E4M3)
     with pytest.raises(ValueError, match=r"x is torch\.float64"):
         cast(x.double(), one, E4M3)
-    with pytest.raises(ValueError, match=r"x is torch\.float32 \(0, 6\)"):
-        cast(x[:0], one, E4M3)
+    with pytest.raises(ValueError, match=r"x is torch\.float32 of shape \(24,\)"):
+        max_abs(x.flatten())
+    with pytest.raises(ValueError, match=r"out is torch\.float32 \(2,\)"):
+        max_abs(x, torch.zeros(2))
     with pytest.raises(ValueError, match=r"dtype is torch\.bfloat16"):
         cast(x, one, torch.bfloat16)
     with pytest.raises(ValueError, match="at least one layout"):
@@ -222,35 +279,57 @@ def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     operators = torch.ops.flatfsdp
     for arguments in ((x, one, q, q_t, torch.zeros(1), torch.zeros(6)), (x, one, None, q_t, None, None)):
         torch.library.opcheck(operators.cast_.default, arguments, test_utils=tests)
+    torch.library.opcheck(operators.max_abs_.default, (x, torch.zeros(1)))
     torch.library.opcheck(operators.transpose_.default, (q, q_t), test_utils=tests)
     torch.library.opcheck(operators.transpose_many_.default, (q, [q], [q_t]), test_utils=tests)
 
 
-@pytest.mark.parametrize("x_type", ["bf16", "fp32"])
-def test_cast_compiles_for_hopper_without_spills(x_type: str) -> None:
-    compiled = compile_for_hopper(
+def compiled_cast(x_type: str, aligned: tuple[str, ...]) -> Compiled:
+    return compile_for_hopper(
         "cast",
         "_cast_kernel",
         {
-            "x_ptr": f"*{x_type}",
-            "scale_ptr": "*fp32",
-            "rowwise_ptr": "*fp8e4nv",
-            "columnwise_ptr": "*fp8e4nv",
-            "amax_bits_ptr": "*i32",
-            "band_sums_ptr": "*fp32",
-            "rows": "i32",
-            "cols": "i32",
+            **{"x_ptr": f"*{x_type}", "scale_ptr": "*fp32", "amax_ptr": "*fp32", "band_sums_ptr": "*fp32"},
+            **dict.fromkeys(("rowwise_ptr", "columnwise_ptr"), "*fp8e4nv"),
+            **{"rows": "i32", "cols": "i32"},
         },
-        {"LARGEST": 448.0, "TILE": TILE},
+        {"TILE": TILE},
         num_warps=NUM_WARPS,
-        aligned=("rows", "cols"),
+        aligned=aligned,
     )
+
+
+@pytest.mark.parametrize("x_type", ["bf16", "fp32"])
+def test_cast_compiles_for_hopper_without_spills(x_type: str) -> None:
+    compiled = compiled_cast(x_type, ("rows", "cols"))
     assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 80
     # All 16 bytes wide: the input, and both outputs with 32 elements of a thread.
     assert compiled.ptx.count("ld.global.v4.b32") == {"bf16": 4, "fp32": 8}[x_type]
     assert compiled.ptx.count("st.global.v4.b32") == 2 * 2
     assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.ptx
     assert compiled.ptx.count("atom.global") == 1, "one for a tile"
+    assert not endangered_pairs(compiled.ptx)
+
+
+@pytest.mark.parametrize("aligned", [(), ("cols",)], ids=["nothing", "cols"])
+def test_cast_of_odd_shapes_keeps_its_values_in_ptxas(aligned: tuple[str, ...]) -> None:
+    assert not endangered_pairs(compiled_cast("fp32", aligned).ptx)
+
+
+@pytest.mark.parametrize("x_type", ["bf16", "fp32"])
+def test_max_abs_compiles_for_hopper_without_spills(x_type: str) -> None:
+    compiled = compile_for_hopper(
+        "cast",
+        "_max_abs_kernel",
+        {"x_ptr": f"*{x_type}", "amax_ptr": "*fp32", "numel": "i32"},
+        {"BLOCK": module.AMAX_BLOCK},
+        num_warps=module.AMAX_WARPS,
+        aligned=("numel",),
+    )
+    assert compiled.spilled == 0 and compiled.registers <= {"bf16": 64, "fp32": 128}[x_type]
+    per_thread = module.AMAX_BLOCK // (32 * module.AMAX_WARPS)
+    assert compiled.ptx.count("ld.global.v4.b32") == per_thread // {"bf16": 8, "fp32": 4}[x_type]
+    assert compiled.ptx.count("atom.global") == 1
 
 
 @pytest.mark.parametrize("many", [False, True])

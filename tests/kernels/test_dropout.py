@@ -145,6 +145,18 @@ def test_public_functions(device: str) -> None:
     assert dropout.dropout_backward(x, 0.5, seed=1, offset=2).dbias is None
 
 
+def test_no_rows_give_no_rows(device: str) -> None:
+    x = torch.empty(0, 10, device=device)
+    for forward, backward in (
+        (dropout.forward_reference, dropout.backward_reference),
+        (dropout.forward_launch, dropout.backward_launch),
+    ):
+        assert drop(forward, x, 0.5).shape == (0, 10)
+        dbias = gradient(backward, x, 0.5, column_sum=True).dbias
+        assert dbias is not None and torch.equal(dbias, torch.zeros(10, device=device))
+    assert dropout.dropout_forward(x, None, x.clone(), 0.5, seed=1, offset=2).shape == (0, 10)
+
+
 def test_what_does_not_fit_is_named() -> None:
     x = torch.ones(4, 8)
     for message, bias, residual, p, seed, offset in (

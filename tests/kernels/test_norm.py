@@ -14,6 +14,7 @@ from flatfsdp.kernels.norm_forward import NormForward
 from torch import Tensor
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.kernels.fp8_pairs import endangered_pairs
 
 EPS = 1e-5
 FORWARD = pytest.mark.parametrize("run", [forward.reference, forward.launch], ids=["reference", "kernel"])
@@ -248,8 +249,24 @@ def test_public_functions_return_what_is_asked_for(rms: bool, device: str) -> No
     assert result.columnwise is not None and result.columnwise.shape == (48, 7)
     grads = backward.norm_backward(x, result.summed, weight, result.mean, result.rstd, rms=rms)
     assert (grads.dbias is None) == rms and grads.dx.shape == x.shape
-    empty = forward.norm_forward(x[:0], weight, None, eps=EPS, rms=rms)
-    grads = backward.norm_backward(x[:0], x[:0], weight, empty.mean, empty.rstd, rms=rms)
+
+
+@FORWARD
+@KINDS
+@pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "bands"])
+def test_no_rows_give_no_rows(run: Any, rms: bool, columnwise: bool, device: str) -> None:
+    x, weight = torch.empty(0, 48, device=device), torch.ones(48, device=device)
+    scale, amax = torch.ones(1, device=device), torch.full((1,), 3.0, device=device)
+    options: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scale": scale, "amax": amax}
+    normalize(run, x, weight, rms=rms, residual=x.clone(), columnwise=columnwise, **options)
+    assert amax.item() == 3.0
+    empty = forward.norm_forward(x, weight, None, eps=EPS, rms=rms, columnwise=columnwise, **options)
+    assert empty.out is not None and empty.out.shape == (0, 48)
+    grads = gradients(
+        backward.reference if run is forward.reference else backward.launch, x, x, weight, rms=rms
+    )
+    assert torch.equal(grads.dweight, torch.zeros_like(weight))
+    grads = backward.norm_backward(x, x, weight, empty.mean, empty.rstd, rms=rms)
     assert torch.equal(grads.dweight, torch.zeros_like(weight))
 
 
@@ -317,6 +334,7 @@ def check_compiled(
         aligned=("rows", "rows_per_program"),
     )
     assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
+    assert not endangered_pairs(compiled.ptx)
     assert loads in compiled.ptx and "st.global.v4.b32" in compiled.ptx
     assert "st.global.b8" not in compiled.ptx and "st.global.b16" not in compiled.ptx
 
@@ -334,6 +352,18 @@ def test_forward_compiles_for_hopper() -> None:
         *("norm_forward", "_row_kernel", INPUTS, {"columnwise_ptr"}, constants, tile.warps),
         loads="ld.global.v4.b32",
     )
+
+
+def test_casts_of_odd_shapes_keep_their_values_in_ptxas() -> None:
+    tile = forward.band_tile(40, 272)
+    compiled = compile_for_hopper(
+        "norm_forward",
+        "_band_kernel",
+        {**INPUTS, **{name: "*fp32" for name, kind in INPUTS.items() if kind == "*bf16"}},
+        {"ZERO_CENTERED": False, "COLS": 272, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
+        num_warps=tile.warps,
+    )
+    assert not endangered_pairs(compiled.ptx)
 
 
 @pytest.mark.parametrize("cols", [4096, 16384])

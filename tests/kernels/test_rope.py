@@ -128,6 +128,16 @@ def test_public_function_in_place_or_not(device: str) -> None:
     assert torch.equal(x, out)
 
 
+@BOTH
+@PAIRS
+def test_no_tokens_give_no_tokens(run: Any, interleaved: bool, device: str) -> None:
+    cos, sin = tables(16, device)
+    for shape in ((0, 2, 3, 40), (5, 0, 3, 40)):
+        x = torch.empty(shape, device=device)
+        assert turn(run, x, cos, sin, interleaved=interleaved).shape == shape
+        assert rope.rope(x, cos, sin, interleaved=interleaved).shape == shape
+
+
 def test_what_does_not_fit_is_named() -> None:
     x, (cos, sin) = random(32, False, "cpu"), tables(16, "cpu")
     for message, arguments in (

@@ -86,7 +86,12 @@ def test_only_its_slot_of_the_flat_buffer_is_written() -> None:
 
 
 class FakeCublasLt:
-    """As nvmath.bindings.cublasLt for what a plan calls: same arguments, on CPU memory, columns first."""
+    """As nvmath.bindings.cublasLt for what a plan calls: same arguments, on CPU memory, columns first.
+
+    Args:
+        first_choice: whether an algorithm is found if only those without split-K are asked for.
+        others: splits and reduction scheme of each of those found if any kind is asked for.
+    """
 
     MatmulDescAttribute = IntEnum(
         "MatmulDescAttribute", "TRANSA TRANSB FAST_ACCUM A_SCALE_POINTER B_SCALE_POINTER"
@@ -96,19 +101,25 @@ class FakeCublasLt:
         "MAX_WORKSPACE_BYTES REDUCTION_SCHEME_MASK MIN_ALIGNMENT_A_BYTES MIN_ALIGNMENT_B_BYTES "
         "MIN_ALIGNMENT_C_BYTES MIN_ALIGNMENT_D_BYTES",
     )
-    ReductionScheme = SimpleNamespace(NONE=0)
+    MatmulAlgoConfigAttribute = IntEnum("MatmulAlgoConfigAttribute", "SPLITK_NUM REDUCTION_SCHEME")
+    ReductionScheme = IntEnum("ReductionScheme", {"NONE": 0, "COMPUTE_TYPE": 2, "MASK": 7})
     SIZES = SimpleNamespace(
         desc={"TRANSA": 4, "TRANSB": 4, "FAST_ACCUM": 1, "A_SCALE_POINTER": 8, "B_SCALE_POINTER": 8},
         preference={"MAX_WORKSPACE_BYTES": 8, "REDUCTION_SCHEME_MASK": 4},
     )
-    DTYPES = {0: torch.float32, 28: E4M3, 29: E5M2}  # noqa: RUF012
+    DTYPES = {  # noqa: RUF012
+        0: torch.float32, 2: torch.float16, 14: torch.bfloat16, 28: E4M3, 29: E5M2
+    }  # fmt: skip
 
-    def __init__(self, supported: bool = True) -> None:
+    class cuBLASLtError(Exception):  # noqa: N801
+        pass
+
+    def __init__(self, first_choice: bool = True, others: tuple[tuple[int, int], ...] = ()) -> None:
         self.calls: Counter[str] = Counter()
         self.things: dict[int, Any] = {}
         self.algorithms_run: list[int] = []
         self.betas: list[float] = []
-        self.supported = supported
+        self.first_choice, self.others = first_choice, others
 
     def _new(self, thing: Any) -> int:
         self.things[len(self.things) + 1] = thing
@@ -145,17 +156,35 @@ class FakeCublasLt:
         self.calls["preferences destroyed"] += 1
 
     def MatmulHeuristicResult(self, size: int) -> Any:  # noqa: N802
-        return SimpleNamespace(ptr=self._new("algorithm"), state=0, workspace_size=64)
+        found = [self._new(("algorithm", None)) for _ in range(size)]
+        results = Results(SimpleNamespace(ptr=pointer, state=0, workspace_size=64) for pointer in found)
+        results.ptr = results[0].ptr
+        return results
 
     def matmul_algo_get_heuristic(self, *args: int) -> None:
-        _handle, desc, _a, _b, c, d, preference, requested, _results, count = args
+        _handle, desc, a, _b, c, d, preference, wanted, results, count = args
         self.calls["heuristic"] += 1
-        wished = self.things[preference]
-        assert wished.pop("MAX_WORKSPACE_BYTES") == 32 << 20 and wished.pop("REDUCTION_SCHEME_MASK") == 0
+        wished = dict(self.things[preference])
+        mask = wished.pop("REDUCTION_SCHEME_MASK")
+        assert wished.pop("MAX_WORKSPACE_BYTES") == 32 << 20 and mask in (0, 7)
         assert len(wished) == 4 and set(wished.values()) == {16}, "one algorithm for every buffer"
-        assert self.things[desc]["A_SCALE_POINTER"] and self.things[desc]["B_SCALE_POINTER"]
-        assert c == d and requested == 1
-        ctypes.c_int32.from_address(count).value = int(self.supported)
+        told, is_fp8 = self.things[desc], self.things[a][0].itemsize == 1
+        assert ("A_SCALE_POINTER" in told) == ("B_SCALE_POINTER" in told) == ("FAST_ACCUM" in told) == is_fp8
+        assert c == d
+        found = self.others if mask else ((1, 0),) * self.first_choice
+        if not found:
+            raise self.cuBLASLtError("NOT_SUPPORTED")
+        for index, configuration in enumerate(found[:wanted]):
+            self.things[results + index] = ("algorithm", configuration)
+        ctypes.c_int32.from_address(count).value = len(found[:wanted])
+
+    def matmul_algo_config_get_attribute(
+        self, algorithm: int, name: int, address: int, size: int, written: int
+    ) -> None:
+        splits, scheme = self.things[algorithm][1]
+        is_splits = name == self.MatmulAlgoConfigAttribute.SPLITK_NUM
+        assert size == 4 and written
+        ctypes.c_int32.from_address(address).value = splits if is_splits else scheme
 
     def _matrix(self, address: int, layout: int) -> Tensor:
         dtype, rows, cols, ld = self.things[layout]
@@ -166,12 +195,14 @@ class FakeCublasLt:
     def matmul(self, handle: int, desc: int, alpha: int, *args: int) -> None:
         a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm, workspace, size, stream = args
         told = self.things[desc]
+        assert not (a % 16 or b % 16 or c % 16 or d % 16)
         left, right = self._matrix(a, a_layout).float(), self._matrix(b, b_layout).float()
         left = left.t() if told["TRANSA"] else left
         right = right.t() if told["TRANSB"] else right
-        factors = [ctypes.c_float.from_address(told[f"{name}_SCALE_POINTER"]).value for name in "AB"]
-        factors += [ctypes.c_float.from_address(alpha).value]
-        product = left @ right * factors[0] * factors[1] * factors[2]
+        product = left @ right * ctypes.c_float.from_address(alpha).value
+        for name in ("A_SCALE_POINTER", "B_SCALE_POINTER"):
+            if name in told:
+                product *= ctypes.c_float.from_address(told[name]).value
         kept = ctypes.c_float.from_address(beta).value
         if kept:
             product += kept * self._matrix(c, c_layout)
@@ -179,6 +210,12 @@ class FakeCublasLt:
         self.algorithms_run.append(algorithm)
         self.betas.append(kept)
         assert self.things[handle] == "handle" and workspace and size == 64 and stream == 7
+
+
+class Results(list):  # type: ignore[type-arg]
+    """Of a heuristic: an array of structures, with an address."""
+
+    ptr: int
 
 
 @pytest.fixture
@@ -194,14 +231,20 @@ def fresh_choices() -> Iterator[None]:
 
 @pytest.fixture
 def fake(fresh_choices: None, monkeypatch: pytest.MonkeyPatch) -> FakeCublasLt:
+    """What launches reach on the CPU; the public functions launch."""
     made = FakeCublasLt()
     monkeypatch.setattr(module, "_cublas_lt", lambda: made)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(module, "_wgrad", module.launch)
+    monkeypatch.setattr(module, "_wgrad_fp8", module.launch_fp8)
     return made
 
 
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
 @FP8_PAIRS
-def test_cublas_lt_is_told_the_right_product(
+def test_cublas_lt_is_told_the_right_fp8_product(
     fake: FakeCublasLt, dy_dtype: torch.dtype, x_dtype: torch.dtype
 ) -> None:
     ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
@@ -215,30 +258,76 @@ def test_cublas_lt_is_told_the_right_product(
     assert fake.betas == [0, 1, 1]
 
 
-def test_a_plan_is_made_once_and_has_one_algorithm(
-    fake: FakeCublasLt, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_wgrad_fp8", module.launch_fp8)
-    dy, x = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
-    scales = {"dy_scale_inv": torch.ones(1), "x_scale_inv": torch.ones(1)}
-    target = torch.empty(OUT, IN)
+@HALVES
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_cublas_lt_is_told_the_right_product(fake: FakeCublasLt, dtype: torch.dtype, tokens: int) -> None:
+    ours, expected = (torch.full((7, 19), torch.nan) for _ in range(2))
+    for first in (True, False, False):
+        dy, x = integers(tokens, 7, dtype=dtype), integers(tokens, 19, dtype=dtype)
+        module.launch(ours, dy, x, first)
+        module.reference(expected, dy, x, first)
+        assert torch.equal(ours, expected)
+    assert fake.betas == [0, 1, 1]
+
+
+def fp8_call() -> tuple[list[Tensor], dict[str, Tensor]]:
+    tensors = [torch.empty(OUT, IN), integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)]
+    return tensors, {"dy_scale_inv": torch.ones(1), "x_scale_inv": torch.ones(1)}
+
+
+def bf16_call() -> tuple[list[Tensor], dict[str, Tensor]]:
+    halves = [integers(TOKENS, size, dtype=torch.bfloat16) for size in (OUT, IN)]
+    return [torch.empty(OUT, IN), *halves], {}
+
+
+CALLS = pytest.mark.parametrize("call", [fp8_call, bf16_call])
+
+
+@CALLS
+def test_a_plan_is_made_once_and_has_one_algorithm(fake: FakeCublasLt, call: Any) -> None:
+    tensors, scales = call()
     for run in (wgrad, wgrad_unfused):
         for first in (True, False):
-            run(target, dy, x, first=first, **scales)
-    assert fake.calls["heuristic"] == 1 and len(set(fake.algorithms_run)) == 1
-    assert fake.betas == [0, 1, 0, 0]
-    run(target, dy, x, first=True, split_accumulator=False, **scales)
-    assert fake.calls["heuristic"] == 2 and len(set(fake.algorithms_run)) == 2
-    assert [told["FAST_ACCUM"] for told in fake.things.values() if "FAST_ACCUM" in told] == [0, 1]
-    assert fake.calls["create"] == 1
-    assert fake.calls["preferences destroyed"] == 2
+            run(*tensors, first=first, **scales)
+    assert fake.calls["heuristic"] == fake.calls["create"] == fake.calls["preferences destroyed"] == 1
+    assert len(set(fake.algorithms_run)) == 1 and fake.betas == [0, 1, 0, 0]
 
 
-def test_a_shape_without_an_algorithm_is_named(fake: FakeCublasLt) -> None:
-    fake.supported = False
-    dy, x, one = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3), torch.ones(1)
-    with pytest.raises(RuntimeError, match=r"out, in, tokens = \(48, 80, 32\)"):
-        module.launch_fp8(torch.empty(OUT, IN), dy, x, one, one, True, True)
+def test_the_accumulator_is_part_of_the_plan(fake: FakeCublasLt) -> None:
+    tensors, scales = fp8_call()
+    for split_accumulator in (True, False, True):
+        wgrad(*tensors, first=True, split_accumulator=split_accumulator, **scales)
+    told = [thing for thing in fake.things.values() if isinstance(thing, dict) and "TRANSA" in thing]
+    assert [one["FAST_ACCUM"] for one in told] == [0, 1]
+    assert len(set(fake.algorithms_run)) == 2
+
+
+@CALLS
+def test_if_cublas_lt_refuses_an_algorithm_without_split_k_is_picked_from_many(
+    fake: FakeCublasLt, call: Any
+) -> None:
+    fake.first_choice, fake.others = False, ((8, 2), (2, 0), (1, 2), (1, 0), (0, 0))
+    tensors, scales = call()
+    wgrad(*tensors, first=True, **scales)
+    wgrad(*tensors, first=False, **scales)
+    assert {fake.things[algorithm] for algorithm in fake.algorithms_run} == {("algorithm", (1, 0))}
+    assert fake.calls["heuristic"] == fake.calls["preferences destroyed"] == 2
+
+
+def test_a_shape_without_an_algorithm_is_added_and_the_log_says_so_once(
+    fake: FakeCublasLt, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.first_choice, fake.others = False, ((8, 2),)
+    ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
+    scales = (torch.tensor([0.25]), torch.tensor([4.0]))
+    with caplog.at_level(logging.INFO, module.__name__):
+        for first in (True, False):
+            dy, x = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
+            module.launch_fp8(ours, dy, x, *scales, first, True)
+            module.reference_fp8(expected, dy, x, *scales, first, True)
+    assert torch.equal(ours, expected) and not fake.betas
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "out, in, tokens = (48, 80, 32)" in message and "split-K" in message
 
 
 def test_without_nvmath_the_product_is_added_and_the_log_says_so_once(
@@ -256,8 +345,18 @@ def test_without_nvmath_the_product_is_added_and_the_log_says_so_once(
             module.launch_fp8(ours, dy, x, *scales, first, True)
             module.reference_fp8(expected, dy, x, *scales, first, True)
     assert torch.equal(ours, expected)
-    assert [record.name for record in caplog.records] == [module.__name__]
-    assert "torch._scaled_mm" in caplog.text and "nvmath" in caplog.text
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "FP32 temporary" in message and "nvmath" in message
+
+
+def test_fp32_is_added_and_needs_no_plan(fake: FakeCublasLt) -> None:
+    ours, expected = (torch.full((7, 19), torch.nan) for _ in range(2))
+    for first in (True, False):
+        dy, x = torch.randn(33, 7), torch.randn(33, 19)
+        wgrad(ours, dy, x, first=first)
+        wgrad_unfused(expected, dy, x, first=first)
+        assert torch.equal(ours, expected)
+    assert not fake.calls
 
 
 def test_with_nvmath_the_log_names_cublas_lt(
@@ -268,15 +367,44 @@ def test_with_nvmath_the_log_names_cublas_lt(
     with caplog.at_level(logging.INFO, module.__name__):
         assert module._cublas_lt() is module._cublas_lt() is bindings
     assert [record.getMessage() for record in caplog.records] == [
-        "FP8 weight gradients: cuBLASLt 130000 through nvmath-python, accumulating in place"
+        "Weight gradients: cuBLASLt 130000 through nvmath-python, accumulating in place"
     ]
 
 
-def test_a_misaligned_buffer_is_named() -> None:
-    flat, one = torch.empty(OUT * IN + 1), torch.ones(1)
-    dy, x = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
-    with pytest.raises(ValueError, match="target does not start at a multiple of 16 bytes"):
-        module.launch_fp8(flat[1:].view(OUT, IN), dy, x, one, one, True, True)
+@CALLS
+@pytest.mark.parametrize("first", [True, False])
+def test_buffers_at_odd_addresses(fake: FakeCublasLt, call: Any, first: bool) -> None:
+    """GEMMs need 16 bytes, which the fake checks; nothing outside of the target is written."""
+    tensors, scales = call()
+    tensors[0].fill_(3.0)
+    expected = tensors[0].clone()
+    wgrad(expected, *tensors[1:], first=first, **scales)
+    surrounded = [tensor.new_empty(tensor.numel() + 2) for tensor in tensors]
+    for flat, tensor in zip(surrounded, tensors, strict=True):
+        flat[1:-1].view_as(tensor).copy_(tensor)
+    surrounded[0][[0, -1]] = 5.0
+    moved = [flat[1:-1].view_as(tensor) for flat, tensor in zip(surrounded, tensors, strict=True)]
+    wgrad(*moved, first=first, **scales)
+    assert torch.equal(moved[0], expected)
+    assert surrounded[0][0] == surrounded[0][-1] == 5.0
+
+
+def test_gradients_of_a_sum_are_expanded(fake: FakeCublasLt) -> None:
+    dy, x = (
+        torch.ones(1, 1, dtype=torch.bfloat16).expand(TOKENS, OUT),
+        integers(TOKENS, IN, dtype=torch.bfloat16),
+    )
+    target = torch.full((OUT, IN), torch.nan)
+    wgrad(target, dy, x, first=True)
+    assert torch.equal(target, x.float().sum(0).expand(OUT, IN))
+
+
+def test_no_tokens(fake: FakeCublasLt) -> None:
+    target = torch.full((OUT, IN), torch.nan)
+    wgrad(target, torch.empty(0, OUT), torch.empty(0, IN), first=True)
+    assert torch.equal(target, torch.zeros(OUT, IN))
+    wgrad(target.fill_(3.0), torch.empty(0, OUT), torch.empty(0, IN), first=False)
+    assert (target == 3).all()
 
 
 def test_what_does_not_fit_is_named() -> None:

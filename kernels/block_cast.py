@@ -1,0 +1,345 @@
+"""To FP8 with one scale for each block, in both layouts of the GEMM, in one pass.
+
+    amax      = max(max |x| over a block, epsilon)
+    scale     = 448 / amax, floored to a power of two if asked; 1 if amax is 0, infinity or NaN
+    q         = clamp(float(x) * scale, -448, 448) to E4M3, round to nearest even; NaN stays NaN
+    scale_inv = 1 / scale, what the GEMM multiplies with
+
+    block 1x128     128 elements along the dimension that is summed over: of a row in the rowwise output
+                    [rows, cols], of a column in the columnwise one [cols, rows].  Each has its own scales, so
+                    the two outputs differ in more than their layout.  For activations and gradients.
+    block 128x128   one scale for both outputs, which hold the same bytes.  For weights.
+
+The last block of a row or column may be smaller.  Scales are laid out as cuBLASLt reads them on Hopper:
+
+    1x128      rowwise [rows, ceil(cols / 128)] with strides (1, rows), columnwise the same of x transposed
+    128x128    rowwise [ceil(rows / 128), ceil(cols / 128) padded with zeros to a multiple of 4], contiguous,
+               columnwise the same of x transposed
+
+As Transformer Engine's Float8BlockScaling, after DeepSeek-V3 (2024).
+
+Bytes per element, x of p bytes: p + 1 for each layout; scales add 4 / 128 each, or nothing to speak of.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from flatfsdp.kernels._ops import operator
+from flatfsdp.kernels._outputs import check_input, saturate
+from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from torch import Tensor
+
+BLOCK = 128
+SCALE_PADDING = 4
+"""cuBLASLt reads the scales of 128x128 blocks in groups of this many along a row."""
+
+DTYPE = torch.float8_e4m3fn
+LARGEST = torch.finfo(DTYPE).max
+FLT_MAX = torch.finfo(torch.float32).max
+
+# A program owns 128 x 128 elements but holds only 32 of them a thread, so that several run on each
+# multiprocessor.  It reads them twice; what it reads again is in the cache.
+STRIP = 32
+QUARTER = 64
+NUM_WARPS = 4
+
+Block = Literal["1x128", "128x128"]
+
+
+class BlockCast(NamedTuple):
+    """What `block_cast` was asked for; the rest is None."""
+
+    rowwise: Tensor | None
+    """E4M3 [rows, cols]."""
+    rowwise_scale_inv: Tensor | None
+    columnwise: Tensor | None
+    """E4M3 [cols, rows]."""
+    columnwise_scale_inv: Tensor | None
+
+
+def _scale_of(amax: Tensor, power_of_two: bool, epsilon: float) -> Tensor:
+    amax = amax.clamp(min=epsilon)  # which keeps NaN
+    # Not `LARGEST / amax`, which is a reciprocal and a product: two roundings.
+    scale = (torch.full_like(amax, LARGEST) / amax).clamp(max=FLT_MAX)
+    if power_of_two:
+        # Without the mantissa: the largest power of two below.
+        scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+    return torch.where((amax > 0) & amax.isfinite(), scale, 1.0)
+
+
+def _quantized(values: Tensor, scale: Tensor) -> Tensor:
+    return (values * scale).clamp(-LARGEST, LARGEST).to(DTYPE)
+
+
+def _largest_in_blocks(values: Tensor, height: int) -> Tensor:
+    """max |values| of each block of `height` rows and 128 columns; NaN wins."""
+    rows, cols = values.shape
+    padding = (0, -cols % BLOCK, 0, -rows % height)
+    padded = torch.nn.functional.pad(values.abs(), padding)
+    return padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, height)).amax((1, 3))
+
+
+def _spread(scales: Tensor, height: int, like: Tensor) -> Tensor:
+    """One scale for each element."""
+    spread = scales.repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
+    return spread[: like.shape[0], : like.shape[1]]
+
+
+def vectors_reference(
+    x: Tensor,
+    rowwise: Tensor | None,
+    rowwise_inv: Tensor | None,
+    columnwise: Tensor | None,
+    columnwise_inv: Tensor | None,
+    power_of_two: bool,
+    epsilon: float,
+) -> None:
+    for values, out, inv in ((x.float(), rowwise, rowwise_inv), (x.float().t(), columnwise, columnwise_inv)):
+        if out is not None and inv is not None:
+            scale = _scale_of(_largest_in_blocks(values, 1), power_of_two, epsilon)
+            out.copy_(_quantized(values, _spread(scale, 1, values)))
+            inv.copy_((1 / scale).t())
+
+
+def squares_reference(
+    x: Tensor,
+    rowwise: Tensor | None,
+    rowwise_inv: Tensor | None,
+    columnwise: Tensor | None,
+    columnwise_inv: Tensor | None,
+    power_of_two: bool,
+    epsilon: float,
+) -> None:
+    values = x.float()
+    scale = _scale_of(_largest_in_blocks(values, BLOCK), power_of_two, epsilon)
+    q = _quantized(values, _spread(scale, BLOCK, values))
+    for out, inv, is_turned in ((rowwise, rowwise_inv, False), (columnwise, columnwise_inv, True)):
+        if out is not None and inv is not None:
+            out.copy_(q.t() if is_turned else q)
+            blocks = scale.t() if is_turned else scale
+            inv[:, : blocks.shape[1]] = 1 / blocks
+
+
+@jit
+def _block_scale(bits, epsilon, LARGEST: tl.constexpr, FLT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """From the bits of max |x|, which are in order as integers, with NaN above infinity."""
+    amax = bits.to(tl.float32, bitcast=True)
+    amax = tl.maximum(amax, epsilon, propagate_nan=tl.PropagateNan.ALL)
+    scale = tl.minimum(tl.div_rn(LARGEST, amax), FLT_MAX)
+    if POWER_OF_TWO:
+        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
+
+
+@jit
+def _tile(rows, cols, BLOCK: tl.constexpr):
+    """This program's tile: its indices among tiles, and how much of the matrix is left from its corner on."""
+    across = tl.cdiv(cols, BLOCK)
+    band, block = (tl.program_id(0) // across).to(tl.int64), (tl.program_id(0) % across).to(tl.int64)
+    return band, block, (rows - band * BLOCK).to(tl.int32), (cols - block * BLOCK).to(tl.int32)
+
+
+@jit
+def _load(corner_ptr, row, col, cols, rows_left, cols_left):
+    """FP32 values, bits of their magnitudes, and the mask; indices are within the tile."""
+    mask = (row < rows_left)[:, None] & (col < cols_left)[None, :]
+    x = tl.load(corner_ptr + (row[:, None] * cols + col[None, :]), mask, 0.0).to(tl.float32)
+    return x, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, mask
+
+
+@jit
+def _vectors_kernel(
+    x_ptr,
+    rowwise_ptr,
+    rowwise_inv_ptr,
+    columnwise_ptr,
+    columnwise_inv_ptr,
+    rows,
+    cols,
+    epsilon,
+    POWER_OF_TWO: tl.constexpr,
+    LARGEST: tl.constexpr,
+    FLT_MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STRIP: tl.constexpr,
+):
+    band, block, rows_left, cols_left = _tile(rows, cols, BLOCK)
+    corner = band * BLOCK * cols + block * BLOCK
+    if rowwise_ptr is not None:
+        for start in tl.range(0, BLOCK, STRIP, num_stages=1):
+            row, col = start + tl.arange(0, STRIP), tl.arange(0, BLOCK)
+            x, magnitude, mask = _load(x_ptr + corner, row, col, cols, rows_left, cols_left)
+            scale = _block_scale(tl.max(magnitude, axis=1), epsilon, LARGEST, FLT_MAX, POWER_OF_TWO)
+            q = saturate(x * scale[:, None], rowwise_ptr.dtype.element_ty)
+            tl.store(rowwise_ptr + corner + (row[:, None] * cols + col[None, :]), q, mask)
+            inv_ptr = rowwise_inv_ptr + block * rows + band * BLOCK
+            tl.store(inv_ptr + row, tl.div_rn(1.0, scale), row < rows_left)
+    if columnwise_ptr is not None:
+        # The same tile, which is in the cache by now.
+        for start in tl.range(0, BLOCK, STRIP, num_stages=1):
+            row, col = tl.arange(0, BLOCK), start + tl.arange(0, STRIP)
+            x, magnitude, mask = _load(x_ptr + corner, row, col, cols, rows_left, cols_left)
+            scale = _block_scale(tl.max(magnitude, axis=0), epsilon, LARGEST, FLT_MAX, POWER_OF_TWO)
+            q = tl.trans(saturate(x * scale[None, :], columnwise_ptr.dtype.element_ty))
+            turned_ptr = columnwise_ptr + block * BLOCK * rows + band * BLOCK
+            tl.store(turned_ptr + (col[:, None] * rows + row[None, :]), q, tl.trans(mask))
+            inv_ptr = columnwise_inv_ptr + band * cols + block * BLOCK
+            tl.store(inv_ptr + col, tl.div_rn(1.0, scale), col < cols_left)
+
+
+def vectors_launch(
+    x: Tensor,
+    rowwise: Tensor | None,
+    rowwise_inv: Tensor | None,
+    columnwise: Tensor | None,
+    columnwise_inv: Tensor | None,
+    power_of_two: bool,
+    epsilon: float,
+) -> None:
+    rows, cols = x.shape
+    with on_device_of(x):
+        _vectors_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
+            *(x, rowwise, rowwise_inv, columnwise, columnwise_inv),
+            *(rows, cols, epsilon, power_of_two, LARGEST, FLT_MAX, BLOCK, STRIP),
+            num_warps=NUM_WARPS,
+        )
+
+
+@jit
+def _squares_kernel(
+    x_ptr,
+    rowwise_ptr,
+    rowwise_inv_ptr,
+    columnwise_ptr,
+    columnwise_inv_ptr,
+    rows,
+    cols,
+    rowwise_inv_stride,
+    columnwise_inv_stride,
+    epsilon,
+    POWER_OF_TWO: tl.constexpr,
+    LARGEST: tl.constexpr,
+    FLT_MAX: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STRIP: tl.constexpr,
+    QUARTER: tl.constexpr,
+):
+    band, block, rows_left, cols_left = _tile(rows, cols, BLOCK)
+    corner = band * BLOCK * cols + block * BLOCK
+    largest = tl.zeros([STRIP, BLOCK], tl.int32)
+    for start in tl.range(0, BLOCK, STRIP, num_stages=1):
+        row, col = start + tl.arange(0, STRIP), tl.arange(0, BLOCK)
+        _, magnitude, _ = _load(x_ptr + corner, row, col, cols, rows_left, cols_left)
+        largest = tl.maximum(largest, magnitude)
+    scale = _block_scale(tl.max(tl.max(largest, axis=1), axis=0), epsilon, LARGEST, FLT_MAX, POWER_OF_TWO)
+    scale_inv = tl.div_rn(1.0, scale)
+    if rowwise_ptr is not None:
+        tl.store(rowwise_inv_ptr + band * rowwise_inv_stride + block, scale_inv)
+    if columnwise_ptr is not None:
+        tl.store(columnwise_inv_ptr + block * columnwise_inv_stride + band, scale_inv)
+    for quarter in tl.range(0, 4, num_stages=1):
+        row = quarter // 2 * QUARTER + tl.arange(0, QUARTER)
+        col = quarter % 2 * QUARTER + tl.arange(0, QUARTER)
+        x, _, mask = _load(x_ptr + corner, row, col, cols, rows_left, cols_left)
+        if rowwise_ptr is not None:
+            q = saturate(x * scale, rowwise_ptr.dtype.element_ty)
+            tl.store(rowwise_ptr + corner + (row[:, None] * cols + col[None, :]), q, mask)
+        if columnwise_ptr is not None:
+            # Without the clamp, which the GPU's conversion does itself, and by a conversion of its own: ptxas
+            # (12.8, 12.9; Triton issue 11111) loses bytes of FP8 pairs that are both stored and transposed.
+            q = tl.trans((x * scale).to(columnwise_ptr.dtype.element_ty))
+            turned_ptr = columnwise_ptr + block * BLOCK * rows + band * BLOCK
+            tl.store(turned_ptr + (col[:, None] * rows + row[None, :]), q, tl.trans(mask))
+
+
+def squares_launch(
+    x: Tensor,
+    rowwise: Tensor | None,
+    rowwise_inv: Tensor | None,
+    columnwise: Tensor | None,
+    columnwise_inv: Tensor | None,
+    power_of_two: bool,
+    epsilon: float,
+) -> None:
+    rows, cols = x.shape
+    strides = (padded_blocks(cols), padded_blocks(rows))
+    with on_device_of(x):
+        _squares_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
+            *(x, rowwise, rowwise_inv, columnwise, columnwise_inv),
+            *(rows, cols, *strides, epsilon, power_of_two, LARGEST, FLT_MAX, BLOCK, STRIP, QUARTER),
+            num_warps=NUM_WARPS,
+        )
+
+
+_ARGUMENTS = (
+    "(Tensor x, Tensor(a!)? rowwise, Tensor(b!)? rowwise_inv, Tensor(c!)? columnwise, "
+    "Tensor(d!)? columnwise_inv, bool power_of_two, float epsilon) -> ()"
+)
+_cast_vectors = operator(
+    f"block_cast_vectors_{_ARGUMENTS}", reference=vectors_reference, launch=vectors_launch
+)
+_cast_squares = operator(
+    f"block_cast_squares_{_ARGUMENTS}", reference=squares_reference, launch=squares_launch
+)
+
+
+def block_cast(
+    x: Tensor,
+    *,
+    block: Block,
+    rowwise: bool,
+    columnwise: bool,
+    power_of_two: bool = True,
+    epsilon: float = 0.0,
+) -> BlockCast:
+    """Casts `x` to E4M3 with a scale for each block.
+
+    Args:
+        x: bf16, fp16 or FP32 [rows, cols], contiguous; there may be no rows.
+        block: "1x128" or "128x128".
+        rowwise: return q [rows, cols] and its scales.
+        columnwise: return q transposed [cols, rows] and its scales.
+        power_of_two: scales are powers of two, so that scaling is exact.
+        epsilon: the least amax that a block's scale is computed from.
+
+    Returns:
+        The matrices, and `scale_inv` of each, FP32, as the head of this file says.
+
+    Raises:
+        ValueError: if x does not fit, the block is unknown, or neither layout is asked for.
+    """
+    check_input("x", x)
+    if block not in ("1x128", "128x128"):
+        raise ValueError(f"block is {block!r}; block_cast knows '1x128' and '128x128'")
+    if not (rowwise or columnwise):
+        raise ValueError("rowwise and columnwise are both False; ask block_cast for at least one layout")
+    rows, cols = x.shape
+    is_square = block == "128x128"
+    allocate = _square_scales if is_square else _vector_scales
+    rowwise_inv = allocate(x, rows, cols) if rowwise else None
+    columnwise_inv = allocate(x, cols, rows) if columnwise else None
+    result = BlockCast(
+        x.new_empty(rows, cols, dtype=DTYPE) if rowwise else None,
+        rowwise_inv if rowwise_inv is None or is_square else rowwise_inv.t(),
+        x.new_empty(cols, rows, dtype=DTYPE) if columnwise else None,
+        columnwise_inv if columnwise_inv is None or is_square else columnwise_inv.t(),
+    )
+    if x.numel():
+        run = _cast_squares if is_square else _cast_vectors
+        run(x, result.rowwise, rowwise_inv, result.columnwise, columnwise_inv, power_of_two, epsilon)
+    return result
+
+
+def _vector_scales(x: Tensor, rows: int, cols: int) -> Tensor:
+    """The transpose of what is returned, which is contiguous."""
+    return x.new_empty(cdiv(cols, BLOCK), rows, dtype=torch.float32)
+
+
+def _square_scales(x: Tensor, rows: int, cols: int) -> Tensor:
+    return x.new_zeros(cdiv(rows, BLOCK), padded_blocks(cols), dtype=torch.float32)
+
+
+def padded_blocks(size: int) -> int:
+    return cdiv(cdiv(size, BLOCK), SCALE_PADDING) * SCALE_PADDING

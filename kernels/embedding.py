@@ -1,0 +1,127 @@
+"""Gradient of an embedding into its FP32 accumulator, without a gradient of the size of the table.
+
+    sum of row r = 0 + dy[t1] + dy[t2] + ...     FP32, over the tokens whose id is r, in their order
+    target[r]    = sum                           the first time; rows without tokens become 0
+    target[r]   += sum                           later; rows without tokens are not touched
+
+Every row is written once, by programs of its own, so the result is deterministic and does not depend on how
+ids are distributed.  Tokens come to their rows by a stable sort of the ids; no kernel adds with atomics, and
+the host does not wait for the number of different ids.
+
+Bytes for n tokens of which m differ, h columns, dy of p bytes: n h p, and 4 m h the first time (after 4 bytes
+an element of the table, to clear it) or 8 m h later; the sort moves a few hundred bytes a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from flatfsdp.kernels._ops import operator
+from flatfsdp.kernels._outputs import Tile, check_input
+from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from torch import Tensor
+
+ID_DTYPES = (torch.int64, torch.int32)
+STAGES = 8
+"""Tokens of one row that are under way at once: frequent ids are a matter of latency."""
+
+
+def tile(cols: int) -> Tile:
+    """Part of one row, 8 elements per thread."""
+    width = min(1024, max(32, 1 << (cols - 1).bit_length()))
+    return Tile(1, width, max(1, width // 256))
+
+
+def reference(target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None, first: bool) -> None:
+    if padding_idx is not None:
+        kept = ids != padding_idx
+        dy, ids = dy[kept], ids[kept]
+    rows, position = ids.long().unique(return_inverse=True)
+    # On the CPU this adds one token after the other.
+    sums = target.new_zeros(len(rows), target.shape[1]).index_add_(0, position, dy.float())
+    if first:
+        target.zero_().index_copy_(0, rows, sums)
+    else:
+        target.index_add_(0, rows, sums)
+
+
+@jit
+def _embedding_kernel(
+    target_ptr,
+    dy_ptr,
+    ids_ptr,
+    ends_ptr,
+    tokens_ptr,
+    padding_idx,
+    cols,
+    FIRST: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    across = tl.cdiv(cols, BLOCK_COLS)
+    begin = tl.program_id(0) // across
+    row = tl.load(ids_ptr + begin).to(tl.int64)
+    is_first_of_row = row != tl.load(ids_ptr + begin - 1, begin > 0, -1)
+    if is_first_of_row & (row != padding_idx):
+        col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        mask = col < cols
+        at_row = target_ptr + row * cols + col
+        if not FIRST:
+            old = tl.load(at_row, mask, 0.0)
+        total = tl.zeros([BLOCK_COLS], tl.float32)
+        for at in tl.range(begin, tl.load(ends_ptr + begin), num_stages=STAGES):
+            token = tl.load(tokens_ptr + at)
+            total += tl.load(dy_ptr + token * cols + col, mask, 0.0).to(tl.float32)
+        tl.store(at_row, total if FIRST else old + total, mask)
+
+
+def launch(target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None, first: bool) -> None:
+    cols = target.shape[1]
+    # Half the passes of a sort of 64-bit numbers.
+    sorted_ids, tokens = ids.int().sort(stable=True)
+    ends = torch.searchsorted(sorted_ids, sorted_ids, right=True, out_int32=True)
+    block = tile(cols)
+    if first:
+        target.zero_()
+    with on_device_of(target):
+        _embedding_kernel[(len(ids) * cdiv(cols, block.cols),)](
+            *(target, dy, sorted_ids, ends, tokens, -1 if padding_idx is None else padding_idx),
+            *(cols, first, block.cols, STAGES),
+            num_warps=block.warps,
+        )
+
+
+_embedding_grad = operator(
+    "embedding_grad_(Tensor(a!) target, Tensor dy, Tensor ids, int? padding_idx, bool first) -> ()",
+    reference=reference,
+    launch=launch,
+)
+
+
+def embedding_grad(
+    target: Tensor, dy: Tensor, ids: Tensor, *, first: bool, padding_idx: int | None = None
+) -> None:
+    """Writes (`first`) or adds the gradient of an embedding's weight to `target`, in place.
+
+    Args:
+        target: FP32 [vocabulary, hidden], contiguous.
+        dy: [tokens, hidden], gradient of the embedding's result; FP32, fp16 or bf16, contiguous.
+        ids: int64 or int32 [tokens], each at least 0 and below `vocabulary`, as the forward has checked.
+        first: overwrite what the target holds, all of it.
+        padding_idx: tokens with this id give nothing.
+
+    Raises:
+        ValueError: if a shape, dtype or device does not fit.
+    """
+    check_input("dy", dy)
+    fits = target.dim() == 2 and target.dtype == torch.float32 and target.is_contiguous()
+    if not fits or target.shape[1] != dy.shape[1] or target.device != dy.device:
+        raise ValueError(
+            f"target is {target.dtype} {tuple(target.shape)} on {target.device}; embedding_grad needs it "
+            f"contiguous, in FP32, of {dy.shape[1]} columns like dy, on {dy.device}"
+        )
+    if ids.dtype not in ID_DTYPES or tuple(ids.shape) != (dy.shape[0],) or ids.device != dy.device:
+        raise ValueError(
+            f"ids is {ids.dtype} {tuple(ids.shape)} on {ids.device}; embedding_grad needs int64 or int32 of "
+            f"shape {(dy.shape[0],)} on {dy.device}"
+        )
+    _embedding_grad(target, dy, ids, padding_idx, first)

@@ -1,0 +1,272 @@
+"""Casts with scales for blocks: scales and bytes bit for bit, in both layouts, with blocks cut off."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from flatfsdp.kernels import block_cast as module
+from flatfsdp.kernels.block_cast import (
+    BLOCK,
+    FLT_MAX,
+    LARGEST,
+    NUM_WARPS,
+    QUARTER,
+    STRIP,
+    BlockCast,
+    block_cast,
+)
+from torch import Tensor
+
+from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.kernels.fp8_pairs import endangered_pairs
+
+# numpy's, in the interpreter: a block of zeros has an infinite scale for a moment.
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered:RuntimeWarning")
+
+E4M3 = torch.float8_e4m3fn
+BLOCKS = pytest.mark.parametrize("block", ["1x128", "128x128"])
+RUNS = {
+    "1x128": {"reference": module.vectors_reference, "kernel": module.vectors_launch},
+    "128x128": {"reference": module.squares_reference, "kernel": module.squares_launch},
+}
+WHO = pytest.mark.parametrize("who", ["reference", "kernel"])
+INPUTS = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+
+
+def run(
+    who: str,
+    x: Tensor,
+    block: str,
+    monkeypatch: pytest.MonkeyPatch,
+    rowwise: bool = True,
+    columnwise: bool = True,
+    **options: Any,
+) -> BlockCast:
+    """The public function with the reference or with the kernel, and memory that is poisoned before."""
+    for name, kind in (("_cast_vectors", "1x128"), ("_cast_squares", "128x128")):
+        monkeypatch.setattr(module, name, poisoned(RUNS[kind][who]))
+    return block_cast(x, block=block, rowwise=rowwise, columnwise=columnwise, **options)
+
+
+def poisoned(launch: Any) -> Any:
+    def call(x: Tensor, *arguments: Any) -> None:
+        for out in arguments[0:3:2]:
+            if out is not None:
+                out.view(torch.uint8).fill_(0x7F)
+        launch(x, *arguments)
+
+    return call
+
+
+def bits(q: Tensor) -> Tensor:
+    return q.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
+def block_maxima(x: Tensor, height: int) -> Tensor:
+    """max |x| of each block of `height` x 128, one by one."""
+    rows, cols = math.ceil(x.shape[0] / height), math.ceil(x.shape[1] / BLOCK)
+    maxima = torch.empty(rows, cols, dtype=torch.float64)
+    for row in range(rows):
+        for col in range(cols):
+            part = x[row * height : (row + 1) * height, col * BLOCK : (col + 1) * BLOCK]
+            maxima[row, col] = part.double().abs().max()
+    return maxima
+
+
+def spread(blocks: Tensor, height: int, shape: torch.Size) -> Tensor:
+    """Each block's number for each of its elements."""
+    row = torch.arange(shape[0]) // height
+    col = torch.arange(shape[1]) // BLOCK
+    return blocks[row][:, col]
+
+
+def check_matrix(q: Tensor, scale_inv: Tensor, x: Tensor, height: int, power_of_two: bool) -> None:
+    """q and its scales are what the formulas say, computed in float64 on the CPU."""
+    q, scale_inv, x = q.cpu(), scale_inv.cpu(), x.cpu()
+    scale = 448 / block_maxima(x, height)
+    if power_of_two:
+        scale = torch.exp2(scale.log2().floor())
+        assert torch.equal(scale_inv.double(), 1 / scale)
+    else:
+        scale = scale.float()  # the one rounding of the division
+        assert torch.equal(scale_inv, 1 / scale)
+    product = (x.double() * spread(scale.double(), height, x.shape)).float()
+    assert torch.equal(bits(q), bits(product.clamp(-448, 448).to(E4M3)))
+
+
+@WHO
+@BLOCKS
+@INPUTS
+@pytest.mark.parametrize("shape", [(5, 16), (130, 200)])
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_scales_and_bytes_against_float64(
+    who: str,
+    block: str,
+    dtype: torch.dtype,
+    shape: tuple[int, int],
+    power_of_two: bool,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = (torch.randn(shape, device=device) * torch.randn(shape, device=device).exp()).to(dtype)
+    out = run(who, x, block, monkeypatch, power_of_two=power_of_two)
+    height = 1 if block == "1x128" else BLOCK
+    for q, scale_inv, matrix in (
+        (out.rowwise, out.rowwise_scale_inv, x),
+        (out.columnwise, out.columnwise_scale_inv, x.t()),
+    ):
+        used = scale_inv[:, : math.ceil(matrix.shape[1] / BLOCK)]
+        check_matrix(q, used, matrix, height, power_of_two)
+        assert q.is_contiguous() and q.shape == matrix.shape
+    if block == "128x128":
+        assert torch.equal(bits(out.rowwise.t()), bits(out.columnwise))
+
+
+@WHO
+@pytest.mark.parametrize(("shape", "padded"), [((130, 200), (4, 4)), ((520, 16), (4, 8))])
+def test_layouts_of_scales(
+    who: str, shape: tuple[int, int], padded: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As cuBLASLt reads them: rows next to each other, or blocks in padded rows."""
+    x = torch.randn(shape, device=device)
+    rows, cols = shape
+    wide, high = math.ceil(cols / BLOCK), math.ceil(rows / BLOCK)
+    vectors = run(who, x, "1x128", monkeypatch)
+    assert (vectors.rowwise_scale_inv.shape, vectors.rowwise_scale_inv.stride()) == ((rows, wide), (1, rows))
+    turned = vectors.columnwise_scale_inv
+    assert (turned.shape, turned.stride()) == ((cols, high), (1, cols))
+    squares = run(who, x, "128x128", monkeypatch)
+    assert squares.rowwise_scale_inv.shape == (high, padded[0])
+    assert squares.columnwise_scale_inv.shape == (wide, padded[1])
+    for scale_inv, used in ((squares.rowwise_scale_inv, wide), (squares.columnwise_scale_inv, high)):
+        assert scale_inv.is_contiguous() and (scale_inv[:, :used] > 0).all()
+        assert (scale_inv[:, used:] == 0).all()
+
+
+@BLOCKS
+@pytest.mark.parametrize(("rowwise", "columnwise"), [(True, False), (False, True)])
+def test_one_layout_alone_is_the_same(
+    block: str, rowwise: bool, columnwise: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(70, 150, device=device).bfloat16()
+    both = run("kernel", x, block, monkeypatch)
+    for who in ("reference", "kernel"):
+        one = run(who, x, block, monkeypatch, rowwise=rowwise, columnwise=columnwise)
+        for found, expected, is_wanted in zip(one, both, [rowwise] * 2 + [columnwise] * 2, strict=True):
+            assert (found is not None) == is_wanted
+            assert found is None or torch.equal(bits(found), bits(expected))
+
+
+@WHO
+@BLOCKS
+def test_special_values(who: str, block: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One block for each; 16 rows, of which the first two hold something."""
+    blocks = {
+        "zeros": ([0.0, -0.0], 1.0),
+        "infinity": ([torch.inf, 3.0], 1.0),
+        "nan": ([torch.nan, -3.0], 1.0),
+        "tiny": ([2.0**-149, -(2.0**-130)], 2.0**127),
+        "huge": ([-3e38, 1.0], 2.0**-120),
+        "exact": ([448.0, -1.0], 1.0),
+        "just above": ([math.nextafter(448.0, 512.0) + 2.0**-15, 1.0], 0.5),
+        "ordinary": ([-1.75, 0.3], 256.0),
+    }
+    x = torch.zeros(1, BLOCK * len(blocks), device=device)
+    for index, (values, _) in enumerate(blocks.values()):
+        x[0, index * BLOCK] = values[0]
+        x[0, index * BLOCK + 100] = values[1]
+    out = run(who, x, block, monkeypatch)
+    scales = torch.tensor([scale for _, scale in blocks.values()], dtype=torch.float64)
+    assert torch.equal(out.rowwise_scale_inv[0].cpu().double(), 1 / scales)
+    expected = x.cpu().double() * scales.repeat_interleave(BLOCK)
+    expected = expected.float().clamp(-448, 448).to(E4M3)
+    assert torch.equal(bits(out.rowwise.cpu()), bits(expected))
+    finite = out.rowwise.float()
+    assert finite[0, BLOCK] == 448, "infinity saturates"
+    assert finite[0, 2 * BLOCK].isnan() and finite[0, 2 * BLOCK + 100] == -3, "NaN stays where it is"
+    assert torch.signbit(finite[0, 100]), "-0.0"
+
+
+@WHO
+@BLOCKS
+def test_epsilon_bounds_the_scale(who: str, block: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.zeros(4, 3 * BLOCK, device=device)
+    x[:, BLOCK], x[:, 2 * BLOCK] = 1e-6, 7.0
+    out = run(who, x, block, monkeypatch, epsilon=0.875)
+    expected = torch.tensor([1 / 512, 1 / 512, 1 / 64], device=device)
+    assert torch.equal(out.rowwise_scale_inv[:, :3], expected.expand_as(out.rowwise_scale_inv[:, :3]))
+
+
+@BLOCKS
+def test_kernel_against_reference_and_itself(
+    block: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = (torch.randn(300, 272, device=device) * 100).bfloat16()
+    ours, again, theirs = (
+        run(who, x, block, monkeypatch, power_of_two=False) for who in ("kernel", "kernel", "reference")
+    )
+    for found, repeated, expected in zip(ours, again, theirs, strict=True):
+        assert torch.equal(bits(found), bits(expected)) and torch.equal(bits(found), bits(repeated))
+
+
+@BLOCKS
+def test_no_rows(block: str, device: str) -> None:
+    out = block_cast(torch.empty(0, 256, device=device), block=block, rowwise=True, columnwise=True)
+    assert out.rowwise.shape == (0, 256) and out.columnwise.shape == (256, 0)
+
+
+def test_what_does_not_fit_is_named(device: str) -> None:
+    x = torch.randn(16, 128, device=device)
+    with pytest.raises(ValueError, match="at least one layout"):
+        block_cast(x, block="1x128", rowwise=False, columnwise=False)
+    with pytest.raises(ValueError, match="block is '128x1'"):
+        block_cast(x, block="128x1", rowwise=True, columnwise=False)
+    with pytest.raises(ValueError, match=r"x is torch\.float32 of shape \(128, 16\)"):
+        block_cast(x.t(), block="1x128", rowwise=True, columnwise=False)
+    with pytest.raises(ValueError, match=r"x is torch\.float64"):
+        block_cast(x.double(), block="1x128", rowwise=True, columnwise=False)
+
+
+@BLOCKS
+def test_operators(block: str) -> None:
+    operator = {"1x128": "block_cast_vectors_", "128x128": "block_cast_squares_"}[block]
+    x = torch.randn(16, 48)
+    inv = torch.empty(1, 16) if block == "1x128" else torch.zeros(1, 4)
+    torch.library.opcheck(
+        getattr(torch.ops.flatfsdp, operator).default,
+        (x, x.to(E4M3), inv, None, None, True, 0.0),
+        # Its comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
+        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@BLOCKS
+def test_hopper_code(block: str, dtype: str) -> None:
+    """Several programs for each multiprocessor, 16 bytes a load and a store."""
+    signature = {
+        "x_ptr": f"*{dtype}",
+        "rowwise_ptr": "*fp8e4nv",
+        "rowwise_inv_ptr": "*fp32",
+        "columnwise_ptr": "*fp8e4nv",
+        "columnwise_inv_ptr": "*fp32",
+        **dict.fromkeys(("rows", "cols", "rowwise_inv_stride", "columnwise_inv_stride"), "i32"),
+        "epsilon": "fp32",
+    }
+    constants = {"POWER_OF_TWO": True, "LARGEST": LARGEST, "FLT_MAX": FLT_MAX, "BLOCK": BLOCK, "STRIP": STRIP}
+    if block == "1x128":
+        signature = {name: kind for name, kind in signature.items() if not name.endswith("stride")}
+    else:
+        constants["QUARTER"] = QUARTER
+    kernel = {"1x128": "_vectors_kernel", "128x128": "_squares_kernel"}[block]
+    compiled = compile_for_hopper(
+        "block_cast", kernel, signature, constants, num_warps=NUM_WARPS, aligned=("rows", "cols")
+    )
+    assert compiled.spilled == 0 and compiled.registers <= 128
+    assert 4 * compiled.shared <= SHARED_LIMIT
+    assert "ld.global.v4" in compiled.ptx and "st.global.v4" in compiled.ptx
+    assert "div.full" not in compiled.ptx, "scales are rounded as on the CPU"
+    assert not endangered_pairs(compiled.ptx)

@@ -1,0 +1,523 @@
+"""Regions: when FP8 is on, what they record, and that models do not see each other."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatfsdp import fp8
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, SplitAccumulator, autocast, fp8_autocast
+from flatfsdp.fp8.module import require_fp8
+from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from tests.unit.fp8.common import (
+    FFN,
+    SHORT,
+    TOKENS,
+    WIDTH,
+    Stack,
+    assert_same,
+    assert_same_state,
+    counted_updates,
+    fp8_state,
+    relative_error,
+    seeded,
+    snapshot,
+    train,
+)
+
+RECIPES = pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
+
+
+def batch(scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(TOKENS, WIDTH)
+
+
+# ---- on and off ---------------------------------------------------------------------------------------------
+
+
+@RECIPES
+def test_fp8_is_on_inside_only(recipe: Any) -> None:
+    layer, x = Linear(WIDTH, FFN), batch()
+    plain = nn.functional.linear(x, layer.weight, layer.bias)
+    assert torch.equal(layer(x), plain)
+    with autocast(recipe=recipe):
+        inside = layer(x)
+        with autocast(enabled=False, recipe=recipe):
+            assert torch.equal(layer(x), plain)
+        with autocast(enabled=False), autocast(recipe=recipe):
+            assert not torch.equal(layer(x), plain)
+    with fp8_autocast(enabled=False, fp8_recipe=recipe):
+        assert torch.equal(layer(x), plain)
+    assert torch.equal(layer(x), plain)
+    assert 0 < relative_error(inside, plain) < 0.08
+
+
+def test_earlier_names_mean_the_same() -> None:
+    ours, theirs, x = seeded(Stack), seeded(Stack), batch()
+    for _ in range(2):
+        with autocast(recipe=SHORT):
+            a = ours(x)
+        with fp8_autocast(enabled=True, fp8_recipe=SHORT):
+            b = theirs(x)
+        assert torch.equal(a, b)
+    assert_same_state(snapshot(ours), snapshot(theirs))
+
+
+def test_defaults_are_delayed_scaling() -> None:
+    layer = Linear(WIDTH, FFN)
+    with autocast():
+        layer(batch())
+    assert layer.fp8_forward_amax_history.shape == (1024, 2)
+
+
+def test_without_fp8_a_layer_has_no_state() -> None:
+    layer = Linear(WIDTH, FFN)
+    layer(batch()).sum().backward()
+    with autocast(recipe=CurrentScaling()):
+        layer(batch()).sum().backward()
+    assert list(layer.state_dict()) == ["weight", "bias"]
+
+
+def test_a_region_is_left_when_an_exception_passes() -> None:
+    layer, x = Linear(WIDTH, FFN), batch()
+    with pytest.raises(KeyError), autocast():
+        raise KeyError
+    assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+# ---- when scales are updated ----------------------------------------------------------------------------------
+
+
+def test_nested_regions_are_one_update() -> None:
+    flat, nested, x = seeded(Stack), seeded(Stack), batch()
+    with counted_updates() as counts:
+        for _ in range(3):
+            with autocast(recipe=SHORT):
+                expected = flat(x)
+        assert len(counts) == 3
+        nested.call = nested_call
+        for _ in range(3):
+            with autocast(recipe=SHORT):
+                assert len(counts) in (3, 4, 5)
+                out = nested(x)
+    assert len(counts) == 6
+    assert torch.equal(out, expected)
+    assert_same_state(snapshot(flat), snapshot(nested))
+
+
+def nested_call(block: nn.Module, *args: Any) -> torch.Tensor:
+    with autocast(recipe=SHORT), autocast(recipe=SHORT):
+        return block(*args)
+
+
+def test_layers_only_of_inner_regions_are_updated_at_the_end_of_the_outermost() -> None:
+    layer = Linear(WIDTH, FFN)
+    with autocast(enabled=False):
+        for _ in range(2):
+            with autocast(recipe=SHORT):
+                layer(batch())
+        assert (layer.fp8_forward_amax_history[1:] == 0).all()
+    assert (layer.fp8_forward_amax_history[-1] > 0).all()
+    assert (layer.fp8_forward_amax_history[:-1] == 0).all()
+
+
+def test_backward_updates_once_at_its_end_inside_a_region_or_outside() -> None:
+    inside, outside, x = seeded(Stack), seeded(Stack), batch()
+    for _ in range(3):
+        with counted_updates() as counts:
+            with autocast(recipe=SHORT):
+                outside(x).square().mean().backward()
+            assert len(counts) == 2
+            with autocast(recipe=SHORT):
+                loss = inside(x).square().mean()
+            loss.backward()
+            assert len(counts) == 4
+    assert_same_state(snapshot(inside), snapshot(outside))
+
+
+def test_gradients_are_cast_with_the_scales_of_the_last_backward() -> None:
+    """All of one backward use one generation, whatever the order of layers in it."""
+    layer, x = Linear(WIDTH, WIDTH), batch()
+    with autocast(recipe=SHORT):
+        layer(x).sum().backward()
+    before = layer.fp8_backward_scale.clone()
+    seen = []
+    with autocast(recipe=SHORT):
+        out = layer(layer(layer(x)))
+    out.register_hook(lambda _: seen.append(layer.fp8_backward_scale.clone()))
+    layer.weight.register_hook(lambda _: seen.append(layer.fp8_backward_scale.clone()))
+    out.backward(torch.full_like(out, 1000.0))
+    assert len(seen) == 2 and all(torch.equal(scale, before) for scale in seen)
+    assert not torch.equal(layer.fp8_backward_scale, before)
+
+
+@pytest.mark.xfail(strict=True, reason="one update for each region")
+def test_a_backward_through_two_regions_updates_once() -> None:
+    layer = Linear(WIDTH, FFN)
+    outs = []
+    for _ in range(2):
+        with autocast(recipe=SHORT):
+            outs.append(layer(batch()))
+    with counted_updates() as counts:
+        (outs[0] + outs[1]).sum().backward()
+    assert counts == [1]
+
+
+def test_a_backward_that_fails_updates_nothing_and_the_next_one_does() -> None:
+    model, x = seeded(Stack), batch()
+    for _ in range(2):
+        with autocast(recipe=SHORT):
+            out = model(x)
+        out.sum().backward()
+
+    def fail(_grad: torch.Tensor) -> None:
+        raise KeyError
+
+    with autocast(recipe=SHORT):
+        out = model(x)
+    before = {k: v for k, v in fp8_state(model).items() if "backward_scale" in k}
+    handle = model.blocks[0].up.layer_norm_weight.register_hook(fail)
+    with pytest.raises(KeyError):
+        out.sum().backward()
+    handle.remove()
+    assert all(torch.equal(fp8_state(model)[key], value) for key, value in before.items())
+    with autocast(recipe=SHORT):
+        out = model(x)
+    with counted_updates() as counts:
+        out.sum().backward()
+    assert len(counts) == 1
+    histories = [v for k, v in fp8_state(model).items() if "backward_amax" in k]
+    assert all((history[1:] != 0).all() for history in histories)
+
+
+# ---- what is not recorded ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("evaluates", [False, True], ids=["train", "eval"])
+def test_nothing_is_recorded_without_gradients(mode: Any, evaluates: bool) -> None:
+    model = seeded(Stack)
+    with autocast(recipe=SHORT):
+        model(batch())
+    before = snapshot(model)
+    model.train(not evaluates)
+    with mode(), counted_updates() as counts, autocast(recipe=SHORT):
+        model(batch(100.0))
+    assert counts == []
+    assert_same_state(snapshot(model), before)
+
+
+def test_a_model_that_is_first_evaluated_in_inference_mode_trains_like_any_other() -> None:
+    model, other, x = seeded(Stack), seeded(Stack), batch()
+    with torch.inference_mode(), autocast(recipe=SHORT):
+        model(x)
+    with torch.no_grad(), autocast(recipe=SHORT):
+        other(x)
+    assert_same(train(model), train(other))
+    copy.deepcopy(model)
+
+
+@pytest.mark.xfail(strict=True, reason="rescaled in inference mode, scales are inference tensors")
+def test_a_recipe_that_is_first_used_in_inference_mode() -> None:
+    model, other, x = seeded(Stack), seeded(Stack), batch()
+    recipe = DelayedScaling(amax_history_len=6)
+    for each, mode in ((model, torch.inference_mode), (other, torch.no_grad)):
+        train(each)
+        with mode(), autocast(recipe=recipe):
+            each(x)
+    assert_same(train(model, recipe=recipe), train(other, recipe=recipe))
+
+
+def test_inference_between_steps_changes_nothing() -> None:
+    model, other = seeded(Stack), seeded(Stack)
+    first = train(model, seed=1), train(other, seed=1)
+    with torch.inference_mode(), autocast(recipe=SHORT):
+        model(batch())
+    assert_same(*first)
+    assert_same(train(model, seed=2), train(other, seed=2))
+
+
+def test_an_exception_in_a_region_updates_nothing() -> None:
+    model = seeded(Stack)
+    with autocast(recipe=SHORT):
+        model(batch())
+    before = fp8_state(model)
+    with counted_updates() as counts:
+        with pytest.raises(KeyError), autocast(recipe=SHORT):
+            model(batch(100.0))
+            raise KeyError
+        with autocast(recipe=SHORT), pytest.raises(ValueError, match="last dimension"):
+            model.blocks[0](torch.randn(TOKENS, WIDTH + 16))
+    assert counts == []
+    for key, value in fp8_state(model).items():
+        kept = slice(1, None) if "history" in key else slice(None)
+        assert torch.equal(value[kept], before[key][kept]), key
+
+
+def test_what_a_failed_forward_saw_is_not_in_the_next_update() -> None:
+    layer = Linear(WIDTH, FFN)
+    with pytest.raises(KeyError), autocast(recipe=SHORT):
+        layer(batch() * torch.nan)
+        raise KeyError
+    with autocast(recipe=SHORT):
+        layer(torch.ones(TOKENS, WIDTH))
+    assert layer.fp8_forward_amax_history[-1, 0] == 1
+
+
+@pytest.mark.xfail(strict=True, reason="an inner region that fails takes the outer one's amaxes with it")
+def test_an_exception_that_is_caught_between_regions_concerns_the_inner_one() -> None:
+    outer, inner, x = Linear(WIDTH, FFN), Linear(WIDTH, FFN), batch()
+    with autocast(recipe=SHORT):
+        outer(x)
+        with pytest.raises(KeyError), autocast(recipe=SHORT):
+            inner(x)
+            raise KeyError
+    assert outer.fp8_forward_amax_history[-1, 0] == x.abs().max()
+    assert (inner.fp8_forward_amax_history == 0).all()
+
+
+# ---- calibrating -------------------------------------------------------------------------------------------
+
+
+def test_calibrating_records_the_amaxes_and_computes_without_fp8() -> None:
+    model, plain, x = seeded(Stack), seeded(Stack), batch(3.0)
+    with autocast(enabled=False, calibrating=True, recipe=SHORT):
+        out = model(x)
+    expected = plain(x)
+    assert torch.equal(out, expected)
+    for grads in zip(
+        torch.autograd.grad(out.sum(), list(model.parameters())),
+        torch.autograd.grad(expected.sum(), list(plain.parameters())),
+        strict=True,
+    ):
+        assert torch.equal(*grads)
+    with autocast(recipe=SHORT):
+        plain(x)
+    for key, value in fp8_state(plain).items():
+        if key.endswith("forward_scale"):
+            ratio = dict(model.state_dict())[key] / value
+            # FP8 changes the activations a little, and with them their amaxes.
+            assert ((ratio >= 0.5) & (ratio <= 2)).all()
+    head = model.head
+    assert head.fp8_forward_amax_history[-1, 1] == head.weight.abs().max()
+    assert "fp8_backward_scale" not in model.state_dict() or head.fp8_backward_scale == 1
+
+
+def test_after_calibration_the_first_step_is_as_good_as_the_second() -> None:
+    layer, x = Linear(WIDTH, FFN), batch(2000.0)
+    exact = nn.functional.linear(x, layer.weight, layer.bias)
+    uncalibrated = copy.deepcopy(layer)
+    with autocast(enabled=False, calibrating=True):
+        layer(x)
+    with torch.no_grad(), autocast():
+        assert relative_error(layer(x), exact) < 0.05
+        assert relative_error(uncalibrated(x), exact) > 0.3
+
+
+# ---- models beside each other -------------------------------------------------------------------------------
+
+
+def test_models_do_not_see_each_other() -> None:
+    alone = [train(seeded(Stack, seed), seed=10 + seed) for seed in (0, 1)]
+    models = [seeded(Stack, seed) for seed in (0, 1)]
+    # One autocast region around both, so that they share an arena from here on.
+    for model, trace in zip(models, [[], []], strict=True):
+        assert trace == []
+        with torch.no_grad(), autocast(recipe=SHORT):
+            model(batch())
+    interleaved = [train(model, seed=10 + seed) for seed, model in enumerate(models)]
+    for a, b in zip(alone, interleaved, strict=True):
+        assert_same(a, b)
+
+
+def test_models_that_shared_a_region_train_on_as_alone() -> None:
+    a, b = seeded(Stack, 0), seeded(Stack, 1)
+    xs = [batch(), batch(3.0)]
+    with autocast(recipe=SHORT):
+        together = a(xs[0]).square().mean() + b(xs[1]).square().mean()
+    together.backward()
+    c, d = seeded(Stack, 0), seeded(Stack, 1)
+    for model, x in ((c, xs[0]), (d, xs[1])):
+        with autocast(recipe=SHORT):
+            loss = model(x).square().mean()
+        loss.backward()
+    for ours, other in ((a, c), (b, d)):
+        assert_same_state(snapshot(ours), snapshot(other))
+        ours.zero_grad()
+        other.zero_grad()
+    for ours, other in ((a, c), (b, d), (a, c)):
+        assert_same(train(ours, seed=5), train(other, seed=5))
+
+
+def test_changing_subsets_of_layers_keep_their_own_histories() -> None:
+    """Each step uses other layers; each must end up as if it had been used by itself."""
+    layers = [seeded(lambda: Linear(WIDTH, WIDTH), seed) for seed in range(4)]
+    alone = [seeded(lambda: Linear(WIDTH, WIDTH), seed) for seed in range(4)]
+    for subset in ((0, 1), (1, 2), (0,), (0, 1, 2, 3), (3,), (1, 3)):
+        x = batch(2.0 ** len(subset))
+        with autocast(recipe=SHORT):
+            out = sum(layers[i](x) for i in subset)
+        out.square().sum().backward()
+        for i in subset:
+            with autocast(recipe=SHORT):
+                y = alone[i](x)
+            y.backward(2 * out.detach())
+    for ours, other in zip(layers, alone, strict=True):
+        assert_same_state(snapshot(ours), snapshot(other))
+
+
+def test_a_layer_used_twice_records_the_larger_amax() -> None:
+    layer = Linear(WIDTH, WIDTH, bias=False)
+    with autocast(recipe=SHORT):
+        out = layer(torch.full((TOKENS, WIDTH), 2.0)) + layer(torch.full((TOKENS, WIDTH), -5.0))
+    out.sum().backward()
+    assert layer.fp8_forward_amax_history[:, 0].tolist() == [0, 0, 0, 5]
+    assert layer.fp8_backward_amax_history[:, 0].tolist() == [0, 0, 0, 1]
+
+
+# ---- another recipe ------------------------------------------------------------------------------------------
+
+
+def test_a_changed_recipe_is_logged_once_and_works(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = seeded(Stack), batch()
+    exact = model(x)
+    # Recipes that no other test has, because the log remembers.
+    recipes = [
+        DelayedScaling(amax_history_len=4, margin=1),
+        DelayedScaling(amax_history_len=7, margin=1),
+        CurrentScaling(amax_epsilon=1e-30),
+        DelayedScaling(amax_history_len=3, margin=1, amax_compute_algo="most_recent"),
+    ]
+    with caplog.at_level(logging.WARNING, "flatfsdp"):
+        for recipe in recipes:
+            for _ in range(3):
+                with autocast(recipe=recipe):
+                    out = model(x)
+                out.sum().backward()
+            assert relative_error(out, exact) < 0.1
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 3 and all("recipe changed" in message for message in messages)
+    assert model.head.fp8_forward_amax_history.shape == (3, 2)
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 9), (9, 4), (4, 1), (1, 4), (2, 2)])
+def test_a_history_of_another_length_keeps_the_latest_updates(old: int, new: int) -> None:
+    layer = Linear(WIDTH, FFN)
+    for amax in range(1, 7):
+        with autocast(recipe=DelayedScaling(amax_history_len=old, margin=2)):
+            layer(torch.full((TOKENS, WIDTH), float(amax)))
+    before = layer.fp8_forward_amax_history[:, 0].tolist()
+    with autocast(recipe=DelayedScaling(amax_history_len=new, margin=3)):
+        layer(torch.full((TOKENS, WIDTH), 7.0))
+    kept = before[1:][1:] if old == new else before[1:]
+    expected = [0.0, *([0.0] * new + kept + [7.0])[-(new - 1) :]] if new > 1 else [0.0]
+    assert layer.fp8_forward_amax_history[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+def test_a_changed_format_changes_scales_at_once(algo: Any) -> None:
+    """An E5M2 scale would saturate nearly all of an E4M3 gradient."""
+    layer, x = Linear(WIDTH, FFN), batch().requires_grad_()
+    for fp8_format in (Format.HYBRID, Format.HYBRID, Format.E4M3):
+        x.grad = None
+        with autocast(recipe=DelayedScaling(0, fp8_format, 4, algo)):
+            out = layer(x)
+        dy = torch.randn_like(out)
+        out.backward(dy)
+    assert relative_error(x.grad, dy @ layer.weight) < 0.08
+
+
+def test_a_forward_keeps_its_recipe_for_its_backward() -> None:
+    """Another recipe in between, as in an evaluation with gradients."""
+    layer, other, x = seeded(lambda: Linear(WIDTH, FFN)), seeded(lambda: Linear(WIDTH, FFN)), batch()
+    grads = []
+    for each in (layer, other):
+        y = x.clone().requires_grad_()
+        with autocast(recipe=SHORT):
+            out = each(y)
+        if each is layer:
+            with autocast(recipe=DelayedScaling(fp8_format=Format.E4M3, amax_history_len=8)):
+                each(batch(100.0))
+        out.backward(torch.ones_like(out))
+        grads.append((y.grad, each.weight.grad, each.bias.grad))
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+    with autocast(recipe=SHORT):
+        out = layer(x)
+    out.sum().backward()
+
+
+# ---- errors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DelayedScaling(amax_history_len=0), "amax_history_len"),
+        (lambda: DelayedScaling(amax_history_len=2.0), "amax_history_len"),
+        (lambda: DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo"),
+        (lambda: DelayedScaling(fp8_format="HYBRID"), "fp8_format"),
+        (lambda: CurrentScaling(fp8_format=None), "fp8_format"),
+        (lambda: CurrentScaling(amax_epsilon=-1.0), "amax_epsilon"),
+        (lambda: CurrentScaling(amax_epsilon=float("nan")), "amax_epsilon"),
+        (lambda: fp8.BlockScaling(fp8_format=Format.HYBRID), "fp8_format"),
+        (lambda: fp8.BlockScaling(split_accumulator=SplitAccumulator()), "split"),
+    ],
+)
+def test_values_that_no_recipe_has(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_something_else_than_a_recipe() -> None:
+    with pytest.raises(TypeError, match="DelayedScaling"), autocast(recipe="delayed"):
+        pass
+    with pytest.raises(TypeError, match="DelayedScaling"), autocast(recipe=DelayedScaling):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "name"),
+    [
+        (lambda: Linear(WIDTH, FFN), (TOKENS + 1, WIDTH), "tokens is 33"),
+        (lambda: Linear(WIDTH + 8, FFN), (TOKENS, WIDTH + 8), "in_features is 40"),
+        (lambda: Linear(WIDTH, FFN + 1), (TOKENS, WIDTH), "out_features is 49"),
+        (lambda: LayerNormLinear(WIDTH, FFN + 4), (TOKENS, WIDTH), "out_features is 52"),
+        (lambda: LayerNormMLP(WIDTH, 24), (TOKENS, WIDTH), "fc1_weight: out_features is 24"),
+        (lambda: LayerNormMLP(WIDTH, 24, activation="swiglu"), (TOKENS, WIDTH), "fc2_weight: in_features"),
+    ],
+)
+@RECIPES
+def test_sizes_that_fp8_does_not_take(layer: Any, shape: tuple[int, int], name: str, recipe: Any) -> None:
+    layer, x = layer(), torch.randn(shape)
+    with autocast(recipe=recipe), pytest.raises(ValueError, match=rf"{type(layer).__name__}.*{name}"):
+        layer(x)
+    assert layer(x).shape[0] == shape[0]
+
+
+def test_tokens_are_the_product_of_leading_dimensions() -> None:
+    layer = Linear(WIDTH, FFN)
+    with autocast():
+        assert layer(torch.randn(2, 4, 4, WIDTH)).shape == (2, 4, 4, FFN)
+        with pytest.raises(ValueError, match="tokens is 8"):
+            layer(torch.randn(2, 4, WIDTH))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0)])
+def test_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Old")
+    require_fp8.cache_clear()
+    try:
+        if capability >= (8, 9):
+            require_fp8(torch.device("cuda", 0))
+        else:
+            with pytest.raises(RuntimeError, match=r"NVIDIA Old.*autocast\(enabled=False\)"):
+                require_fp8(torch.device("cuda", 0))
+    finally:
+        require_fp8.cache_clear()

@@ -1,0 +1,295 @@
+"""FP8 weights: cast once a step, and never read with another scale than they were cast with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
+from flatfsdp.fp8.quantizers import Current, Delayed
+from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH, Stack, relative_error, seeded
+
+E4M3 = torch.float8_e4m3fn
+RECIPES = pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
+LAYERS = pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
+
+
+def batch(scale: float = 1.0) -> Tensor:
+    return scale * torch.randn(TOKENS, WIDTH)
+
+
+def fp8_of(x: Tensor, scale: Tensor) -> Tensor:
+    """What a cast to E4M3 and back makes of x, in FP64."""
+    return (x * scale).clamp(-448, 448).to(E4M3).double() / scale.double()
+
+
+@pytest.fixture
+def casts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
+    """Shapes of what quantizers cast; what norms and activations cast themselves is not among them."""
+    shapes: list[tuple[int, ...]] = []
+    cast = Delayed.cast
+
+    def counting(self: Delayed, x: Tensor, **options: Any) -> Any:
+        shapes.append(tuple(x.shape))
+        return cast(self, x, **options)
+
+    monkeypatch.setattr(Delayed, "cast", counting)
+    yield shapes
+
+
+# ---- cast once ---------------------------------------------------------------------------------------------
+
+
+@RECIPES
+@LAYERS
+def test_a_weight_is_cast_once_a_step(layer_type: type, recipe: Any, casts: list[tuple[int, ...]]) -> None:
+    layer = layer_type(WIDTH, FFN)
+    weights = sorted(tuple(p.shape) for p in layer.parameters() if p.dim() == 2)
+    for _ in range(2):
+        for microbatch in range(4):
+            casts.clear()
+            with autocast(recipe=recipe):
+                out = layer(batch(), is_first_microbatch=microbatch == 0)
+            cast = sorted(shape for shape in casts if shape[0] != TOKENS)
+            assert cast == (weights if microbatch == 0 else [])
+            casts.clear()
+            out.sum().backward()
+            assert all(shape[0] == TOKENS for shape in casts), "a backward casts gradients only"
+    for _ in range(2):
+        casts.clear()
+        with autocast(recipe=recipe):
+            layer(batch())
+        assert sorted(shape for shape in casts if shape[0] != TOKENS) == weights
+
+
+@RECIPES
+def test_cached_weights_give_the_bits_of_weights_that_are_cast_each_time(recipe: Any) -> None:
+    """While neither weights nor their scales change, which they do in the first update of delayed scaling."""
+    cached, fresh = seeded(Stack), seeded(Stack)
+    for model in (cached, fresh):
+        with autocast(recipe=recipe):
+            model(batch())
+    for microbatch in range(4):
+        x = batch(2.0**microbatch)
+        results = []
+        for model, first in ((cached, microbatch == 0), (fresh, None)):
+            y = x.clone().requires_grad_()
+            with autocast(recipe=recipe):
+                out = model(y, first)
+            out.square().mean().backward()
+            results.append((out, y.grad, *(p.grad for p in model.parameters())))
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_a_cached_weight_of_an_evaluation_serves_training() -> None:
+    """It was cast without the transpose, which a backward needs."""
+    grads = []
+    for evaluates_first in (False, True):
+        layer, x = seeded(lambda: Linear(WIDTH, FFN)), torch.ones(TOKENS, WIDTH).requires_grad_()
+        if evaluates_first:
+            with torch.no_grad(), autocast(recipe=SHORT):
+                layer(x, is_first_microbatch=True)
+        with autocast(recipe=SHORT):
+            out = layer(x, is_first_microbatch=not evaluates_first)
+        out.square().sum().backward()
+        grads.append((x.grad, layer.weight.grad))
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_cached_weights_in_an_evaluation(mode: Any) -> None:
+    layer, x = Linear(WIDTH, FFN), batch()
+    with mode():
+        for first in (True, False, None):
+            with autocast(recipe=SHORT):
+                out = layer(x, is_first_microbatch=first)
+            if first:
+                expected = out
+            assert torch.equal(out, expected)
+
+
+def test_what_changes_the_weight_drops_the_cached_one() -> None:
+    layer, x = Linear(WIDTH, FFN), batch()
+    for change in (
+        lambda: layer.load_state_dict(copy.deepcopy(layer.state_dict())),
+        lambda: layer.to(torch.float32),
+    ):
+        with autocast(recipe=SHORT):
+            layer(x, is_first_microbatch=True)
+        change()
+        with autocast(recipe=SHORT), pytest.raises(RuntimeError, match="is_first_microbatch=True"):
+            layer(x, is_first_microbatch=False)
+
+
+# ---- never another scale -----------------------------------------------------------------------------------
+
+
+def test_a_cached_weight_is_read_with_the_scale_of_its_cast() -> None:
+    """Transformer Engine had this wrong (issue 1047): the error grows twenty-fold, and nobody notices."""
+    layer, x = Linear(WIDTH, FFN, bias=False), batch()
+    with torch.no_grad():
+        layer.weight.mul_(1000)
+    with autocast(recipe=SHORT):
+        layer(x, is_first_microbatch=True)
+    at_cast = torch.ones(())
+    for _ in range(5):
+        assert layer.fp8_forward_scale[1] != at_cast
+        scale = layer.fp8_forward_scale[0].clone()
+        y = batch().requires_grad_()
+        with autocast(recipe=SHORT):
+            out = layer(y, is_first_microbatch=False)
+        assert relative_error(out, fp8_of(y, scale) @ fp8_of(layer.weight, at_cast).t()) < 1e-6
+        grad_scale = layer.fp8_backward_scale if hasattr(layer, "fp8_backward_scale") else at_cast
+        assert grad_scale == 1, "no backward so far"
+        (dx,) = torch.autograd.grad(out, y, torch.ones_like(out), retain_graph=True)
+        exact = torch.ones_like(out).double() @ fp8_of(layer.weight, at_cast)
+        assert relative_error(dx, exact) < 1e-6
+        layer.load_state_dict(without_backward(layer), strict=False)
+        with autocast(recipe=SHORT):
+            layer(batch(), is_first_microbatch=True)
+        at_cast = scales_of_last_cast(layer)
+
+
+def without_backward(layer: Linear) -> dict[str, Tensor]:
+    """Puts gradients' scales back to 1."""
+    state = copy.deepcopy(layer.state_dict())
+    state["fp8_backward_scale"].fill_(1)
+    state["fp8_backward_amax_history"].zero_()
+    return state
+
+
+def scales_of_last_cast(layer: Linear) -> Tensor:
+    _, operand = layer._cached_weights["weight"]
+    assert operand.rowwise_inv is not None
+    return 1 / operand.rowwise_inv
+
+
+@LAYERS
+@pytest.mark.parametrize("caches", [False, True], ids=["", "cached-weights"])
+def test_scales_that_move_between_forward_and_backward(layer_type: type, caches: bool) -> None:
+    """Gradients equal those without the updates, bit for bit."""
+    grads = []
+    for moves in (False, True):
+        layer = seeded(lambda: layer_type(WIDTH, FFN))
+        torch.manual_seed(1)
+        x = batch().requires_grad_()
+        with autocast(recipe=SHORT):
+            layer(x, is_first_microbatch=True)
+        with autocast(recipe=SHORT):
+            out = layer(x, is_first_microbatch=False if caches else None)
+        dy = torch.randn_like(out)
+        before = layer.fp8_forward_scale.clone()
+        for factor in (1e3, 1e6, 1e-3) if moves else ():
+            with torch.no_grad():
+                weights = [p.clone() for p in layer.parameters()]
+                for p in layer.parameters():
+                    p.data = p.data * factor
+            with autocast(recipe=SHORT):
+                layer(batch(factor))
+            for p, weight in zip(layer.parameters(), weights, strict=True):
+                p.data = weight
+        assert torch.equal(layer.fp8_forward_scale, before) != moves
+        out.backward(dy)
+        grads.append((x.grad, *(p.grad for p in layer.parameters())))
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_state_dict_that_is_loaded_between_forward_and_backward_does_not_matter() -> None:
+    layer, x = Linear(WIDTH, FFN), batch().requires_grad_()
+    with autocast(recipe=SHORT):
+        layer(x)
+    with autocast(recipe=SHORT):
+        out = layer(x)
+    (dx,) = torch.autograd.grad(out, x, torch.ones_like(out), retain_graph=True)
+    state = copy.deepcopy(layer.state_dict())
+    state["fp8_forward_scale"].mul_(2.0**10)
+    state["fp8_backward_scale"].fill_(1)
+    layer.load_state_dict(state)
+    (again,) = torch.autograd.grad(out, x, torch.ones_like(out))
+    assert torch.equal(dx, again)
+
+
+def test_scales_that_are_loaded_are_used_by_the_next_cast() -> None:
+    layer, x = Linear(WIDTH, FFN, bias=False), batch()
+    with autocast(recipe=SHORT):
+        layer(x)
+    state = copy.deepcopy(layer.state_dict())
+    state["fp8_forward_scale"].copy_(torch.tensor([4.0, 8.0]))
+    layer.load_state_dict(state)
+    with torch.no_grad(), autocast(recipe=SHORT):
+        out = layer(x)
+    exact = fp8_of(x, torch.tensor(4.0)) @ fp8_of(layer.weight, torch.tensor(8.0)).t()
+    assert relative_error(out, exact) < 1e-6
+
+
+# ---- errors ------------------------------------------------------------------------------------------------
+
+
+@RECIPES
+@LAYERS
+def test_false_before_any_true(layer_type: type, recipe: Any) -> None:
+    layer = layer_type(WIDTH, FFN)
+    with autocast(recipe=recipe):
+        layer(batch())
+        with pytest.raises(RuntimeError, match=rf"{layer_type.__name__}.*is_first_microbatch=True"):
+            layer(batch(), is_first_microbatch=False)
+    # Without FP8 there is nothing to keep.
+    layer(batch(), is_first_microbatch=False)
+
+
+def test_a_weight_that_was_cast_with_another_recipe() -> None:
+    layer = Linear(WIDTH, FFN)
+    with autocast(recipe=SHORT):
+        layer(batch(), is_first_microbatch=True)
+    for recipe in (CurrentScaling(), DelayedScaling(margin=5)):
+        with autocast(recipe=recipe), pytest.raises(RuntimeError, match="another recipe"):
+            layer(batch(), is_first_microbatch=False)
+
+
+def test_layers_of_one_class_keep_their_own_weights() -> None:
+    model = nn.Sequential(Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH))
+    x = batch()
+    with autocast(recipe=CurrentScaling()):
+        first = [layer(x, is_first_microbatch=True) for layer in model]
+        second = [layer(x, is_first_microbatch=False) for layer in model]
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_current_scaling_takes_the_scale_of_the_tensor_itself() -> None:
+    layer, x = Linear(WIDTH, FFN, bias=False), batch(37.0)
+    for power_of_two in (True, False):
+        with torch.no_grad(), autocast(recipe=CurrentScaling(power_of_two_scales=power_of_two)):
+            out = layer(x)
+        scales = [torch.tensor(448.0) / t.abs().max() for t in (x, layer.weight)]
+        if power_of_two:
+            scales = [2.0 ** scale.log2().floor() for scale in scales]
+        exact = fp8_of(x, scales[0]) @ fp8_of(layer.weight, scales[1]).t()
+        assert relative_error(out, exact) < 1e-6
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-40])
+def test_current_scaling_of_almost_nothing(value: float) -> None:
+    layer = Linear(WIDTH, FFN)
+    x = torch.full((TOKENS, WIDTH), value).requires_grad_()
+    with autocast(recipe=CurrentScaling()):
+        out = layer(x)
+    (0.0 * out).sum().backward()
+    assert out.isfinite().all() and (x.grad == 0).all() and (layer.weight.grad == 0).all()
+
+
+def test_quantizers_are_values() -> None:
+    """One is made for each call of a layer: nothing that is kept may be shared with the next call."""
+    a = Current(E4M3, 0.0, True).cast(batch(), rowwise=True, columnwise=False)
+    b = Current(E4M3, 0.0, True).cast(batch(1e3), rowwise=True, columnwise=False)
+    assert a.operand.rowwise_inv is not b.operand.rowwise_inv
+    assert not torch.equal(a.operand.rowwise_inv, b.operand.rowwise_inv)

@@ -1,0 +1,96 @@
+"""What layers should compute, in plain PyTorch and FP64, and how far off they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+EPS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+"""Relative errors that rounding explains."""
+
+
+def error(ours: Tensor, expected: Tensor) -> float:
+    """Relative, in the Frobenius norm; absolute where the expected values are 0 but for rounding."""
+    assert ours.shape == expected.shape
+    assert ours.isfinite().all()
+    ones, scale = max(1, expected.numel()) ** 0.5, expected.double().norm().item()
+    return (ours.double() - expected.double()).norm().item() / (scale if scale > 1e-9 * ones else ones)
+
+
+def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """FP64 leaves of the same values."""
+    return {name: t.detach().double().requires_grad_() for name, t in tensors.items()}
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape).to(dtype).requires_grad_()
+
+
+def same_gradients(
+    ours: Callable[..., Tensor],
+    expected: Callable[..., Tensor],
+    inputs: Iterable[Tensor],
+    bound: float,
+) -> None:
+    """Compares results and gradients of all inputs, the latter for a random gradient of the result."""
+    inputs = list(inputs)
+    doubles = [t.detach().double().requires_grad_() for t in inputs]
+    out, reference = ours(*inputs), expected(*doubles)
+    assert error(out, reference) < bound
+    grad = torch.randn_like(out)
+    grads = torch.autograd.grad(out, inputs, grad)
+    references = torch.autograd.grad(reference, doubles, grad.double())
+    for tensor, got, wanted in zip(inputs, grads, references, strict=True):
+        assert got.dtype == tensor.dtype
+        assert error(got, wanted) < bound
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor | None, scale: float) -> Tensor:
+    """[batch, seq, heads, dim]; `seen`, bool, is broadcast to [batch, heads, queries, keys]."""
+    repeats = query.shape[2] // key.shape[2]
+    key, value = key.repeat_interleave(repeats, 2), value.repeat_interleave(repeats, 2)
+    scores = torch.einsum("bqhd,bkhd->bhqk", query, key) * scale
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -torch.inf)
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, value).flatten(2)
+
+
+def window(queries: int, keys: int, left: int, right: int) -> Tensor:
+    """True where a query sees a key; -1 is no limit."""
+    return torch.tensor(
+        [
+            [(left < 0 or k >= q - left) and (right < 0 or k <= q + right) for k in range(keys)]
+            for q in range(queries)
+        ]
+    )
+
+
+def rotated(x: Tensor, base: float = 10000.0, interleaved: bool = False) -> Tensor:
+    """RoPE with complex numbers; x is [batch, seq, heads, dim]."""
+    seq, dim = x.shape[1], x.shape[3]
+    frequency = base ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    angle = torch.outer(torch.arange(seq, dtype=torch.float64), frequency)[:, None]
+    a, b = (x[..., ::2], x[..., 1::2]) if interleaved else x.chunk(2, -1)
+    turned = torch.view_as_real(torch.complex(a, b) * torch.polar(torch.ones_like(angle), angle))
+    return turned.flatten(-2) if interleaved else torch.cat(turned.unbind(-1), -1)
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    rms: bool = False,
+    eps: float = 1e-5,
+    zero_centered: bool = False,
+) -> Tensor:
+    if weight is not None and zero_centered:
+        weight = weight + 1
+    shape = x.shape[-1:] if weight is None else weight.shape
+    if rms:
+        return F.rms_norm(x, shape, weight, eps)
+    return F.layer_norm(x, shape, weight, bias, eps)

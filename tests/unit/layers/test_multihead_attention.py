@@ -1,0 +1,286 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.layers.multihead_attention import MultiheadAttention
+from flatfsdp.layers.rotary import RotaryPositionEmbedding
+from tests.unit.layers import plain
+
+SEQ, BATCH, HIDDEN, HEADS = 7, 2, 32, 4
+BOUND = 5e-6
+
+
+def trained(layer: nn.Module) -> nn.Module:
+    """With random parameters, of a size that keeps results of order 1."""
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            parameter.normal_(0.0, 1.0 if parameter.dim() == 1 else parameter.shape[1] ** -0.5)
+            if name.endswith(("norm.weight", "norm_weight")):
+                parameter.add_(1.0)
+    return layer
+
+
+def rows_for(layer: MultiheadAttention, state: dict[str, Tensor]) -> list[Tensor]:
+    """[Q; K; V] weight and bias of the first projection."""
+    prefix = "layernorm_qkv." if layer.input_layernorm else "qkv."
+    heads, groups = layer.core_attention.num_attention_heads, layer.core_attention.num_gqa_groups
+    found = []
+    for kind in ("weight", "bias"):
+        if prefix + "query_weight" in state:
+            found.append(torch.cat([state[f"{prefix}{part}_{kind}"] for part in ("query", "key", "value")]))
+            continue
+        joint = state[prefix + kind]
+        if layer.qkv_weight_interleaved:
+            each = heads // groups
+            runs = joint.unflatten(0, (groups, each + 2, -1))
+            query, key, value = runs[:, :each].flatten(1, 2), runs[:, each], runs[:, -1]
+            joint = torch.cat([part.flatten(0, 1) for part in (query, key, value)])
+        found.append(joint)
+    return found
+
+
+def expected_output(
+    layer: MultiheadAttention,
+    x: Tensor,
+    state: dict[str, Tensor],
+    seen: Tensor | None,
+    *,
+    qk_norm: str | None = None,
+    base: float | None = None,
+) -> Tensor:
+    """x is [batch, seq, hidden], FP64."""
+    core = layer.core_attention
+    if layer.input_layernorm:
+        norm = [state.get(f"layernorm_qkv.layer_norm_{kind}") for kind in ("weight", "bias")]
+        x = plain.norm(x, *norm, rms=norm[1] is None)
+    weight, bias = rows_for(layer, state)
+    counts = (core.num_attention_heads, core.num_gqa_groups, core.num_gqa_groups)
+    joint = (x @ weight.T + bias).unflatten(-1, (-1, core.kv_channels))
+    query, key, value = joint.split(counts, dim=-2)
+
+    def turned(x: Tensor) -> Tensor:
+        return x if base is None else plain.rotated(x, base, layer.rotary_pos_interleaved)
+
+    def normed(x: Tensor, prefix: str) -> Tensor:
+        if qk_norm is None:
+            return x
+        if qk_norm == "L2Normalization":
+            return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+        parameters = (state.get(f"{prefix}.weight"), state.get(f"{prefix}.bias"))
+        return plain.norm(x, *parameters, rms=qk_norm == "RMSNorm", eps=1e-6)
+
+    def prepared(x: Tensor, prefix: str) -> Tensor:
+        return turned(normed(x, prefix)) if layer.qk_norm_before_rope else normed(turned(x), prefix)
+
+    context = plain.attention(
+        prepared(query, "q_norm"), prepared(key, "k_norm"), value, seen, core.kv_channels**-0.5
+    )
+    return context @ state["proj.weight"].T + state["proj.bias"]
+
+
+def against_plain(layer: MultiheadAttention, seen: Tensor | None, expected: Any, **arguments: Any) -> None:
+    """Results and gradients of input and parameters."""
+    x = plain.leaf(BATCH, SEQ, HIDDEN)
+    doubles = plain.doubled({"x": x, **dict(layer.named_parameters())})
+    is_sbhd = layer.core_attention.qkv_format == "sbhd"
+    out = layer(x.transpose(0, 1), **arguments).transpose(0, 1) if is_sbhd else layer(x, **arguments)
+    reference = expected(layer, doubles["x"], doubles, seen)
+    assert plain.error(out, reference) < BOUND
+    dy = torch.randn_like(out)
+    out.backward(dy)
+    reference.backward(dy.double())
+    for name, tensor in (("x", x), *layer.named_parameters()):
+        assert tensor.grad is not None and doubles[name].grad is not None
+        assert plain.error(tensor.grad, doubles[name].grad) < BOUND, name
+
+
+TRIANGLE = plain.window(SEQ, SEQ, -1, 0)
+LAYOUTS = pytest.mark.parametrize(
+    "layout",
+    [
+        {"fuse_qkv_params": True},
+        {"fuse_qkv_params": True, "qkv_weight_interleaved": False},
+        {"fuse_qkv_params": False},
+    ],
+    ids=["interleaved", "fused", "split"],
+)
+
+
+@LAYOUTS
+@pytest.mark.parametrize("groups", [4, 2, 1])
+@pytest.mark.parametrize("qkv_format", ["sbhd", "bshd"])
+def test_layouts_against_float64(layout: dict[str, bool], groups: int, qkv_format: str) -> None:
+    layer = MultiheadAttention(
+        HIDDEN,
+        HEADS,
+        attention_dropout=0.0,
+        num_gqa_groups=groups,
+        input_layernorm=groups == 2,
+        qkv_format=qkv_format,
+        **layout,
+    )
+    against_plain(trained(layer), TRIANGLE, expected_output)
+
+
+@pytest.mark.parametrize("qk_norm", [None, "L2Normalization", "RMSNorm", "LayerNorm"])
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope_and_norms_against_float64(qk_norm: str | None, before: bool, interleaved: bool) -> None:
+    layer = MultiheadAttention(
+        HIDDEN,
+        HEADS,
+        attention_dropout=0.0,
+        num_gqa_groups=2,
+        fuse_qkv_params=True,
+        qk_norm_type=qk_norm,
+        qk_norm_before_rope=before,
+        rotary_pos_interleaved=interleaved,
+        rotary_base=100.0,
+        normalization="RMSNorm",
+        input_layernorm=True,
+        attn_mask_type="no_mask",
+    )
+
+    def expected(*arguments: Any) -> Tensor:
+        return expected_output(*arguments, qk_norm=qk_norm, base=100.0)
+
+    against_plain(trained(layer), None, expected)
+
+
+def test_tables_may_come_from_outside() -> None:
+    options: dict[str, Any] = {"attention_dropout": 0.0, "qkv_format": "bshd"}
+    own = trained(MultiheadAttention(HIDDEN, HEADS, rotary_base=500.0, **options))
+    other = MultiheadAttention(HIDDEN, HEADS, **options)
+    other.load_state_dict(own.state_dict())
+    x, tables = torch.randn(BATCH, SEQ, HIDDEN), RotaryPositionEmbedding(HIDDEN // HEADS, 500.0)(SEQ)
+    assert torch.equal(own(x), other(x, rotary_pos_emb=tables))
+    assert torch.equal(own(x), other(x, rotary_pos_emb=(tables.cos, tables.sin)))
+    assert not torch.allclose(own(x), other(x))
+    neighbours = RotaryPositionEmbedding(HIDDEN // HEADS, interleaved=True)(SEQ)
+    with pytest.raises(ValueError, match="rotary_pos_emb was made with interleaved=True"):
+        other(x, rotary_pos_emb=neighbours)
+
+
+@pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
+def test_it_equals_torchs(mask_type: str) -> None:
+    theirs = nn.MultiheadAttention(HIDDEN, HEADS, dtype=torch.float64)
+    ours = MultiheadAttention(
+        HIDDEN,
+        HEADS,
+        attention_dropout=0.0,
+        attn_mask_type=mask_type,
+        fuse_qkv_params=True,
+        qkv_weight_interleaved=False,
+    )
+    ours.load_state_dict(
+        {
+            "qkv.weight": theirs.in_proj_weight,
+            "qkv.bias": theirs.in_proj_bias,
+            "proj.weight": theirs.out_proj.weight,
+            "proj.bias": theirs.out_proj.bias,
+        }
+    )
+    x = torch.randn(SEQ, BATCH, HIDDEN)
+    mask = ~TRIANGLE if mask_type == "causal" else None
+    expected, _ = theirs(x.double(), x.double(), x.double(), attn_mask=mask, need_weights=False)
+    assert plain.error(ours(x), expected) < 1e-6
+
+
+def test_masks_and_windows_are_passed_on() -> None:
+    layer = trained(MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, attn_mask_type="padding"))
+    mask = torch.zeros(BATCH, 1, 1, SEQ, dtype=torch.bool)
+    mask[0, ..., 4:] = True
+    seen = ~mask & plain.window(SEQ, SEQ, 2, 0)
+    arguments = {"attention_mask": mask, "attn_mask_type": "padding_causal", "window_size": (2, 0)}
+    against_plain(layer, seen, expected_output, **arguments)
+
+
+def test_what_is_returned() -> None:
+    x = torch.randn(SEQ, BATCH, HIDDEN)
+    layer = trained(
+        MultiheadAttention(
+            HIDDEN,
+            HEADS,
+            attention_dropout=0.0,
+            return_bias=True,
+            return_layernorm_output=True,
+            input_layernorm=True,
+        )
+    )
+    out, bias, normed, residual = layer(x, return_residual=True)
+    assert len(layer(x)) == 3
+    assert torch.equal(bias, layer.proj.bias) and torch.equal(residual, x)
+    norm = layer.layernorm_qkv
+    assert plain.error(normed, plain.norm(x, norm.layer_norm_weight, norm.layer_norm_bias)) < 1e-6
+    layer.proj.return_bias = layer.return_bias = False
+    layer.return_layernorm_output = layer.layernorm_qkv.return_layernorm_output = False
+    assert torch.allclose(layer(x), out + bias, atol=1e-6)
+    without_norm = MultiheadAttention(HIDDEN, HEADS)
+    assert without_norm(x, return_residual=True)[1] is x
+
+
+def test_checkpointed_attention_is_the_same() -> None:
+    layer = trained(MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.3, rotary_base=100.0))
+    x = plain.leaf(SEQ, BATCH, HIDDEN)
+    results = []
+    for checkpoint in (False, True):
+        torch.manual_seed(1)
+        out = layer(x, checkpoint_core_attention=checkpoint)
+        results.append((out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_no_tokens_and_strided_input() -> None:
+    layer = trained(MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, rotary_base=100.0))
+    for shape in ((0, BATCH), (SEQ, 0)):
+        x = plain.leaf(*shape, HIDDEN)
+        layer(x).sum().backward()
+        assert x.grad is not None and x.grad.shape == x.shape
+        assert all(parameter.grad is not None for parameter in layer.parameters())
+    strided = torch.randn(BATCH, HIDDEN, SEQ).permute(2, 0, 1)
+    assert torch.equal(layer(strided), layer(strided.contiguous()))
+
+
+def test_names_are_transformer_engines() -> None:
+    fused = MultiheadAttention(
+        HIDDEN, HEADS, fuse_qkv_params=True, input_layernorm=True, qk_norm_type="RMSNorm", bias=False
+    )
+    assert {*fused.state_dict()} == {
+        "layernorm_qkv.layer_norm_weight",
+        "layernorm_qkv.layer_norm_bias",
+        "layernorm_qkv.weight",
+        "q_norm.weight",
+        "k_norm.weight",
+        "proj.weight",
+    }
+    split = MultiheadAttention(HIDDEN, HEADS, num_gqa_groups=2, bias=False)
+    assert {name: tuple(tensor.shape) for name, tensor in split.state_dict().items()} == {
+        "qkv.query_weight": (HIDDEN, HIDDEN),
+        "qkv.key_weight": (HIDDEN // 2, HIDDEN),
+        "qkv.value_weight": (HIDDEN // 2, HIDDEN),
+        "proj.weight": (HIDDEN, HIDDEN),
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"fuse_wgrad_accumulation": True}, "needs fuse_qkv_params=True"),
+        ({"attention_type": "cross"}, "attention_type is 'cross'"),
+        ({"return_layernorm_output": True}, "needs input_layernorm=True"),
+        ({"num_attention_heads": 5}, "hidden_size is 32, which 5 heads cannot share"),
+        ({"qk_norm_type": "BatchNorm"}, "qk_norm_type is 'BatchNorm'"),
+    ],
+)
+def test_contradicting_options_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MultiheadAttention(**{"hidden_size": HIDDEN, "num_attention_heads": HEADS, **arguments})
+
+
+def test_tensor_parallelism_is_not_there_yet() -> None:
+    with pytest.raises(NotImplementedError, match=r"comes with flatfsdp\.parallel"):
+        MultiheadAttention(HIDDEN, HEADS, tp_size=2)
