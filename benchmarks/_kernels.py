@@ -154,6 +154,7 @@ class Bench:
             yield self._cast(cols, E4M3)
             yield self._cast(cols, E4M3, columnwise=True)
             yield self._cast(cols, E5M2, columnwise=True, column_sum=True)
+        for cols in self._some(hidden, ffn):
             yield self._max_abs(cols)
         yield self._norm_forward(hidden, rms=False, to_fp8=False)
         yield self._norm_forward(hidden, rms=False, to_fp8=True)
@@ -162,9 +163,10 @@ class Bench:
         yield self._norm_backward(hidden, rms=False)
         if not self.quick:
             yield self._norm_backward(wide, rms=True)
-        for name, cols, gates in (("gelu", ffn, 1), ("swiglu", gated, 2)):
-            yield self._activation_forward(name, cols, gates)
-            yield self._activation_backward(name, cols, gates)
+        yield self._activation_forward("gelu", ffn, gates=1)
+        yield self._activation_forward("swiglu", gated, gates=2)
+        yield self._activation_backward("gelu", ffn, gates=1)
+        yield self._activation_backward("swiglu", gated, gates=2)
         yield self._rope(hidden)
         yield self._dropout_forward(hidden)
         yield self._dropout_backward(hidden)

@@ -23,6 +23,7 @@ Bytes per element, x of p bytes: p + 1 for each layout; scales add 4 / 128 each,
 
 from __future__ import annotations
 
+import struct
 from typing import Literal, NamedTuple
 
 import torch
@@ -39,11 +40,10 @@ DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
 FLT_MAX = torch.finfo(torch.float32).max
 
-# A program owns 128 x 128 elements but holds only 32 of them a thread, so that several run on each
-# multiprocessor.  It reads them twice; what it reads again is in the cache.
-STRIP = 32
-QUARTER = 64
-NUM_WARPS = 4
+# A tile of 128 x 128 is read once and stays in registers, as many as let two programs run on each
+# multiprocessor.  Where blocks are rows only, tiles can be lower.
+NUM_WARPS = 8
+LOW_ROWS, LOW_WARPS = 32, 4
 
 Block = Literal["1x128", "128x128"]
 
@@ -122,31 +122,48 @@ def squares_reference(
             inv[:, : blocks.shape[1]] = 1 / blocks
 
 
+def _bits(value: float) -> int:
+    """Of an FP32 number."""
+    return struct.unpack("i", struct.pack("f", value))[0]
+
+
 @jit
-def _block_scale(bits, epsilon, LARGEST: tl.constexpr, FLT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """From the bits of max |x|, which are in order as integers, with NaN above infinity."""
-    amax = bits.to(tl.float32, bitcast=True)
-    amax = tl.maximum(amax, epsilon, propagate_nan=tl.PropagateNan.ALL)
-    scale = tl.minimum(tl.div_rn(LARGEST, amax), FLT_MAX)
+def _scales(
+    largest, epsilon_bits, like, LARGEST: tl.constexpr, FLT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr
+):
+    """Scales and their inverses, from the bits that `_magnitude` gives of numbers like `like`."""
+    if like.dtype != tl.float32:
+        largest = largest.to(tl.int16).to(like.dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    bits = tl.maximum(largest, epsilon_bits)
+    is_usable = (bits > 0) & (bits < 0x7F800000)
     if POWER_OF_TWO:
-        scale = (scale.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where((amax > 0) & (amax < float("inf")), scale, 1.0)
+        # Without divisions: 448 / amax is 2^(8 - e), or half of it if amax is above 1.75 * 2^e.  Adding
+        # 0x1FFFFF carries into the exponent if it is.  Exponents below 8 would give more than 2^127.
+        exponent = tl.maximum((bits + 0x1FFFFF) & 0x7F800000, 8 << 23) - (8 << 23)
+        scale = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+        scale_inv = tl.maximum(exponent, 0x00400000).to(tl.float32, bitcast=True)  # at least 2^-127
+    else:
+        scale = tl.minimum(tl.div_rn(LARGEST, bits.to(tl.float32, bitcast=True)), FLT_MAX)
+        scale_inv = tl.div_rn(1.0, scale)
+    return tl.where(is_usable, scale, 1.0), tl.where(is_usable, scale_inv, 1.0)
 
 
 @jit
-def _tile(rows, cols, BLOCK: tl.constexpr):
+def _magnitude(x):
+    """Bits of |x|, which are in order as integers, with NaN above infinity."""
+    if x.dtype == tl.float32:
+        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    else:
+        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
+    return bits
+
+
+@jit
+def _tile(rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """This program's tile: its indices among tiles, and how much of the matrix is left from its corner on."""
     across = tl.cdiv(cols, BLOCK)
     band, block = (tl.program_id(0) // across).to(tl.int64), (tl.program_id(0) % across).to(tl.int64)
-    return band, block, (rows - band * BLOCK).to(tl.int32), (cols - block * BLOCK).to(tl.int32)
-
-
-@jit
-def _load(corner_ptr, row, col, cols, rows_left, cols_left):
-    """FP32 values, bits of their magnitudes, and the mask; indices are within the tile."""
-    mask = (row < rows_left)[:, None] & (col < cols_left)[None, :]
-    x = tl.load(corner_ptr + (row[:, None] * cols + col[None, :]), mask, 0.0).to(tl.float32)
-    return x, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, mask
+    return band, block, (rows - band * BLOCK_ROWS).to(tl.int32), (cols - block * BLOCK).to(tl.int32)
 
 
 @jit
@@ -158,35 +175,32 @@ def _vectors_kernel(
     columnwise_inv_ptr,
     rows,
     cols,
-    epsilon,
+    epsilon_bits,
     POWER_OF_TWO: tl.constexpr,
     LARGEST: tl.constexpr,
     FLT_MAX: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STRIP: tl.constexpr,
 ):
-    band, block, rows_left, cols_left = _tile(rows, cols, BLOCK)
-    corner = band * BLOCK * cols + block * BLOCK
+    band, block, rows_left, cols_left = _tile(rows, cols, BLOCK_ROWS, BLOCK)
+    row, col = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK)
+    mask = (row < rows_left)[:, None] & (col < cols_left)[None, :]
+    corner = band * BLOCK_ROWS * cols + block * BLOCK
+    index = row[:, None] * cols + col[None, :]
+    x = tl.load(x_ptr + corner + index, mask, 0.0)
+    magnitude = _magnitude(x)
     if rowwise_ptr is not None:
-        for start in tl.range(0, BLOCK, STRIP, num_stages=1):
-            row, col = start + tl.arange(0, STRIP), tl.arange(0, BLOCK)
-            x, magnitude, mask = _load(x_ptr + corner, row, col, cols, rows_left, cols_left)
-            scale = _block_scale(tl.max(magnitude, axis=1), epsilon, LARGEST, FLT_MAX, POWER_OF_TWO)
-            q = saturate(x * scale[:, None], rowwise_ptr.dtype.element_ty)
-            tl.store(rowwise_ptr + corner + (row[:, None] * cols + col[None, :]), q, mask)
-            inv_ptr = rowwise_inv_ptr + block * rows + band * BLOCK
-            tl.store(inv_ptr + row, tl.div_rn(1.0, scale), row < rows_left)
+        scale, scale_inv = _scales(tl.max(magnitude, axis=1), epsilon_bits, x, LARGEST, FLT_MAX, POWER_OF_TWO)
+        q = saturate(x.to(tl.float32) * scale[:, None], rowwise_ptr.dtype.element_ty)
+        tl.store(rowwise_ptr + corner + index, q, mask)
+        tl.store(rowwise_inv_ptr + block * rows + band * BLOCK_ROWS + row, scale_inv, row < rows_left)
     if columnwise_ptr is not None:
-        # The same tile, which is in the cache by now.
-        for start in tl.range(0, BLOCK, STRIP, num_stages=1):
-            row, col = tl.arange(0, BLOCK), start + tl.arange(0, STRIP)
-            x, magnitude, mask = _load(x_ptr + corner, row, col, cols, rows_left, cols_left)
-            scale = _block_scale(tl.max(magnitude, axis=0), epsilon, LARGEST, FLT_MAX, POWER_OF_TWO)
-            q = tl.trans(saturate(x * scale[None, :], columnwise_ptr.dtype.element_ty))
-            turned_ptr = columnwise_ptr + block * BLOCK * rows + band * BLOCK
-            tl.store(turned_ptr + (col[:, None] * rows + row[None, :]), q, tl.trans(mask))
-            inv_ptr = columnwise_inv_ptr + band * cols + block * BLOCK
-            tl.store(inv_ptr + col, tl.div_rn(1.0, scale), col < cols_left)
+        scale, scale_inv = _scales(tl.max(magnitude, axis=0), epsilon_bits, x, LARGEST, FLT_MAX, POWER_OF_TWO)
+        # The GPU's conversion saturates by itself.
+        q = (x.to(tl.float32) * scale[None, :]).to(columnwise_ptr.dtype.element_ty)
+        turned_ptr = columnwise_ptr + block * BLOCK * rows + band * BLOCK_ROWS
+        tl.store(turned_ptr + (col[:, None] * rows + row[None, :]), tl.trans(q), tl.trans(mask))
+        tl.store(columnwise_inv_ptr + band * cols + block * BLOCK + col, scale_inv, col < cols_left)
 
 
 def vectors_launch(
@@ -199,11 +213,12 @@ def vectors_launch(
     epsilon: float,
 ) -> None:
     rows, cols = x.shape
+    block_rows, warps = (LOW_ROWS, LOW_WARPS) if columnwise is None else (BLOCK, NUM_WARPS)
     with on_device_of(x):
-        _vectors_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
+        _vectors_kernel[(cdiv(rows, block_rows) * cdiv(cols, BLOCK),)](
             *(x, rowwise, rowwise_inv, columnwise, columnwise_inv),
-            *(rows, cols, epsilon, power_of_two, LARGEST, FLT_MAX, BLOCK, STRIP),
-            num_warps=NUM_WARPS,
+            *(rows, cols, _bits(epsilon), power_of_two, LARGEST, FLT_MAX, block_rows, BLOCK),
+            num_warps=warps,
         )
 
 
@@ -218,40 +233,30 @@ def _squares_kernel(
     cols,
     rowwise_inv_stride,
     columnwise_inv_stride,
-    epsilon,
+    epsilon_bits,
     POWER_OF_TWO: tl.constexpr,
     LARGEST: tl.constexpr,
     FLT_MAX: tl.constexpr,
     BLOCK: tl.constexpr,
-    STRIP: tl.constexpr,
-    QUARTER: tl.constexpr,
 ):
-    band, block, rows_left, cols_left = _tile(rows, cols, BLOCK)
+    band, block, rows_left, cols_left = _tile(rows, cols, BLOCK, BLOCK)
+    row, col = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
+    mask = (row < rows_left)[:, None] & (col < cols_left)[None, :]
     corner = band * BLOCK * cols + block * BLOCK
-    largest = tl.zeros([STRIP, BLOCK], tl.int32)
-    for start in tl.range(0, BLOCK, STRIP, num_stages=1):
-        row, col = start + tl.arange(0, STRIP), tl.arange(0, BLOCK)
-        _, magnitude, _ = _load(x_ptr + corner, row, col, cols, rows_left, cols_left)
-        largest = tl.maximum(largest, magnitude)
-    scale = _block_scale(tl.max(tl.max(largest, axis=1), axis=0), epsilon, LARGEST, FLT_MAX, POWER_OF_TWO)
-    scale_inv = tl.div_rn(1.0, scale)
+    index = row[:, None] * cols + col[None, :]
+    x = tl.load(x_ptr + corner + index, mask, 0.0)
+    scale, scale_inv = _scales(tl.max(_magnitude(x)), epsilon_bits, x, LARGEST, FLT_MAX, POWER_OF_TWO)
+    scaled = x.to(tl.float32) * scale
     if rowwise_ptr is not None:
+        tl.store(rowwise_ptr + corner + index, saturate(scaled, rowwise_ptr.dtype.element_ty), mask)
         tl.store(rowwise_inv_ptr + band * rowwise_inv_stride + block, scale_inv)
     if columnwise_ptr is not None:
+        # Without the clamp, which the GPU's conversion does itself, and by a conversion of its own: ptxas
+        # (12.8, 12.9; Triton issue 11111) loses bytes of FP8 pairs that are both stored and transposed.
+        q = scaled.to(columnwise_ptr.dtype.element_ty)
+        turned_ptr = columnwise_ptr + block * BLOCK * rows + band * BLOCK
+        tl.store(turned_ptr + (col[:, None] * rows + row[None, :]), tl.trans(q), tl.trans(mask))
         tl.store(columnwise_inv_ptr + block * columnwise_inv_stride + band, scale_inv)
-    for quarter in tl.range(0, 4, num_stages=1):
-        row = quarter // 2 * QUARTER + tl.arange(0, QUARTER)
-        col = quarter % 2 * QUARTER + tl.arange(0, QUARTER)
-        x, _, mask = _load(x_ptr + corner, row, col, cols, rows_left, cols_left)
-        if rowwise_ptr is not None:
-            q = saturate(x * scale, rowwise_ptr.dtype.element_ty)
-            tl.store(rowwise_ptr + corner + (row[:, None] * cols + col[None, :]), q, mask)
-        if columnwise_ptr is not None:
-            # Without the clamp, which the GPU's conversion does itself, and by a conversion of its own: ptxas
-            # (12.8, 12.9; Triton issue 11111) loses bytes of FP8 pairs that are both stored and transposed.
-            q = tl.trans((x * scale).to(columnwise_ptr.dtype.element_ty))
-            turned_ptr = columnwise_ptr + block * BLOCK * rows + band * BLOCK
-            tl.store(turned_ptr + (col[:, None] * rows + row[None, :]), q, tl.trans(mask))
 
 
 def squares_launch(
@@ -268,7 +273,7 @@ def squares_launch(
     with on_device_of(x):
         _squares_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
             *(x, rowwise, rowwise_inv, columnwise, columnwise_inv),
-            *(rows, cols, *strides, epsilon, power_of_two, LARGEST, FLT_MAX, BLOCK, STRIP, QUARTER),
+            *(rows, cols, *strides, _bits(epsilon), power_of_two, LARGEST, FLT_MAX, BLOCK),
             num_warps=NUM_WARPS,
         )
 

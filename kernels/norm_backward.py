@@ -112,7 +112,7 @@ def _backward_kernel(
     dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     first = program * rows_per_program
     last = tl.minimum(first + rows_per_program, rows)
-    for start in tl.range(first, last, BLOCK_ROWS, num_stages=2):
+    for start in tl.range(first, last, BLOCK_ROWS, num_stages=3):
         row = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
         row_mask = row < last
         mask = row_mask[:, None] & col_mask[None, :]

@@ -130,7 +130,8 @@ def autocast(
         with entered(region):
             yield
     except BaseException:
-        region.forget()
+        if outer is None:
+            region.forget()
         raise
     if outer is None:
         region.end_forward()

@@ -72,7 +72,9 @@ class _Recomputed:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        self._trains = torch.is_grad_enabled()
+        outer = current_tape()
+        # Inside a reentrant checkpoint gradients are off for the first time.
+        self._trains = torch.is_grad_enabled() if outer is None else outer.trains
         self._region: Region | None = None
         self._first: Tape | None = None
 

@@ -85,15 +85,16 @@ class Arena:
             self._advance(amax, recipe)
 
     def _advance(self, history: Tensor, recipe: DelayedScaling) -> None:
-        scales = update_scales(
-            history,
-            self.scale,
-            self._fp8_max,
-            most_recent=recipe.amax_compute_algo == "most_recent",
-            margin=recipe.margin,
-            power_of_two=recipe.power_of_two_scales,
-        )
-        self._scales = _aligned(scales)
+        with torch.inference_mode(False):
+            scales = update_scales(
+                history,
+                self.scale,
+                self._fp8_max,
+                most_recent=recipe.amax_compute_algo == "most_recent",
+                margin=recipe.margin,
+                power_of_two=recipe.power_of_two_scales,
+            )
+            self._scales = _aligned(scales)
         self.scale.copy_(scales.scale)
         self._version = self.scale._version
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,15 +13,15 @@ from flatfsdp.kernels.block_cast import (
     BLOCK,
     FLT_MAX,
     LARGEST,
+    LOW_ROWS,
+    LOW_WARPS,
     NUM_WARPS,
-    QUARTER,
-    STRIP,
     BlockCast,
     block_cast,
 )
 from torch import Tensor
 
-from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
 
 # numpy's, in the interpreter: a block of zeros has an infinite scale for a moment.
@@ -191,6 +192,27 @@ def test_special_values(who: str, block: str, device: str, monkeypatch: pytest.M
 
 
 @WHO
+def test_powers_of_two_at_their_edges(who: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """448 is 1.75 * 2^8: there, and only there, the next smaller power begins."""
+    edges = [1.75 * 2.0**exponent for exponent in range(-149, 128, 13)]
+    largest = torch.tensor(edges)
+    above, below = (torch.nextafter(largest, torch.tensor(limit)) for limit in (torch.inf, 0.0))
+    amaxes = torch.cat([below, largest, above, torch.tensor([FLT_MAX, 2.0**-149])])
+    x = torch.zeros(1, BLOCK * len(amaxes), device=device)
+    x[0, ::BLOCK] = amaxes.to(device)
+    found = run(who, x, "1x128", monkeypatch, columnwise=False).rowwise_scale_inv[0].cpu()
+    exponents = [exponent_below(448 / Fraction(amax)) for amax in amaxes.tolist()]
+    expected = [2.0 ** -min(127, exponent) for exponent in exponents]
+    assert found.tolist() == expected
+
+
+def exponent_below(ratio: Fraction) -> int:
+    """Of the largest power of two that is not above a positive number."""
+    exponent = ratio.numerator.bit_length() - ratio.denominator.bit_length()
+    return exponent if Fraction(2) ** exponent <= ratio else exponent - 1
+
+
+@WHO
 @BLOCKS
 def test_epsilon_bounds_the_scale(who: str, block: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.zeros(4, 3 * BLOCK, device=device)
@@ -243,30 +265,44 @@ def test_operators(block: str) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@BLOCKS
-def test_hopper_code(block: str, dtype: str) -> None:
-    """Several programs for each multiprocessor, 16 bytes a load and a store."""
-    signature = {
-        "x_ptr": f"*{dtype}",
-        "rowwise_ptr": "*fp8e4nv",
-        "rowwise_inv_ptr": "*fp32",
-        "columnwise_ptr": "*fp8e4nv",
-        "columnwise_inv_ptr": "*fp32",
-        **dict.fromkeys(("rows", "cols", "rowwise_inv_stride", "columnwise_inv_stride"), "i32"),
-        "epsilon": "fp32",
-    }
-    constants = {"POWER_OF_TWO": True, "LARGEST": LARGEST, "FLT_MAX": FLT_MAX, "BLOCK": BLOCK, "STRIP": STRIP}
-    if block == "1x128":
-        signature = {name: kind for name, kind in signature.items() if not name.endswith("stride")}
+def compiled(
+    kernel: str, dtype: str, columnwise: bool = True, aligned: tuple[str, ...] = ("rows", "cols")
+) -> Compiled:
+    """At the tile that is used for both outputs, or for the rowwise one alone."""
+    signature = {"x_ptr": f"*{dtype}", "rowwise_ptr": "*fp8e4nv", "rowwise_inv_ptr": "*fp32"}
+    constants: dict[str, Any] = {"POWER_OF_TWO": True, "LARGEST": LARGEST, "FLT_MAX": FLT_MAX, "BLOCK": BLOCK}
+    if columnwise:
+        signature |= {"columnwise_ptr": "*fp8e4nv", "columnwise_inv_ptr": "*fp32"}
     else:
-        constants["QUARTER"] = QUARTER
-    kernel = {"1x128": "_vectors_kernel", "128x128": "_squares_kernel"}[block]
-    compiled = compile_for_hopper(
-        "block_cast", kernel, signature, constants, num_warps=NUM_WARPS, aligned=("rows", "cols")
-    )
-    assert compiled.spilled == 0 and compiled.registers <= 128
-    assert 4 * compiled.shared <= SHARED_LIMIT
-    assert "ld.global.v4" in compiled.ptx and "st.global.v4" in compiled.ptx
-    assert "div.full" not in compiled.ptx, "scales are rounded as on the CPU"
-    assert not endangered_pairs(compiled.ptx)
+        constants |= {"columnwise_ptr": None, "columnwise_inv_ptr": None}
+    if kernel == "_vectors_kernel":
+        constants["BLOCK_ROWS"] = BLOCK if columnwise else LOW_ROWS
+    else:
+        signature |= {"rowwise_inv_stride": "i32", "columnwise_inv_stride": "i32"}
+    signature |= {"rows": "i32", "cols": "i32", "epsilon_bits": "i32"}
+    warps = NUM_WARPS if columnwise else LOW_WARPS
+    return compile_for_hopper("block_cast", kernel, signature, constants, num_warps=warps, aligned=aligned)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("kernel", ["_vectors_kernel", "_squares_kernel"])
+def test_hopper_code(kernel: str, dtype: str) -> None:
+    """16 bytes a load and a store, and from bf16 two programs for each multiprocessor."""
+    both = compiled(kernel, dtype)
+    assert both.spilled == 0 and both.registers <= (128 if dtype == "bf16" else 168)
+    assert 2 * both.shared <= SHARED_LIMIT
+    assert "ld.global.v4" in both.ptx and "st.global.v4" in both.ptx
+    assert "div.rn" not in both.ptx and "div.full" not in both.ptx, "powers of two need no division"
+    assert not endangered_pairs(both.ptx)
+
+
+def test_hopper_code_of_rows_alone() -> None:
+    rows = compiled("_vectors_kernel", "bf16", columnwise=False)
+    assert rows.spilled == 0 and rows.registers <= 40
+    assert "ld.global.v4" in rows.ptx and "st.global.v4" in rows.ptx
+
+
+@pytest.mark.parametrize("kernel", ["_vectors_kernel", "_squares_kernel"])
+def test_odd_shapes_keep_their_values_in_ptxas(kernel: str) -> None:
+    for aligned in ((), ("rows",), ("cols",)):
+        assert not endangered_pairs(compiled(kernel, "bf16", aligned=aligned).ptx), aligned

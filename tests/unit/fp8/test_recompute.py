@@ -143,7 +143,7 @@ def test_mlp_that_saves_only_its_input_by_itself(activation: str, normalization:
         assert torch.equal(a, b)
 
 
-# ---- schedules ----------------------------------------------------------------------------------------------
+# ---- schedules ---------------------------------------------------------------------------------------------
 
 
 def pipelined(call: Call, *, caches: bool, order: tuple[int, ...]) -> Trace:
@@ -237,7 +237,6 @@ def test_backward_inside_the_region() -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.xfail(strict=True, reason="the early stop of the recompute makes the outer region forget")
 def test_backward_inside_the_region_with_another_one_inside_the_checkpoint() -> None:
     states = []
     for call in (plain, checkpointed):
@@ -308,7 +307,7 @@ def test_the_weight_is_not_cast_again_if_it_is_cached(monkeypatch: pytest.Monkey
         assert torch.equal(a, b)
 
 
-# ---- what else a checkpoint passes on ------------------------------------------------------------------------
+# ---- what else a checkpoint passes on ----------------------------------------------------------------------
 
 
 def test_options_keyword_arguments_and_several_results() -> None:

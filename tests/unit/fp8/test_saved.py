@@ -1,0 +1,217 @@
+"""What is kept for backward: what it reads, in FP8 where that is how it is read, and nothing else."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.fp8 import CurrentScaling, autocast
+from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH
+
+E4M3 = torch.float8_e4m3fn
+RECIPES = pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
+
+
+def saved(
+    layer: nn.Module,
+    recipe: Any,
+    *,
+    input_grad: bool,
+    trained: Any = None,
+    dtype: torch.dtype = torch.float32,
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and dtypes of saved tensors of more than a number; `trained` parameters, None for all."""
+    layer = layer.to(dtype)
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(trained is None or name in trained)
+    found: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    x = torch.randn(TOKENS, WIDTH, dtype=dtype, requires_grad=input_grad)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with autocast(enabled=recipe is not None, recipe=recipe):
+            out = layer(x)
+    result = sorted(((tuple(t.shape), t.dtype) for t in found if t.numel() > 1), key=str)
+    if out.requires_grad:
+        out.sum().backward()
+        for name, parameter in layer.named_parameters():
+            assert (parameter.grad is not None) == (trained is None or name in trained), name
+        assert (x.grad is not None) == input_grad
+    return result
+
+
+X_T, W_T = ((WIDTH, TOKENS), E4M3), ((WIDTH, FFN), E4M3)
+ACT_T, FC2_T = ((FFN, TOKENS), E4M3), ((FFN, WIDTH), E4M3)
+FC1, FC2 = ((FFN, WIDTH), E4M3), ((WIDTH, FFN), E4M3)
+
+
+@RECIPES
+@pytest.mark.parametrize(
+    ("trained", "input_grad", "expected"),
+    [
+        (("weight", "bias"), True, [X_T, W_T]),
+        (("weight", "bias"), False, [X_T]),
+        (("weight",), False, [X_T]),
+        ((), True, [W_T]),
+        (("bias",), True, [W_T]),
+        (("bias",), False, []),
+        ((), False, []),
+    ],
+)
+def test_linear(recipe: Any, trained: Any, input_grad: bool, expected: list[Any]) -> None:
+    layer = Linear(WIDTH, FFN)
+    assert saved(layer, recipe, input_grad=input_grad, trained=trained) == sorted(expected, key=str)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("trained", "input_grad", "expected"),
+    [
+        (("weight", "bias"), True, [(TOKENS, WIDTH), (FFN, WIDTH)]),
+        (("weight",), False, [(TOKENS, WIDTH)]),
+        ((), True, [(FFN, WIDTH)]),
+        (("bias",), False, []),
+    ],
+)
+def test_linear_without_fp8(dtype: torch.dtype, trained: Any, input_grad: bool, expected: Any) -> None:
+    found = saved(Linear(WIDTH, FFN), None, input_grad=input_grad, trained=trained, dtype=dtype)
+    assert found == sorted(((shape, dtype) for shape in expected), key=str)
+
+
+def norm_of(dtype: torch.dtype) -> list[Any]:
+    """What the backward of a LayerNorm reads."""
+    statistics = ((TOKENS,), torch.float32)
+    return [((TOKENS, WIDTH), dtype), ((WIDTH,), dtype), statistics, statistics]
+
+
+NORM = ("layer_norm_weight", "layer_norm_bias")
+
+
+@RECIPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("trained", "input_grad", "norm", "expected"),
+    [
+        (None, True, True, [X_T, W_T]),
+        (None, False, True, [X_T, W_T]),
+        (NORM, False, True, [W_T]),
+        ((), True, True, [W_T]),
+        (("weight",), False, False, [X_T]),
+        (("bias",), False, False, []),
+    ],
+)
+def test_layernorm_linear(
+    recipe: Any, dtype: torch.dtype, trained: Any, input_grad: bool, norm: bool, expected: list[Any]
+) -> None:
+    found = saved(LayerNormLinear(WIDTH, FFN), recipe, input_grad=input_grad, trained=trained, dtype=dtype)
+    assert found == sorted(expected + norm_of(dtype) * norm, key=str)
+
+
+@RECIPES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("trained", "input_grad", "norm", "before_activation", "expected"),
+    [
+        (None, True, True, True, [X_T, W_T, ACT_T, FC2_T]),
+        (None, False, True, True, [X_T, W_T, ACT_T, FC2_T]),
+        ((), True, True, True, [W_T, FC2_T]),
+        (("fc1_weight",), True, True, True, [X_T, W_T, FC2_T]),
+        (("fc2_weight",), True, True, True, [W_T, ACT_T, FC2_T]),
+        (("fc1_weight",), False, False, True, [X_T, FC2_T]),
+        (("fc1_bias",), False, False, True, [FC2_T]),
+        (("fc2_weight",), False, False, False, [ACT_T]),
+        (("fc2_bias",), False, False, False, []),
+    ],
+)
+def test_layernorm_mlp(
+    recipe: Any,
+    dtype: torch.dtype,
+    trained: Any,
+    input_grad: bool,
+    norm: bool,
+    before_activation: bool,
+    expected: list[Any],
+) -> None:
+    found = saved(LayerNormMLP(WIDTH, FFN), recipe, input_grad=input_grad, trained=trained, dtype=dtype)
+    fc1_out = [((TOKENS, FFN), dtype)] * before_activation
+    assert found == sorted(expected + fc1_out + norm_of(dtype) * norm, key=str)
+
+
+@RECIPES
+def test_an_mlp_that_saves_only_its_input(recipe: Any) -> None:
+    """No activation but the input; weights, which cost nothing if they are cached."""
+    found = saved(LayerNormMLP(WIDTH, FFN, checkpoint=True), recipe, input_grad=True)
+    parameters = [((WIDTH,), torch.float32)] * 2 + [((FFN,), torch.float32)]
+    assert found == sorted([((TOKENS, WIDTH), torch.float32), FC1, W_T, FC2_T, *parameters], key=str)
+
+
+def test_cached_weights_are_saved_by_reference() -> None:
+    """Microbatches share them: a pipeline's many open forwards hold one copy."""
+    layer = Linear(WIDTH, FFN)
+    storages = set()
+    for first in (True, False, False):
+        found: list[Tensor] = []
+        x = torch.randn(TOKENS, WIDTH, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, f=found: (f.append(t), t)[1], lambda t: t):
+            with autocast(recipe=SHORT):
+                layer(x, is_first_microbatch=first)
+        (weight,) = (t for t in found if t.shape == (WIDTH, FFN))
+        storages.add(weight.untyped_storage().data_ptr())
+    assert len(storages) == 1
+
+
+def test_a_joined_weight_does_not_outlive_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Linear(WIDTH, FFN, bias=False, parameters_split=["q", "k", "v"])
+    joined, layer_shape = [], (FFN, WIDTH)
+    cat = torch.cat
+
+    def spy(tensors: list[Tensor]) -> Tensor:
+        out = cat(tensors)
+        if out.shape == layer_shape:
+            joined.append(weakref.ref(out))
+        return out
+
+    monkeypatch.setattr(torch, "cat", spy)
+    with autocast(recipe=SHORT):
+        out = layer(torch.randn(TOKENS, WIDTH, requires_grad=True))
+    assert len(joined) == 1 and joined[0]() is None
+    out.sum().backward()
+
+
+@RECIPES
+def test_a_graph_that_is_dropped_drops_what_it_saved(recipe: Any) -> None:
+    """No cycle keeps activations until the garbage collector comes."""
+    layer = nn.Sequential(LayerNormLinear(WIDTH, FFN), Linear(FFN, WIDTH), LayerNormMLP(WIDTH, FFN))
+    found: list[weakref.ref[Tensor]] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dtype == E4M3:
+            found.append(weakref.ref(tensor))
+        return tensor
+
+    x = torch.randn(TOKENS, WIDTH)
+    for does_backward in (False, True):
+        found.clear()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with autocast(recipe=recipe):
+                out = layer(x)
+        assert any(reference() is not None for reference in found)
+        if does_backward:
+            out.sum().backward()
+        del out
+        assert [reference() for reference in found if reference() is not None] == []
+
+
+def test_an_evaluation_keeps_nothing() -> None:
+    layer = LayerNormMLP(WIDTH, FFN)
+    with torch.no_grad(), autocast(recipe=SHORT):
+        out = layer(torch.randn(TOKENS, WIDTH))
+    assert out.grad_fn is None and layer._cached_weights == {}

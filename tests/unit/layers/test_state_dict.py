@@ -1,0 +1,352 @@
+"""FP8 state in state dicts, copies and moves: ordinary FP32 tensors; training goes on with the same bits."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.fp8 import DelayedScaling, autocast
+from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from tests.unit.fp8.common import (
+    FFN,
+    SHORT,
+    TOKENS,
+    WIDTH,
+    Stack,
+    assert_same,
+    assert_same_state,
+    fp8_state,
+    seeded,
+    snapshot,
+    train,
+)
+
+MOST_RECENT = DelayedScaling(amax_compute_algo="most_recent", amax_history_len=1)
+RECIPES = pytest.mark.parametrize("recipe", [SHORT, MOST_RECENT], ids=["max", "most_recent"])
+
+
+def saved_and_read(state: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+# ---- resume ------------------------------------------------------------------------------------------------
+
+
+@RECIPES
+@pytest.mark.parametrize("ran_before", [False, True], ids=["fresh", "used"])
+@pytest.mark.parametrize("assign", [False, True], ids=["copy", "assign"])
+def test_resume_is_the_uninterrupted_run(recipe: Any, ran_before: bool, assign: bool) -> None:
+    model = seeded(Stack)
+    train(model, recipe=recipe, seed=1)
+    other = seeded(Stack, seed=9)
+    if ran_before:
+        train(other, recipe=recipe, seed=10)
+    result = other.load_state_dict(saved_and_read(model.state_dict()), assign=assign)
+    assert result.missing_keys == result.unexpected_keys == []
+    assert_same(train(model, recipe=recipe, seed=2), train(other, recipe=recipe, seed=2))
+
+
+def test_loading_back_an_earlier_state() -> None:
+    model = seeded(Stack)
+    train(model, seed=1)
+    state = snapshot(model)
+    runs = []
+    for _ in range(2):
+        runs.append(train(model, seed=2))
+        model.load_state_dict(state)
+        assert_same_state(snapshot(model), state)
+    assert_same(*runs)
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 9), (9, 4), (5, 5), (4, 1), (1, 4)])
+def test_another_history_length_after_resume(old: int, new: int) -> None:
+    """As if the length had been changed in the running model; scales go on from where they were."""
+    recipes = [DelayedScaling(amax_history_len=length) for length in (old, new)]
+    model = seeded(Stack)
+    train(model, steps=2, recipe=recipes[0], seed=1)
+    other = seeded(Stack, seed=9)
+    other.load_state_dict(saved_and_read(model.state_dict()))
+    assert_same(train(model, recipe=recipes[1], seed=2), train(other, recipe=recipes[1], seed=2))
+    assert other.head.fp8_forward_amax_history.shape == (new, 2)
+
+
+def test_a_state_that_was_loaded_is_saved_unchanged_before_it_is_used() -> None:
+    model, other = seeded(Stack), seeded(Stack, seed=9)
+    train(model)
+    other.load_state_dict(model.state_dict())
+    assert_same_state(snapshot(model), snapshot(other))
+
+
+def test_keys_are_ordinary_tensors() -> None:
+    model = seeded(Stack)
+    names = set(model.state_dict())
+    train(model)
+    state = model.state_dict()
+    added = {
+        f"{layer}.fp8_{direction}_{what}"
+        for layer in [f"blocks.{i}.{part}" for i in (0, 1) for part in ("up", "down", "mlp")] + ["head"]
+        for direction in ("forward", "backward")
+        for what in ("scale", "amax_history")
+    }
+    assert set(state) == names | added
+    for key in added:
+        maps = 2 if "mlp" in key else 1
+        n = maps * (2 if "forward" in key else 1)
+        assert state[key].dtype == torch.float32 and not state[key].requires_grad
+        assert state[key].shape == ((n,) if key.endswith("scale") else (4, n))
+
+
+def test_a_saved_layer_is_no_larger_than_its_tensors() -> None:
+    """Scales of a model are neighbours in memory; torch.save writes whole storages."""
+    model = seeded(partial(Stack, blocks=4))
+    train(model, steps=1, recipe=DelayedScaling(amax_history_len=256))
+    state = model.blocks[0].down.state_dict()
+    for key, tensor in state.items():
+        assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes, key
+
+
+def test_what_is_in_a_state_dict_does_not_change_any_more() -> None:
+    """An asynchronous checkpoint writes it while training goes on."""
+    model = seeded(Stack)
+    train(model)
+    state = fp8_state(model)
+    held = {key: value for key, value in model.state_dict().items() if key in state}
+    train(model, seed=4)
+    assert_same_state(held, state)
+    assert not torch.equal(
+        fp8_state(model)["head.fp8_forward_amax_history"], state["head.fp8_forward_amax_history"]
+    )
+
+
+# ---- with and without --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_checkpoint_without_fp8_state(strict: bool) -> None:
+    plain = seeded(Stack, seed=3)
+    for model in (seeded(Stack), train_and_return(seeded(Stack))):
+        result = model.load_state_dict(plain.state_dict(), strict=strict)
+        assert result.missing_keys == result.unexpected_keys == []
+        assert torch.equal(model.head.weight, plain.head.weight)
+        train(model)
+
+
+def train_and_return(model: nn.Module) -> nn.Module:
+    train(model)
+    return model
+
+
+def test_a_checkpoint_with_fp8_state_into_plain_layers() -> None:
+    """Into ours without FP8, and what nn.Linear needs of it into nn.Linear."""
+    model, other = seeded(Stack), seeded(Stack, seed=9)
+    train(model)
+    other.load_state_dict(model.state_dict())
+    x = torch.randn(TOKENS, WIDTH)
+    assert torch.equal(model(x), other(x))
+    linear = nn.Linear(WIDTH, WIDTH)
+    result = linear.load_state_dict(model.head.state_dict(), strict=False)
+    assert result.missing_keys == [] and all("fp8" in key for key in result.unexpected_keys)
+    assert torch.equal(linear.weight, model.head.weight)
+
+
+@pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_transformer_engines_extra_state_is_not_read(layer_type: type, ran_before: bool) -> None:
+    model = nn.Sequential(layer_type(WIDTH, WIDTH))
+    if ran_before:
+        with autocast(recipe=SHORT):
+            model(torch.randn(TOKENS, WIDTH))
+    for extra in (torch.zeros(17, dtype=torch.uint8), io.BytesIO(b"pickled"), None):
+        state = {k: v for k, v in model.state_dict().items() if "fp8" not in k}
+        state["0._extra_state"] = extra
+        result = model.load_state_dict(state)
+        assert result.missing_keys == result.unexpected_keys == []
+
+
+def test_other_keys_are_still_reported() -> None:
+    layer = Linear(WIDTH, FFN)
+    state = layer.state_dict()
+    state["fp8_sideways_scale"] = torch.ones(2)
+    del state["bias"]
+    result = layer.load_state_dict(state, strict=False)
+    assert result.missing_keys == ["bias"] and result.unexpected_keys == ["fp8_sideways_scale"]
+    with pytest.raises(RuntimeError, match="fp8_sideways_scale"):
+        layer.load_state_dict(state)
+
+
+def test_state_of_another_kind_of_layer_is_refused() -> None:
+    mlp, linear = LayerNormMLP(WIDTH, WIDTH), Linear(WIDTH, WIDTH)
+    with autocast(recipe=SHORT):
+        mlp(torch.randn(TOKENS, WIDTH))
+    state = linear.state_dict()
+    state.update((k, v) for k, v in mlp.state_dict().items() if "fp8" in k)
+
+    def load_and_run() -> None:
+        linear.load_state_dict(state)
+        with autocast(recipe=SHORT):
+            linear(torch.randn(TOKENS, WIDTH))
+
+    with pytest.raises((RuntimeError, ValueError), match="fp8_forward_scale"):
+        load_and_run()
+
+
+# ---- copies ------------------------------------------------------------------------------------------------
+
+
+def pickled(model: nn.Module) -> nn.Module:
+    return pickle.loads(pickle.dumps(model))
+
+
+def torch_saved(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = pytest.mark.parametrize("copied", [copy.deepcopy, pickled, torch_saved])
+
+
+class Pair(nn.Module):
+    """Picklable, unlike what has a function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = LayerNormLinear(WIDTH, FFN)
+        self.up = Linear(FFN, WIDTH)
+        self.mlp = LayerNormMLP(WIDTH, FFN)
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        first = is_first_microbatch
+        x = self.up(self.down(x, is_first_microbatch=first), is_first_microbatch=first)
+        return self.mlp(x, is_first_microbatch=first)
+
+
+@COPIES
+@pytest.mark.parametrize("ran_before", [False, True], ids=["fresh", "used"])
+def test_a_copy_trains_like_the_original(copied: Callable[..., nn.Module], ran_before: bool) -> None:
+    model = seeded(Pair)
+    if ran_before:
+        train(model, seed=1, caches=True)
+    other = copied(model)
+    assert_same_state(snapshot(model), snapshot(other))
+    assert_same(train(model, seed=2), train(other, seed=2))
+
+
+@COPIES
+def test_a_copy_is_independent(copied: Callable[..., nn.Module]) -> None:
+    """Trained by turns, and alone for comparison; a cached weight is not shared either."""
+    model, alone = seeded(Pair), seeded(Pair)
+    train(model, seed=1, caches=True)
+    train(alone, seed=1, caches=True)
+    other = copied(model)
+    with autocast(recipe=SHORT), pytest.raises(RuntimeError, match="is_first_microbatch"):
+        other.up(torch.randn(TOKENS, FFN), is_first_microbatch=False)
+    before = snapshot(model)
+    train(other, seed=2)
+    assert_same_state(snapshot(model), before)
+    changed = snapshot(other)
+    assert_same(train(model, seed=3, caches=True), train(alone, seed=3, caches=True))
+    assert_same_state(snapshot(other), changed)
+
+
+def test_a_copy_between_forward_and_backward() -> None:
+    model = seeded(Pair)
+    train(model)
+    with autocast(recipe=SHORT):
+        out = model(torch.randn(TOKENS, WIDTH))
+    other = copy.deepcopy(model)
+    before = snapshot(other)
+    out.sum().backward()
+    assert_same_state(snapshot(other), before)
+
+
+# ---- casts and moves ---------------------------------------------------------------------------------------
+
+
+CASTS = {
+    "half": nn.Module.half,
+    "bfloat16": nn.Module.bfloat16,
+    "double-and-back": lambda model: model.double().float(),
+    "to-dtype": lambda model: model.to(torch.bfloat16),
+    "to-device-and-dtype": lambda model: model.to("cpu", torch.float16),
+    "to-tensor": lambda model: model.to(torch.zeros(1, dtype=torch.bfloat16)),
+    "type": lambda model: model.type(torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS)
+@pytest.mark.parametrize("loads", [False, True], ids=["ran", "loaded"])
+def test_scales_stay_fp32_when_a_model_is_cast(cast: Any, loads: bool) -> None:
+    model = seeded(Pair)
+    train(model)
+    if loads:
+        fresh = seeded(Pair)
+        fresh.load_state_dict(model.state_dict())
+        model = fresh
+    before = fp8_state(model)
+    cast(model)
+    after = fp8_state(model)
+    assert {value.dtype for value in after.values()} == {torch.float32}
+    assert_same_state(after, before)
+    dtype = model.up.weight.dtype
+    for _ in range(2):
+        with autocast(recipe=SHORT):
+            out = model(torch.randn(TOKENS, WIDTH, dtype=dtype))
+        out.sum().backward()
+    assert out.dtype == model.up.weight.grad.dtype == dtype and out.isfinite().all()
+    assert {value.dtype for value in fp8_state(model).values()} == {torch.float32}
+
+
+def test_a_cast_between_steps_goes_on_with_the_scales() -> None:
+    """To bf16 and back, weights lose bits; scales and histories do not."""
+    model = seeded(Pair)
+    train(model)
+    model.bfloat16().float()
+    other = seeded(Pair, seed=9)
+    other.load_state_dict(snapshot(model))
+    assert_same(train(model, seed=2), train(other, seed=2))
+
+
+def test_buffers_are_listed_once_and_are_no_parameters() -> None:
+    model = seeded(Pair)
+    train(model)
+    names = [name for name, _ in model.named_buffers()]
+    assert len(names) == 12 and all(".fp8_" in name for name in names)
+    assert not any("fp8" in name for name, _ in model.named_parameters())
+
+
+def test_meta_device() -> None:
+    with torch.device("meta"):
+        model = Pair()
+    assert all(p.is_meta for p in model.parameters())
+    state = train_and_return(seeded(Pair)).state_dict()
+    model.to_empty(device="cpu")
+    for module in model.children():
+        module.reset_parameters()
+    assert all(p.isfinite().all() for p in model.parameters())
+    model.load_state_dict(state)
+    other = seeded(Pair)
+    other.load_state_dict(state)
+    assert_same(train(model), train(other))
+
+
+def test_meta_device_and_assign() -> None:
+    state = train_and_return(seeded(Pair)).state_dict()
+    with torch.device("meta"):
+        model = Pair()
+    model.load_state_dict(copy.deepcopy(state), assign=True)
+    other = seeded(Pair)
+    other.load_state_dict(state)
+    assert_same(train(model), train(other))
