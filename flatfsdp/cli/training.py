@@ -26,6 +26,7 @@ from flatfsdp.cli.progress import StepBar
 from flatfsdp.cli.ranks import Rank
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe, autocast
 from flatfsdp.fp8.linear import FuseWgrad
+from flatfsdp.kernels.gemm import ALIGNMENT
 from flatfsdp.layers import TransformerLayer
 
 
@@ -115,6 +116,11 @@ class TrainSettings:
         for name in ("lr", "clip"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        sizes = (self.model.hidden, self.batch * self.model.seq)
+        if self.precision.recipe is not None and any(size % ALIGNMENT for size in sizes):
+            raise ValueError(
+                f"hidden is {sizes[0]} and batch * seq {sizes[1]}; FP8 products need multiples of {ALIGNMENT}"
+            )
 
     @property
     def label(self) -> str:

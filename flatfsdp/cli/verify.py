@@ -73,6 +73,10 @@ class VerifyJob:
     fusions: tuple[Fusion, ...] = (Fusion.fused,)
     self_test: bool = False
 
+    def __post_init__(self) -> None:
+        # Refuses sizes that do not suit one of the precisions.
+        self.configurations()
+
     def configurations(self) -> list[tuple[Switch, TrainSettings]]:
         found = []
         for precision in dict.fromkeys(self.precisions):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,8 @@ def test_first_steps(ranks: int) -> None:
 def run_example(name: str, *arguments: str | Path) -> str:
     """What it prints."""
     command = [sys.executable, EXAMPLES / name, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    wide = {**os.environ, "COLUMNS": "160"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=wide)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -107,3 +109,34 @@ def test_data_parallel() -> None:
     assert hybrid["wire"]["gather"] < zero3["wire"]["gather"]
     # Half of 4 bytes inside a pair; across pairs, twice half of the half that a rank holds.
     assert hybrid["wire"]["reduce"] == hybrid["wire"]["all_reduce"] == pytest.approx(2.0, rel=0.02)
+
+
+def cells(printed: str) -> list[list[str]]:
+    """The rows of the rich table that was printed."""
+    lines = [line for line in printed.splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def test_quickstart_gives_the_same_layer_five_times() -> None:
+    rows = cells(run_example("quickstart.py", "--device", "cpu", "--steps", "2"))
+    assert [name[0] for name, _, _ in rows] == ["1", "2", "3", "4", "5"]
+    assert all(float(ms) > 0 for _, ms, _ in rows)
+    plain, *same, fp8 = (float(distance) for _, _, distance in rows)
+    assert plain == 0
+    # One bf16 rounding more or less; FP8 has three bits of mantissa.
+    assert all(distance < 5e-3 for distance in same)
+    assert 1e-3 < fp8 < 5e-2
+
+
+def test_performance_adds_up_no_gradients_once_they_are_fused() -> None:
+    rows = cells(run_example("performance.py", "--device", "cpu", "--microbatches", "2", "--steps", "1"))
+    assert [name for name, *_ in rows] == [
+        "bf16",
+        "+ FP8 products",
+        "+ weights cast once a step",
+        "+ weight gradients fused",
+    ]
+    # 6 bytes a parameter in the first microbatch, 10 in the second; only vectors are left in the last row.
+    *unfused, fused = (float(row[-1]) for row in rows)
+    assert unfused == [16.0] * 3
+    assert fused < 0.2

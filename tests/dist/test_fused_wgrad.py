@@ -134,7 +134,7 @@ def flag_off_and_on(
     rank: int, world_size: int, recipe: Any, net: dict[str, Any], options: dict[str, Any], caches: bool
 ) -> None:
     models = [build(net, optimize_backward_concat=flag, **options) for flag in (False, True)]
-    traces = [train(model, rank, recipe, caches) for model in models]
+    traces = [train(model, rank, recipe, caches, steps=2) for model in models]
     assert same_trace(*traces) == dict.fromkeys(Trace._fields, True)
     assert same(*(fp8_buffers(model) for model in models))
     assert bool(fp8_buffers(models[0])) == isinstance(recipe, DelayedScaling)
@@ -154,24 +154,23 @@ NETS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_flag_off_is_flag_on(net: str, recipe: str, compute: torch.dtype) -> None:
-    options = {"precision": Precision(compute=compute)}
+def test_flag_off_is_flag_on(net: str, recipe: str) -> None:
+    options = {"precision": Precision(compute=torch.bfloat16)}
     run_ranks(2, flag_off_and_on, RECIPES[recipe], NETS[net], options, net == "plain")
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("recipe", ["high", "delayed"])
-@pytest.mark.parametrize("caches", [False, True], ids=["", "cached-weights"])
-def test_flag_off_is_flag_on_in_every_schedule(schedule: str, recipe: str, caches: bool) -> None:
-    options = {**SCHEDULES[schedule], "precision": Precision(compute=torch.bfloat16)}
-    run_ranks(2, flag_off_and_on, RECIPES[recipe], {"ties": True}, options, caches)
+def test_flag_off_is_flag_on_in_every_schedule(schedule: str, recipe: str) -> None:
+    run_ranks(2, flag_off_and_on, RECIPES[recipe], {"ties": True}, SCHEDULES[schedule], recipe == "delayed")
 
 
 def fused_and_two_pass(
     rank: int, world_size: int, recipe: Any, net: dict[str, Any], options: dict[str, Any], others: Any
 ) -> None:
-    traces = [train(build({**net, "fused": fused}, **options), rank, recipe) for fused in (True, *others)]
+    traces = [
+        train(build({**net, "fused": fused}, **options), rank, recipe, steps=2) for fused in (True, *others)
+    ]
     for other in traces[1:]:
         assert same_trace(traces[0], other) == dict.fromkeys(Trace._fields, True)
 
@@ -185,15 +184,15 @@ def test_fused_is_two_passes(net: str, recipe: str, flag: bool) -> None:
 
 
 @FLAGS
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("recipe", ["high", "delayed"])
+@pytest.mark.parametrize("schedule", ["zero3", "zero2", "every"])
 def test_fused_is_not_fused_with_fp32_parameters(schedule: str, recipe: str, flag: bool) -> None:
     """Whose gradients autograd gets are FP32 sums, too, and are added up by the engine."""
     options = {**SCHEDULES[schedule], "optimize_backward_concat": flag}
     run_ranks(2, fused_and_two_pass, RECIPES[recipe], {}, options, ("two_pass", False))
 
 
-# ---- what the engine does not do any more ---------------------------------------------------------------------
+# ---- what the engine does not do any more ------------------------------------------------------------------
 
 
 def accumulated(rank: int, world_size: int, compute: torch.dtype, count: int) -> None:
@@ -341,12 +340,11 @@ def step_after_exception(rank: int, world_size: int, flag: bool, options: dict[s
     """Fails in the second of three microbatches, on all ranks, when some weights have their gradients."""
     model = build({}, optimize_backward_concat=flag, **options)
     clean = build({}, optimize_backward_concat=flag, **options)
-    with pytest.raises(KeyError):
-        for index, tokens in enumerate(microbatches(model, batches_of(rank, 3, step=1))):
-            if index == 1:
-                handle = model.blocks[0].module.register_forward_hook(hook)
-            model(tokens).backward()
-    handle.remove()
+    batches = microbatches(model, batches_of(rank, 3, step=1))
+    model(next(batches)).backward()
+    with model.blocks[0].module.register_forward_hook(hook), pytest.raises(KeyError):
+        model(next(batches)).backward()
+    batches.close()
     for each in (model, clean):
         each.zero_grad()
         backward(each, batches_of(rank, 3, step=2))
@@ -355,7 +353,7 @@ def step_after_exception(rank: int, world_size: int, flag: bool, options: dict[s
 
 @FLAGS
 @pytest.mark.parametrize("hook", [fail, fail_in_backward], ids=["forward", "backward"])
-@pytest.mark.parametrize("schedule", ["zero3", "zero2", "every"])
+@pytest.mark.parametrize("schedule", ["zero3", "every"])
 def test_a_clean_step_after_an_exception(schedule: str, hook: Any, flag: bool) -> None:
     run_ranks(2, step_after_exception, flag, SCHEDULES[schedule], hook)
 

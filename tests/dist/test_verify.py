@@ -34,7 +34,7 @@ def written(out: Path) -> dict[str, Any]:
 
 
 def test_flag_on_equals_flag_off(tmp_path: Path) -> None:
-    done = verify(tmp_path, "--steps", "6")
+    done = verify(tmp_path, "--steps", "6", "--precision", "fp32", "--precision", "bf16")
     assert done.returncode == 0, done.stderr
     report = written(tmp_path)
     names = [(row["precision"], row["strategy"]) for row in report["rows"]]
@@ -52,7 +52,35 @@ def test_flag_on_equals_flag_off(tmp_path: Path) -> None:
         assert float.fromhex(row["on"]["final_loss_hex"]) == row["on"]["losses"][-1]
         assert done.stdout.count(row["on"]["final_loss_hex"]) >= 2
     assert "DIFFER" not in done.stdout
-    assert "flag on equals flag off" in done.stdout.lower()
+    assert "on equals off, bit for bit" in done.stdout.lower()
+
+
+def test_own_layers_with_each_switch(tmp_path: Path) -> None:
+    precisions = ("bf16-fused", "fp8-delayed", "fp8-current")
+    options = [option for precision in precisions for option in ("--precision", precision)]
+    fusions = ("--fusion", "off", "--fusion", "two-pass", "--fusion", "fused")
+    done = verify(tmp_path, "--steps", "3", "--strategy", "zero3", *options, *fusions)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = written(tmp_path)["rows"]
+    names = [(row["precision"], row["switch"], row["fusion"]) for row in rows]
+    flag = [("flag", "wgrad off"), ("flag", "wgrad two-pass"), ("flag", "")]
+    fp8 = [*flag, ("fusion", ""), ("cache", "")]
+    assert names == [
+        *(("bf16-fused", *row) for row in fp8[:-1]),
+        *((precision, *row) for precision in precisions[1:] for row in fp8),
+    ]
+    for row in rows:
+        assert row["equal"]
+        assert row["differences"] == {kind: [] for kind in KINDS}
+        if row["fusion"] == "" and row["switch"] == "flag":
+            # Matrices were added by their own layers; of 42,880 parameters only norms and biases are left: 6
+            # bytes in the first microbatch and 10 in each of three more.
+            vectors = 2 * (64 + 96 + 32 + 64 + 128 + 32) + 64
+            expected = 36 * vectors / 42_880
+            assert row["on"]["bytes_per_parameter"]["accumulate"] == pytest.approx(expected)
+    losses = {(row["precision"], row["fusion"]): row["on"]["losses"] for row in rows}
+    # Different precisions are different computations: otherwise the rows prove nothing.
+    assert len({tuple(values) for values in losses.values()}) >= len(precisions)
 
 
 def test_one_damaged_bit_on_one_rank_is_noticed(tmp_path: Path) -> None:
@@ -65,7 +93,9 @@ def test_one_damaged_bit_on_one_rank_is_noticed(tmp_path: Path) -> None:
     gradients = row["differences"]["gradients"][-1]
     assert gradients.startswith("rank 1: step 1, ")
     assert " 1 of " in gradients
-    assert f"fp32 zero3, gradients: first difference on {gradients}" in " ".join(done.stdout.split())
+    assert f"fp32 zero3, flag off / flag on, gradients: first difference on {gradients}" in " ".join(
+        done.stdout.split()
+    )
 
 
 def test_torchrun_json_and_data_parallel(tmp_path: Path) -> None:
@@ -96,6 +126,7 @@ def test_train_writes_its_losses(tmp_path: Path) -> None:
         (["--hidden", "30", "--heads", "4"], "multiple of heads"),
         (["--strategy", "zero4"], "'zero2', 'zero3'"),
         (["--lr", "0"], "lr is 0.0; it must be above 0"),
+        (["--hidden", "40", "--precision", "fp8-delayed"], "multiples of 16"),
         (["--device", "cuda", "--ranks", "1000"], "one GPU for each of 1000 ranks"),
     ],
 )

@@ -1,0 +1,157 @@
+"""Does training in FP8 reach the loss of bf16?
+
+Trains the example GPT in FlatFSDP's own layers on real text, once for each precision, with the same seed,
+data and learning rate: bf16, FP8 with delayed and with current scaling.  Weight gradients are fused into
+FP32, FP8 weights are cast once a step.  The final loss is the mean of the last tenth of the steps.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib as mpl
+import typer
+from _common import RESULTS, environment
+from rich.console import Console
+from rich.table import Table
+
+from flatfsdp.cli.gpt import GPTConfig
+from flatfsdp.cli.ranks import Device, Launch, Rank, is_main, run_on_ranks
+from flatfsdp.cli.training import PrecisionName, TrainSettings, train
+
+PRECISIONS = (PrecisionName.bf16_fused, PrecisionName.fp8_delayed, PrecisionName.fp8_current)
+
+
+def train_all(rank: Rank, settings: TrainSettings) -> dict[str, list[float]]:
+    """The losses of every step, by precision."""
+    sampler = settings.sampler()
+    return {
+        precision.value: train(replace(settings, precision=precision), sampler, rank).losses()
+        for precision in PRECISIONS
+    }
+
+
+def summary(losses: dict[str, list[float]]) -> list[dict[str, Any]]:
+    """One row a precision; `against_bf16` is the relative difference of the final loss."""
+    final = {name: statistics.fmean(run[-max(1, len(run) // 10) :]) for name, run in losses.items()}
+    reference = final[PrecisionName.bf16_fused.value]
+    return [
+        {
+            "precision": name,
+            "first_loss": run[0],
+            "final_loss": final[name],
+            "against_bf16": final[name] / reference - 1,
+            "losses": run,
+        }
+        for name, run in losses.items()
+    ]
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Loss curves above, their difference from bf16 below."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, (above, below) = plt.subplots(
+        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
+    )
+    reference = rows[0]["losses"]
+    styles: list[dict[str, Any]] = [
+        {"linewidth": 4, "color": "#f2b880"},
+        {"color": "#4e79a7"},
+        {"color": "#59a14f", "linestyle": ":"},
+    ]
+    for row, style in zip(rows, styles, strict=True):
+        above.plot(row["losses"], label=row["precision"], **style)
+        relative = [100 * (loss / base - 1) for loss, base in zip(row["losses"], reference, strict=True)]
+        below.plot(relative, **style)
+    above.set_ylabel("loss (nats a byte)")
+    above.legend()
+    below.set_ylabel("% from bf16")
+    below.set_xlabel("step")
+    for axis in (above, below):
+        axis.grid(alpha=0.3)
+    above.set_title("The example GPT on real text", loc="left", fontsize=10)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+
+@app.command(
+    help="Loss curves of the example GPT in bf16 and FP8.",
+    epilog="""Examples:
+
+    python benchmarks/convergence.py
+
+    python benchmarks/convergence.py --device cpu --layers 2 --hidden 64 --heads 2 --seq 64 --steps 20""",
+)
+def main(
+    steps: Annotated[int, typer.Option(min=2)] = 300,
+    layers: Annotated[int, typer.Option(min=1)] = 6,
+    hidden: Annotated[int, typer.Option(min=16)] = 512,
+    heads: Annotated[int, typer.Option(min=1)] = 8,
+    seq: Annotated[int, typer.Option(min=1)] = 512,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in one microbatch.")] = 8,
+    microbatches: Annotated[int, typer.Option(min=1)] = 2,
+    lr: Annotated[float, typer.Option()] = 1e-3,
+    ranks: Annotated[int, typer.Option(min=1)] = 1,
+    device: Annotated[Device, typer.Option(help="Where the ranks run.")] = Device.auto,
+    out: Annotated[
+        Path, typer.Option(help="Folder for the JSON and the picture.", show_default="benchmarks/results")
+    ] = RESULTS,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    try:
+        settings = TrainSettings(
+            model=GPTConfig(layers, hidden, heads, seq),
+            precision=PrecisionName.fp8_delayed,
+            batch=batch,
+            microbatches=microbatches,
+            steps=steps,
+            lr=lr,
+        )
+        launch = Launch(ranks, device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    losses = run_on_ranks(train_all, settings, launch)
+    if not is_main():
+        return
+    rows = summary(losses)
+    payload = {
+        "environment": environment("cuda" if launch.use_cuda() else "cpu"),
+        "ranks": launch.world,
+        "model": asdict(settings.model),
+        "batch": batch,
+        "microbatches": microbatches,
+        "lr": lr,
+        "rows": rows,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(payload, indent=2)
+    (out / "convergence.json").write_text(text + "\n")
+    draw(rows, out / "convergence.png")
+    if as_json:
+        typer.echo(text)
+        return
+    table = Table(
+        "precision", "first loss", "final loss", "against bf16", title=f"{steps} steps", title_justify="left"
+    )
+    for row in rows:
+        table.add_row(
+            row["precision"],
+            f"{row['first_loss']:.4f}",
+            f"{row['final_loss']:.4f}",
+            f"{100 * row['against_bf16']:+.2f} %",
+        )
+    Console().print(table)
+    typer.echo(f"Written: convergence.json, convergence.png in {out.name}/")
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,457 @@
+"""FP8 over ranks: one maximum for all of them, FlatFSDP's checkpoints, and training that is the same bits."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, fp8, microbatches
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
+from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from tests.dist.models import same
+from tests.dist.ranks import RankFailure, run_ranks
+from tests.unit.fp8.common import (
+    SHORT,
+    TOKENS,
+    WIDTH,
+    Block,
+    Stack,
+    assert_same_state,
+    fp8_state,
+    relative_error,
+    seeded,
+    snapshot,
+)
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+
+
+@contextmanager
+def counted_reductions() -> Iterator[list[tuple[torch.Size, Any]]]:
+    """Shape and operation of every all-reduce inside."""
+    calls: list[tuple[torch.Size, Any]] = []
+    all_reduce = dist.all_reduce
+
+    def counting(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
+        calls.append((tensor.shape, op))
+        return all_reduce(tensor, op, **options)
+
+    dist.all_reduce = counting
+    try:
+        yield calls
+    finally:
+        dist.all_reduce = all_reduce
+
+
+def batch(rank: int, step: int = 0, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    return scale * torch.randn(TOKENS, WIDTH, generator=generator)
+
+
+def same_on_all_ranks(tensors: list[Tensor]) -> bool:
+    for tensor in tensors:
+        others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+        dist.all_gather(others, tensor.contiguous())
+        if not all(torch.equal(other.nan_to_num(7.0), tensor.nan_to_num(7.0)) for other in others):
+            return False
+    return True
+
+
+# ---- reductions --------------------------------------------------------------------------------------------
+
+
+def reductions(rank: int, world_size: int, recompute: bool) -> None:
+    """One a forward and one a backward, however many layers; none in an evaluation."""
+    model = seeded(partial(Stack, blocks=3, **({"call": fp8.checkpoint} if recompute else {})))
+    forward = (torch.Size([3 * 8 + 2]), dist.ReduceOp.MAX)
+    backward = (torch.Size([3 * 4 + 1]), dist.ReduceOp.MAX)
+    for step in range(4):
+        with counted_reductions() as calls:
+            with autocast(recipe=SHORT):
+                with autocast(recipe=SHORT):
+                    out = model(batch(rank, step).requires_grad_())
+            after_forward = list(calls)
+            out.sum().backward()
+        # In the first step ranks also compare their layers.
+        assert step == 0 or (after_forward == [forward] and calls == [forward, backward])
+    with counted_reductions() as calls:
+        with torch.no_grad(), autocast(recipe=SHORT):
+            model(batch(rank))
+        with autocast(recipe=CurrentScaling()):
+            out = model(batch(rank))
+        out.sum().backward()
+        model(batch(rank)).sum().backward()
+    assert calls == []
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_reduction_a_forward_and_one_a_backward(recompute: bool) -> None:
+    run_ranks(2, reductions, recompute)
+
+
+def outlier(rank: int, world_size: int, value: float) -> list[Any]:
+    """One number on the last rank alone, in the input and in the gradient."""
+    model = nn.Sequential(Linear(WIDTH, WIDTH), LayerNormMLP(WIDTH, WIDTH), Linear(WIDTH, WIDTH))
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0, 0.1)
+    for step in range(2):
+        x, dy = batch(rank, step), batch(rank, 10 + step)
+        if rank == world_size - 1:
+            x[3, 4], dy[5, 6] = value, -value
+        with autocast(recipe=SHORT):
+            out = model(x)
+        out.backward(dy)
+        state = list(fp8_state(model).values())
+        assert len(state) == 12 and same_on_all_ranks(state)
+    first, last = model[0], model[2]
+    return [
+        first.fp8_forward_amax_history[-1, 0].item(),
+        last.fp8_backward_amax_history[-1, 0].item(),
+        first.fp8_forward_scale[0].item(),
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_outlier_on_the_last_rank_counts_on_all(world_size: int) -> None:
+    for x_amax, dy_amax, scale in run_ranks(world_size, outlier, 1000.0):
+        assert x_amax == dy_amax == 1000 and scale == 0.25
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_number_of_no_use_on_the_last_rank_keeps_the_scale_of_all(value: float) -> None:
+    for x_amax, dy_amax, scale in run_ranks(2, outlier, value):
+        assert str(x_amax) == str(dy_amax) == str(value)
+        assert scale == 1, "as it was"
+
+
+def local_scales(rank: int, world_size: int) -> None:
+    """Without reduction, and with groups of one rank each."""
+    groups = [dist.new_group([r]) for r in range(world_size)]
+    alone, grouped, everyone = (seeded(lambda: Linear(WIDTH, WIDTH)) for _ in range(3))
+    x = batch(0, scale=16.0**rank)
+    with counted_reductions() as calls, autocast(recipe=DelayedScaling(reduce_amax=False)):
+        alone(x)
+    assert calls == []
+    with autocast(recipe=DelayedScaling(), amax_reduction_group=groups[rank]):
+        grouped(x)
+    with autocast(recipe=DelayedScaling()):
+        everyone(x)
+    assert torch.equal(alone.fp8_forward_scale, grouped.fp8_forward_scale)
+    ratio = alone.fp8_forward_scale / everyone.fp8_forward_scale
+    assert ratio.tolist() == [16.0 ** (world_size - 1 - rank), 1.0]
+
+
+def test_who_shares_scales() -> None:
+    run_ranks(2, local_scales)
+
+
+def unlike_layers(rank: int, world_size: int, layers: tuple[Callable[[], nn.Module], ...]) -> None:
+    model = nn.Sequential(*layers[rank]())
+    for _ in range(2):
+        with autocast(recipe=SHORT):
+            model(batch(rank))
+
+
+def one() -> list[nn.Module]:
+    return [Linear(WIDTH, WIDTH)]
+
+
+def two() -> list[nn.Module]:
+    return [*one(), *one()]
+
+
+def three() -> list[nn.Module]:
+    return [*one(), *two()]
+
+
+def mlp_and_linear() -> list[nn.Module]:
+    return [LayerNormMLP(WIDTH, WIDTH), *one()]
+
+
+def linear_and_mlp() -> list[nn.Module]:
+    return [*one(), LayerNormMLP(WIDTH, WIDTH)]
+
+
+@pytest.mark.parametrize(
+    "layers", [(two, three), (one, two), (two, one), (mlp_and_linear, linear_and_mlp), (mlp_and_linear, two)]
+)
+def test_ranks_with_other_layers_raise_on_all_ranks(layers: Any) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, unlike_layers, layers, timeout=60.0)
+    for error in failure.value.errors:
+        assert "RuntimeError" in error and "not the same on all ranks" in error
+
+
+def different_data(rank: int, world_size: int) -> None:
+    """A rank without tokens takes part, too."""
+    model = seeded(lambda: nn.Sequential(Linear(WIDTH, WIDTH), LayerNormMLP(WIDTH, WIDTH)))
+    for step in range(3):
+        x = batch(rank, step)[: 0 if rank == 0 else None].requires_grad_()
+        with autocast(recipe=SHORT):
+            out = model(x)
+        out.sum().backward()
+        assert same_on_all_ranks(list(fp8_state(model).values()))
+    assert all((value[2:] > 0).all() for key, value in fp8_state(model).items() if "history" in key)
+
+
+def test_a_rank_without_tokens() -> None:
+    run_ranks(2, different_data)
+
+
+# ---- FlatFSDP ----------------------------------------------------------------------------------------------
+
+
+def build(flag: bool = True, seed: int = 0, **options: Any) -> FlatFSDP:
+    return auto_wrap(seeded(Stack, seed), by_class(Block), optimize_backward_concat=flag, **options)
+
+
+def train(
+    model: nn.Module, rank: int, steps: int = 2, recipe: Any = SHORT, start: int = 0, count: int = 2
+) -> list[Tensor]:
+    """Losses of this rank; SGD with momentum, so that what is in the optimizer counts."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    losses = []
+    for step in range(start, start + steps):
+        for index, x in enumerate(microbatches(model, [batch(rank, 7 * step + m) for m in range(count)])):
+            with autocast(recipe=recipe):
+                loss = model(x * 2.0**step, index == 0).square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def one_process_for_two(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Both ranks' batches in one region and one backward have the same maxima, sums and so the same bits."""
+    model, plain = build(**options), seeded(Stack)
+    parameters = list(plain.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    for step in range(3):
+        with autocast(recipe=SHORT):
+            loss = model(batch(rank, step) * 2.0**step).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with autocast(recipe=SHORT, amax_reduction_group=alone):
+            losses = [plain(batch(r, step) * 2.0**step).square().mean() for r in range(world_size)]
+        sum(losses).backward()
+        assert torch.equal(loss, losses[rank])
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter -= 0.25 * (parameter.grad / world_size)
+                parameter.grad = None
+        assert_same_state(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": False}, {"shard": False}, {"flag": False}, {"poison_on_free": True}],
+    ids=["zero3", "zero2", "dp", "off", "poisoned"],
+)
+def test_two_ranks_are_one_process_with_both_batches(options: dict[str, Any]) -> None:
+    run_ranks(2, one_process_for_two, options)
+
+
+def recomputed(rank: int, world_size: int, flag: bool, reentrant: bool, recipe: Any) -> None:
+    """Weights that are gathered again for the recompute, and freed in between."""
+    runs = []
+    for call in (None, True):
+        model = seeded(Stack)
+        if call:
+            model.call = lambda block, *args: fp8.checkpoint(block, *args, use_reentrant=reentrant)
+        options = {"optimize_backward_concat": flag, "poison_on_free": True}
+        wrapped = auto_wrap(model, by_class(Block), **options)
+        inputs = [batch(rank, step).requires_grad_() for step in range(3)]
+        for x in inputs:
+            with autocast(recipe=recipe):
+                loss = wrapped(x).square().mean()
+            loss.backward()
+        runs.append([*(x.grad for x in inputs), *(p.grad for p in wrapped.parameters())])
+        runs[-1] += fp8_state(wrapped).values()
+    assert same(*runs)
+
+
+@FLAGS
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
+def test_recompute_of_sharded_blocks(flag: bool, reentrant: bool, recipe: Any) -> None:
+    run_ranks(2, recomputed, flag, reentrant, recipe)
+
+
+# ---- checkpoints -------------------------------------------------------------------------------------------
+
+
+def save_and_load(kind: str, model: FlatFSDP, other: FlatFSDP, folder: str) -> None:
+    if kind == "full":
+        other.load_state_dict(checkpoint.full_state_dict(model))
+    elif kind == "from_rank0":
+        state = checkpoint.full_state_dict(model, rank0_only=True, cpu_offload=True)
+        checkpoint.load_full_state_dict(other, state, from_rank0=True)
+    elif kind == "sharded":
+        checkpoint.save(folder, model)
+        checkpoint.load(folder, other)
+    else:
+        state = {key: value.clone() for key, value in checkpoint.local_state_dict(model).items()}
+        checkpoint.load_local_state_dict(other, state)
+
+
+def resumed(rank: int, world_size: int, kind: str, ran_before: str, folder: str, recipes: Any) -> None:
+    model, other = build(), build(seed=9, flag=False)
+    train(model, rank, recipe=recipes[0])
+    if ran_before:
+        train(other, rank, recipe=recipes[0] if ran_before == "same" else DelayedScaling(amax_history_len=11))
+    save_and_load(kind, model, other, folder)
+    assert_same_state(snapshot(model), snapshot(other))
+    losses = [train(each, rank, start=2, recipe=recipes[1]) for each in (model, other)]
+    assert same(*losses)
+    assert_same_state(snapshot(model), snapshot(other))
+
+
+KINDS = ["full", "from_rank0", "sharded", "local"]
+
+
+RESCALED = pytest.mark.xfail(strict=True, reason="another history length moves scales at once")
+
+
+@pytest.mark.parametrize("ran_before", ["", "same", pytest.param("other-length", marks=RESCALED)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_is_the_uninterrupted_run(kind: str, ran_before: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, resumed, kind, ran_before, folder, (SHORT, SHORT))
+
+
+@RESCALED
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [2, 9])
+def test_resume_with_another_history_length(kind: str, length: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, resumed, kind, "", folder, (SHORT, DelayedScaling(amax_history_len=length)))
+
+
+def without_state(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """A checkpoint from before FP8 into a model that has run with it, and the other way round."""
+    before, model = build(seed=9), build()
+    before(batch(rank))
+    train(model, rank)
+    save_and_load(kind, before, model, folder)
+    state = before.state_dict()
+    assert_same_state({k: v for k, v in model.state_dict().items() if k in state}, state)
+    train(model, rank)
+    assert same_on_all_ranks(list(fp8_state(model).values()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_without_fp8_state(kind: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, without_state, kind, folder)
+
+
+def write(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+    model = build()
+    train(model, rank)
+    checkpoint.save(folder, model)
+    return snapshot(model)
+
+
+def read(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+    model = build(seed=9)
+    checkpoint.load(folder, model)
+    return snapshot(model)
+
+
+def test_another_number_of_ranks_reads_what_two_have_written() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        written = run_ranks(2, write, folder)
+        for found in (*run_ranks(1, read, folder), *run_ranks(3, read, folder)):
+            assert_same_state(written[0], found)
+
+
+def into_plain(rank: int, world_size: int) -> None:
+    """The plain model, and back into another wrapped one."""
+    model = build()
+    train(model, rank)
+    plain, again = seeded(Stack, seed=9), build(seed=8)
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad(), autocast(recipe=SHORT):
+        assert torch.equal(plain(batch(rank)), model(batch(rank)))
+    again.load_state_dict(plain.state_dict())
+    assert same(*(train(each, rank, start=2) for each in (model, again)))
+    before = fp8_state(plain)
+    rewrapped = auto_wrap(plain, by_class(Block), precision=Precision(buffer=torch.bfloat16))
+    assert_same_state(fp8_state(rewrapped), before)
+
+
+def test_plain_and_wrapped_models_read_each_other() -> None:
+    run_ranks(2, into_plain)
+
+
+def bf16_compute(rank: int, world_size: int, flag: bool) -> None:
+    """Close to FP32 without FP8: mean gradients within what the casts cost."""
+    grads = []
+    for recipe, precision in ((SHORT, Precision(compute=torch.bfloat16)), (None, Precision())):
+        model = build(flag=flag, precision=precision)
+        for _ in range(2):
+            model.zero_grad()
+            with autocast(enabled=recipe is not None, recipe=recipe):
+                loss = model(batch(rank)).float().square().mean()
+            loss.backward()
+        grads.append(torch.cat([p.grad for p in model.parameters()]))
+    assert 1e-3 < relative_error(*grads) < 0.15
+
+
+@FLAGS
+def test_bf16_compute_and_fp8_products(flag: bool) -> None:
+    run_ranks(2, bf16_compute, flag)
+
+
+def converted(rank: int, world_size: int, flag: bool) -> None:
+    """nn.Linear converted before wrapping: without autocast the same bits as before."""
+    runs = []
+    for converts in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        if converts:
+            fp8.convert(model, lambda linear, name: True, fuse_wgrad_accumulation=True)
+        wrapped = FlatFSDP(model, optimize_backward_concat=flag)
+        for x in microbatches(wrapped, [batch(rank, m) for m in range(3)]):
+            wrapped(x).square().mean().backward()
+        runs.append([p.grad.clone() for p in wrapped.parameters()])
+    assert same(*runs)
+
+
+@FLAGS
+def test_a_converted_model(flag: bool) -> None:
+    run_ranks(2, converted, flag)
+
+
+def normed(rank: int, world_size: int) -> None:
+    """Layers of one unit whose state appears at different times: the second one later."""
+    model = nn.ModuleList([LayerNormLinear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)])
+    alone = seeded(lambda: Linear(WIDTH, WIDTH))
+    model[1].load_state_dict(alone.state_dict())
+    for step in range(4):
+        with autocast(recipe=SHORT):
+            out = model[0](batch(rank, step))
+            if step >= 2:
+                model[1](batch(rank, step))
+        out.sum().backward()
+    for step in (2, 3):
+        with autocast(recipe=SHORT):
+            alone(batch(rank, step))
+    assert_same_state(snapshot(model[1]), snapshot(alone))
+
+
+def test_layers_that_join_later() -> None:
+    run_ranks(2, normed)
