@@ -138,10 +138,9 @@ class FP8Module(nn.Module):
         if scaling is None or scaling.recipe != recipe or scaling.device != device or not scaling.is_current:
             forward, backward = recipe.fp8_format.forward, recipe.fp8_format.backward
             dtypes = [forward] * 2 if direction == "forward" else [backward]
-            changed = scaling is not None and scaling.recipe != recipe
+            before = scaling
             scaling = Scaling(self, direction, dtypes * len(self.linear_maps), recipe, device)
-            if changed:
-                # The old scales may be of another format or margin.
+            if before is not None and before.scale_means != scaling.scale_means:
                 scaling.arena.rescale(recipe)
             self._scalings[direction] = scaling
         return scaling
@@ -270,6 +269,7 @@ class FP8Module(nn.Module):
         error_msgs: list[str],
     ) -> None:
         self._cached_weights.clear()
+        self._scalings.clear()
         for key in self.late_buffers:
             saved = state_dict.get(prefix + key)
             if saved is None:

@@ -68,6 +68,7 @@ class Arena:
             self._agreed = group
 
     @torch.no_grad()
+    @torch.inference_mode(False)
     def update(self, recipe: DelayedScaling, group: dist.ProcessGroup | None) -> None:
         """Makes the next generation; `group` takes the largest amax of its ranks first."""
         if group is not None:
@@ -76,8 +77,9 @@ class Arena:
         self._advance(self.history, recipe)
 
     @torch.no_grad()
+    @torch.inference_mode(False)
     def rescale(self, recipe: DelayedScaling) -> None:
-        """Scales for another recipe from what the history remembers; nothing is rolled."""
+        """Scales for another format or margin from what the history remembers; nothing is rolled."""
         remembered = self.history[1:]
         if len(remembered):
             is_latest = recipe.amax_compute_algo == "most_recent"
@@ -85,16 +87,15 @@ class Arena:
             self._advance(amax, recipe)
 
     def _advance(self, history: Tensor, recipe: DelayedScaling) -> None:
-        with torch.inference_mode(False):
-            scales = update_scales(
-                history,
-                self.scale,
-                self._fp8_max,
-                most_recent=recipe.amax_compute_algo == "most_recent",
-                margin=recipe.margin,
-                power_of_two=recipe.power_of_two_scales,
-            )
-            self._scales = _aligned(scales)
+        scales = update_scales(
+            history,
+            self.scale,
+            self._fp8_max,
+            most_recent=recipe.amax_compute_algo == "most_recent",
+            margin=recipe.margin,
+            power_of_two=recipe.power_of_two_scales,
+        )
+        self._scales = _aligned(scales)
         self.scale.copy_(scales.scale)
         self._version = self.scale._version
 
@@ -131,6 +132,11 @@ class Scaling:
     @property
     def device(self) -> torch.device:
         return self.arena.scale.device
+
+    @property
+    def scale_means(self) -> tuple[object, ...]:
+        """What a scale depends on besides the amax."""
+        return (*self.fp8_max, self.recipe.margin, self.recipe.power_of_two_scales)
 
     @property
     def label(self) -> str:

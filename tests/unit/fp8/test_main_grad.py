@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import fp8
-from flatfsdp.fp8 import CurrentScaling, autocast
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH, seeded
 
 RECIPES = pytest.mark.parametrize(
-    "recipe", [SHORT, CurrentScaling(), None], ids=["delayed", "current", "high"]
+    "recipe",
+    [SHORT, CurrentScaling(), BlockScaling(), None],
+    ids=["delayed", "current", "block", "high"],
 )
 LAYERS = {
     "linear": partial(Linear, WIDTH, FFN),

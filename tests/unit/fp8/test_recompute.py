@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from flatfsdp import fp8
-from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import LayerNormMLP, Linear
 from tests.unit.fp8.common import (
     FFN,
@@ -79,6 +79,7 @@ RECIPES = {
     "delayed": SHORT,
     "most_recent": DelayedScaling(amax_history_len=1, amax_compute_algo="most_recent", margin=1),
     "current": CurrentScaling(),
+    "block": BlockScaling(),
     "high": None,
 }
 
@@ -95,7 +96,7 @@ def test_autocast_outside(way: str, recipe: str, caches: bool) -> None:
 
 
 @pytest.mark.parametrize("caches", [False, True], ids=["", "cached-weights"])
-@pytest.mark.parametrize("recipe", ["delayed", "current"])
+@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
 @pytest.mark.parametrize("way", WAYS)
 def test_autocast_inside(way: str, recipe: str, caches: bool) -> None:
     runs = [

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
-from flatfsdp.fp8.quantizers import Current, Delayed
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
+from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH, Stack, relative_error, seeded
 
 E4M3 = torch.float8_e4m3fn
-RECIPES = pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
+RECIPES = pytest.mark.parametrize(
+    "recipe", [SHORT, CurrentScaling(), BlockScaling()], ids=["delayed", "current", "block"]
+)
 LAYERS = pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
 
 
@@ -32,13 +34,16 @@ def fp8_of(x: Tensor, scale: Tensor) -> Tensor:
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Shapes of what quantizers cast; what norms and activations cast themselves is not among them."""
     shapes: list[tuple[int, ...]] = []
-    cast = Delayed.cast
 
-    def counting(self: Delayed, x: Tensor, **options: Any) -> Any:
-        shapes.append(tuple(x.shape))
-        return cast(self, x, **options)
+    def count(cast: Any) -> Any:
+        def counting(self: Any, x: Tensor, **options: Any) -> Any:
+            shapes.append(tuple(x.shape))
+            return cast(self, x, **options)
 
-    monkeypatch.setattr(Delayed, "cast", counting)
+        return counting
+
+    for quantizer in (Delayed, Blockwise):
+        monkeypatch.setattr(quantizer, "cast", count(quantizer.cast))
     return shapes
 
 

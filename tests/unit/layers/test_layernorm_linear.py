@@ -11,14 +11,16 @@ import torch.nn.functional as F
 from flatfsdp.kernels.norm_forward import norm_forward
 from torch import Tensor, nn
 
-from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import LayerNormLinear, Linear
 from tests.unit.layers import plain
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 NORMS = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 RECIPES = pytest.mark.parametrize(
-    "recipe", [None, DelayedScaling(), CurrentScaling()], ids=["high", "delayed", "current"]
+    "recipe",
+    [None, DelayedScaling(), CurrentScaling(), BlockScaling()],
+    ids=["high", "delayed", "current", "block"],
 )
 
 

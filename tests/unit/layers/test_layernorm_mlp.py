@@ -11,11 +11,10 @@ import torch.nn.functional as F
 from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
 from torch import Tensor, nn
 
-from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.layers import plain
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 NORMS = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 ACTIVATIONS = pytest.mark.parametrize("activation", NAMES)
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -54,9 +53,18 @@ def expected(layer: LayerNormMLP, x: Tensor, *parameters: Tensor) -> Tensor:
     return F.linear(activated(hidden, layer.activation), named["fc2_weight"], named.get("fc2_bias"))
 
 
-@DTYPES
+HAS_A_KINK = ("relu", "reglu")
+"""Rounding moves numbers across it, which changes single gradients altogether: FP32 only."""
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype"),
+    [(name, torch.float32) for name in NAMES]
+    + [
+        (name, dtype) for name in NAMES if name not in HAS_A_KINK for dtype in (torch.float16, torch.bfloat16)
+    ],
+)
 @NORMS
-@ACTIVATIONS
 @pytest.mark.parametrize("bias", [False, True])
 def test_against_float64(dtype: torch.dtype, normalization: str, activation: str, bias: bool) -> None:
     layer = trained(
@@ -68,7 +76,7 @@ def test_against_float64(dtype: torch.dtype, normalization: str, activation: str
         lambda x, *_: layer(x),
         lambda *tensors: expected(layer, *tensors),
         [plain.leaf(2, 5, 19, dtype=dtype), *layer.parameters()],
-        5 * plain.EPS[dtype],
+        1.5 * plain.EPS[dtype],
     )
 
 
@@ -176,7 +184,9 @@ def test_expanded_gradients_of_single_results(recipe: Any, checkpoint: bool, use
 
 
 @pytest.mark.parametrize(
-    "recipe", [None, DelayedScaling(), CurrentScaling()], ids=["high", "delayed", "current"]
+    "recipe",
+    [None, DelayedScaling(), CurrentScaling(), BlockScaling()],
+    ids=["high", "delayed", "current", "block"],
 )
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("input_grad", [False, True])

@@ -9,11 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, autocast
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Format, autocast
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.layers import plain
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+RECIPES = {
+    "high": None,
+    "delayed": DelayedScaling(),
+    "current": CurrentScaling(),
+    "block": BlockScaling(),
+}
 FP8_ERROR = {torch.float8_e4m3fn: 0.04, torch.float8_e5m2: 0.08}
 """Relative error of one cast of normal numbers: 3 and 2 bits of mantissa."""
 
@@ -107,9 +113,7 @@ def test_the_result_of_the_region_is_that_of_the_dtype() -> None:
     assert torch.equal(out, F.linear(x.bfloat16(), weight, bias))
 
 
-@pytest.mark.parametrize(
-    "recipe", [None, DelayedScaling(), CurrentScaling()], ids=["high", "delayed", "current"]
-)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
 def test_no_tokens(layer_type: type, recipe: Any) -> None:
     layer = layer_type(32, 32)
@@ -123,9 +127,7 @@ def test_no_tokens(layer_type: type, recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("fused", [True, "two_pass"])
-@pytest.mark.parametrize(
-    "recipe", [None, DelayedScaling(), CurrentScaling()], ids=["high", "delayed", "current"]
-)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_no_tokens_add_nothing_to_main_grad(fused: Any, recipe: Any) -> None:
     layer = Linear(32, 32, fuse_wgrad_accumulation=fused)
     for first, start, expected in ((None, 3.0, 3.0), (True, torch.nan, 0.0)):
@@ -136,9 +138,7 @@ def test_no_tokens_add_nothing_to_main_grad(fused: Any, recipe: Any) -> None:
         assert (layer.weight.main_grad == expected).all()
 
 
-@pytest.mark.parametrize(
-    "recipe", [None, DelayedScaling(), CurrentScaling()], ids=["high", "delayed", "current"]
-)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
 def test_strides_do_not_matter(layer_type: type, recipe: Any) -> None:
     """Of the input, of the gradient, and of a weight."""
@@ -335,9 +335,7 @@ def test_dtypes_that_do_not_fit(layer_type: type, recipe: Any) -> None:
 
 
 @pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
-@pytest.mark.parametrize(
-    "recipe", [None, DelayedScaling(), CurrentScaling()], ids=["high", "delayed", "current"]
-)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_second_derivative_is_refused(layer_type: type, recipe: Any) -> None:
     """It would be wrong in silence: products save detached and rounded operands."""
     layer, x = layer_type(32, 48), torch.randn(16, 32).requires_grad_()
