@@ -135,7 +135,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def adopt_late_buffers(model: nn.Module, saved: Mapping[str, torch.Size]) -> set[str]:
-    """Makes buffers that appear on first use, such as FP8 scales, as a checkpoint has them.
+    """Prepares modules with buffers that appear on first use, such as FP8 scales, for a checkpoint.
 
     Args:
         saved: shapes of everything in the checkpoint, by its original name.
@@ -143,15 +143,14 @@ def adopt_late_buffers(model: nn.Module, saved: Mapping[str, torch.Size]) -> set
     Returns:
         Those that the model has and the checkpoint has not; they stay what they are.
     """
-    absent = set()
+    absent: set[str] = set()
     device = next((group.master.device for _, group in named_groups(model)), torch.device("cpu"))
     for prefix, owner in _modules(model):
-        for name in getattr(owner, "late_buffers", ()):
-            own, shape = owner._buffers.get(name), saved.get(prefix + name)
-            if shape is None and own is not None:
-                absent.add(prefix + name)
-            elif shape is not None and (own is None or own.shape != shape):
-                owner.adopt_state({name: shape}, device)
+        names = getattr(owner, "late_buffers", ())
+        shapes = {name: saved[prefix + name] for name in names if prefix + name in saved}
+        absent.update(prefix + name for name in names if name in owner._buffers and name not in shapes)
+        if names:
+            owner.prepare_load(shapes, device)
     return absent
 
 

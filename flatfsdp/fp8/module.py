@@ -268,16 +268,12 @@ class FP8Module(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        self._cached_weights.clear()
-        self._scalings.clear()
-        for key in self.late_buffers:
-            saved = state_dict.get(prefix + key)
-            if saved is None:
-                continue
-            own = self._buffers.get(key)
-            if own is None or own.shape != saved.shape:
-                # Of a layer that has not run yet, or with a history of another length.
-                self.adopt_state({key: saved.shape}, saved.device if own is None else own.device)
+        saved = {key: state_dict[prefix + key] for key in self.late_buffers if prefix + key in state_dict}
+        device = next(
+            (tensor.device for tensor in (*self._buffers.values(), *saved.values()) if tensor is not None),
+            None,
+        )
+        self.prepare_load({key: tensor.shape for key, tensor in saved.items()}, device)
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
@@ -295,10 +291,19 @@ class FP8Module(nn.Module):
             if self._buffers.get(key) is not None:
                 destination[prefix + key] = destination[prefix + key].contiguous().clone()
 
-    def adopt_state(self, shapes: Mapping[str, torch.Size], device: torch.device) -> None:
-        """Makes room for state that a checkpoint has; `shapes` by the names of buffers."""
+    def prepare_load(self, shapes: Mapping[str, torch.Size], device: torch.device | None) -> None:
+        """Makes room for state that a checkpoint has, and forgets what belongs to the parameters before it.
+
+        Args:
+            shapes: of the late buffers in the checkpoint, by their names; this layer may not have run yet, or
+                with a history of another length.
+        """
+        self._cached_weights.clear()
+        self._scalings.clear()
         for key, shape in shapes.items():
-            self.register_buffer(key, torch.zeros(shape, dtype=torch.float32, device=device))
+            own = self._buffers.get(key)
+            if own is None or own.shape != shape:
+                self.register_buffer(key, torch.zeros(shape, dtype=torch.float32, device=device))
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have the buffers, and find their own place in an arena."""

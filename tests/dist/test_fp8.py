@@ -318,17 +318,13 @@ def resumed(rank: int, world_size: int, kind: str, ran_before: str, folder: str,
 KINDS = ["full", "from_rank0", "sharded", "local"]
 
 
-RESCALED = pytest.mark.xfail(strict=True, reason="another history length moves scales at once")
-
-
-@pytest.mark.parametrize("ran_before", ["", "same", pytest.param("other-length", marks=RESCALED)])
+@pytest.mark.parametrize("ran_before", ["", "same", "other-length"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_resume_is_the_uninterrupted_run(kind: str, ran_before: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(2, resumed, kind, ran_before, folder, (SHORT, SHORT))
 
 
-@RESCALED
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [2, 9])
 def test_resume_with_another_history_length(kind: str, length: int) -> None:
@@ -352,6 +348,24 @@ def without_state(rank: int, world_size: int, kind: str, folder: str) -> None:
 def test_a_checkpoint_without_fp8_state(kind: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(2, without_state, kind, folder)
+
+
+def stale_cache(rank: int, world_size: int, kind: str, folder: str) -> None:
+    model, other = build(), build(seed=9)
+    train(model, rank)
+    train(other, rank)
+    save_and_load(kind, model, other, folder)
+    with pytest.raises(RuntimeError, match="is_first_microbatch=True"), autocast(recipe=SHORT):
+        other(batch(rank), False)
+
+
+KEEPS_CACHE = pytest.mark.xfail(strict=True, reason="cached FP8 weights are those of before the load")
+
+
+@pytest.mark.parametrize("kind", [*KINDS[:2], *(pytest.param(kind, marks=KEEPS_CACHE) for kind in KINDS[2:])])
+def test_loading_drops_weights_that_were_cast_before(kind: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, stale_cache, kind, folder)
 
 
 def write(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
