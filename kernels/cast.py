@@ -33,13 +33,13 @@ from flatfsdp.kernels._outputs import (
     store_outputs,
     write_outputs,
 )
+from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from flatfsdp.kernels.flat import (
     LOAD_BYTES,
     device_table,
     first_blocks,
     is_aligned,
-    next_power_of_two,
     tensor_of_block,
 )
 from torch import Tensor
@@ -47,9 +47,6 @@ from torch import Tensor
 # Larger tiles need more registers: 168 at 64 x 128 with four warps, spills at 128 x 128.
 TILE = 64
 NUM_WARPS = 4
-# Bytes only; 128 of them fill a line of the cache in both directions.
-TRANSPOSE_TILE = 128
-TRANSPOSE_WARPS = 8
 # 64 elements per thread, all of them under way at once.
 AMAX_BLOCK = 16384
 AMAX_WARPS = 8
@@ -216,19 +213,32 @@ def transpose_reference(q: Tensor, out: Tensor) -> None:
 
 
 @jit
-def _transpose_tile(q_ptr, out_ptr, rows, cols, tile, WHOLE: tl.constexpr, TILE: tl.constexpr):
+def transpose_tile(
+    q_ptr,
+    out_ptr,
+    rows,
+    cols,
+    top,
+    left,
+    WHOLE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    """Bytes of the tile at (top, left), both int64 and even; `WHOLE` as by `is_whole`."""
     if WHOLE:
-        _transpose_pairs(q_ptr, out_ptr, rows, cols, tile, TILE)
+        _transpose_pairs(q_ptr, out_ptr, rows, cols, top, left, BLOCK_ROWS, BLOCK_COLS)
     else:
-        _transpose_bytes(q_ptr, out_ptr, rows, cols, tile, TILE)
+        _transpose_bytes(q_ptr, out_ptr, rows, cols, top, left, BLOCK_ROWS, BLOCK_COLS)
 
 
 @jit
-def _transpose_pairs(q_ptr, out_ptr, rows, cols, tile, TILE: tl.constexpr):
+def _transpose_pairs(
+    q_ptr, out_ptr, rows, cols, top, left, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
     """Bytes of two rows become 16-bit pairs, which the hardware transposes (ldmatrix)."""
     pairs = tl.multiple_of(rows // 2, 8)
-    pair = (tile // tl.cdiv(cols, TILE)).to(tl.int64) * (TILE // 2) + tl.arange(0, TILE // 2)[:, None]
-    col = (tile % tl.cdiv(cols, TILE)).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+    pair = (top // 2 + tl.arange(0, BLOCK_ROWS // 2))[:, None]
+    col = (left + tl.arange(0, BLOCK_COLS))[None, :]
     mask = (pair < pairs) & (col < cols)
     upper = tl.load(q_ptr + 2 * pair * cols + col, mask, 0).to(tl.uint16)
     lower = tl.load(q_ptr + (2 * pair + 1) * cols + col, mask, 0).to(tl.uint16)
@@ -237,30 +247,48 @@ def _transpose_pairs(q_ptr, out_ptr, rows, cols, tile, TILE: tl.constexpr):
 
 
 @jit
-def _transpose_bytes(q_ptr, out_ptr, rows, cols, tile, TILE: tl.constexpr):
-    row = (tile // tl.cdiv(cols, TILE)).to(tl.int64) * TILE + tl.arange(0, TILE)[:, None]
-    col = (tile % tl.cdiv(cols, TILE)).to(tl.int64) * TILE + tl.arange(0, TILE)[None, :]
+def _transpose_bytes(
+    q_ptr, out_ptr, rows, cols, top, left, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
+    row = (top + tl.arange(0, BLOCK_ROWS))[:, None]
+    col = (left + tl.arange(0, BLOCK_COLS))[None, :]
     mask = (row < rows) & (col < cols)
     q = tl.load(q_ptr + row * cols + col, mask, 0)
     tl.store(out_ptr + tl.trans(col * rows + row), tl.trans(q), tl.trans(mask))
 
 
 @jit
-def _transpose_kernel(q_ptr, out_ptr, rows, cols, WHOLE: tl.constexpr, TILE: tl.constexpr):
-    _transpose_tile(q_ptr, out_ptr, rows, cols, tl.program_id(0), WHOLE, TILE)
+def _transpose_block(
+    q_ptr,
+    out_ptr,
+    rows,
+    cols,
+    block,
+    WHOLE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    across = tl.cdiv(cols, BLOCK_COLS)
+    top = (block // across).to(tl.int64) * BLOCK_ROWS
+    left = (block % across).to(tl.int64) * BLOCK_COLS
+    transpose_tile(q_ptr, out_ptr, rows, cols, top, left, WHOLE, BLOCK_ROWS, BLOCK_COLS)
+
+
+@jit
+def _transpose_kernel(
+    q_ptr, out_ptr, rows, cols, WHOLE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
+):
+    _transpose_block(q_ptr, out_ptr, rows, cols, tl.program_id(0), WHOLE, BLOCK_ROWS, BLOCK_COLS)
 
 
 def transpose_launch(q: Tensor, out: Tensor) -> None:
     rows, cols = q.shape
+    tile = find("transpose", q.dtype, cols)
     with on_device_of(q):
-        _transpose_kernel[(_tiles(q),)](
-            q.view(torch.uint8),
-            out.view(torch.uint8),
-            rows,
-            cols,
-            _is_whole(q, out),
-            TRANSPOSE_TILE,
-            num_warps=TRANSPOSE_WARPS,
+        _transpose_kernel[(_blocks(q, tile),)](
+            *(q.view(torch.uint8), out.view(torch.uint8), rows, cols),
+            *(is_whole(q, out), tile.rows, tile.cols),
+            num_warps=tile.warps,
         )
 
 
@@ -287,9 +315,16 @@ def transpose_many_reference(like: Tensor, sources: list[Tensor], targets: list[
 
 
 @jit
-def _transpose_many_kernel(table_ptr, n, N_POW2: tl.constexpr, WHOLE: tl.constexpr, TILE: tl.constexpr):
-    tile = tl.program_id(0)
-    row_ptr = table_ptr + tensor_of_block(table_ptr, n, tile, N_POW2)
+def _transpose_many_kernel(
+    table_ptr,
+    n,
+    N_POW2: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    row_ptr = table_ptr + tensor_of_block(table_ptr, n, block, N_POW2)
     q_ptr = tl.load(row_ptr + n).to(tl.pointer_type(tl.uint8))
     out_ptr = tl.load(row_ptr + 2 * n).to(tl.pointer_type(tl.uint8))
     rows = tl.load(row_ptr + 3 * n)
@@ -300,11 +335,13 @@ def _transpose_many_kernel(table_ptr, n, N_POW2: tl.constexpr, WHOLE: tl.constex
         out_ptr = tl.multiple_of(out_ptr, 16)
         rows = tl.multiple_of(rows, 16)
         cols = tl.multiple_of(cols, 16)
-    _transpose_tile(q_ptr, out_ptr, rows, cols, tile - tl.load(row_ptr), WHOLE, TILE)
+    _transpose_block(q_ptr, out_ptr, rows, cols, block - tl.load(row_ptr), WHOLE, BLOCK_ROWS, BLOCK_COLS)
 
 
 def transpose_many_launch(like: Tensor, sources: list[Tensor], targets: list[Tensor]) -> None:
-    starts, tiles = first_blocks([_tiles(source) for source in sources])
+    # One for all of them, whatever their widths.
+    tile = find("transpose", like.dtype, max(source.shape[1] for source in sources))
+    starts, blocks = first_blocks([_blocks(source, tile) for source in sources])
     fields = [
         starts,
         [source.data_ptr() for source in sources],
@@ -314,13 +351,11 @@ def transpose_many_launch(like: Tensor, sources: list[Tensor], targets: list[Ten
     ]
     n = len(sources)
     with on_device_of(like):
-        _transpose_many_kernel[(tiles,)](
+        _transpose_many_kernel[(blocks,)](
             device_table(fields, like.device),
-            n,
-            next_power_of_two(n),
-            all(_is_whole(*pair) for pair in zip(sources, targets, strict=True)),
-            TRANSPOSE_TILE,
-            num_warps=TRANSPOSE_WARPS,
+            *(n, power_of_two(n), all(is_whole(*pair) for pair in zip(sources, targets, strict=True))),
+            *(tile.rows, tile.cols),
+            num_warps=tile.warps,
         )
 
 
@@ -361,12 +396,12 @@ def transpose_many(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     _transpose_many(sources[0], list(sources), list(targets))
 
 
-def _tiles(q: Tensor) -> int:
+def _blocks(q: Tensor, tile: Tile) -> int:
     rows, cols = q.shape
-    return cdiv(rows, TRANSPOSE_TILE) * cdiv(cols, TRANSPOSE_TILE)
+    return cdiv(rows, tile.rows) * cdiv(cols, tile.cols)
 
 
-def _is_whole(q: Tensor, out: Tensor) -> bool:
+def is_whole(q: Tensor, out: Tensor) -> bool:
     """Every row of both starts at a multiple of the widest load, as in all that an FP8 GEMM takes."""
     return is_aligned(q, out) and all(size % LOAD_BYTES == 0 for size in q.shape)
 

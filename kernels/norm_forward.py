@@ -12,20 +12,21 @@ al., 1979), so that a large mean costs no digits.
 Bytes per element of p bytes: p read, 2 p more with a residual, p written in high precision, 1 for each FP8
 form.
 
-Without a columnwise output a program keeps whole rows in registers.  With one it owns a band of rows, high
-enough for coalesced stores of the transpose, and reads it twice; the second pass goes backwards, so that it
-finds what was read last in the L2 cache.
+A program keeps whole rows in registers, several of them one after the other.  For a columnwise output these
+are a band, high enough for coalesced stores of the transpose, which the program makes from the rowwise bytes
+that it has just written and finds in the L2 cache: traffic of 1 byte an element, where reading x again would
+be 2.  If the table in `_tiles.py` has lower bands, the transpose is a launch of its own.  Rows too wide for
+registers are read twice, by another kernel.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import (
     HIGH_DTYPES,
-    Tile,
     allocate_outputs,
     check_input,
     check_like,
@@ -33,11 +34,17 @@ from flatfsdp.kernels._outputs import (
     store_outputs,
     write_outputs,
 )
+from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels.cast import is_whole, transpose_launch, transpose_tile
 from torch import Tensor
 
 WIDEST_ROW = 16384
-"""Columns of the widest row that a program keeps in registers; wider ones go by bands."""
+"""Columns of the widest row that a program keeps in registers."""
+LOWEST_BAND = 16
+"""Rows of which the bytes of a column are stored well."""
+TURNED_BYTES = 64
+"""Of each thread at a time, when it transposes."""
 
 
 class NormForward(NamedTuple):
@@ -51,18 +58,17 @@ class NormForward(NamedTuple):
     rstd: Tensor
 
 
-def row_tile(cols: int) -> Tile:
-    """Whole rows, 32 elements per thread."""
-    width = max(16, 1 << (cols - 1).bit_length())
-    return Tile(max(1, 8192 // width), width, 16 if width > 8192 else 8)
+def row_tile(dtype: torch.dtype, cols: int, is_transposed: bool) -> Tile:
+    """Whole rows; narrow ones more at a time, in fewer steps."""
+    block = find("norm_forward, transpose" if is_transposed else "norm_forward", dtype, cols)
+    width = max(16, power_of_two(cols))
+    times = max(1, block.cols // width)
+    return Tile(block.rows * times, width, block.warps, block.stages, max(1, block.steps // times))
 
 
-def band_tile(rows: int, cols: int) -> Tile:
-    """32 rows fill the 32-byte sectors of the transpose; fewer only to keep 132 multiprocessors busy.
-
-    Registers let one program run on each, so that the bands being read are 132 * 32 * cols elements.
-    """
-    return Tile(32 if rows > 132 * 16 else 16, min(256, max(16, 1 << (cols - 1).bit_length())), 16)
+def wide_tile(dtype: torch.dtype, cols: int) -> Tile:
+    block = find("norm_forward, wide", dtype, cols)
+    return block._replace(cols=min(block.cols, max(16, power_of_two(cols))))
 
 
 def reference(
@@ -96,26 +102,29 @@ def reference(
 
 
 @jit
-def _load_summed(x_ptr, residual_ptr, summed_ptr, index, mask):
-    """x, or x + residual rounded to x's dtype and stored; as FP32."""
-    x = tl.load(x_ptr + index, mask, 0.0)
-    if residual_ptr is not None:
-        total = x.to(tl.float32) + tl.load(residual_ptr + index, mask, 0.0).to(tl.float32)
-        x = total.to(summed_ptr.dtype.element_ty)
-        tl.store(summed_ptr + index, x, mask)
-    return x.to(tl.float32)
+def _load(pointers, mask):
+    """FP32, and 0 where masked."""
+    value = tl.load(pointers) if mask is None else tl.load(pointers, mask, 0.0)
+    return value.to(tl.float32)
 
 
 @jit
-def _scale_and_shift(value, weight_ptr, bias_ptr, col, col_mask, ZERO_CENTERED: tl.constexpr):
-    weight = tl.load(weight_ptr + col, col_mask, 0.0, eviction_policy="evict_last").to(tl.float32)
+def _load_summed(x_ptr, residual_ptr, summed_ptr, index, mask):
+    """x, or x + residual rounded to x's dtype and stored; as FP32."""
+    x = _load(x_ptr + index, mask)
+    if residual_ptr is not None:
+        total = (x + _load(residual_ptr + index, mask)).to(summed_ptr.dtype.element_ty)
+        tl.store(summed_ptr + index, total, mask)
+        x = total.to(tl.float32)
+    return x
+
+
+@jit
+def _gain(weight_ptr, col, mask, ZERO_CENTERED: tl.constexpr):
+    weight = _load(weight_ptr + col, mask)
     if ZERO_CENTERED:
         weight += 1.0
-    value *= weight[None, :]
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + col, col_mask, 0.0, eviction_policy="evict_last").to(tl.float32)
-        value += bias[None, :]
-    return value
+    return weight
 
 
 @jit
@@ -138,26 +147,58 @@ def _row_kernel(
     ZERO_CENTERED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    STEPS: tl.constexpr,
+    STAGES: tl.constexpr,
+    TURNED_COLS: tl.constexpr,
+    WHOLE: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     col = tl.arange(0, BLOCK_COLS)
-    row_mask, col_mask = row < rows, col < COLS
-    mask = row_mask[:, None] & col_mask[None, :]
-    value = _load_summed(x_ptr, residual_ptr, summed_ptr, row[:, None] * COLS + col[None, :], mask)
-    if mean_ptr is not None:
-        mean = tl.sum(value, axis=1) / COLS
-        tl.store(mean_ptr + row, mean, row_mask)
-        value = tl.where(mask, value - mean[:, None], 0.0)
-    rstd = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=1) / COLS + eps)
-    tl.store(rstd_ptr + row, rstd, row_mask)
-    value = _scale_and_shift(value * rstd[:, None], weight_ptr, bias_ptr, col, col_mask, ZERO_CENTERED)
+    # None where there is nothing to mask: masks cost an instruction an element, at several places.
+    col_mask = None if COLS == BLOCK_COLS else col < COLS
+    mask = None if COLS == BLOCK_COLS else (col < COLS)[None, :]
+    vector: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
+    gain = _gain(weight_ptr, col, col_mask, ZERO_CENTERED)
+    if bias_ptr is not None:
+        bias = _load(bias_ptr + col, col_mask)
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    first = tl.program_id(0).to(tl.int64) * (STEPS * BLOCK_ROWS)
+    largest = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        # Below the last row, the last row again: the same numbers go to the same place.
+        row = tl.minimum(first + step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), rows - 1)
+        # Threads take 16 bytes of x each, as loads like it; stores of FP8 would make them take more.
+        index = tl.max_contiguous(row[:, None] * COLS + col[None, :], [1, vector])
+        value = _load_summed(x_ptr, residual_ptr, summed_ptr, index, mask)
+        if mean_ptr is not None:
+            mean = tl.sum(value, axis=1) / COLS
+            tl.store(mean_ptr + row, mean)
+            value -= mean[:, None]
+            if COLS != BLOCK_COLS:
+                value = tl.where(mask, value, 0.0)
+        rstd = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=1) / COLS + eps)
+        tl.store(rstd_ptr + row, rstd)
+        value = value * rstd[:, None] * gain[None, :]
+        if bias_ptr is not None:
+            value += bias[None, :]
+        if amax_ptr is not None:
+            largest = tl.maximum(largest, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
+        if out_ptr is not None:
+            tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask)
+        if rowwise_ptr is not None:
+            tl.store(rowwise_ptr + index, (value * scale).to(rowwise_ptr.dtype.element_ty), mask)
     if amax_ptr is not None:
-        record_amax(amax_ptr, tl.where(mask, value, 0.0))
-    store_outputs(value, row, col, rows, COLS, mask, out_ptr, rowwise_ptr, columnwise_ptr, scale_ptr)
+        record_amax(amax_ptr, largest)
+    if columnwise_ptr is not None:
+        tl.debug_barrier()  # the stores of `rowwise` by other threads of this program
+        q_ptr = rowwise_ptr.to(tl.pointer_type(tl.uint8))
+        turned_ptr = columnwise_ptr.to(tl.pointer_type(tl.uint8))
+        for left in tl.range(0, COLS, TURNED_COLS, num_stages=1):
+            transpose_tile(q_ptr, turned_ptr, rows, COLS, first, left, WHOLE, STEPS * BLOCK_ROWS, TURNED_COLS)
 
 
 @jit
-def _band_kernel(
+def _wide_kernel(
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -176,12 +217,14 @@ def _band_kernel(
     ZERO_CENTERED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
+    """A band of rows, block by block, twice; the second time backwards, from what the cache holds."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = row < rows
     mean = tl.zeros([BLOCK_ROWS], tl.float32)
     squares = tl.zeros([BLOCK_ROWS], tl.float32)
-    for start in tl.range(0, COLS, BLOCK_COLS, num_stages=3):
+    for start in tl.range(0, COLS, BLOCK_COLS, num_stages=STAGES):
         col = start + tl.arange(0, BLOCK_COLS)
         mask = row_mask[:, None] & (col < COLS)[None, :]
         value = _load_summed(x_ptr, residual_ptr, summed_ptr, row[:, None] * COLS + col[None, :], mask)
@@ -207,9 +250,11 @@ def _band_kernel(
         col = (blocks - 1 - done) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
         col_mask = col < COLS
         mask = row_mask[:, None] & col_mask[None, :]
-        value = tl.load(again_ptr + row[:, None] * COLS + col[None, :], mask, 0.0).to(tl.float32)
+        value = _load(again_ptr + row[:, None] * COLS + col[None, :], mask)
         value = (value - mean[:, None]) * rstd[:, None]
-        value = _scale_and_shift(value, weight_ptr, bias_ptr, col, col_mask, ZERO_CENTERED)
+        value *= _gain(weight_ptr, col, col_mask, ZERO_CENTERED)[None, :]
+        if bias_ptr is not None:
+            value += _load(bias_ptr + col, col_mask)[None, :]
         if amax_ptr is not None:
             magnitude = tl.where(mask, tl.abs(value), 0.0)
             largest = tl.maximum(largest, magnitude, propagate_nan=tl.PropagateNan.ALL)
@@ -234,14 +279,39 @@ def launch(
     eps: float,
     zero_centered: bool,
 ) -> None:
-    rows, cols = x.shape
-    by_band = columnwise is not None or cols > WIDEST_ROW
-    kernel, tile = (_band_kernel, band_tile(rows, cols)) if by_band else (_row_kernel, row_tile(cols))
+    cols = x.shape[1]
+    is_wide = cols > WIDEST_ROW
+    if columnwise is not None and rowwise is None and not is_wide:
+        rowwise = columnwise.new_empty(x.shape)
     tensors = (x, residual, weight, bias, summed, mean, rstd, out, rowwise, columnwise, scale, amax)
     with on_device_of(x):
-        kernel[(cdiv(rows, tile.rows),)](
-            *tensors, rows, eps, cols, zero_centered, tile.rows, tile.cols, num_warps=tile.warps
-        )
+        (_launch_wide if is_wide else _launch_rows)(*tensors, eps, zero_centered)
+
+
+def _launch_wide(x: Tensor, *arguments: Any) -> None:
+    *tensors, eps, zero_centered = arguments
+    rows, cols = x.shape
+    block = wide_tile(x.dtype, cols)
+    _wide_kernel[(cdiv(rows, block.rows),)](
+        *(x, *tensors, rows, eps, cols, zero_centered, block.rows, block.cols, block.stages),
+        num_warps=block.warps,
+    )
+
+
+def _launch_rows(x: Tensor, *arguments: Any) -> None:
+    *tensors, rowwise, columnwise, scale, amax, eps, zero_centered = arguments
+    rows, cols = x.shape
+    block = row_tile(x.dtype, cols, columnwise is not None)
+    band = block.rows * block.steps
+    is_turned_here = columnwise is not None and band >= LOWEST_BAND
+    _row_kernel[(cdiv(rows, band),)](
+        *(x, *tensors, rowwise, columnwise if is_turned_here else None, scale, amax),
+        *(rows, eps, cols, zero_centered, block.rows, block.cols, block.steps, block.stages),
+        *(TURNED_BYTES * 32 * block.warps // band, is_turned_here and is_whole(rowwise, columnwise)),
+        num_warps=block.warps,
+    )
+    if columnwise is not None and not is_turned_here:
+        transpose_launch(rowwise, columnwise)
 
 
 _norm_forward = operator(

@@ -10,6 +10,7 @@ Next: `layers/` composes it with norms and activations inside one autograd Funct
     saved      x for wgrad, w for dgrad: FP8, one byte an element each; a bf16 weight itself
     backward   dy -> Operand   (cast, transposed and summed for the bias in one pass)
                dx = dy w,  dw = dy^T x, accumulated into main_grad or returned
+               without FP8 the product dy^T x sums dy for the bias
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import Tensor
 from flatfsdp.fp8 import products
 from flatfsdp.fp8.main_grad import claim
 from flatfsdp.fp8.operand import Operand
-from flatfsdp.fp8.quantizers import Quantizer
+from flatfsdp.fp8.quantizers import Quantized, Quantizer, Unquantized
 from flatfsdp.fp8.recipe import SplitAccumulator
 
 FuseWgrad = bool | Literal["two_pass"]
@@ -93,32 +94,65 @@ def linear_forward(
     )
 
 
-def quantize_grad(dy: Tensor, call: LinearCall) -> tuple[Operand, Tensor | None]:
-    """dy [tokens, out] as an Operand, empty if no product needs it, and the bias gradient, FP32 [out]."""
+def quantize_grad(dy: Tensor, call: LinearCall) -> Quantized:
+    """dy [tokens, out] as an Operand, empty if no product needs it, and its column sums for the bias.
+
+    There are no sums where the product of the weight's gradient makes them.
+    """
     if not (call.needs_input_grad or call.needs_weight_grad):
-        return Operand(), dy.sum(0, dtype=torch.float32) if call.needs_bias_grad else None
-    quantized = call.grad_quantizer().cast(
+        return Quantized(Operand(), dy.sum(0, dtype=torch.float32) if call.needs_bias_grad else None)
+    quantizer = call.grad_quantizer()
+    product_sums = call.needs_weight_grad and isinstance(quantizer, Unquantized)
+    return quantizer.cast(
         dy.contiguous(),
         rowwise=call.needs_input_grad,
         columnwise=call.needs_weight_grad,
-        column_sum=call.needs_bias_grad,
+        column_sum=call.needs_bias_grad and not product_sums,
     )
-    return quantized.operand, quantized.column_sum
 
 
-def linear_backward(dy: Operand, saved: LinearSaved, call: LinearCall) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of input and weight."""
-    dx = products.dgrad(dy, saved.weight, call.dtype, call.split) if call.needs_input_grad else None
-    dweight = weight_grad(dy, saved.x, call) if call.needs_weight_grad else None
-    return dx, dweight
+class LinearGrads(NamedTuple):
+    """What backward returns; None: not needed.
+
+    Attributes:
+        x: [tokens, in], in call.dtype.
+        weight: [out, in], in the weight's dtype; None once it is in main_grad.
+        bias: FP32 [out].
+    """
+
+    x: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
 
 
-def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
-    """The weight's gradient in its dtype, or None once it is in main_grad."""
+def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall) -> LinearGrads:
+    """Gradients of input, weight and bias; the last one is in `dy`, or comes with the weight's."""
+    operand, dbias = dy
+    dx = products.dgrad(operand, saved.weight, call.dtype, call.split) if call.needs_input_grad else None
+    sums = None
+    if call.needs_bias_grad and dbias is None:
+        assert operand.high is not None
+        sums = dbias = operand.high.new_empty(operand.high.shape[1], dtype=torch.float32)
+    dweight = weight_grad(operand, saved.x, sums, call) if call.needs_weight_grad else None
+    return LinearGrads(dx, dweight, dbias)
+
+
+def weight_grad(dy: Operand, x: Operand, bias_grad: Tensor | None, call: LinearCall) -> Tensor | None:
+    """The weight's gradient in its dtype, or None once it is in main_grad.
+
+    Args:
+        bias_grad: not FP8: FP32 [out], becomes the column sums of dy.
+    """
     if call.weight is None:
-        return products.wgrad(dy, x, call.weight_dtype, call.split)
+        return products.wgrad(dy, x, call.weight_dtype, call.split, bias_grad=bias_grad)
     slot = claim(call.weight, call.name, call.is_first_microbatch)
     products.accumulate_wgrad(
-        slot.target, dy, x, call.split, first=slot.first, two_passes=call.fuse_wgrad == "two_pass"
+        slot.target,
+        dy,
+        x,
+        call.split,
+        first=slot.first,
+        two_passes=call.fuse_wgrad == "two_pass",
+        bias_grad=bias_grad,
     )
     return None

@@ -24,11 +24,11 @@ from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.quantizers import Quantizer
 from flatfsdp.layers.normalized import NormKind, add_to, normalize, normalize_backward, reset_norm
 from flatfsdp.layers.parameters import new_parameter
-from flatfsdp.layers.projection import LinearOptions, Projection
+from flatfsdp.layers.projection import LinearOptions, Projection, residual_matrix
 
 
 class LayerNormLinear(Projection):
-    """y = norm(x) w^T + b.
+    """y = norm(x) w^T + b, or norm(x + residual) w^T + b.
 
     Args:
         eps: of the norm.
@@ -72,27 +72,35 @@ class LayerNormLinear(Projection):
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.norm.zero_centered)
 
     def forward(
-        self, inp: Tensor, is_first_microbatch: bool | None = None, *, return_residual: bool = False
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        *,
+        residual: Tensor | None = None,
+        return_residual: bool = False,
     ) -> Any:
         """[..., in_features] to [..., out_features].
 
         Args:
             is_first_microbatch: as `Linear`.
-            return_residual: return `inp` as well, for a residual connection around this layer: its gradient
-                is then added inside the norm's backward.  In torch.autocast's dtype, where that is on.
+            residual: of inp's shape; the norm adds it to `inp` in the same pass.
+            return_residual: return `inp`, or inp + residual, as well, for a residual connection around this
+                layer: its gradient is then added inside the norm's backward.  In torch.autocast's dtype,
+                where that is on.
 
         Returns:
-            out, or a tuple of out, the bias with `return_bias`, norm(inp) with `return_layernorm_output` and
-            inp with `return_residual`.
+            out, or a tuple of out, the bias with `return_bias`, the norm's result with
+            `return_layernorm_output` and what was normalized with `return_residual`.
 
         Raises:
             ValueError, TypeError, RuntimeError: as `Linear`.
         """
         norm_weight, norm_bias = self.layer_norm_weight, self.layer_norm_bias
-        ready = self.prepare(inp, is_first_microbatch, also_trained=(norm_weight, norm_bias))
+        ready = self.prepare(inp, is_first_microbatch, also_trained=(residual, norm_weight, norm_bias))
+        added = residual_matrix(residual, inp, self.in_features, ready.x.dtype, self)
         spec = _Spec(self.norm, ready.roles.x, ready.call, self.return_layernorm_output)
-        out, normalized, residual = _LayerNormLinear.apply(
-            ready.x, norm_weight, norm_bias, ready.weight, ready.added_bias, ready.operand, spec
+        out, normalized, summed = _LayerNormLinear.apply(
+            ready.x, added, norm_weight, norm_bias, ready.weight, ready.added_bias, ready.operand, spec
         )
         results = [out.view(*inp.shape[:-1], self.out_features)]
         if self.return_bias:
@@ -100,7 +108,7 @@ class LayerNormLinear(Projection):
         if self.return_layernorm_output:
             results.append(normalized.view(inp.shape))
         if return_residual:
-            results.append(residual.view(inp.shape))
+            results.append(summed.view(inp.shape))
         return results[0] if len(results) == 1 else tuple(results)
 
 
@@ -121,6 +129,7 @@ class _LayerNormLinear(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        residual: Tensor | None,
         norm_weight: Tensor,
         norm_bias: Tensor | None,
         weight: Tensor,
@@ -134,17 +143,18 @@ class _LayerNormLinear(torch.autograd.Function):
             norm_bias,
             spec.norm,
             spec.quantizer,
+            residual=residual,
             columnwise=spec.call.needs_weight_grad,
             keep=spec.keep,
         )
         out, saved = linear_forward(normalized.operand, operand, bias, spec.call)
         ctx.spec = spec
         ctx.bias_dtype = None if bias is None else bias.dtype
-        statistics = (x, norm_weight, normalized.mean, normalized.rstd)
+        statistics = (normalized.summed, norm_weight, normalized.mean, normalized.rstd)
         is_needed = spec.call.needs_input_grad
         ctx.save_for_backward(*(statistics if is_needed else (None,) * 4), *saved.tensors)
         ctx.set_materialize_grads(False)
-        return out, normalized.out, x
+        return out, normalized.out, normalized.summed
 
     @staticmethod
     @once_differentiable
@@ -155,11 +165,13 @@ class _LayerNormLinear(torch.autograd.Function):
         call, norm = ctx.spec.call, ctx.spec.norm
         dweight = dbias = None
         if dy is not None:
-            quantized, dbias = quantize_grad(dy, call)
-            dx, dweight = linear_backward(quantized, LinearSaved.of(saved), call)
+            dx, dweight, dbias = linear_backward(quantize_grad(dy, call), LinearSaved.of(saved), call)
             dnormalized = add_to(dx, dnormalized)
         dbias = None if dbias is None else dbias.to(ctx.bias_dtype)
+        needs_residual_grad = ctx.needs_input_grad[1]
         if dnormalized is None or x is None:
-            return dresidual, None, None, dweight, dbias, None, None
+            added = dresidual if needs_residual_grad else None
+            return dresidual, added, None, None, dweight, dbias, None, None
         grads = normalize_backward(dnormalized, x, norm_weight, mean, rstd, norm, dresidual)
-        return *grads, dweight, dbias, None, None
+        added = grads.x if needs_residual_grad else None
+        return grads.x, added, grads.weight, grads.bias, dweight, dbias, None, None

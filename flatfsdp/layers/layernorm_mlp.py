@@ -1,6 +1,6 @@
 """`LayerNormMLP`: norm, two linear maps and the activation between them as one autograd node.
 
-In:   [..., hidden_size];  out: [..., hidden_size].
+In:   [..., hidden_size], perhaps a residual that is added first;  out: [..., hidden_size].
 Next: `transformer.py` has one as its second half.
 
     forward    norm -> (cast) -> fc1 -> activation -> (cast) -> fc2
@@ -30,7 +30,7 @@ from flatfsdp.fp8.linear import (
 )
 from flatfsdp.fp8.module import FP8Module, Roles, activation_dtype
 from flatfsdp.fp8.operand import Operand
-from flatfsdp.fp8.quantizers import Quantizer
+from flatfsdp.fp8.quantizers import Quantized, Quantizer
 from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
 from flatfsdp.layers.normalized import (
     Normalized,
@@ -41,11 +41,11 @@ from flatfsdp.layers.normalized import (
     reset_norm,
 )
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init, require_no_tensor_parallelism
-from flatfsdp.layers.projection import as_matrix
+from flatfsdp.layers.projection import as_matrix, residual_matrix
 
 
 class LayerNormMLP(FP8Module):
-    """y = fc2(activation(fc1(norm(x)))), with Transformer Engine's arguments.
+    """y = fc2(activation(fc1(norm(x)))), or norm(x + residual), with Transformer Engine's arguments.
 
     Args:
         hidden_size: of input and output.
@@ -143,29 +143,35 @@ class LayerNormMLP(FP8Module):
                     bias.zero_()
 
     def forward(
-        self, inp: Tensor, is_first_microbatch: bool | None = None, *, return_residual: bool = False
+        self,
+        inp: Tensor,
+        is_first_microbatch: bool | None = None,
+        *,
+        residual: Tensor | None = None,
+        return_residual: bool = False,
     ) -> Any:
         """[..., hidden_size] to [..., hidden_size].
 
         Args:
             is_first_microbatch: as `Linear`.
-            return_residual: as `LayerNormLinear`.
+            residual, return_residual: as `LayerNormLinear`.
 
         Returns:
-            out, or a tuple of out, the bias with `return_bias`, norm(inp) with `return_layernorm_output` and
-            inp with `return_residual`.
+            out, or a tuple of out, the bias with `return_bias`, the norm's result with
+            `return_layernorm_output` and what was normalized with `return_residual`.
 
         Raises:
             ValueError, TypeError, RuntimeError: as `Linear`.
         """
         dtype = activation_dtype(inp, self, self.fc1_weight)
         x = as_matrix(inp, self.hidden_size, dtype, self)
+        added = residual_matrix(residual, inp, self.hidden_size, dtype, self)
         fc1_roles, fc2_roles = self.roles(inp.device)
         if fc1_roles.is_fp8:
             self.require_fp8_shape("fc1_weight", x.shape[0], self.hidden_size, self.fc1_weight.shape[0])
             self.require_fp8_shape("fc2_weight", x.shape[0], self.ffn_hidden_size, self.hidden_size)
         fc2_added = None if self.return_bias else self.fc2_bias
-        before_fc1 = (inp, self.layer_norm_weight, self.layer_norm_bias)
+        before_fc1 = (inp, residual, self.layer_norm_weight, self.layer_norm_bias)
         before_fc2 = (*before_fc1, self.fc1_weight, self.fc1_bias)
         fc1_weight, fc1 = self._map(
             "fc1_weight", self.fc1_weight, self.fc1_bias, fc1_roles, dtype, is_first_microbatch, before_fc1
@@ -183,8 +189,9 @@ class LayerNormMLP(FP8Module):
             fc1,
             fc2,
         )
-        out, normalized, residual = _LayerNormMLP.apply(
+        out, normalized, summed = _LayerNormMLP.apply(
             x,
+            added,
             self.layer_norm_weight,
             self.layer_norm_bias,
             self.fc1_weight,
@@ -201,7 +208,7 @@ class LayerNormMLP(FP8Module):
         if self.return_layernorm_output:
             results.append(normalized.view(inp.shape))
         if return_residual:
-            results.append(residual.view(inp.shape))
+            results.append(summed.view(inp.shape))
         return results[0] if len(results) == 1 else tuple(results)
 
     def _map(
@@ -256,6 +263,7 @@ class _BeforeFc2(NamedTuple):
 
 def _before_fc2(
     x: Tensor,
+    residual: Tensor | None,
     norm_weight: Tensor,
     norm_bias: Tensor | None,
     fc1_weight: Operand,
@@ -268,6 +276,7 @@ def _before_fc2(
         norm_bias,
         spec.norm,
         spec.fc1_input,
+        residual=residual,
         columnwise=spec.fc1.needs_weight_grad,
         keep=spec.keep,
     )
@@ -293,6 +302,7 @@ class _LayerNormMLP(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
+        residual: Tensor | None,
         norm_weight: Tensor,
         norm_bias: Tensor | None,
         fc1_param: Tensor,
@@ -303,20 +313,21 @@ class _LayerNormMLP(torch.autograd.Function):
         fc2_weight: Operand,
         spec: _Spec,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        before = _before_fc2(x, norm_weight, norm_bias, fc1_weight, fc1_bias, spec)
+        before = _before_fc2(x, residual, norm_weight, norm_bias, fc1_weight, fc1_bias, spec)
+        summed = before.normalized.summed
         out, fc2 = linear_forward(before.activated, fc2_weight, fc2_bias, spec.fc2)
         ctx.spec = spec
         ctx.params_dtype = fc1_param.dtype
         ctx.set_materialize_grads(False)
         if spec.checkpoint:
-            ctx.save_for_backward(x, norm_weight, norm_bias, fc1_bias, *fc1_weight, *fc2.weight)
+            ctx.save_for_backward(summed, norm_weight, norm_bias, fc1_bias, *fc1_weight, *fc2.weight)
         else:
             mean, rstd = before.normalized.mean, before.normalized.rstd
             # Where what comes before is frozen, backward stops early.
-            norm = (x, norm_weight, mean, rstd) if spec.fc1.needs_input_grad else (None,) * 4
+            norm = (summed, norm_weight, mean, rstd) if spec.fc1.needs_input_grad else (None,) * 4
             fc1_out = before.fc1_out if spec.fc2.needs_input_grad else None
             ctx.save_for_backward(*norm, fc1_out, *before.fc1.tensors, *fc2.tensors)
-        return out, before.normalized.out, x
+        return out, before.normalized.out, summed
 
     @staticmethod
     @once_differentiable
@@ -327,26 +338,29 @@ class _LayerNormMLP(torch.autograd.Function):
         saved = _saved(ctx.saved_tensors, spec)
         fc1_dweight = fc1_dbias = fc2_dweight = fc2_dbias = None
         if dy is not None:
-            quantized, fc2_dbias = quantize_grad(dy, spec.fc2)
-            dactivated, fc2_dweight = linear_backward(quantized, saved.fc2, spec.fc2)
+            quantized = quantize_grad(dy, spec.fc2)
+            dactivated, fc2_dweight, fc2_dbias = linear_backward(quantized, saved.fc2, spec.fc2)
             if dactivated is not None:
                 assert saved.fc1_out is not None
-                quantized, fc1_dbias = _activation_backward(dactivated, saved.fc1_out, spec)
-                dx, fc1_dweight = linear_backward(quantized, saved.fc1, spec.fc1)
+                quantized = _activation_backward(dactivated, saved.fc1_out, spec)
+                dx, fc1_dweight, fc1_dbias = linear_backward(quantized, saved.fc1, spec.fc1)
                 dnormalized = add_to(dx, dnormalized)
         dtype = ctx.params_dtype
         maps = (fc1_dweight, _as(fc1_dbias, dtype), fc2_dweight, _as(fc2_dbias, dtype))
+        needs_residual_grad = ctx.needs_input_grad[1]
         if dnormalized is None or saved.x is None:
-            return dresidual, None, None, *maps, None, None, None
+            added = dresidual if needs_residual_grad else None
+            return dresidual, added, None, None, *maps, None, None, None
         assert saved.norm_weight is not None and saved.rstd is not None
         grads = normalize_backward(
             dnormalized, saved.x, saved.norm_weight, saved.mean, saved.rstd, spec.norm, dresidual
         )
-        return *grads, *maps, None, None, None
+        added = grads.x if needs_residual_grad else None
+        return grads.x, added, grads.weight, grads.bias, *maps, None, None, None
 
 
 class _Saved(NamedTuple):
-    """None: not needed."""
+    """None: not needed.  x is what was normalized."""
 
     x: Tensor | None
     norm_weight: Tensor | None
@@ -368,14 +382,14 @@ def _saved(tensors: Sequence[Tensor | None], spec: _Spec) -> _Saved:
     assert x is not None and norm_weight is not None
     middle = len(weights) // 2
     fc1_weight, fc2_weight = Operand(*weights[:middle]), Operand(*weights[middle:])
-    before = _before_fc2(x, norm_weight, norm_bias, fc1_weight, fc1_bias, spec.again())
+    before = _before_fc2(x, None, norm_weight, norm_bias, fc1_weight, fc1_bias, spec.again())
     fc2 = LinearSaved(before.activated.for_backward, fc2_weight)
     mean, rstd = before.normalized.mean, before.normalized.rstd
     return _Saved(x, norm_weight, mean, rstd, before.fc1_out, before.fc1, fc2)
 
 
-def _activation_backward(dy: Tensor, x: Tensor, spec: _Spec) -> tuple[Operand, Tensor | None]:
-    """The gradient of fc1's result as an operand, and its column sums, FP32, for fc1's bias."""
+def _activation_backward(dy: Tensor, x: Tensor, spec: _Spec) -> Quantized:
+    """The gradient of fc1's result as an operand, and its column sums for fc1's bias."""
     call, quantizer = spec.fc1, spec.fc1.grad_quantizer()
     needs_product = call.needs_input_grad or call.needs_weight_grad
     fused = quantizer.fused if needs_product else None
@@ -390,12 +404,12 @@ def _activation_backward(dy: Tensor, x: Tensor, spec: _Spec) -> tuple[Operand, T
         **(fused or {}),
     )
     if fused is not None:
-        return quantizer.operand(grads.rowwise, grads.columnwise), grads.column_sum
+        return Quantized(quantizer.operand(grads.rowwise, grads.columnwise), grads.column_sum)
     if not needs_product:
-        return Operand(), grads.column_sum
+        return Quantized(Operand(), grads.column_sum)
     assert grads.dx is not None
     cast = quantizer.cast(grads.dx, rowwise=call.needs_input_grad, columnwise=call.needs_weight_grad)
-    return cast.operand, grads.column_sum
+    return cast._replace(column_sum=grads.column_sum)
 
 
 def _as(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:

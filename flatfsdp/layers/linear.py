@@ -118,6 +118,6 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        quantized, dbias = quantize_grad(dy, ctx.call)
-        dx, dweight = linear_backward(quantized, LinearSaved.of(ctx.saved_tensors), ctx.call)
+        saved = LinearSaved.of(ctx.saved_tensors)
+        dx, dweight, dbias = linear_backward(quantize_grad(dy, ctx.call), saved, ctx.call)
         return dx, dweight, None if dbias is None else dbias.to(ctx.bias_dtype), None, None, None

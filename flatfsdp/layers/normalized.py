@@ -1,6 +1,6 @@
 """A norm whose result is the operand of a product: cast in the norm's own kernel where the scale is known.
 
-In:   [tokens, hidden], and the norm's parameters.
+In:   [tokens, hidden], perhaps a residual that is added first, and the norm's parameters.
 Out:  an `Operand`, and the result itself where it is asked for; backward the gradients.
 Next: `layernorm_linear.py` and `layernorm_mlp.py` begin with it.
 """
@@ -47,11 +47,13 @@ class Normalized(NamedTuple):
     Attributes:
         operand: for the product that follows.
         out: the norm's result, [tokens, hidden]; None if it was not asked for.
+        summed: what was normalized: x, or x + residual rounded to x's dtype; for backward.
         mean, rstd: FP32 [tokens], for backward; RMSNorm has no mean.
     """
 
     operand: Operand
     out: Tensor | None
+    summed: Tensor
     mean: Tensor | None
     rstd: Tensor
 
@@ -63,11 +65,13 @@ def normalize(
     kind: NormKind,
     quantizer: Quantizer,
     *,
+    residual: Tensor | None,
     columnwise: bool,
     keep: bool,
 ) -> Normalized:
     """
     Args:
+        residual: is added to x in the same pass; of x's shape and dtype.
         columnwise: whether the following product will need a weight gradient.
         keep: whether the result is wanted in x's dtype, too.
     """
@@ -79,6 +83,7 @@ def normalize(
         eps=kind.eps,
         rms=kind.rms,
         zero_centered=kind.zero_centered,
+        residual=residual,
         high_precision=keep or fused is None,
         columnwise=columnwise and fused is not None,
         **(fused or {}),
@@ -88,11 +93,11 @@ def normalize(
     else:
         assert result.out is not None
         operand = quantizer.cast(result.out, rowwise=True, columnwise=columnwise).operand
-    return Normalized(operand, result.out if keep else None, result.mean, result.rstd)
+    return Normalized(operand, result.out if keep else None, result.summed, result.mean, result.rstd)
 
 
 class NormGrads(NamedTuple):
-    """Gradients of input, weight and bias, in their dtypes."""
+    """Gradients of what was normalized, of weight and of bias, in their dtypes."""
 
     x: Tensor
     weight: Tensor
@@ -110,6 +115,7 @@ def normalize_backward(
 ) -> NormGrads:
     """
     Args:
+        x: what was normalized.
         d_residual: a gradient that reaches x past the norm; it is added in the same pass.
     """
     residual = None if d_residual is None else d_residual.to(x.dtype).contiguous()

@@ -168,6 +168,28 @@ def as_matrix(inp: Tensor, features: int, dtype: torch.dtype, layer: object) -> 
     return inp.to(dtype).reshape(inp.numel() // features, features).contiguous()
 
 
+def residual_matrix(
+    residual: Tensor | None, inp: Tensor, features: int, dtype: torch.dtype, layer: object
+) -> Tensor | None:
+    """As `as_matrix`, of what is added to `inp`.
+
+    Raises:
+        ValueError: if the two have different shapes.
+    """
+    if residual is None:
+        return None
+    if residual.shape != inp.shape:
+        raise ValueError(
+            f"{type(layer).__name__}: the residual has shape {tuple(residual.shape)}; it has to be the "
+            f"input's, {tuple(inp.shape)}"
+        )
+    if residual.is_leaf and residual.requires_grad:
+        # Both addends get one gradient.  For leaves autograd keeps it, and copies none that comes through a
+        # view, so that further backwards would add to both.
+        residual = residual * 1
+    return as_matrix(residual, features, dtype, layer)
+
+
 def _rows(layer: str, split: Mapping[str, int] | Sequence[str] | None, out_features: int) -> dict[str, int]:
     """Rows of each weight, by the prefix of its name."""
     if split is None:

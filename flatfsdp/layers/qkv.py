@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatfsdp.kernels.join import join_heads
+
 
 class QKV(NamedTuple):
     """query [.., .., heads, head_dim]; key and value [.., .., groups, head_dim]."""
@@ -24,7 +26,7 @@ class QKV(NamedTuple):
 
 
 def split_qkv(mixed: Tensor, heads: int, groups: int, head_dim: int, interleaved: bool) -> QKV:
-    """Views of `mixed`; backward copies the three gradients into one new tensor, each once.
+    """Views of `mixed`; backward copies the three gradients into one new tensor, in one pass.
 
     Where heads are interleaved, and several but not all share a key (1 < groups < heads), the queries are a
     copy: no strides describe them.
@@ -50,15 +52,15 @@ class _Split(torch.autograd.Function):
     def forward(
         ctx: Any, mixed: Tensor, heads: int, groups: int, head_dim: int, interleaved: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.shape, ctx.arguments = mixed.shape, (heads, groups, head_dim, interleaved)
-        return _views(mixed, *ctx.arguments)
+        ctx.interleaved = interleaved
+        return _views(mixed, heads, groups, head_dim, interleaved)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        joint = grads[0].new_empty(ctx.shape)
-        for place, grad in zip(_views(joint, *ctx.arguments), grads, strict=True):
-            place.copy_(grad)
+        # Such as the gradient of a sum, which is one number with strides of 0.
+        query, key, value = (grad if grad.stride(-1) == 1 else grad.contiguous() for grad in grads)
+        joint = join_heads(query.flatten(-3, -2), key, value, interleaved=ctx.interleaved)
         return joint, None, None, None, None
 
 

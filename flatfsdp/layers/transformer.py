@@ -5,7 +5,8 @@ In:   [seq, batch, hidden] ("sbhd"), or [batch, seq, hidden] ("bshd");  out: the
     h   = x + dropout(self_attention(norm(x)))
     out = h + dropout(layernorm_mlp(h))
 
-The gradients of x and h that bypass the norms are added in the norms' backward kernels.
+The gradients of x and h that bypass the norms are added in the norms' backward kernels.  Without dropout the
+second norm's forward kernel computes h.
 """
 
 from __future__ import annotations
@@ -214,17 +215,20 @@ class TransformerLayer(nn.Module):
             attended = self.self_attention(hidden_states, attention_mask, **arguments)
             out, residual = self.layernorm_mlp(hidden_states, is_first_microbatch, return_residual=True)
             return self._add(attended + out, residual)
-        between = self._add(
-            *self.self_attention(
-                hidden_states,
-                attention_mask,
-                return_residual=not self.self_attention.return_layernorm_output,
-                **arguments,
-            )
+        branch = self.self_attention(
+            hidden_states,
+            attention_mask,
+            return_residual=not self.self_attention.return_layernorm_output,
+            **arguments,
         )
+        norm_adds = self.hidden_dropout == 0 and not self.self_attention.return_bias
+        between, residual = branch if norm_adds else (self._add(*branch), None)
         out = self._add(
             *self.layernorm_mlp(
-                between, is_first_microbatch, return_residual=not self.layernorm_mlp.return_layernorm_output
+                between,
+                is_first_microbatch,
+                residual=residual,
+                return_residual=not self.layernorm_mlp.return_layernorm_output,
             )
         )
         return self.layernorm(out) if self.output_layernorm else out

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from flatfsdp.kernels import cast as module
+from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.cast import (
     NUM_WARPS,
     TILE,
-    TRANSPOSE_TILE,
-    TRANSPOSE_WARPS,
     cast,
     max_abs,
     transpose,
@@ -341,17 +340,16 @@ def test_transposes_compile_for_hopper_without_spills(many: bool) -> None:
         kernel = "_transpose_kernel"
         signature = {"q_ptr": "*u8", "out_ptr": "*u8", "rows": "i32", "cols": "i32"}
         constants = {}
+    tile = find("transpose", E4M3, 4096)
     compiled = compile_for_hopper(
         "cast",
         kernel,
         signature,
-        {"WHOLE": True, "TILE": TRANSPOSE_TILE, **constants},
-        num_warps=TRANSPOSE_WARPS,
+        {"WHOLE": True, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, **constants},
+        num_warps=tile.warps,
         aligned=("rows", "cols"),
     )
     assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 64
-    per_thread = TRANSPOSE_TILE**2 // (32 * TRANSPOSE_WARPS)
-    assert (
-        compiled.ptx.count("ld.global.v4.b32") == compiled.ptx.count("st.global.v4.b32") == per_thread // 16
-    )
+    accesses = tile.rows * tile.cols // (32 * tile.warps) // 16
+    assert compiled.ptx.count("ld.global.v4.b32") == compiled.ptx.count("st.global.v4.b32") == accesses
     assert "ldmatrix" in compiled.ptx, "single bytes from shared memory would be the bottleneck"

@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from flatfsdp.kernels import norm_backward as backward
 from flatfsdp.kernels import norm_forward as forward
+from flatfsdp.kernels._tiles import Tile
 from flatfsdp.kernels.norm_backward import NormBackward
 from flatfsdp.kernels.norm_forward import NormForward
 from torch import Tensor
 
-from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
 
 EPS = 1e-5
 FORWARD = pytest.mark.parametrize("run", [forward.reference, forward.launch], ids=["reference", "kernel"])
 BACKWARD = pytest.mark.parametrize("run", [backward.reference, backward.launch], ids=["reference", "kernel"])
 KINDS = pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm"])
+
+
+class Way(NamedTuple):
+    """An implementation of the forward, and whether a columnwise output is wanted of it."""
+
+    run: Callable[..., None]
+    columnwise: bool
+
+
+@pytest.fixture(params=["reference", "rows", "bands", "low bands", "wide rows"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    if request.param == "reference":
+        return Way(forward.reference, True)
+    if request.param == "wide rows":
+        monkeypatch.setattr(forward, "WIDEST_ROW", 0)
+    steps = 16 if request.param == "bands" else 1
+    small = Tile(32, 256, 4, 2) if request.param == "wide rows" else Tile(2, 1024, 4, 2, steps)
+    monkeypatch.setattr(forward, "find", lambda *_: small)
+    return Way(forward.launch, request.param != "rows")
 
 
 def garbage(*shape: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -92,22 +112,18 @@ def error(ours: Tensor, theirs: Tensor) -> float:
     return ((ours.double() - theirs).norm() / theirs.norm()).item()
 
 
-@FORWARD
 @KINDS
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "bands"])
-@pytest.mark.parametrize(("rows", "cols"), [(5, 48), (37, 80), (3, 1000)])
-def test_forward_against_float64(
-    run: Any, rms: bool, columnwise: bool, rows: int, cols: int, device: str
-) -> None:
+@pytest.mark.parametrize(("rows", "cols"), [(5, 48), (37, 80), (3, 1000), (2, 1024)])
+def test_forward_against_float64(way: Way, rms: bool, rows: int, cols: int, device: str) -> None:
     x, weight, bias = (torch.randn(shape, device=device) for shape in ((rows, cols), cols, cols))
     shift = None if rms else bias
     options: dict[str, Any] = (
         {"dtype": torch.float8_e5m2, "columnwise": True, "scale": torch.ones(1, device=device)}
-        if columnwise
+        if way.columnwise
         else {}
     )
     for zero_centered in (False, True):
-        result = normalize(run, x, weight, shift, rms=rms, zero_centered=zero_centered, **options)
+        result = normalize(way.run, x, weight, shift, rms=rms, zero_centered=zero_centered, **options)
         out, mean, rstd = exact(x, weight, shift, rms=rms, zero_centered=zero_centered)
         assert result.out is not None
         assert error(result.out, out) < 1e-6
@@ -126,31 +142,27 @@ def test_half_precision_is_rounded_once(run: Any, dtype: torch.dtype, device: st
     assert (difference <= torch.finfo(dtype).eps / 2 * once.abs() * 1.001 + 1e-6).all()
 
 
-@FORWARD
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "bands"])
-def test_a_large_mean_costs_no_digits(run: Any, columnwise: bool, device: str) -> None:
+def test_a_large_mean_costs_no_digits(way: Way, device: str) -> None:
     x = 1e4 + torch.randn(6, 1000, device=device)
     options: dict[str, Any] = (
-        {"dtype": torch.float8_e5m2, "scale": torch.ones(1, device=device)} if columnwise else {}
+        {"dtype": torch.float8_e5m2, "scale": torch.ones(1, device=device)} if way.columnwise else {}
     )
     weight = torch.ones(1000, device=device)
-    result = normalize(run, x, weight, rms=False, columnwise=columnwise, **options)
+    result = normalize(way.run, x, weight, rms=False, columnwise=way.columnwise, **options)
     _, _, rstd = exact(x, weight, None, rms=False)
     assert error(result.rstd, rstd) < 1e-4
 
 
-@FORWARD
 @KINDS
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "bands"])
-def test_the_norm_sees_the_rounded_sum(run: Any, rms: bool, columnwise: bool, device: str) -> None:
+def test_the_norm_sees_the_rounded_sum(way: Way, rms: bool, device: str) -> None:
     x, residual = (torch.randn(35, 272, device=device).bfloat16() for _ in range(2))
     weight = torch.randn(272, device=device)
     options: dict[str, Any] = (
-        {"dtype": torch.float8_e4m3fn, "scale": torch.ones(1, device=device)} if columnwise else {}
+        {"dtype": torch.float8_e4m3fn, "scale": torch.ones(1, device=device)} if way.columnwise else {}
     )
-    result = normalize(run, x, weight, rms=rms, residual=residual, columnwise=columnwise, **options)
+    result = normalize(way.run, x, weight, rms=rms, residual=residual, columnwise=way.columnwise, **options)
     assert torch.equal(result.summed, x + residual)
-    alone = normalize(run, x + residual, weight, rms=rms, columnwise=columnwise, **options)
+    alone = normalize(way.run, x + residual, weight, rms=rms, columnwise=way.columnwise, **options)
     assert result.out is not None and alone.out is not None
     torch.testing.assert_close(result.out, alone.out, rtol=2.0**-7, atol=1e-6)
     # Rounding changes statistics by more than that.
@@ -159,13 +171,11 @@ def test_the_norm_sees_the_rounded_sum(run: Any, rms: bool, columnwise: bool, de
         torch.testing.assert_close(result.mean, alone.mean, rtol=0, atol=1e-6)
 
 
-@FORWARD
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "bands"])
 @pytest.mark.parametrize("rows", [40, 48], ids=["odd", "aligned"])
 def test_fp8_and_amax_are_of_the_fp32_result(
-    run: Any, rms: bool, dtype: torch.dtype, columnwise: bool, rows: int, device: str
+    way: Way, rms: bool, dtype: torch.dtype, rows: int, device: str
 ) -> None:
     x = torch.randn(rows, 272, device=device)
     x[3] *= 1e-12  # subnormal results
@@ -174,7 +184,11 @@ def test_fp8_and_amax_are_of_the_fp32_result(
     weight = torch.randn(272, device=device).exp() * 10  # some saturate
     limit = torch.finfo(dtype).max
     scale, amax = torch.tensor([limit / 20], device=device), torch.zeros(1, device=device)
-    result = normalize(run, x, weight, rms=rms, dtype=dtype, columnwise=columnwise, scale=scale, amax=amax)
+    columnwise = way.columnwise
+    result = normalize(
+        *(way.run, x, weight),
+        **{"rms": rms, "dtype": dtype, "columnwise": columnwise, "scale": scale, "amax": amax},
+    )
     assert result.out is not None and result.rowwise is not None
     expected = (result.out * scale).clamp(-limit, limit).to(dtype)
     assert (expected.float().abs() == limit).any() and expected[7].isnan().all()
@@ -194,15 +208,13 @@ def test_fp8_and_amax_are_of_the_fp32_result(
     assert amax.isnan()
 
 
-@FORWARD
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "bands"])
-def test_amax_only_grows(run: Any, columnwise: bool, device: str) -> None:
+def test_amax_only_grows(way: Way, device: str) -> None:
     x, weight = torch.randn(40, 80, device=device), torch.ones(80, device=device)
     for before in (0.0, 1000.0):
         amax = torch.tensor([before], device=device)
         result = normalize(
-            *(run, x, weight),
-            **{"rms": True, "columnwise": columnwise, "dtype": torch.float8_e4m3fn},
+            *(way.run, x, weight),
+            **{"rms": True, "columnwise": way.columnwise, "dtype": torch.float8_e4m3fn},
             **{"scale": torch.ones(1, device=device), "amax": amax},
         )
         assert result.out is not None
@@ -259,19 +271,17 @@ def test_public_functions_return_what_is_asked_for(rms: bool, device: str) -> No
     assert (grads.dbias is None) == rms and grads.dx.shape == x.shape
 
 
-@FORWARD
 @KINDS
-@pytest.mark.parametrize("columnwise", [False, True], ids=["rows", "bands"])
-def test_no_rows_give_no_rows(run: Any, rms: bool, columnwise: bool, device: str) -> None:
+def test_no_rows_give_no_rows(way: Way, rms: bool, device: str) -> None:
     x, weight = torch.empty(0, 48, device=device), torch.ones(48, device=device)
     scale, amax = torch.ones(1, device=device), torch.full((1,), 3.0, device=device)
     options: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scale": scale, "amax": amax}
-    normalize(run, x, weight, rms=rms, residual=x.clone(), columnwise=columnwise, **options)
+    normalize(way.run, x, weight, rms=rms, residual=x.clone(), columnwise=way.columnwise, **options)
     assert amax.item() == 3.0
-    empty = forward.norm_forward(x, weight, None, eps=EPS, rms=rms, columnwise=columnwise, **options)
+    empty = forward.norm_forward(x, weight, None, eps=EPS, rms=rms, columnwise=way.columnwise, **options)
     assert empty.out is not None and empty.out.shape == (0, 48)
     grads = gradients(
-        backward.reference if run is forward.reference else backward.launch, x, x, weight, rms=rms
+        backward.reference if way.run is forward.reference else backward.launch, x, x, weight, rms=rms
     )
     assert torch.equal(grads.dweight, torch.zeros_like(weight))
     grads = backward.norm_backward(x, x, weight, empty.mean, empty.rstd, rms=rms)
@@ -331,7 +341,7 @@ def check_compiled(
     warps: int,
     *,
     loads: str,
-) -> None:
+) -> Compiled:
     """No spills, and 16 bytes by each load and store of an activation."""
     compiled = compile_for_hopper(
         module,
@@ -345,30 +355,65 @@ def check_compiled(
     assert not endangered_pairs(compiled.ptx)
     assert loads in compiled.ptx and "st.global.v4.b32" in compiled.ptx
     assert "st.global.b8" not in compiled.ptx and "st.global.b16" not in compiled.ptx
+    return compiled
 
 
-def test_forward_compiles_for_hopper() -> None:
-    tile = forward.band_tile(8192, 4096)
-    constants = {"COLS": 4096, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols}
+def row_constants(cols: int, is_transposed: bool) -> tuple[dict[str, Any], int]:
+    """Of the kernel for whole rows of bf16; and its warps."""
+    tile = forward.row_tile(torch.bfloat16, cols, is_transposed)
+    band = tile.rows * tile.steps
+    is_turned = is_transposed and band >= forward.LOWEST_BAND
+    constants = {
+        **{"COLS": cols, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
+        **{"STEPS": tile.steps, "STAGES": tile.stages, "WHOLE": is_turned},
+        "TURNED_COLS": forward.TURNED_BYTES * 32 * tile.warps // band,
+    }
+    return constants, tile.warps
+
+
+@pytest.mark.parametrize("cols", [4096, 8192, 16384])
+@pytest.mark.parametrize("absent", [{"residual_ptr", "summed_ptr"}, {"bias_ptr", "mean_ptr"}])
+def test_whole_rows_compile_for_hopper(cols: int, absent: set[str]) -> None:
+    constants, warps = row_constants(cols, False)
     check_compiled(
-        *("norm_forward", "_band_kernel", INPUTS, {"out_ptr"}, constants, tile.warps),
-        loads="cp.async.cg.shared.global",
-    )
-    tile = forward.row_tile(forward.WIDEST_ROW)
-    constants = {"COLS": forward.WIDEST_ROW, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols}
-    check_compiled(
-        *("norm_forward", "_row_kernel", INPUTS, {"columnwise_ptr"}, constants, tile.warps),
+        *("norm_forward", "_row_kernel", INPUTS, absent | {"columnwise_ptr"}, constants, warps),
         loads="ld.global.v4.b32",
     )
 
 
+@pytest.mark.parametrize("cols", [1024, 4096, 8192])
+@pytest.mark.parametrize("absent", [{"residual_ptr", "summed_ptr"}, {"bias_ptr", "mean_ptr"}])
+def test_bands_compile_for_hopper(cols: int, absent: set[str]) -> None:
+    constants, warps = row_constants(cols, True)
+    compiled = check_compiled(
+        *("norm_forward", "_row_kernel", INPUTS, absent | {"out_ptr"}, constants, warps),
+        loads="cp.async.cg.shared.global",
+    )
+    assert constants["WHOLE"] and "ldmatrix" in compiled.ptx
+    if cols <= 4096:  # two programs run on a multiprocessor, each in another phase
+        assert compiled.registers * 32 * warps <= 65536 // 2
+        assert compiled.shared <= SHARED_LIMIT // 2
+
+
+def test_wide_rows_compile_for_hopper() -> None:
+    tile = forward.wide_tile(torch.bfloat16, 32768)
+    constants = {"COLS": 32768, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages}
+    check_compiled(
+        *("norm_forward", "_wide_kernel", INPUTS, {"out_ptr"}, constants, tile.warps),
+        loads="cp.async.cg.shared.global",
+    )
+
+
 def test_casts_of_odd_shapes_keep_their_values_in_ptxas() -> None:
-    tile = forward.band_tile(40, 272)
+    tile = forward.wide_tile(torch.float32, 272)
     compiled = compile_for_hopper(
         "norm_forward",
-        "_band_kernel",
+        "_wide_kernel",
         {**INPUTS, **{name: "*fp32" for name, kind in INPUTS.items() if kind == "*bf16"}},
-        {"ZERO_CENTERED": False, "COLS": 272, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
+        {
+            **{"ZERO_CENTERED": False, "COLS": 272, "STAGES": tile.stages},
+            **{"BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
+        },
         num_warps=tile.warps,
     )
     assert not endangered_pairs(compiled.ptx)

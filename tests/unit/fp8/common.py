@@ -77,13 +77,14 @@ def train(
     *,
     caches: bool = False,
     seed: int = 1,
+    factor: float = 1.0,
 ) -> Trace:
     """SGD on fresh data, scaled up in each step so that scales move; autocast around the forward."""
     generator = torch.Generator().manual_seed(seed)
     losses, grads = [], []
     for step in range(steps):
         for microbatch in range(microbatches):
-            x = torch.randn(TOKENS, WIDTH, generator=generator) * 2.0**step
+            x = torch.randn(TOKENS, WIDTH, generator=generator) * factor * 2.0**step
             with autocast(enabled=recipe is not None, recipe=recipe):
                 out = model(x.requires_grad_(), microbatch == 0 if caches else None)
                 loss = out.float().square().mean()

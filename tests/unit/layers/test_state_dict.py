@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.fp8 import DelayedScaling, autocast
+from flatfsdp.fp8 import DelayedScaling, Format, autocast
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.fp8.common import (
     FFN,
@@ -79,6 +79,18 @@ def test_another_history_length_after_resume(old: int, new: int) -> None:
     other.load_state_dict(saved_and_read(model.state_dict()))
     assert_same(train(model, recipe=recipes[1], seed=2), train(other, recipe=recipes[1], seed=2))
     assert other.head.fp8_forward_amax_history.shape == (new, 2)
+
+
+def test_what_was_loaded_is_not_judged_by_the_recipe_before() -> None:
+    """The model has run with another margin and format, of which the checkpoint knows nothing."""
+    recipe = DelayedScaling(margin=3, amax_history_len=4, fp8_format=Format.E4M3)
+    model, other = seeded(Stack), seeded(Stack, seed=9)
+    # The largest update is the oldest one, which the history forgets.
+    train(model, steps=1, microbatches=1, recipe=recipe, factor=100.0)
+    train(model, steps=1, microbatches=3, recipe=recipe)
+    train(other, seed=10)
+    other.load_state_dict(saved_and_read(model.state_dict()))
+    assert_same(train(model, recipe=recipe, seed=2), train(other, recipe=recipe, seed=2))
 
 
 def test_a_state_that_was_loaded_is_saved_unchanged_before_it_is_used() -> None:

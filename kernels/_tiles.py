@@ -1,0 +1,59 @@
+"""How memory-bound kernels divide their work: one table, found by measuring on an H200.
+
+A table and no autotuning at run time: every run and every rank launches the same kernels, so that sums over
+rows have the same bits and nobody waits for a rank that still searches.  `benchmarks/tune.py` measures
+candidates and rewrites the table.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+
+class Tile(NamedTuple):
+    """What one program works on.
+
+    Attributes:
+        rows, cols: of a tile; a kernel that takes whole rows keeps to rows * cols and chooses `cols` itself.
+        warps: of a program.
+        stages: tiles on their way from memory at a time, in kernels that go through several.
+        steps: tiles that a program takes, one below the other.
+    """
+
+    rows: int
+    cols: int
+    warps: int
+    stages: int = 1
+    steps: int = 1
+
+
+TILES: dict[tuple[str, int, int], Tile] = {
+    # kernel, bytes of an element, columns at most
+    ("join_heads", 2, 16384): Tile(1, 4096, 4),
+    ("norm_forward", 2, 8192): Tile(1, 8192, 8),
+    ("norm_forward", 2, 16384): Tile(1, 16384, 16),
+    ("norm_forward, transpose", 2, 4096): Tile(2, 4096, 8, 3, 16),
+    ("norm_forward, transpose", 2, 8192): Tile(1, 8192, 16, 3, 32),
+    ("norm_forward, transpose", 2, 16384): Tile(1, 16384, 16),
+    ("norm_forward, wide", 2, 65536): Tile(32, 256, 16, 3),
+    ("transpose", 1, 16384): Tile(128, 128, 8),
+}
+
+
+@cache
+def find(kernel: str, dtype: torch.dtype, cols: int) -> Tile:
+    """The tile of the narrowest class that holds `cols` columns, or else of the widest.
+
+    A kernel without tiles for elements of this size takes those for 2 bytes.
+    """
+    of_kernel = [at for at in TILES if at[0] == kernel]
+    classes = [at for at in of_kernel if at[1] == dtype.itemsize] or [at for at in of_kernel if at[1] == 2]
+    return TILES[min(classes, key=lambda at: (at[2] < cols, abs(at[2] - cols)))]
+
+
+def power_of_two(value: int) -> int:
+    """The next one, 1 at least."""
+    return 1 << max(0, value - 1).bit_length()

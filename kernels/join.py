@@ -1,0 +1,154 @@
+"""Query, key and value, or their gradients, into one joint projection [.., .., (heads + 2 groups) * dim].
+
+    interleaved        each group of heads has its queries, its key, its value:  [q.. k v] [q.. k v] ...
+    not interleaved    all queries, all keys, all values:                        [Q; K; V]
+
+Attention returns its gradients in whatever strides suit it, and three strided copies read and write with less
+than half of the bandwidth.  Here a program writes several heads of one token, each of which it reads where it
+lies.
+
+Bytes per element of p bytes: 2 p.
+"""
+
+from __future__ import annotations
+
+import torch
+from flatfsdp.kernels._ops import operator
+from flatfsdp.kernels._outputs import check_like
+from flatfsdp.kernels._tiles import Tile, find, power_of_two
+from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from torch import Tensor
+
+
+def tile(dtype: torch.dtype, heads: int, dim: int) -> Tile:
+    """Heads of one token, all of their elements."""
+    block, width = find("join_heads", dtype, heads * dim), power_of_two(dim)
+    return block._replace(rows=min(power_of_two(heads), max(1, block.cols // width)), cols=width)
+
+
+def reference(out: Tensor, query: Tensor, key: Tensor, value: Tensor, interleaved: bool) -> None:
+    heads, groups, dim = query.shape[2], key.shape[2], query.shape[3]
+    each = heads // groups
+    if interleaved:
+        grouped = out.unflatten(-1, (groups, each + 2, dim))
+        grouped[..., :each, :] = query.unflatten(2, (groups, each))
+        grouped[..., each, :] = key
+        grouped[..., each + 1, :] = value
+    else:
+        torch.cat([query, key, value], 2, out=out.unflatten(-1, (-1, dim)))
+
+
+@jit
+def _join_kernel(
+    out_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    batch,
+    heads,
+    groups,
+    query_seq_stride,
+    query_batch_stride,
+    query_head_stride,
+    key_seq_stride,
+    key_batch_stride,
+    key_head_stride,
+    value_seq_stride,
+    value_batch_stride,
+    value_head_stride,
+    DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    at_seq, at_batch = token // batch, token % batch
+    query_ptr += at_seq * query_seq_stride + at_batch * query_batch_stride
+    key_ptr += at_seq * key_seq_stride + at_batch * key_batch_stride
+    value_ptr += at_seq * value_seq_stride + at_batch * value_batch_stride
+
+    slot = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    if INTERLEAVED:
+        each = heads // groups
+        at_key = (slot // (each + 2)).to(tl.int64)
+        at_value = at_key
+        at_query = at_key * each + slot % (each + 2)
+        is_query, is_key = slot % (each + 2) < each, slot % (each + 2) == each
+    else:
+        at_query = slot.to(tl.int64)
+        at_key = at_query - heads
+        at_value = at_key - groups
+        is_query, is_key = slot < heads, slot < heads + groups
+    from_key = key_ptr + at_key * key_head_stride
+    from_value = value_ptr + at_value * value_head_stride
+    source = tl.where(is_key, from_key, from_value)
+    source = tl.where(is_query, query_ptr + at_query * query_head_stride, source)
+
+    slots = heads + 2 * groups
+    col = tl.arange(0, BLOCK_DIM)
+    mask = (slot < slots)[:, None] & (col < DIM)[None, :]
+    index = (token * slots + slot)[:, None] * DIM + col[None, :]
+    tl.store(out_ptr + index, tl.load(source[:, None] + col[None, :], mask), mask)
+
+
+def launch(out: Tensor, query: Tensor, key: Tensor, value: Tensor, interleaved: bool) -> None:
+    seq, batch, heads, dim = query.shape
+    groups = key.shape[2]
+    slots = heads + 2 * groups
+    block = tile(query.dtype, slots, dim)
+    with on_device_of(out):
+        _join_kernel[(seq * batch, cdiv(slots, block.rows))](
+            *(out, query, key, value, batch, heads, groups),
+            *(*_strides(query), *_strides(key), *_strides(value)),
+            *(dim, interleaved, block.rows, block.cols),
+            num_warps=block.warps,
+        )
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Of all dimensions but the last; 0 where it does not matter, so that it is a multiple of anything."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
+
+
+_join_heads = operator(
+    "join_heads_(Tensor(a!) out, Tensor query, Tensor key, Tensor value, bool interleaved) -> ()",
+    reference=reference,
+    launch=launch,
+)
+
+
+def join_heads(
+    query: Tensor, key: Tensor, value: Tensor, *, interleaved: bool, out: Tensor | None = None
+) -> Tensor:
+    """Copies three tensors of heads side by side, [a, b, (heads + 2 groups) * dim], contiguous.
+
+    Args:
+        query: [a, b, heads, dim], where a and b are sequence and batch in either order; any dtype, any
+            strides but 1 for the last dimension.
+        key, value: [a, b, groups, dim] alike; `groups` divides `heads`.
+        interleaved: by groups of heads, each with its key and its value.
+        out: where to write; None allocates.
+
+    Raises:
+        ValueError: if shapes, strides, dtypes or devices do not fit.
+    """
+    if query.dim() != 4 or key.dim() != 4 or key.shape[2] == 0 or query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}; join_heads needs "
+            "[a, b, heads, dim] and [a, b, groups, dim], where groups divides heads"
+        )
+    a, b, heads, dim = query.shape
+    groups = key.shape[2]
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        shape = (a, b, heads if x is query else groups, dim)
+        is_alike = x.dtype == query.dtype and x.device == query.device
+        if tuple(x.shape) != shape or not is_alike or (dim > 1 and x.stride(3) != 1):
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()} on {x.device}; join_heads "
+                f"needs {query.dtype} {shape} on {query.device}, the last dimension of stride 1"
+            )
+    if out is None:
+        out = query.new_empty(a, b, (heads + 2 * groups) * dim)
+    check_like("out", out, query, (a, b, (heads + 2 * groups) * dim), query.dtype)
+    _join_heads(out, query, key, value, interleaved)
+    return out
