@@ -19,6 +19,16 @@ def in_backward() -> bool:
     return running_backward() != -1
 
 
+def receives_gradient(tensor: Tensor) -> bool:
+    """Whether the running backward brings `tensor` a gradient; `autograd.grad` asks for some tensors only."""
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # autograd.grad with respect to this very tensor, which nothing accumulates.
+        return False
+
+
 def run_as_soon_as_ready(tensor: Tensor, depth: int) -> None:
     """Lets the last `depth` operations behind `tensor` run in backward as soon as their gradients are there.
 

@@ -5,7 +5,7 @@ Out:  forward the product, and what to save; backward the gradients of input, we
 Next: `layers/` composes it with norms and activations inside one autograd Function each.
 
     forward    x -> Operand    (cast here, or by the kernel that made x)
-               w -> Operand    once a call, or once a step (`WeightCache`)
+               w -> Operand    once a call, or once a step (`FP8Module.weight_operand`)
                y = x w^T + b
     saved      x for wgrad, w for dgrad: FP8, one byte an element each; a bf16 weight itself
     backward   dy -> Operand   (cast, transposed and summed for the bias in one pass)
@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from flatfsdp.autograd import receives_gradient
 from flatfsdp.fp8 import products
 from flatfsdp.fp8.main_grad import claim
 from flatfsdp.fp8.operand import Operand
@@ -31,6 +32,18 @@ from flatfsdp.fp8.recipe import SplitAccumulator
 FuseWgrad = bool | Literal["two_pass"]
 """Whether a layer adds its weight gradient to main_grad itself; "two_pass": in an FP32 product and an
 addition, for comparison, rather than in the product."""
+
+
+def checked_fuse_wgrad(value: FuseWgrad, layer: str) -> FuseWgrad:
+    """
+    Raises:
+        ValueError: if it is none of the three.
+    """
+    if value not in (True, False, "two_pass"):
+        raise ValueError(
+            f"{layer}: fuse_wgrad_accumulation is {value!r}; it must be True, False or 'two_pass'"
+        )
+    return value
 
 
 @dataclass(slots=True)
@@ -138,13 +151,17 @@ def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall) -> Line
 
 
 def weight_grad(dy: Operand, x: Operand, bias_grad: Tensor | None, call: LinearCall) -> Tensor | None:
-    """The weight's gradient in its dtype, or None once it is in main_grad.
+    """The weight's gradient in its dtype, or None: it is in main_grad, or this backward does not ask for it.
 
     Args:
         bias_grad: not FP8: FP32 [out], becomes the column sums of dy.
     """
     if call.weight is None:
         return products.wgrad(dy, x, call.weight_dtype, call.split, bias_grad=bias_grad)
+    if not receives_gradient(call.weight):
+        if bias_grad is not None and dy.high is not None:
+            torch.sum(dy.high, 0, dtype=torch.float32, out=bias_grad)
+        return None
     slot = claim(call.weight, call.name, call.is_first_microbatch)
     products.accumulate_wgrad(
         slot.target,

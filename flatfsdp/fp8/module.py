@@ -102,11 +102,12 @@ class FP8Module(nn.Module):
         return [_stateless(region.recipe)] * len(self.linear_maps)
 
     def _delayed(self, region: Region, recipe: DelayedScaling, device: torch.device) -> list[Roles]:
-        forward = self._scaling("forward", recipe, device)
-        backward = self._scaling("backward", recipe, device)
         records = records_amax()
+        forward = self._scaling("forward", recipe, device, renew=records)
+        backward = self._scaling("backward", recipe, device, renew=records)
         if records:
             region.use(forward)
+            forward.was_loaded = backward.was_loaded = False
         tape = current_tape()
         scale, scale_inv = forward.scales() if tape is None else tape.scales(forward)
 
@@ -133,14 +134,24 @@ class FP8Module(nn.Module):
             for i in range(len(self.linear_maps))
         ]
 
-    def _scaling(self, direction: Direction, recipe: DelayedScaling, device: torch.device) -> Scaling:
+    def _scaling(
+        self, direction: Direction, recipe: DelayedScaling, device: torch.device, *, renew: bool
+    ) -> Scaling:
+        """
+        Args:
+            renew: for another recipe.  A forward that records nothing changes nothing: on one rank alone it
+                would change which collectives that rank joins.
+        """
         scaling = self._scalings.get(direction)
+        if scaling is not None and not renew and scaling.device == device and scaling.is_current:
+            return scaling
         if scaling is None or scaling.recipe != recipe or scaling.device != device or not scaling.is_current:
             forward, backward = recipe.fp8_format.forward, recipe.fp8_format.backward
             dtypes = [forward] * 2 if direction == "forward" else [backward]
             before = scaling
             scaling = Scaling(self, direction, dtypes * len(self.linear_maps), recipe, device)
-            if before is not None and before.scale_means != scaling.scale_means:
+            is_other = before is not None and before.scale_means != scaling.scale_means
+            if before is not None and is_other and not before.was_loaded:
                 scaling.arena.rescale(recipe)
             self._scalings[direction] = scaling
         return scaling
@@ -277,12 +288,11 @@ class FP8Module(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        # A checkpoint may be from before FP8; Transformer Engine's own state is pickled, and not read.
+        # A checkpoint may be from before FP8.
         for key in self.late_buffers:
             if prefix + key in missing_keys:
                 missing_keys.remove(prefix + key)
-        if prefix + "_extra_state" in unexpected_keys:
-            unexpected_keys.remove(prefix + "_extra_state")
+        ignore_extra_state(prefix, unexpected_keys)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -299,7 +309,8 @@ class FP8Module(nn.Module):
                 with a history of another length.
         """
         self._cached_weights.clear()
-        self._scalings.clear()
+        for scaling in self._scalings.values():
+            scaling.was_loaded = True
         for key, shape in shapes.items():
             own = self._buffers.get(key)
             if own is None or own.shape != shape:
@@ -359,6 +370,12 @@ def require_fp8(device: torch.device) -> None:
                 f"FP8 was asked for on {torch.cuda.get_device_name(device)}, compute capability "
                 f"{major}.{minor}; it needs 8.9 or more, so use autocast(enabled=False)"
             )
+
+
+def ignore_extra_state(prefix: str, unexpected_keys: list[str]) -> None:
+    """Transformer Engine pickles FP8 state into its checkpoints, which is not read."""
+    if prefix + "_extra_state" in unexpected_keys:
+        unexpected_keys.remove(prefix + "_extra_state")
 
 
 def activation_dtype(x: Tensor, layer: nn.Module, weight: Tensor) -> torch.dtype:

@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from flatfsdp.autograd import in_backward
@@ -31,23 +32,30 @@ class Tape:
     """
 
     def __init__(
-        self, outer: Tape | None, recorded: dict[Scaling, list[Scales]] | None, trains: bool
+        self, outer: Tape | None, recorded: dict[nn.Module, list[Scales]] | None, trains: bool
     ) -> None:
         self.trains = trains
         self._outer = outer
         self._recorded = recorded
-        self._position: dict[Scaling, int] = {}
-        self.uses: dict[Scaling, list[Scales]] = {}
+        self._position: dict[nn.Module, int] = {}
+        self.uses: dict[nn.Module, list[Scales]] = {}
         self.is_replay: bool = recorded is not None or (outer is not None and outer.is_replay)
 
     def scales(self, scaling: Scaling) -> Scales:
         """The scales for the next use of `scaling`: today's, or those of the run that is repeated."""
+        layer = scaling.owner
         if self._recorded is not None:
-            position = self._position.get(scaling, 0)
-            self._position[scaling] = position + 1
-            return self._recorded[scaling][position]
+            position = self._position.get(layer, 0)
+            self._position[layer] = position + 1
+            recorded = self._recorded.get(layer, ())
+            if position >= len(recorded):
+                raise RuntimeError(
+                    f"a recomputation runs {type(layer).__name__} more often in FP8 than the forward did; a "
+                    "checkpointed function has to do the same both times"
+                )
+            return recorded[position]
         scales = scaling.scales() if self._outer is None else self._outer.scales(scaling)
-        self.uses.setdefault(scaling, []).append(scales)
+        self.uses.setdefault(layer, []).append(scales)
         return scales
 
 

@@ -14,6 +14,7 @@ Next: `autocast.py` decides when to update; `quantizers.py` casts.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -50,6 +51,16 @@ class Arena:
         self._scales: Scales | None = None
         self._version = -1
         self._agreed: dist.ProcessGroup | None = None
+        self._members: list[weakref.ref[Scaling]] = []
+
+    @property
+    def members(self) -> list[Scaling]:
+        """Those whose columns it has."""
+        alive = (member() for member in self._members)
+        return [scaling for scaling in alive if scaling is not None and scaling.arena is self]
+
+    def add(self, scaling: Scaling) -> None:
+        self._members.append(weakref.ref(scaling))
 
     @property
     def scales(self) -> Scales:
@@ -61,9 +72,10 @@ class Arena:
             self._version = self.scale._version
         return self._scales
 
-    def agree(self, layers: Sequence[str], group: dist.ProcessGroup) -> None:
+    def agree(self, group: dist.ProcessGroup) -> None:
         """The first time over `group`: raises RuntimeError on every rank unless all have the same layers."""
         if self._agreed is not group:
+            layers = [scaling.label for scaling in self.members]
             check_same_on_all_ranks(layers, Ranks.of(group), self.scale.device)
             self._agreed = group
 
@@ -112,6 +124,9 @@ class Scaling:
     Args:
         owner: the module whose buffers these are.
         dtypes: the FP8 format of each tensor.
+
+    Attributes:
+        was_loaded: whether the buffers hold what a checkpoint has saved, maybe with another recipe.
     """
 
     def __init__(
@@ -122,7 +137,8 @@ class Scaling:
         recipe: DelayedScaling,
         device: torch.device,
     ) -> None:
-        self._owner = owner
+        self.owner = owner
+        self.was_loaded = False
         self._keys = buffer_names(direction)
         self.fp8_max = [torch.finfo(dtype).max for dtype in dtypes]
         self.recipe = recipe
@@ -140,12 +156,12 @@ class Scaling:
 
     @property
     def label(self) -> str:
-        return f"an FP8 {type(self._owner).__name__} with {len(self.fp8_max)} {self._keys[0]}"
+        return f"an FP8 {type(self.owner).__name__} with {len(self.fp8_max)} {self._keys[0]}"
 
     @property
     def is_current(self) -> bool:
         """Whether the owner's buffers are still those of the arena; a copy or a move makes others."""
-        buffers = self._owner._buffers
+        buffers = self.owner._buffers
         return all(buffers.get(key) is view for key, view in zip(self._keys, self._views, strict=True))
 
     def scales(self) -> Scales:
@@ -164,13 +180,13 @@ class Scaling:
 
     def _adopt(self, device: torch.device) -> None:
         """An arena of its own, with what the owner's buffers hold: loaded, copied, moved, or nothing yet."""
-        scale, history = (self._owner._buffers.get(key) for key in self._keys)
+        scale, history = (self.owner._buffers.get(key) for key in self._keys)
         arena = Arena(self.fp8_max, self.recipe.amax_history_len, device)
         n = len(self.fp8_max)
         if scale is not None and history is not None:
             if scale.numel() != n or history.shape[1] != n:
                 raise ValueError(
-                    f"{self._keys[0]} of {type(self._owner).__name__} has {scale.numel()} scales; this layer "
+                    f"{self._keys[0]} of {type(self.owner).__name__} has {scale.numel()} scales; this layer "
                     f"has {n}: the checkpoint is of another kind of layer"
                 )
             with torch.no_grad():
@@ -185,11 +201,12 @@ class Scaling:
     def move_to(self, arena: Arena, start: int) -> None:
         """Takes `arena`'s columns from `start` on, which hold its values already."""
         self.arena, self._start = arena, start
+        arena.add(self)
         n = len(self.fp8_max)
         self._views = (arena.scale.narrow(0, start, n), arena.history.narrow(1, start, n))
         self._row0 = arena.history[0].narrow(0, start, n)
         for key, view in zip(self._keys, self._views, strict=True):
-            self._owner.register_buffer(key, view)
+            self.owner.register_buffer(key, view)
 
     def copy_to(self, arena: Arena, start: int) -> None:
         n = len(self.fp8_max)
@@ -207,11 +224,13 @@ def update(scalings: Iterable[Scaling], group: dist.ProcessGroup | None) -> None
     for scaling in scalings:
         by_kind.setdefault((scaling.recipe, scaling.device), []).append(scaling)
     for (recipe, device), members in by_kind.items():
-        if len({id(scaling.arena) for scaling in members}) > 1:
-            _merge(members, recipe, device)
+        arenas = dict.fromkeys(scaling.arena for scaling in members)
+        if len(arenas) > 1:
+            # Whole arenas: layers that run in several regions would go back and forth.
+            _merge([scaling for arena in arenas for scaling in arena.members], recipe, device)
         arena = members[0].arena
         if group is not None and recipe.reduce_amax:
-            arena.agree([scaling.label for scaling in members], group)
+            arena.agree(group)
             arena.update(recipe, group)
         else:
             arena.update(recipe, None)

@@ -7,11 +7,14 @@ Next: `sdpa.py` chooses a backend, `masks.py` says which keys are seen.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from flatfsdp.fp8.module import ignore_extra_state
 from flatfsdp.layers.masks import CAUSAL, UNLIMITED, Window, WindowMasks, resolve_window, visible_keys
 from flatfsdp.layers.parameters import require_no_tensor_parallelism
 from flatfsdp.layers.sdpa import attention
@@ -82,6 +85,10 @@ class DotProductAttention(nn.Module):
         self.softmax_scale = softmax_scale
         self.layer_number = layer_number
         self._windows = WindowMasks()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        ignore_extra_state(prefix, unexpected_keys=args[-2])
 
     def forward(
         self,

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from flatfsdp.autograd import receives_gradient
 from flatfsdp.fp8.main_grad import claim
 from flatfsdp.kernels.embedding import embedding_grad
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
@@ -89,6 +90,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None, None]:
+        if not receives_gradient(ctx.weight):
+            return None, None, None, None
         (ids,) = ctx.saved_tensors
         slot = claim(ctx.weight, "Embedding.weight", ctx.is_first_microbatch)
         rows = dy.reshape(-1, dy.shape[-1]).contiguous()

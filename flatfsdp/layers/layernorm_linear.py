@@ -71,6 +71,7 @@ class LayerNormLinear(Projection):
         super().reset_parameters()
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.norm.zero_centered)
 
+    @torch.compiler.disable
     def forward(
         self,
         inp: Tensor,

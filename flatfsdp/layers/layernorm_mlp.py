@@ -24,6 +24,7 @@ from flatfsdp.fp8.linear import (
     FuseWgrad,
     LinearCall,
     LinearSaved,
+    checked_fuse_wgrad,
     linear_backward,
     linear_forward,
     quantize_grad,
@@ -109,7 +110,7 @@ class LayerNormMLP(FP8Module):
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.checkpoint = checkpoint
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.fuse_wgrad_accumulation = checked_fuse_wgrad(fuse_wgrad_accumulation, "LayerNormMLP")
         self.init_methods = (init_method or normal_init, output_layer_init_method or normal_init)
         fc1_rows = ffn_hidden_size * (2 if activation in GATED else 1)
 
@@ -142,6 +143,7 @@ class LayerNormMLP(FP8Module):
                 if bias is not None:
                     bias.zero_()
 
+    @torch.compiler.disable
     def forward(
         self,
         inp: Tensor,

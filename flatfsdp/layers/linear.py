@@ -65,6 +65,10 @@ class Linear(Projection):
             raise ValueError(
                 f"convert: {name} has module hooks ({', '.join(hooks)}); register them after the conversion"
             )
+        if linear._parameters.get("weight") is None:
+            raise ValueError(
+                f"convert: {name}.weight is in a flat parameter already; convert first, then wrap the model"
+            )
         layer = cls(
             linear.in_features,
             linear.out_features,
@@ -76,6 +80,7 @@ class Linear(Projection):
         layer.allows_fp8 = allows_fp8
         return layer.train(linear.training)
 
+    @torch.compiler.disable
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """[..., in_features] to [..., out_features]; with `return_bias`, (that, bias).
 

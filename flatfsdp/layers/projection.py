@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.fp8.linear import FuseWgrad, LinearCall
+from flatfsdp.fp8.linear import FuseWgrad, LinearCall, checked_fuse_wgrad
 from flatfsdp.fp8.module import FP8Module, Roles, activation_dtype
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init, require_no_tensor_parallelism
@@ -99,7 +99,7 @@ class Projection(FP8Module):
         self.in_features = in_features
         self.out_features = out_features
         self.return_bias = return_bias
-        self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self.fuse_wgrad_accumulation = checked_fuse_wgrad(fuse_wgrad_accumulation, name)
         self.init_method = normal_init if init_method is None else init_method
         self._prefixes = _rows(name, parameters_split, out_features)
         for prefix, rows in self._prefixes.items():

@@ -359,10 +359,7 @@ def stale_cache(rank: int, world_size: int, kind: str, folder: str) -> None:
         other(batch(rank), False)
 
 
-KEEPS_CACHE = pytest.mark.xfail(strict=True, reason="cached FP8 weights are those of before the load")
-
-
-@pytest.mark.parametrize("kind", [*KINDS[:2], *(pytest.param(kind, marks=KEEPS_CACHE) for kind in KINDS[2:])])
+@pytest.mark.parametrize("kind", KINDS)
 def test_loading_drops_weights_that_were_cast_before(kind: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_ranks(2, stale_cache, kind, folder)

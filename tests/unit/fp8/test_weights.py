@@ -222,6 +222,17 @@ def test_scales_that_are_loaded_are_used_by_the_next_cast() -> None:
     assert relative_error(out, exact) < 1e-6
 
 
+def test_scales_that_are_written_in_place_are_used_by_the_next_cast() -> None:
+    layer, x = Linear(WIDTH, FFN, bias=False), batch()
+    with autocast(recipe=SHORT):
+        layer(x)
+    layer.fp8_forward_scale.copy_(torch.tensor([2.0, 16.0]))
+    with torch.no_grad(), autocast(recipe=SHORT):
+        out = layer(x)
+    exact = fp8_of(x, torch.tensor(2.0)) @ fp8_of(layer.weight, torch.tensor(16.0)).t()
+    assert relative_error(out, exact) < 1e-6
+
+
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
