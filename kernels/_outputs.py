@@ -6,6 +6,9 @@ before it is rounded to the activations' dtype, as in Transformer Engine's fused
 
     q = clamp(value * scale, -limit, limit) as FP8;  NaN stays NaN
     amax = max(amax, max |value|);  NaN wins
+
+Sums over rows, which gradients of biases and norms are, are taken in two stages and always in the same order:
+each program sums the band of rows that it works on, and `sum_bands` adds up the bands.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from flatfsdp.kernels._triton import jit, tl
+from flatfsdp.kernels._tiles import Tile, find
+from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from torch import Tensor
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -26,14 +30,6 @@ class Outputs(NamedTuple):
     out: Tensor | None
     rowwise: Tensor | None
     columnwise: Tensor | None
-
-
-class Tile(NamedTuple):
-    """What one program works on at a time."""
-
-    rows: int
-    cols: int
-    warps: int
 
 
 def check_input(name: str, x: Tensor, dims: int = 2) -> None:
@@ -151,14 +147,21 @@ def saturate(value, DTYPE: tl.constexpr):
 
 
 @jit
-def record_amax(amax_ptr, value):
-    """Masked elements of `value` must be 0.
+def magnitude(value):
+    """The bits of |value|: those of non-negative floats order like integers, with NaN above infinity."""
+    return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
-    The bits of non-negative floats order like integers, with NaN above infinity; an integer maximum does not
-    depend on the order of programs.
-    """
-    bits = value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), tl.max(bits), sem="relaxed")
+
+@jit
+def raise_amax(amax_ptr, largest):
+    """By a magnitude; an integer maximum does not depend on the order of programs."""
+    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), largest, sem="relaxed")
+
+
+@jit
+def record_amax(amax_ptr, value):
+    """Masked elements of `value` must be 0."""
+    raise_amax(amax_ptr, tl.max(magnitude(value)))
 
 
 @jit
@@ -176,3 +179,41 @@ def store_outputs(value, row, col, rows, cols, mask, out_ptr, rowwise_ptr, colum
             # (12.8, 12.9; Triton issue 11111) loses bytes of FP8 pairs that are both stored and transposed.
             turned = tl.trans(scaled.to(columnwise_ptr.dtype.element_ty))
             tl.store(columnwise_ptr + col[:, None].to(tl.int64) * rows + row[None, :], turned, tl.trans(mask))
+
+
+@jit
+def fold(value, ROWS: tl.constexpr):
+    """Sums of every ROWS-th row of a tile, [ROWS, cols]; `rows_at_once` of them are in different threads."""
+    return tl.sum(tl.reshape(value, [value.shape[0] // ROWS, ROWS, value.shape[1]]), axis=0)
+
+
+def rows_at_once(tile: Tile, vector: int) -> int:
+    """Rows of a tile that the threads of a program hold side by side, with `vector` elements each."""
+    return min(tile.rows, max(1, 32 * tile.warps * vector // tile.cols))
+
+
+def vector_of(x: Tensor, *others: Tensor | None) -> int:
+    """Elements side by side in a thread: 16 bytes of the narrowest tensor."""
+    return 16 // min(tensor.element_size() for tensor in (x, *others) if tensor is not None)
+
+
+@jit
+def _sum_bands_kernel(bands_ptr, out_ptr, bands, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+    matrix = tl.program_id(1).to(tl.int64)
+    col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for start in range(0, bands, BLOCK_ROWS):
+        band = start + tl.arange(0, BLOCK_ROWS)
+        index = (matrix * bands + band)[:, None] * cols + col[None, :]
+        total += tl.load(bands_ptr + index, (band < bands)[:, None] & (col < cols)[None, :], 0.0)
+    tl.store(out_ptr + matrix * cols + col, tl.sum(total, axis=0), col < cols)
+
+
+def sum_bands(bands: Tensor, out: Tensor) -> None:
+    """Sums FP32 [.., n, cols] over n into [.., cols], both contiguous."""
+    n, cols = bands.shape[-2:]
+    tile = find("sum_bands", bands.dtype, cols)
+    with on_device_of(bands):
+        _sum_bands_kernel[(cdiv(cols, tile.cols), out.numel() // cols if cols else 0)](
+            bands, out, n, cols, tile.rows, tile.cols, **tile.options
+        )

@@ -21,6 +21,7 @@ class Tile(NamedTuple):
         warps: of a program.
         stages: tiles on their way from memory at a time, in kernels that go through several.
         steps: tiles that a program takes, one below the other.
+        registers: of a thread at most; None leaves it to the compiler.
     """
 
     rows: int
@@ -28,18 +29,49 @@ class Tile(NamedTuple):
     warps: int
     stages: int = 1
     steps: int = 1
+    registers: int | None = None
+
+    @property
+    def options(self) -> dict[str, int | None]:
+        """For the launch."""
+        return {"num_warps": self.warps, "maxnreg": self.registers}
 
 
 TILES: dict[tuple[str, int, int], Tile] = {
     # kernel, bytes of an element, columns at most
+    ("cast", 2, 16384): Tile(64, 64, 4, 1, 2),
+    ("cast, sum", 2, 16384): Tile(64, 64, 8, 1, 16, 64),
+    ("max_abs", 2, 16384): Tile(1, 16384, 8),
+    ("activation_forward", 2, 16384): Tile(16, 256, 4),
+    ("activation_forward, transpose", 2, 16384): Tile(64, 64, 4),
+    ("activation_forward, gated", 2, 16384): Tile(16, 256, 4),
+    ("activation_forward, gated, transpose", 2, 16384): Tile(64, 64, 4),
+    ("activation_backward", 2, 16384): Tile(16, 256, 4),
+    ("activation_backward, transpose", 2, 16384): Tile(64, 64, 4),
+    ("activation_backward, sum", 2, 16384): Tile(64, 64, 8, 2, 16, 64),
+    ("activation_backward, gated", 2, 16384): Tile(16, 256, 4),
+    ("activation_backward, gated, transpose", 2, 16384): Tile(64, 64, 4),
+    ("activation_backward, gated, sum", 2, 16384): Tile(64, 64, 8),
+    ("dropout_forward", 2, 16384): Tile(16, 256, 4),
+    ("dropout_backward", 2, 16384): Tile(16, 256, 4),
+    ("dropout_backward, sum", 2, 16384): Tile(16, 128, 4, 4, 16),
+    ("accumulate_many", 2, 65536): Tile(1, 4096, 8),
+    ("embedding_grad", 2, 16384): Tile(1, 4096, 8, 4),
+    ("rope", 2, 16384): Tile(1, 2048, 4),
     ("join_heads", 2, 16384): Tile(1, 4096, 4),
-    ("norm_forward", 2, 8192): Tile(1, 8192, 8),
-    ("norm_forward", 2, 16384): Tile(1, 16384, 16),
-    ("norm_forward, transpose", 2, 4096): Tile(2, 4096, 8, 3, 16),
-    ("norm_forward, transpose", 2, 8192): Tile(1, 8192, 16, 3, 32),
-    ("norm_forward, transpose", 2, 16384): Tile(1, 16384, 16),
-    ("norm_forward, wide", 2, 65536): Tile(32, 256, 16, 3),
-    ("transpose", 1, 16384): Tile(128, 128, 8),
+    ("layer_norm", 2, 4096): Tile(1, 4096, 4, 3),
+    ("layer_norm", 2, 8192): Tile(1, 8192, 8, 3, 8),
+    ("layer_norm", 2, 16384): Tile(1, 16384, 16),
+    ("rms_norm", 2, 8192): Tile(1, 8192, 8),
+    ("rms_norm", 2, 16384): Tile(1, 16384, 16),
+    ("wide_norm", 2, 65536): Tile(32, 128, 8, 4),
+    ("norm_backward", 2, 4096): Tile(1, 4096, 8, 3),
+    ("norm_backward", 2, 16384): Tile(1, 8192, 16, 3),
+    ("norm_backward, sum", 2, 65536): Tile(32, 128, 4, 3),
+    ("sum_bands", 4, 4096): Tile(256, 32, 8),
+    ("sum_bands", 4, 8192): Tile(128, 64, 8),
+    ("sum_bands", 4, 16384): Tile(128, 128, 8),
+    ("transpose", 1, 16384): Tile(256, 128, 8),
 }
 
 

@@ -11,7 +11,7 @@ The gradient is dy * f'(x); for x = [a | b] it is [dy * b * f'(a) | dy * f(a)]. 
 
 Bytes per element of y, with p bytes per element and g = 2 for gated functions, else 1:
     forward   g p read; p written in high precision, 1 for each FP8 form
-    backward  (1 + g) p read; g p written in high precision, g for each FP8 form; column sums add 8 g / 64
+    backward  (1 + g) p read; g p written in high precision, g for each FP8 form; column sums add little
 """
 
 from __future__ import annotations
@@ -23,14 +23,20 @@ import torch
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import (
     Outputs,
-    Tile,
     allocate_outputs,
     check_input,
     check_like,
+    fold,
+    magnitude,
+    raise_amax,
     record_amax,
+    rows_at_once,
     store_outputs,
+    sum_bands,
+    vector_of,
     write_outputs,
 )
+from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from torch import Tensor
 
@@ -38,8 +44,6 @@ GATED = {"geglu": "gelu", "swiglu": "silu", "reglu": "relu"}
 NAMES = ("gelu", "silu", "relu", "srelu", *GATED)
 TWO_ROOT_TWO_OVER_PI = 2 * math.sqrt(2 / math.pi)
 CUBIC = 0.044715
-SUMMED_ROWS = 64
-"""Rows of a tile when column sums are wanted: of each tile, one row of partial sums is written."""
 
 
 class ActivationBackward(NamedTuple):
@@ -51,14 +55,15 @@ class ActivationBackward(NamedTuple):
     column_sum: Tensor | None
 
 
-def forward_tile(is_transposed: bool) -> Tile:
-    """Square for the transpose, else wide."""
-    return Tile(64, 64, 4) if is_transposed else Tile(16, 256, 4)
+def forward_tile(dtype: torch.dtype, cols: int, is_gated: bool, is_transposed: bool) -> Tile:
+    return find("activation_forward" + ", gated" * is_gated + ", transpose" * is_transposed, dtype, cols)
 
 
-def backward_tile(is_transposed: bool, is_summed: bool) -> Tile:
-    """Of 4 warps, 32 elements per thread; what is not per element counts for twice as much with 8."""
-    return Tile(SUMMED_ROWS, 64, 4) if is_transposed or is_summed else Tile(16, 256, 4)
+def backward_tile(
+    dtype: torch.dtype, cols: int, is_gated: bool, is_transposed: bool, is_summed: bool
+) -> Tile:
+    form = ", sum" if is_summed else ", transpose" * is_transposed
+    return find("activation_backward" + ", gated" * is_gated + form, dtype, cols)
 
 
 def _value_and_slope_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
@@ -183,7 +188,7 @@ def _backward_kernel(
     dx_ptr,
     rowwise_ptr,
     columnwise_ptr,
-    partial_ptr,
+    band_sums_ptr,
     scale_ptr,
     amax_ptr,
     rows,
@@ -194,37 +199,53 @@ def _backward_kernel(
     CUBIC: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+    STEPS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
 ):
     across = tl.cdiv(cols, BLOCK_COLS)
     band = (tl.program_id(0) // across).to(tl.int64)
     col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     col_mask = col < cols
     width = 2 * cols if IS_GATED else cols
-    row = band * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    mask = (row < rows)[:, None] & col_mask[None, :]
-    index = row[:, None] * width + col[None, :]
-    x = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
-    grad = tl.load(dy_ptr + row[:, None] * cols + col[None, :], mask, 0.0).to(tl.float32)
-    value, slope = _value_and_slope(x, x, KIND, SLOPE_OF_INNER, CUBIC)
-    if IS_GATED:
-        linear = tl.load(x_ptr + index + cols, mask, 0.0).to(tl.float32)
-        linear_grad = grad * value
-        grad *= linear
-    grad *= slope
-    if amax_ptr is not None:
-        largest = grad
+    sums = tl.zeros([SUM_ROWS, BLOCK_COLS], tl.float32)
+    linear_sums = tl.zeros([SUM_ROWS, BLOCK_COLS], tl.float32)
+    largest = 0
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        row = (band * STEPS + step) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        mask = (row < rows)[:, None] & col_mask[None, :]
+        index = row[:, None] * width + col[None, :]
+        x = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
+        grad = tl.load(dy_ptr + row[:, None] * cols + col[None, :], mask, 0.0).to(tl.float32)
+        value, slope = _value_and_slope(x, x, KIND, SLOPE_OF_INNER, CUBIC)
         if IS_GATED:
-            largest = tl.maximum(tl.abs(grad), tl.abs(linear_grad), propagate_nan=tl.PropagateNan.ALL)
-        record_amax(amax_ptr, largest)
-    if partial_ptr is not None:
-        tl.store(partial_ptr + band * width + col, tl.sum(grad, axis=0), col_mask)
-    store_outputs(grad, row, col, rows, width, mask, dx_ptr, rowwise_ptr, columnwise_ptr, scale_ptr)
-    if IS_GATED:
-        if partial_ptr is not None:
-            tl.store(partial_ptr + band * width + cols + col, tl.sum(linear_grad, axis=0), col_mask)
-        store_outputs(
-            linear_grad, row, cols + col, rows, width, mask, dx_ptr, rowwise_ptr, columnwise_ptr, scale_ptr
-        )
+            linear = tl.load(x_ptr + index + cols, mask, 0.0).to(tl.float32)
+            linear_grad = grad * value
+            grad *= linear
+        grad *= slope
+        if amax_ptr is not None:
+            both = tl.abs(grad)
+            if IS_GATED:
+                both = tl.maximum(both, tl.abs(linear_grad), propagate_nan=tl.PropagateNan.ALL)
+            largest = tl.maximum(largest, tl.max(magnitude(both)))
+        if band_sums_ptr is not None:
+            sums += fold(grad, SUM_ROWS)
+            if IS_GATED:
+                linear_sums += fold(linear_grad, SUM_ROWS)
+        store_outputs(grad, row, col, rows, width, mask, dx_ptr, rowwise_ptr, columnwise_ptr, scale_ptr)
+        if IS_GATED:
+            at_linear = cols + col
+            store_outputs(
+                *(linear_grad, row, at_linear, rows, width, mask),
+                *(dx_ptr, rowwise_ptr, columnwise_ptr, scale_ptr),
+            )
+    if amax_ptr is not None:
+        raise_amax(amax_ptr, largest)
+    if band_sums_ptr is not None:
+        band_sums_ptr += band * width
+        tl.store(band_sums_ptr + col, tl.sum(sums, axis=0), col_mask)
+        if IS_GATED:
+            tl.store(band_sums_ptr + cols + col, tl.sum(linear_sums, axis=0), col_mask)
 
 
 def forward_launch(
@@ -238,12 +259,12 @@ def forward_launch(
     amax: Tensor | None,
 ) -> None:
     rows, cols = x.shape[0], x.shape[1] // (2 if is_gated else 1)
-    tile = forward_tile(columnwise is not None)
+    tile = forward_tile(x.dtype, cols, is_gated, columnwise is not None)
     with on_device_of(x):
         _forward_kernel[(cdiv(rows, tile.rows) * cdiv(cols, tile.cols),)](
             *(x, out, rowwise, columnwise, scale, amax, rows, cols),
             *(kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC, tile.rows, tile.cols),
-            num_warps=tile.warps,
+            **tile.options,
         )
 
 
@@ -260,17 +281,18 @@ def backward_launch(
     amax: Tensor | None,
 ) -> None:
     rows, cols = dy.shape
-    tile = backward_tile(columnwise is not None, column_sum is not None)
-    bands = cdiv(rows, tile.rows)
-    partial = None if column_sum is None else column_sum.new_empty(bands, x.shape[1])
+    tile = backward_tile(x.dtype, cols, is_gated, columnwise is not None, column_sum is not None)
+    bands = cdiv(rows, tile.rows * tile.steps)
+    band_sums = None if column_sum is None else column_sum.new_empty(bands, x.shape[1])
     with on_device_of(x):
         _backward_kernel[(bands * cdiv(cols, tile.cols),)](
-            *(dy, x, dx, rowwise, columnwise, partial, scale, amax, rows, cols),
-            *(kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC, tile.rows, tile.cols),
-            num_warps=tile.warps,
+            *(dy, x, dx, rowwise, columnwise, band_sums, scale, amax, rows, cols),
+            *(kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC, tile.rows, tile.cols, tile.stages, tile.steps),
+            rows_at_once(tile, vector_of(x, rowwise)),
+            **tile.options,
         )
-    if partial is not None:
-        torch.sum(partial, 0, out=column_sum)
+    if band_sums is not None and column_sum is not None:
+        sum_bands(band_sums, column_sum)
 
 
 _activation_forward = operator(

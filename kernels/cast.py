@@ -29,8 +29,14 @@ from flatfsdp.kernels._outputs import (
     FP8_DTYPES,
     check_input,
     check_scalar,
+    fold,
+    magnitude,
+    raise_amax,
     record_amax,
+    rows_at_once,
     store_outputs,
+    sum_bands,
+    vector_of,
     write_outputs,
 )
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
@@ -43,13 +49,6 @@ from flatfsdp.kernels.flat import (
     tensor_of_block,
 )
 from torch import Tensor
-
-# Larger tiles need more registers: 168 at 64 x 128 with four warps, spills at 128 x 128.
-TILE = 64
-NUM_WARPS = 4
-# 64 elements per thread, all of them under way at once.
-AMAX_BLOCK = 16384
-AMAX_WARPS = 8
 
 
 class Cast(NamedTuple):
@@ -87,19 +86,31 @@ def _cast_kernel(
     band_sums_ptr,
     rows,
     cols,
-    TILE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+    STEPS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
 ):
-    across = tl.cdiv(cols, TILE)
+    across = tl.cdiv(cols, BLOCK_COLS)
     band = (tl.program_id(0) // across).to(tl.int64)
-    row = band * TILE + tl.arange(0, TILE)
-    col = (tl.program_id(0) % across) * TILE + tl.arange(0, TILE)
-    mask = (row < rows)[:, None] & (col < cols)[None, :]
-    x = tl.load(x_ptr + row[:, None] * cols + col[None, :], mask, 0.0).to(tl.float32)
-    store_outputs(x, row, col, rows, cols, mask, None, rowwise_ptr, columnwise_ptr, scale_ptr)
+    col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    col_mask = col < cols
+    sums = tl.zeros([SUM_ROWS, BLOCK_COLS], tl.float32)
+    largest = 0
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        row = (band * STEPS + step) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        mask = (row < rows)[:, None] & col_mask[None, :]
+        x = tl.load(x_ptr + row[:, None] * cols + col[None, :], mask, 0.0).to(tl.float32)
+        store_outputs(x, row, col, rows, cols, mask, None, rowwise_ptr, columnwise_ptr, scale_ptr)
+        if amax_ptr is not None:
+            largest = tl.maximum(largest, tl.max(magnitude(x)))
+        if band_sums_ptr is not None:
+            sums += fold(x, SUM_ROWS)
     if amax_ptr is not None:
-        record_amax(amax_ptr, x)
+        raise_amax(amax_ptr, largest)
     if band_sums_ptr is not None:
-        tl.store(band_sums_ptr + band * cols + col, tl.sum(x, axis=0), col < cols)
+        tl.store(band_sums_ptr + band * cols + col, tl.sum(sums, axis=0), col_mask)
 
 
 def launch(
@@ -111,14 +122,18 @@ def launch(
     column_sum: Tensor | None,
 ) -> None:
     rows, cols = x.shape
-    bands = cdiv(rows, TILE)
+    tile = find("cast" if column_sum is None else "cast, sum", x.dtype, cols)
+    bands = cdiv(rows, tile.rows * tile.steps)
     band_sums = None if column_sum is None else column_sum.new_empty(bands, cols)
     with on_device_of(x):
-        _cast_kernel[(bands * cdiv(cols, TILE),)](
-            x, scale, rowwise, columnwise, amax, band_sums, rows, cols, TILE, num_warps=NUM_WARPS
+        _cast_kernel[(bands * cdiv(cols, tile.cols),)](
+            *(x, scale, rowwise, columnwise, amax, band_sums, rows, cols),
+            *(tile.rows, tile.cols, tile.stages, tile.steps),
+            rows_at_once(tile, vector_of(x, rowwise)),
+            **tile.options,
         )
-    if band_sums is not None:
-        torch.sum(band_sums, 0, out=column_sum)
+    if band_sums is not None and column_sum is not None:
+        sum_bands(band_sums, column_sum)
 
 
 _cast = operator(
@@ -181,8 +196,9 @@ def _max_abs_kernel(x_ptr, amax_ptr, numel, BLOCK: tl.constexpr):
 
 
 def max_abs_launch(x: Tensor, amax: Tensor) -> None:
+    tile = find("max_abs", x.dtype, x.shape[1])
     with on_device_of(x):
-        _max_abs_kernel[(cdiv(x.numel(), AMAX_BLOCK),)](x, amax, x.numel(), AMAX_BLOCK, num_warps=AMAX_WARPS)
+        _max_abs_kernel[(cdiv(x.numel(), tile.cols),)](x, amax, x.numel(), tile.cols, **tile.options)
 
 
 _max_abs = operator(
@@ -213,7 +229,7 @@ def transpose_reference(q: Tensor, out: Tensor) -> None:
 
 
 @jit
-def transpose_tile(
+def _transpose_tile(
     q_ptr,
     out_ptr,
     rows,
@@ -224,7 +240,7 @@ def transpose_tile(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """Bytes of the tile at (top, left), both int64 and even; `WHOLE` as by `is_whole`."""
+    """Bytes of the tile at (top, left), both int64 and even; `WHOLE` as by `_is_whole`."""
     if WHOLE:
         _transpose_pairs(q_ptr, out_ptr, rows, cols, top, left, BLOCK_ROWS, BLOCK_COLS)
     else:
@@ -271,14 +287,16 @@ def _transpose_block(
     across = tl.cdiv(cols, BLOCK_COLS)
     top = (block // across).to(tl.int64) * BLOCK_ROWS
     left = (block % across).to(tl.int64) * BLOCK_COLS
-    transpose_tile(q_ptr, out_ptr, rows, cols, top, left, WHOLE, BLOCK_ROWS, BLOCK_COLS)
+    _transpose_tile(q_ptr, out_ptr, rows, cols, top, left, WHOLE, BLOCK_ROWS, BLOCK_COLS)
 
 
 @jit
 def _transpose_kernel(
     q_ptr, out_ptr, rows, cols, WHOLE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
 ):
-    _transpose_block(q_ptr, out_ptr, rows, cols, tl.program_id(0), WHOLE, BLOCK_ROWS, BLOCK_COLS)
+    # From the end: what was written last, before this, is still in the cache.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    _transpose_block(q_ptr, out_ptr, rows, cols, block, WHOLE, BLOCK_ROWS, BLOCK_COLS)
 
 
 def transpose_launch(q: Tensor, out: Tensor) -> None:
@@ -287,8 +305,8 @@ def transpose_launch(q: Tensor, out: Tensor) -> None:
     with on_device_of(q):
         _transpose_kernel[(_blocks(q, tile),)](
             *(q.view(torch.uint8), out.view(torch.uint8), rows, cols),
-            *(is_whole(q, out), tile.rows, tile.cols),
-            num_warps=tile.warps,
+            *(_is_whole(q, out), tile.rows, tile.cols),
+            **tile.options,
         )
 
 
@@ -353,9 +371,9 @@ def transpose_many_launch(like: Tensor, sources: list[Tensor], targets: list[Ten
     with on_device_of(like):
         _transpose_many_kernel[(blocks,)](
             device_table(fields, like.device),
-            *(n, power_of_two(n), all(is_whole(*pair) for pair in zip(sources, targets, strict=True))),
+            *(n, power_of_two(n), all(_is_whole(*pair) for pair in zip(sources, targets, strict=True))),
             *(tile.rows, tile.cols),
-            num_warps=tile.warps,
+            **tile.options,
         )
 
 
@@ -401,7 +419,7 @@ def _blocks(q: Tensor, tile: Tile) -> int:
     return cdiv(rows, tile.rows) * cdiv(cols, tile.cols)
 
 
-def is_whole(q: Tensor, out: Tensor) -> bool:
+def _is_whole(q: Tensor, out: Tensor) -> bool:
     """Every row of both starts at a multiple of the widest load, as in all that an FP8 GEMM takes."""
     return is_aligned(q, out) and all(size % LOAD_BYTES == 0 for size in q.shape)
 

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import torch
 from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._outputs import Tile, check_input, check_like
+from flatfsdp.kernels._outputs import check_input, check_like, fold, rows_at_once, sum_bands, vector_of
+from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from torch import Tensor
 
@@ -34,11 +35,6 @@ class DropoutBackward(NamedTuple):
 
     dx: Tensor
     dbias: Tensor | None
-
-
-def tile(is_summed: bool) -> Tile:
-    """Wide, or higher if one row of partial column sums is written per tile."""
-    return Tile(64, 64, 4) if is_summed else Tile(16, 256, 4)
 
 
 def counters(rows: int, cols: int) -> int:
@@ -94,8 +90,23 @@ def backward_reference(
 
 
 @jit
-def _is_kept(words, threshold):
-    return words.to(tl.int32, bitcast=True) >= threshold
+def _philox(seed, counter):
+    """Bit for bit tl.randint4x; one product of 64 bits takes the place of two of 32, upper and lower half."""
+    k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
+    c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
+    c2 = tl.zeros_like(c0)
+    c3 = c2
+    for _ in tl.static_range(10):
+        product_0, product_1 = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (product_1 >> 32).to(tl.uint32) ^ c1 ^ k0, (product_0 >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = product_1.to(tl.uint32), product_0.to(tl.uint32)
+        k0, k1 = k0 + 0x9E3779B9, k1 + 0xBB67AE85
+    return c0, c1, c2, c3
+
+
+@jit
+def _bit(words, threshold, AT: tl.constexpr):
+    return (words.to(tl.int32, bitcast=True) >= threshold).to(tl.int32) << AT
 
 
 @jit
@@ -103,10 +114,10 @@ def _keep(seed, offset, threshold, row, first_col, cols, BLOCK_ROWS: tl.constexp
     """Mask of a tile; `first_col` is a multiple of 4."""
     group = first_col // 4 + tl.arange(0, BLOCK_COLS // 4)
     counter = offset + row[:, None] * tl.cdiv(cols, 4) + group[None, :]
-    w0, w1, w2, w3 = tl.randint4x(seed, counter)
-    even = tl.join(_is_kept(w0, threshold), _is_kept(w2, threshold))
-    odd = tl.join(_is_kept(w1, threshold), _is_kept(w3, threshold))
-    return tl.reshape(tl.join(even, odd), [BLOCK_ROWS, BLOCK_COLS])
+    w0, w1, w2, w3 = _philox(seed, counter)
+    bits = _bit(w0, threshold, 0) | _bit(w1, threshold, 1) | _bit(w2, threshold, 2) | _bit(w3, threshold, 3)
+    keep = (bits[:, :, None] >> tl.arange(0, 4)[None, None, :]) & 1
+    return tl.reshape(keep, [BLOCK_ROWS, BLOCK_COLS]) != 0
 
 
 @jit
@@ -144,7 +155,7 @@ def _forward_kernel(
 def _backward_kernel(
     dy_ptr,
     dx_ptr,
-    partial_ptr,
+    band_sums_ptr,
     threshold,
     factor,
     seed: tl.int64,
@@ -153,48 +164,56 @@ def _backward_kernel(
     cols,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+    STEPS: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
 ):
     across = tl.cdiv(cols, BLOCK_COLS)
     band = (tl.program_id(0) // across).to(tl.int64)
-    row = band * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     first_col = (tl.program_id(0) % across) * BLOCK_COLS
     col = first_col + tl.arange(0, BLOCK_COLS)
-    mask = (row < rows)[:, None] & (col < cols)[None, :]
-    index = row[:, None] * cols + col[None, :]
-    grad = tl.load(dy_ptr + index, mask, 0.0).to(tl.float32)
-    keep = _keep(seed, offset, threshold, row, first_col, cols, BLOCK_ROWS, BLOCK_COLS)
-    grad = tl.where(keep, grad * factor, 0.0)
-    tl.store(dx_ptr + index, grad.to(dx_ptr.dtype.element_ty), mask)
-    if partial_ptr is not None:
-        tl.store(partial_ptr + band * cols + col, tl.sum(grad, axis=0), col < cols)
+    col_mask = col < cols
+    sums = tl.zeros([SUM_ROWS, BLOCK_COLS], tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        row = (band * STEPS + step) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        mask = (row < rows)[:, None] & col_mask[None, :]
+        index = row[:, None] * cols + col[None, :]
+        grad = tl.load(dy_ptr + index, mask, 0.0).to(tl.float32)
+        keep = _keep(seed, offset, threshold, row, first_col, cols, BLOCK_ROWS, BLOCK_COLS)
+        grad = tl.where(keep, grad * factor, 0.0)
+        tl.store(dx_ptr + index, grad.to(dx_ptr.dtype.element_ty), mask)
+        if band_sums_ptr is not None:
+            sums += fold(grad, SUM_ROWS)
+    if band_sums_ptr is not None:
+        tl.store(band_sums_ptr + band * cols + col, tl.sum(sums, axis=0), col_mask)
 
 
 def forward_launch(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, p: float, seed: int, offset: int
 ) -> None:
     rows, cols = x.shape
-    block_rows, block_cols, warps = tile(is_summed=False)
+    tile = find("dropout_forward", x.dtype, cols)
     with on_device_of(x):
-        _forward_kernel[(cdiv(rows, block_rows) * cdiv(cols, block_cols),)](
+        _forward_kernel[(cdiv(rows, tile.rows) * cdiv(cols, tile.cols),)](
             *(x, bias, residual, out, threshold(p), 1 / (1 - p), seed, offset, rows, cols),
-            *(block_rows, block_cols),
-            num_warps=warps,
+            *(tile.rows, tile.cols),
+            **tile.options,
         )
 
 
 def backward_launch(dy: Tensor, dx: Tensor, dbias: Tensor | None, p: float, seed: int, offset: int) -> None:
     rows, cols = dy.shape
-    block_rows, block_cols, warps = tile(is_summed=dbias is not None)
-    bands = cdiv(rows, block_rows)
-    partial = None if dbias is None else dbias.new_empty(bands, cols)
+    tile = find("dropout_backward" if dbias is None else "dropout_backward, sum", dy.dtype, cols)
+    bands = cdiv(rows, tile.rows * tile.steps)
+    band_sums = None if dbias is None else dbias.new_empty(bands, cols)
     with on_device_of(dy):
-        _backward_kernel[(bands * cdiv(cols, block_cols),)](
-            *(dy, dx, partial, threshold(p), 1 / (1 - p), seed, offset, rows, cols),
-            *(block_rows, block_cols),
-            num_warps=warps,
+        _backward_kernel[(bands * cdiv(cols, tile.cols),)](
+            *(dy, dx, band_sums, threshold(p), 1 / (1 - p), seed, offset, rows, cols),
+            *(tile.rows, tile.cols, tile.stages, tile.steps, rows_at_once(tile, vector_of(dy))),
+            **tile.options,
         )
-    if partial is not None:
-        torch.sum(partial, 0, out=dbias)
+    if band_sums is not None and dbias is not None:
+        sum_bands(band_sums, dbias)
 
 
 _dropout_forward = operator(

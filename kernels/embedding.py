@@ -16,19 +16,21 @@ from __future__ import annotations
 
 import torch
 from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._outputs import Tile, check_input
+from flatfsdp.kernels._outputs import check_input
+from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from torch import Tensor
 
 ID_DTYPES = (torch.int64, torch.int32)
-STAGES = 8
-"""Tokens of one row that are under way at once: frequent ids are a matter of latency."""
+RUN = 32
+"""Sorted ids that are looked at together, for the end of a run of equal ones."""
 
 
-def tile(cols: int) -> Tile:
-    """Part of one row, 8 elements per thread."""
-    width = min(1024, max(32, 1 << (cols - 1).bit_length()))
-    return Tile(1, width, max(1, width // 256))
+def tile(dtype: torch.dtype, cols: int) -> Tile:
+    """A row, or a part of it."""
+    block = find("embedding_grad", dtype, cols)
+    width = min(block.cols, max(32, power_of_two(cols)))
+    return block._replace(cols=width, warps=min(block.warps, max(1, width // 256)))
 
 
 def reference(target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None, first: bool) -> None:
@@ -45,48 +47,60 @@ def reference(target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None, 
 
 
 @jit
+def _end_of_run(ids_ptr, begin, n, row, RUN: tl.constexpr):
+    """Where the ids after `begin` that equal `row` end; they are sorted."""
+    end = begin + 1
+    equal = RUN
+    while equal == RUN:
+        index = end + tl.arange(0, RUN)
+        equal = tl.sum((tl.load(ids_ptr + index, index < n, -1) == row).to(tl.int32))
+        end += equal
+    return end
+
+
+@jit
 def _embedding_kernel(
     target_ptr,
     dy_ptr,
     ids_ptr,
-    ends_ptr,
     tokens_ptr,
+    n,
     padding_idx,
     cols,
     FIRST: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     STAGES: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     across = tl.cdiv(cols, BLOCK_COLS)
     begin = tl.program_id(0) // across
-    row = tl.load(ids_ptr + begin).to(tl.int64)
+    row = tl.load(ids_ptr + begin)
     is_first_of_row = row != tl.load(ids_ptr + begin - 1, begin > 0, -1)
     if is_first_of_row & (row != padding_idx):
         col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
         mask = col < cols
-        at_row = target_ptr + row * cols + col
+        at_row = target_ptr + row.to(tl.int64) * cols + col
         if not FIRST:
             old = tl.load(at_row, mask, 0.0)
         total = tl.zeros([BLOCK_COLS], tl.float32)
-        for at in tl.range(begin, tl.load(ends_ptr + begin), num_stages=STAGES):
+        for at in tl.range(begin, _end_of_run(ids_ptr, begin, n, row, RUN), num_stages=STAGES):
             token = tl.load(tokens_ptr + at)
             total += tl.load(dy_ptr + token * cols + col, mask, 0.0).to(tl.float32)
         tl.store(at_row, total if FIRST else old + total, mask)
 
 
 def launch(target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None, first: bool) -> None:
-    cols = target.shape[1]
+    n, cols = dy.shape
     # Half the passes of a sort of 64-bit numbers.
     sorted_ids, tokens = ids.int().sort(stable=True)
-    ends = torch.searchsorted(sorted_ids, sorted_ids, right=True, out_int32=True)
-    block = tile(cols)
+    block = tile(dy.dtype, cols)
     if first:
         target.zero_()
     with on_device_of(target):
-        _embedding_kernel[(len(ids) * cdiv(cols, block.cols),)](
-            *(target, dy, sorted_ids, ends, tokens, -1 if padding_idx is None else padding_idx),
-            *(cols, first, block.cols, STAGES),
-            num_warps=block.warps,
+        _embedding_kernel[(n * cdiv(cols, block.cols),)](
+            *(target, dy, sorted_ids, tokens, n, -1 if padding_idx is None else padding_idx),
+            *(cols, first, block.cols, block.stages, RUN),
+            **block.options,
         )
 
 

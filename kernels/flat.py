@@ -21,12 +21,11 @@ from itertools import accumulate as running_sums
 
 import torch
 from flatfsdp.kernels._ops import operator
+from flatfsdp.kernels._tiles import find, power_of_two
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from flatfsdp.kernels.accumulate import accumulate
 from torch import Tensor
 
-BLOCK = 4096
-NUM_WARPS = 8
 LOAD_BYTES = 16
 """Width of the widest load; tensors that start at multiples of it are read and written at full speed."""
 
@@ -49,10 +48,6 @@ def first_blocks(counts: Sequence[int]) -> tuple[list[int], int]:
     """Where each tensor's blocks start if all are numbered in one row, and how many there are."""
     ends = list(running_sums(counts))
     return [0, *ends[:-1]], ends[-1]
-
-
-def next_power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()
 
 
 def is_aligned(*tensors: Tensor) -> bool:
@@ -111,7 +106,8 @@ def _accumulate_many_kernel(table_ptr, n, N_POW2: tl.constexpr, ALIGNED: tl.cons
 
 
 def launch(like: Tensor, targets: list[Tensor], grads: list[Tensor], first: list[bool]) -> None:
-    starts, blocks = first_blocks([cdiv(target.numel(), BLOCK) for target in targets])
+    tile = find("accumulate_many", torch.bfloat16, 1)
+    starts, blocks = first_blocks([cdiv(target.numel(), tile.cols) for target in targets])
     fields = [
         starts,
         [target.data_ptr() for target in targets],
@@ -125,10 +121,10 @@ def launch(like: Tensor, targets: list[Tensor], grads: list[Tensor], first: list
         _accumulate_many_kernel[(blocks,)](
             device_table(fields, like.device),
             n,
-            next_power_of_two(n),
+            power_of_two(n),
             is_aligned(*targets, *grads),
-            BLOCK,
-            num_warps=NUM_WARPS,
+            tile.cols,
+            **tile.options,
         )
 
 

@@ -101,7 +101,7 @@ def launch(out: Tensor, query: Tensor, key: Tensor, value: Tensor, interleaved: 
             *(out, query, key, value, batch, heads, groups),
             *(*_strides(query), *_strides(key), *_strides(value)),
             *(dim, interleaved, block.rows, block.cols),
-            num_warps=block.warps,
+            **block.options,
         )
 
 

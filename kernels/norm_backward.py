@@ -9,7 +9,7 @@
 Bytes per element of p bytes: 2 p read, p more with `d_residual`, p written.  Rows of more than 8192 elements
 need another 2 p: their weight gradients do not fit into registers beside dx and get a kernel of their own.
 
-Weight gradients are FP32 and deterministic: each program sums the rows it owns, and torch.sum adds up the
+Weight gradients are FP32 and deterministic: each program sums the rows it owns, and `sum_bands` adds up the
 programs.  How many programs there are depends on the shape only.
 """
 
@@ -19,13 +19,18 @@ from typing import NamedTuple
 
 import torch
 from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._outputs import HIGH_DTYPES, check_input, check_like
+from flatfsdp.kernels._outputs import HIGH_DTYPES, check_input, check_like, sum_bands
+from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from torch import Tensor
 
 WIDEST_FUSED = 8192
 """Columns up to which one kernel yields dx and the weight gradients."""
-SUM_ROWS, SUM_COLS, SUM_PROGRAMS = 32, 128, 16
+MULTIPROCESSORS = 132
+REGISTERS = 65536
+"""Of a multiprocessor."""
+SUM_PROGRAMS = 16
+"""Bands of rows for weight gradients by a kernel of their own."""
 
 
 class NormBackward(NamedTuple):
@@ -36,18 +41,16 @@ class NormBackward(NamedTuple):
     dbias: Tensor | None
 
 
-class Tile(NamedTuple):
-    rows: int
-    cols: int
-    warps: int
-    programs: int
+def row_tile(dtype: torch.dtype, cols: int) -> Tile:
+    """Whole rows, narrow ones more at a time."""
+    tile = find("norm_backward", dtype, cols)
+    width = max(16, power_of_two(cols))
+    return tile._replace(rows=max(1, tile.rows * tile.cols // width), cols=width)
 
 
-def tile(cols: int) -> Tile:
-    """Whole rows, 16 elements per thread; as many programs as 132 multiprocessors hold at once."""
-    width = max(16, 1 << (cols - 1).bit_length())
-    warps = min(32, max(8, width // 512))
-    return Tile(max(1, 4096 // width), width, warps, 264 if warps == 8 else 132)
+def programs_of(tile: Tile) -> int:
+    """As many as run at once, with at most 128 registers for each thread."""
+    return MULTIPROCESSORS * max(1, REGISTERS // (32 * tile.warps * (tile.registers or 128)))
 
 
 def reference(
@@ -78,10 +81,17 @@ def reference(
 
 @jit
 def _normalized(x_ptr, mean_ptr, rstd, row, row_mask, index, mask):
+    """Where masked, whatever comes of 0: it is multiplied by gradients that are 0."""
     value = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
     if mean_ptr is not None:
         value -= tl.load(mean_ptr + row, row_mask, 0.0)[:, None]
-    return tl.where(mask, value * rstd[:, None], 0.0)
+    return value * rstd[:, None]
+
+
+@jit
+def _sums(first, second):
+    """Of the columns of two tiles: one exchange between threads instead of two."""
+    return tl.split(tl.sum(tl.join(first, second), axis=1))
 
 
 @jit
@@ -101,6 +111,7 @@ def _backward_kernel(
     ZERO_CENTERED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_COLS)
@@ -112,7 +123,7 @@ def _backward_kernel(
     dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     first = program * rows_per_program
     last = tl.minimum(first + rows_per_program, rows)
-    for start in tl.range(first, last, BLOCK_ROWS, num_stages=3):
+    for start in tl.range(first, last, BLOCK_ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
         row_mask = row < last
         mask = row_mask[:, None] & col_mask[None, :]
@@ -125,9 +136,11 @@ def _backward_kernel(
         if dbias_ptr is not None:
             dbias += grad
         grad *= weight[None, :]
-        result = grad - value * (tl.sum(grad * value, axis=1) / COLS)[:, None]
         if mean_ptr is not None:
-            result -= (tl.sum(grad, axis=1) / COLS)[:, None]
+            along, total = _sums(grad * value, grad)
+            result = grad - value * (along / COLS)[:, None] - (total / COLS)[:, None]
+        else:
+            result = grad - value * (tl.sum(grad * value, axis=1) / COLS)[:, None]
         result *= rstd[:, None]
         if d_residual_ptr is not None:
             result += tl.load(d_residual_ptr + index, mask, 0.0).to(tl.float32)
@@ -151,6 +164,7 @@ def _weight_kernel(
     COLS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     program = tl.program_id(1)
     col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
@@ -159,7 +173,7 @@ def _weight_kernel(
     dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
     first = program * rows_per_program
     last = tl.minimum(first + rows_per_program, rows)
-    for start in tl.range(first, last, BLOCK_ROWS, num_stages=3):
+    for start in tl.range(first, last, BLOCK_ROWS, num_stages=STAGES):
         row = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
         row_mask = row < last
         mask = row_mask[:, None] & col_mask[None, :]
@@ -186,25 +200,32 @@ def launch(
     zero_centered: bool,
 ) -> None:
     rows, cols = x.shape
-    block_rows, block_cols, warps, most = tile(cols)
-    rows_each = block_rows * cdiv(rows, block_rows * most)
-    programs = cdiv(rows, rows_each) if rows else 0
+    tile = row_tile(x.dtype, cols)
+    rows_each = _shared(rows, tile.rows, programs_of(tile))
     is_fused = cols <= WIDEST_FUSED
-    sum_rows = rows_each if is_fused else SUM_ROWS * cdiv(rows, SUM_ROWS * SUM_PROGRAMS)
-    partial = weight_grads.new_empty(weight_grads.shape[0], cdiv(rows, sum_rows) if rows else 0, cols)
-    dweight, dbias = partial[0], partial[1] if mean is not None else None
+    of_sums = find("norm_backward, sum", x.dtype, cols)
+    sum_rows = rows_each if is_fused else _shared(rows, of_sums.rows, SUM_PROGRAMS)
+    bands = weight_grads.new_empty(weight_grads.shape[0], cdiv(rows, sum_rows), cols)
+    dweight, dbias = bands[0], bands[1] if mean is not None else None
     inside = (dweight, dbias) if is_fused else (None, None)
     with on_device_of(x):
-        _backward_kernel[(programs,)](
+        _backward_kernel[(cdiv(rows, rows_each),)](
             *(dy, x, weight, mean, rstd, d_residual, dx, *inside),
-            *(rows, rows_each, cols, zero_centered, block_rows, block_cols),
-            num_warps=warps,
+            *(rows, rows_each, cols, zero_centered, tile.rows, tile.cols, tile.stages),
+            **tile.options,
         )
         if not is_fused:
-            _weight_kernel[(cdiv(cols, SUM_COLS), partial.shape[1])](
-                dy, x, mean, rstd, dweight, dbias, rows, sum_rows, cols, SUM_ROWS, SUM_COLS
+            _weight_kernel[(cdiv(cols, of_sums.cols), bands.shape[1])](
+                *(dy, x, mean, rstd, dweight, dbias, rows, sum_rows),
+                *(cols, of_sums.rows, of_sums.cols, of_sums.stages),
+                **of_sums.options,
             )
-    torch.sum(partial, 1, out=weight_grads)
+    sum_bands(bands, weight_grads)
+
+
+def _shared(rows: int, block: int, programs: int) -> int:
+    """Rows for each of that many programs at most, in whole blocks."""
+    return block * max(1, cdiv(rows, block * programs))
 
 
 _norm_backward = operator(

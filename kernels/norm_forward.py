@@ -12,16 +12,16 @@ al., 1979), so that a large mean costs no digits.
 Bytes per element of p bytes: p read, 2 p more with a residual, p written in high precision, 1 for each FP8
 form.
 
-A program keeps whole rows in registers, several of them one after the other.  For a columnwise output these
-are a band, high enough for coalesced stores of the transpose, which the program makes from the rowwise bytes
-that it has just written and finds in the L2 cache: traffic of 1 byte an element, where reading x again would
-be 2.  If the table in `_tiles.py` has lower bands, the transpose is a launch of its own.  Rows too wide for
-registers are read twice, by another kernel.
+A program keeps whole rows in registers, several of them one after the other.  A columnwise output is made
+from the rowwise bytes by a second launch, which finds what was written last in the L2 cache: 5 bytes in place
+of 4 for bf16.  To transpose at once, a program would need at least 32 rows, as memory takes 32 bytes at a
+time: more than its registers hold, and to read x twice costs more.  Rows too wide for registers are read
+twice, by another kernel.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from flatfsdp.kernels._ops import operator
@@ -36,15 +36,11 @@ from flatfsdp.kernels._outputs import (
 )
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
-from flatfsdp.kernels.cast import is_whole, transpose_launch, transpose_tile
+from flatfsdp.kernels.cast import transpose_launch
 from torch import Tensor
 
 WIDEST_ROW = 16384
 """Columns of the widest row that a program keeps in registers."""
-LOWEST_BAND = 16
-"""Rows of which the bytes of a column are stored well."""
-TURNED_BYTES = 64
-"""Of each thread at a time, when it transposes."""
 
 
 class NormForward(NamedTuple):
@@ -58,16 +54,16 @@ class NormForward(NamedTuple):
     rstd: Tensor
 
 
-def row_tile(dtype: torch.dtype, cols: int, is_transposed: bool) -> Tile:
+def row_tile(dtype: torch.dtype, cols: int, rms: bool) -> Tile:
     """Whole rows; narrow ones more at a time, in fewer steps."""
-    block = find("norm_forward, transpose" if is_transposed else "norm_forward", dtype, cols)
+    block = find("rms_norm" if rms else "layer_norm", dtype, cols)
     width = max(16, power_of_two(cols))
     times = max(1, block.cols // width)
-    return Tile(block.rows * times, width, block.warps, block.stages, max(1, block.steps // times))
+    return block._replace(rows=block.rows * times, cols=width, steps=max(1, block.steps // times))
 
 
 def wide_tile(dtype: torch.dtype, cols: int) -> Tile:
-    block = find("norm_forward, wide", dtype, cols)
+    block = find("wide_norm", dtype, cols)
     return block._replace(cols=min(block.cols, max(16, power_of_two(cols))))
 
 
@@ -102,18 +98,26 @@ def reference(
 
 
 @jit
-def _load(pointers, mask):
+def _load(pointers, mask, POLICY: tl.constexpr):
     """FP32, and 0 where masked."""
-    value = tl.load(pointers) if mask is None else tl.load(pointers, mask, 0.0)
+    if mask is None:
+        value = tl.load(pointers, eviction_policy=POLICY)
+    else:
+        value = tl.load(pointers, mask, 0.0, eviction_policy=POLICY)
     return value.to(tl.float32)
 
 
 @jit
-def _load_summed(x_ptr, residual_ptr, summed_ptr, index, mask):
+def _shift(bias_ptr, col, mask):
+    return _load(bias_ptr + col, mask, "evict_last")
+
+
+@jit
+def _load_summed(x_ptr, residual_ptr, summed_ptr, index, mask, POLICY: tl.constexpr):
     """x, or x + residual rounded to x's dtype and stored; as FP32."""
-    x = _load(x_ptr + index, mask)
+    x = _load(x_ptr + index, mask, POLICY)
     if residual_ptr is not None:
-        total = (x + _load(residual_ptr + index, mask)).to(summed_ptr.dtype.element_ty)
+        total = (x + _load(residual_ptr + index, mask, POLICY)).to(summed_ptr.dtype.element_ty)
         tl.store(summed_ptr + index, total, mask)
         x = total.to(tl.float32)
     return x
@@ -121,7 +125,7 @@ def _load_summed(x_ptr, residual_ptr, summed_ptr, index, mask):
 
 @jit
 def _gain(weight_ptr, col, mask, ZERO_CENTERED: tl.constexpr):
-    weight = _load(weight_ptr + col, mask)
+    weight = _load(weight_ptr + col, mask, "evict_last")
     if ZERO_CENTERED:
         weight += 1.0
     return weight
@@ -138,7 +142,6 @@ def _row_kernel(
     rstd_ptr,
     out_ptr,
     rowwise_ptr,
-    columnwise_ptr,
     scale_ptr,
     amax_ptr,
     rows,
@@ -147,19 +150,18 @@ def _row_kernel(
     ZERO_CENTERED: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    STEPS: tl.constexpr,
     STAGES: tl.constexpr,
-    TURNED_COLS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
     col = tl.arange(0, BLOCK_COLS)
     # None where there is nothing to mask: masks cost an instruction an element, at several places.
     col_mask = None if COLS == BLOCK_COLS else col < COLS
     mask = None if COLS == BLOCK_COLS else (col < COLS)[None, :]
     vector: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
-    gain = _gain(weight_ptr, col, col_mask, ZERO_CENTERED)
-    if bias_ptr is not None:
-        bias = _load(bias_ptr + col, col_mask)
+    if STEPS > 1:
+        gain = _gain(weight_ptr, col, col_mask, ZERO_CENTERED)
+        if bias_ptr is not None:
+            bias = _shift(bias_ptr, col, col_mask)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
     first = tl.program_id(0).to(tl.int64) * (STEPS * BLOCK_ROWS)
@@ -169,7 +171,7 @@ def _row_kernel(
         row = tl.minimum(first + step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), rows - 1)
         # Threads take 16 bytes of x each, as loads like it; stores of FP8 would make them take more.
         index = tl.max_contiguous(row[:, None] * COLS + col[None, :], [1, vector])
-        value = _load_summed(x_ptr, residual_ptr, summed_ptr, index, mask)
+        value = _load_summed(x_ptr, residual_ptr, summed_ptr, index, mask, "evict_first")
         if mean_ptr is not None:
             mean = tl.sum(value, axis=1) / COLS
             tl.store(mean_ptr + row, mean)
@@ -178,6 +180,10 @@ def _row_kernel(
                 value = tl.where(mask, value, 0.0)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=1) / COLS + eps)
         tl.store(rstd_ptr + row, rstd)
+        if STEPS == 1:
+            gain = _gain(weight_ptr, col, col_mask, ZERO_CENTERED)
+            if bias_ptr is not None:
+                bias = _shift(bias_ptr, col, col_mask)
         value = value * rstd[:, None] * gain[None, :]
         if bias_ptr is not None:
             value += bias[None, :]
@@ -189,12 +195,6 @@ def _row_kernel(
             tl.store(rowwise_ptr + index, (value * scale).to(rowwise_ptr.dtype.element_ty), mask)
     if amax_ptr is not None:
         record_amax(amax_ptr, largest)
-    if columnwise_ptr is not None:
-        tl.debug_barrier()  # the stores of `rowwise` by other threads of this program
-        q_ptr = rowwise_ptr.to(tl.pointer_type(tl.uint8))
-        turned_ptr = columnwise_ptr.to(tl.pointer_type(tl.uint8))
-        for left in tl.range(0, COLS, TURNED_COLS, num_stages=1):
-            transpose_tile(q_ptr, turned_ptr, rows, COLS, first, left, WHOLE, STEPS * BLOCK_ROWS, TURNED_COLS)
 
 
 @jit
@@ -227,7 +227,9 @@ def _wide_kernel(
     for start in tl.range(0, COLS, BLOCK_COLS, num_stages=STAGES):
         col = start + tl.arange(0, BLOCK_COLS)
         mask = row_mask[:, None] & (col < COLS)[None, :]
-        value = _load_summed(x_ptr, residual_ptr, summed_ptr, row[:, None] * COLS + col[None, :], mask)
+        value = _load_summed(
+            x_ptr, residual_ptr, summed_ptr, row[:, None] * COLS + col[None, :], mask, "evict_last"
+        )
         if mean_ptr is not None:
             count = tl.minimum(COLS - start, BLOCK_COLS).to(tl.float32)
             block_mean = tl.sum(value, axis=1) / count
@@ -250,11 +252,11 @@ def _wide_kernel(
         col = (blocks - 1 - done) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
         col_mask = col < COLS
         mask = row_mask[:, None] & col_mask[None, :]
-        value = _load(again_ptr + row[:, None] * COLS + col[None, :], mask)
+        value = _load(again_ptr + row[:, None] * COLS + col[None, :], mask, "evict_first")
         value = (value - mean[:, None]) * rstd[:, None]
         value *= _gain(weight_ptr, col, col_mask, ZERO_CENTERED)[None, :]
         if bias_ptr is not None:
-            value += _load(bias_ptr + col, col_mask)[None, :]
+            value += _shift(bias_ptr, col, col_mask)[None, :]
         if amax_ptr is not None:
             magnitude = tl.where(mask, tl.abs(value), 0.0)
             largest = tl.maximum(largest, magnitude, propagate_nan=tl.PropagateNan.ALL)
@@ -279,38 +281,26 @@ def launch(
     eps: float,
     zero_centered: bool,
 ) -> None:
-    cols = x.shape[1]
-    is_wide = cols > WIDEST_ROW
-    if columnwise is not None and rowwise is None and not is_wide:
-        rowwise = columnwise.new_empty(x.shape)
-    tensors = (x, residual, weight, bias, summed, mean, rstd, out, rowwise, columnwise, scale, amax)
+    rows, cols = x.shape
+    tensors = (x, residual, weight, bias, summed, mean, rstd, out)
     with on_device_of(x):
-        (_launch_wide if is_wide else _launch_rows)(*tensors, eps, zero_centered)
-
-
-def _launch_wide(x: Tensor, *arguments: Any) -> None:
-    *tensors, eps, zero_centered = arguments
-    rows, cols = x.shape
-    block = wide_tile(x.dtype, cols)
-    _wide_kernel[(cdiv(rows, block.rows),)](
-        *(x, *tensors, rows, eps, cols, zero_centered, block.rows, block.cols, block.stages),
-        num_warps=block.warps,
-    )
-
-
-def _launch_rows(x: Tensor, *arguments: Any) -> None:
-    *tensors, rowwise, columnwise, scale, amax, eps, zero_centered = arguments
-    rows, cols = x.shape
-    block = row_tile(x.dtype, cols, columnwise is not None)
-    band = block.rows * block.steps
-    is_turned_here = columnwise is not None and band >= LOWEST_BAND
-    _row_kernel[(cdiv(rows, band),)](
-        *(x, *tensors, rowwise, columnwise if is_turned_here else None, scale, amax),
-        *(rows, eps, cols, zero_centered, block.rows, block.cols, block.steps, block.stages),
-        *(TURNED_BYTES * 32 * block.warps // band, is_turned_here and is_whole(rowwise, columnwise)),
-        num_warps=block.warps,
-    )
-    if columnwise is not None and not is_turned_here:
+        if cols > WIDEST_ROW:
+            block = wide_tile(x.dtype, cols)
+            _wide_kernel[(cdiv(rows, block.rows),)](
+                *(*tensors, rowwise, columnwise, scale, amax),
+                *(rows, eps, cols, zero_centered, block.rows, block.cols, block.stages),
+                **block.options,
+            )
+            return
+        if columnwise is not None and rowwise is None:
+            rowwise = columnwise.new_empty(rows, cols)
+        block = row_tile(x.dtype, cols, rms=mean is None)
+        _row_kernel[(cdiv(rows, block.rows * block.steps),)](
+            *(*tensors, rowwise, scale, amax),
+            *(rows, eps, cols, zero_centered, block.rows, block.cols, block.stages, block.steps),
+            **block.options,
+        )
+    if columnwise is not None and rowwise is not None:
         transpose_launch(rowwise, columnwise)
 
 

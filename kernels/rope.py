@@ -13,31 +13,19 @@ Bytes per element of p bytes: 2 p, in place or not; the tables add 4 / heads.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import HIGH_DTYPES, check_like
+from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from torch import Tensor
 
 
-class Tile(NamedTuple):
-    heads: int
-    pairs: int
-    tail: int
-    warps: int
-
-
-def tile(heads: int, pairs: int, tail: int) -> Tile:
-    """Heads of one token, up to 2048 pairs; 16 pairs per thread."""
-    width, depth = _power_of_two(pairs), _power_of_two(tail)
-    block = min(_power_of_two(heads), max(1, 2048 // width))
-    return Tile(block, width, depth, min(4, max(1, block * width // 512)))
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << max(0, value - 1).bit_length()
+def tile(dtype: torch.dtype, heads: int, pairs: int) -> Tile:
+    """Heads of one token, all of their pairs."""
+    block, width = find("rope", dtype, heads * pairs), power_of_two(pairs)
+    rows = min(power_of_two(heads), max(1, block.cols // width))
+    return block._replace(rows=rows, cols=width, warps=min(block.warps, max(1, rows * width // 512)))
 
 
 def reference(
@@ -137,12 +125,12 @@ def launch(
     seq, batch, heads, dim = source.shape
     pairs = cos.shape[1]
     tail = 0 if x is None else dim - 2 * pairs
-    block_heads, block_pairs, block_tail, warps = tile(heads, pairs, tail)
+    block = tile(source.dtype, heads, pairs)
     with on_device_of(out):
-        _rope_kernel[(seq * batch, cdiv(heads, block_heads))](
+        _rope_kernel[(seq * batch, cdiv(heads, block.rows))](
             *(source, target, cos, sin, batch, heads, *source.stride()[:3], *target.stride()[:3]),
-            *(pairs, tail, interleaved, inverse, block_heads, block_pairs, block_tail),
-            num_warps=warps,
+            *(pairs, tail, interleaved, inverse, block.rows, block.cols, power_of_two(tail)),
+            **block.options,
         )
 
 

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._outputs import Tile
+from flatfsdp.kernels._tiles import Tile
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from torch import Tensor
 

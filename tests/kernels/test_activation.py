@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flatfsdp.kernels import activation
-from flatfsdp.kernels._outputs import Outputs, Tile
+from flatfsdp.kernels._outputs import Outputs, rows_at_once
+from flatfsdp.kernels._tiles import Tile
 from flatfsdp.kernels.activation import GATED, NAMES, ActivationBackward
 from torch import Tensor
 
@@ -310,9 +311,11 @@ def compiled(
         **dict.fromkeys(("scale_ptr", "amax_ptr"), "*fp32"),
         **{"rows": "i32", "cols": "i32"},
     }
+    in_steps = {}
     if kernel == "_backward_kernel":
         del signature["out_ptr"]
-        signature |= {"dy_ptr": "*bf16", "dx_ptr": "*bf16", "partial_ptr": "*fp32"}
+        signature |= {"dy_ptr": "*bf16", "dx_ptr": "*bf16", "band_sums_ptr": "*fp32"}
+        in_steps = {"STAGES": tile.stages, "STEPS": tile.steps, "SUM_ROWS": rows_at_once(tile, 16)}
     result = compile_for_hopper(
         "activation",
         kernel,
@@ -321,6 +324,7 @@ def compiled(
             **dict.fromkeys(absent),
             **{"KIND": kind, "IS_GATED": is_gated, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
             **{"SLOPE_OF_INNER": activation.TWO_ROOT_TWO_OVER_PI, "CUBIC": activation.CUBIC},
+            **in_steps,
         },
         num_warps=tile.warps,
         aligned=aligned,
@@ -333,19 +337,35 @@ def compiled(
 @pytest.mark.parametrize(("kind", "is_gated"), [("silu", True), ("gelu", False)])
 def test_fp8_kernels_compile_for_hopper_with_wide_accesses(kind: str, is_gated: bool) -> None:
     for ptx in (
-        compiled("_forward_kernel", kind, is_gated, {"out_ptr"}, activation.forward_tile(True)),
-        compiled("_backward_kernel", kind, is_gated, {"dx_ptr"}, activation.backward_tile(True, True)),
+        compiled(
+            "_forward_kernel",
+            kind,
+            is_gated,
+            {"out_ptr"},
+            activation.forward_tile(torch.bfloat16, 16384, is_gated, True),
+        ),
+        compiled(
+            "_backward_kernel",
+            kind,
+            is_gated,
+            {"dx_ptr"},
+            activation.backward_tile(torch.bfloat16, 16384, is_gated, True, True),
+        ),
     ):
-        assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx
-        assert "st.global.b8" not in ptx and "st.global.b16" not in ptx
+        assert "ld.global.v4.b32" in ptx or "cp.async.cg.shared.global" in ptx
+        assert "st.global.v4.b32" in ptx and "st.global.b8" not in ptx and "st.global.b16" not in ptx
         assert "cvt.rn.satfinite.e" in ptx
 
 
 @pytest.mark.parametrize(("kind", "is_gated"), [("silu", True), ("gelu", False)])
 def test_casts_of_odd_shapes_keep_their_values_in_ptxas(kind: str, is_gated: bool) -> None:
     for kernel, absent, tile in (
-        ("_forward_kernel", {"out_ptr"}, activation.forward_tile(True)),
-        ("_backward_kernel", {"dx_ptr"}, activation.backward_tile(True, True)),
+        ("_forward_kernel", {"out_ptr"}, activation.forward_tile(torch.bfloat16, 16384, is_gated, True)),
+        (
+            "_backward_kernel",
+            {"dx_ptr"},
+            activation.backward_tile(torch.bfloat16, 16384, is_gated, True, True),
+        ),
     ):
         compiled(kernel, kind, is_gated, absent, tile, aligned=("cols",))
 
@@ -353,10 +373,16 @@ def test_casts_of_odd_shapes_keep_their_values_in_ptxas(kind: str, is_gated: boo
 def test_bf16_kernels_compile_for_hopper_with_wide_accesses() -> None:
     absent = {"rowwise_ptr", "columnwise_ptr", "scale_ptr", "amax_ptr"}
     for ptx in (
-        compiled("_forward_kernel", "silu", True, absent, activation.forward_tile(False)),
         compiled(
-            *("_backward_kernel", "silu", True, {*absent, "partial_ptr"}),
-            activation.backward_tile(False, False),
+            "_forward_kernel",
+            "silu",
+            True,
+            absent,
+            activation.forward_tile(torch.bfloat16, 16384, True, False),
+        ),
+        compiled(
+            *("_backward_kernel", "silu", True, {*absent, "band_sums_ptr"}),
+            activation.backward_tile(torch.bfloat16, 16384, True, False, False),
         ),
     ):
         assert "ld.global.v4.b32" in ptx and "st.global.v4.b32" in ptx

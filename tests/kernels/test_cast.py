@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 import torch
 from flatfsdp.kernels import cast as module
-from flatfsdp.kernels._tiles import find
+from flatfsdp.kernels._outputs import rows_at_once
+from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels.cast import (
-    NUM_WARPS,
-    TILE,
     cast,
     max_abs,
     transpose,
@@ -283,50 +282,65 @@ def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     torch.library.opcheck(operators.transpose_many_.default, (q, [q], [q_t]), test_utils=tests)
 
 
-def compiled_cast(x_type: str, aligned: tuple[str, ...]) -> Compiled:
-    return compile_for_hopper(
+def compiled_cast(x_type: str, is_summed: bool, aligned: tuple[str, ...]) -> tuple[Compiled, Tile]:
+    tile = find("cast, sum" if is_summed else "cast", torch.bfloat16, 4096)
+    sums = {"band_sums_ptr": "*fp32"} if is_summed else {}
+    compiled = compile_for_hopper(
         "cast",
         "_cast_kernel",
         {
-            **{"x_ptr": f"*{x_type}", "scale_ptr": "*fp32", "amax_ptr": "*fp32", "band_sums_ptr": "*fp32"},
+            **{"x_ptr": f"*{x_type}", "scale_ptr": "*fp32", "amax_ptr": "*fp32"},
             **dict.fromkeys(("rowwise_ptr", "columnwise_ptr"), "*fp8e4nv"),
             **{"rows": "i32", "cols": "i32"},
+            **sums,
         },
-        {"TILE": TILE},
-        num_warps=NUM_WARPS,
+        {
+            **({} if is_summed else {"band_sums_ptr": None}),
+            **{"BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages},
+            **{"STEPS": tile.steps, "SUM_ROWS": rows_at_once(tile, 16)},
+        },
+        num_warps=tile.warps,
         aligned=aligned,
     )
+    return compiled, tile
 
 
 @pytest.mark.parametrize("x_type", ["bf16", "fp32"])
-def test_cast_compiles_for_hopper_without_spills(x_type: str) -> None:
-    compiled = compiled_cast(x_type, ("rows", "cols"))
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 80
-    # All 16 bytes wide: the input, and both outputs with 32 elements of a thread.
-    assert compiled.ptx.count("ld.global.v4.b32") == {"bf16": 4, "fp32": 8}[x_type]
-    assert compiled.ptx.count("st.global.v4.b32") == 2 * 2
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_cast_compiles_for_hopper_without_spills(x_type: str, is_summed: bool) -> None:
+    compiled, tile = compiled_cast(x_type, is_summed, ("rows", "cols"))
+    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
+    # All 16 bytes wide: the input, unless it goes to shared memory first, and both outputs.
+    per_thread = tile.rows * tile.cols // (32 * tile.warps)
+    if tile.stages == 1:
+        assert compiled.ptx.count("ld.global.v4.b32") == per_thread // {"bf16": 8, "fp32": 4}[x_type]
+    else:
+        assert "cp.async.cg.shared.global" in compiled.ptx
+    assert compiled.ptx.count("st.global.v4.b32") == 2 * per_thread // 16
     assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.ptx
-    assert compiled.ptx.count("atom.global") == 1, "one for a tile"
+    assert compiled.ptx.count("atom.global") == 1, "one for a program"
     assert not endangered_pairs(compiled.ptx)
 
 
 @pytest.mark.parametrize("aligned", [(), ("cols",)], ids=["nothing", "cols"])
-def test_cast_of_odd_shapes_keeps_its_values_in_ptxas(aligned: tuple[str, ...]) -> None:
-    assert not endangered_pairs(compiled_cast("fp32", aligned).ptx)
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_cast_of_odd_shapes_keeps_its_values_in_ptxas(is_summed: bool, aligned: tuple[str, ...]) -> None:
+    assert not endangered_pairs(compiled_cast("fp32", is_summed, aligned)[0].ptx)
 
 
 @pytest.mark.parametrize("x_type", ["bf16", "fp32"])
 def test_max_abs_compiles_for_hopper_without_spills(x_type: str) -> None:
+    tile = find("max_abs", torch.bfloat16, 4096)
     compiled = compile_for_hopper(
         "cast",
         "_max_abs_kernel",
         {"x_ptr": f"*{x_type}", "amax_ptr": "*fp32", "numel": "i32"},
-        {"BLOCK": module.AMAX_BLOCK},
-        num_warps=module.AMAX_WARPS,
+        {"BLOCK": tile.cols},
+        num_warps=tile.warps,
         aligned=("numel",),
     )
     assert compiled.spilled == 0 and compiled.registers <= {"bf16": 64, "fp32": 128}[x_type]
-    per_thread = module.AMAX_BLOCK // (32 * module.AMAX_WARPS)
+    per_thread = tile.cols // (32 * tile.warps)
     assert compiled.ptx.count("ld.global.v4.b32") == per_thread // {"bf16": 8, "fp32": 4}[x_type]
     assert compiled.ptx.count("atom.global") == 1
 

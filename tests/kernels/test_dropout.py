@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from flatfsdp.kernels import dropout
+from flatfsdp.kernels._outputs import rows_at_once
+from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.dropout import DropoutBackward
 from torch import Tensor
 
@@ -187,21 +189,25 @@ NUMBERS = {
     ("kernel", "pointers", "is_summed"),
     [
         ("_forward_kernel", dict.fromkeys(("x_ptr", "bias_ptr", "residual_ptr", "out_ptr"), "*bf16"), False),
-        ("_backward_kernel", {"dy_ptr": "*bf16", "dx_ptr": "*bf16", "partial_ptr": "*fp32"}, True),
+        ("_backward_kernel", {"dy_ptr": "*bf16", "dx_ptr": "*bf16", "band_sums_ptr": "*fp32"}, True),
     ],
 )
 def test_it_compiles_for_hopper_with_wide_accesses(
     kernel: str, pointers: dict[str, str], is_summed: bool
 ) -> None:
-    tile = dropout.tile(is_summed)
+    form = "dropout_backward, sum" if is_summed else "dropout_forward"
+    tile = find(form, torch.bfloat16, 4096)
+    in_steps = {"STAGES": tile.stages, "STEPS": tile.steps, "SUM_ROWS": rows_at_once(tile, 8)}
     compiled = compile_for_hopper(
         "dropout",
         kernel,
         {**pointers, **NUMBERS},
-        {"BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
+        {"BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, **(in_steps if is_summed else {})},
         num_warps=tile.warps,
         aligned=("rows", "cols"),
     )
     assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
-    assert "ld.global.v4.b32" in compiled.ptx and "st.global.v4.b32" in compiled.ptx
+    is_staged = is_summed and tile.stages > 1
+    assert ("cp.async.cg.shared.global" if is_staged else "ld.global.v4.b32") in compiled.ptx
+    assert "st.global.v4.b32" in compiled.ptx
     assert "st.global.b16" not in compiled.ptx

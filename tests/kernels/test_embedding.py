@@ -126,19 +126,23 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
 
 @pytest.mark.parametrize("first", [True, False])
 def test_it_compiles_for_hopper_with_wide_accesses(first: bool) -> None:
-    tile = embedding.tile(4096)
+    tile = embedding.tile(torch.bfloat16, 4096)
     compiled = compile_for_hopper(
         "embedding",
         "_embedding_kernel",
         {
-            **{"target_ptr": "*fp32", "dy_ptr": "*bf16", "ids_ptr": "*i32", "ends_ptr": "*i32"},
+            **{"target_ptr": "*fp32", "dy_ptr": "*bf16", "ids_ptr": "*i32", "n": "i32"},
             **{"tokens_ptr": "*i64", "padding_idx": "i32", "cols": "i32"},
         },
-        {"FIRST": first, "BLOCK_COLS": tile.cols, "STAGES": embedding.STAGES},
+        {
+            **{"FIRST": first, "BLOCK_COLS": tile.cols, "STAGES": tile.stages},
+            "RUN": embedding.RUN,
+        },
         num_warps=tile.warps,
         aligned=("cols",),
     )
     assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 96
     # What is under way before the loop, and in its body.
-    assert compiled.ptx.count("cp.async.cg.shared.global") == embedding.STAGES
+    accesses = tile.cols // (32 * tile.warps) // 8
+    assert compiled.ptx.count("cp.async.cg.shared.global") == accesses * tile.stages
     assert "st.global.v4.b32" in compiled.ptx and "st.global.b32" not in compiled.ptx

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from flatfsdp.kernels import flat
-from flatfsdp.kernels.flat import BLOCK, NUM_WARPS, accumulate_many
+from flatfsdp.kernels._tiles import find
+from flatfsdp.kernels.flat import accumulate_many
 from torch import Tensor
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 BOTH = pytest.mark.parametrize("run", [flat.reference, flat.launch], ids=["reference", "kernel"])
+TILE = find("accumulate_many", torch.bfloat16, 1)
+BLOCK = TILE.cols
 NUMELS = [5, 16, 123, BLOCK, BLOCK + 1, 2 * BLOCK + 48, 1]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -133,10 +136,10 @@ def test_it_compiles_for_hopper_with_wide_loads_and_without_spills() -> None:
         "_accumulate_many_kernel",
         {"table_ptr": "*i64", "n": "i32"},
         {"N_POW2": 512, "ALIGNED": True, "BLOCK": BLOCK},
-        num_warps=NUM_WARPS,
+        num_warps=TILE.warps,
     )
     assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
-    per_thread = BLOCK // (32 * NUM_WARPS)
+    per_thread = BLOCK // (32 * TILE.warps)
     # 16 bytes: FP32 gradient and target in quarters of the elements, 16-bit gradient in eighths.
     assert compiled.ptx.count("ld.global.v4.b32") == per_thread // 4 * 2 + per_thread // 8
     assert compiled.ptx.count("st.global.v4.b32") == per_thread // 4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from flatfsdp.kernels import norm_backward as backward
 from flatfsdp.kernels import norm_forward as forward
-from flatfsdp.kernels._tiles import Tile
+from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels.norm_backward import NormBackward
 from flatfsdp.kernels.norm_forward import NormForward
 from torch import Tensor
@@ -30,13 +30,14 @@ class Way(NamedTuple):
     columnwise: bool
 
 
-@pytest.fixture(params=["reference", "rows", "bands", "low bands", "wide rows"])
+@pytest.fixture(params=["reference", "rows", "transposed", "steps", "wide rows"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
+    """The kernel for whole rows, with and without a transpose, and in several steps; that for wide rows."""
     if request.param == "reference":
         return Way(forward.reference, True)
     if request.param == "wide rows":
         monkeypatch.setattr(forward, "WIDEST_ROW", 0)
-    steps = 16 if request.param == "bands" else 1
+    steps = 4 if request.param == "steps" else 1
     small = Tile(32, 256, 4, 2) if request.param == "wide rows" else Tile(2, 1024, 4, 2, steps)
     monkeypatch.setattr(forward, "find", lambda *_: small)
     return Way(forward.launch, request.param != "rows")
@@ -325,6 +326,7 @@ INPUTS = {
     **dict.fromkeys(("rowwise_ptr", "columnwise_ptr"), "*fp8e4nv"),
     **{"rows": "i32", "eps": "fp32"},
 }
+ROWS = {name: kind for name, kind in INPUTS.items() if name != "columnwise_ptr"}
 GRADIENTS = {
     **dict.fromkeys(("dy_ptr", "x_ptr", "weight_ptr", "d_residual_ptr", "dx_ptr"), "*bf16"),
     **dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32"),
@@ -358,41 +360,20 @@ def check_compiled(
     return compiled
 
 
-def row_constants(cols: int, is_transposed: bool) -> tuple[dict[str, Any], int]:
-    """Of the kernel for whole rows of bf16; and its warps."""
-    tile = forward.row_tile(torch.bfloat16, cols, is_transposed)
-    band = tile.rows * tile.steps
-    is_turned = is_transposed and band >= forward.LOWEST_BAND
+@pytest.mark.parametrize("cols", [1024, 4096, 8192, 16384])
+@pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm, residual"])
+def test_whole_rows_compile_for_hopper(cols: int, rms: bool) -> None:
+    tile = forward.row_tile(torch.bfloat16, cols, rms)
+    absent = {"bias_ptr", "mean_ptr"} if rms else {"residual_ptr", "summed_ptr"}
     constants = {
         **{"COLS": cols, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
-        **{"STEPS": tile.steps, "STAGES": tile.stages, "WHOLE": is_turned},
-        "TURNED_COLS": forward.TURNED_BYTES * 32 * tile.warps // band,
+        **{"STAGES": tile.stages, "STEPS": tile.steps},
     }
-    return constants, tile.warps
-
-
-@pytest.mark.parametrize("cols", [4096, 8192, 16384])
-@pytest.mark.parametrize("absent", [{"residual_ptr", "summed_ptr"}, {"bias_ptr", "mean_ptr"}])
-def test_whole_rows_compile_for_hopper(cols: int, absent: set[str]) -> None:
-    constants, warps = row_constants(cols, False)
+    is_staged = tile.stages > 1 and tile.steps > 1
     check_compiled(
-        *("norm_forward", "_row_kernel", INPUTS, absent | {"columnwise_ptr"}, constants, warps),
-        loads="ld.global.v4.b32",
+        *("norm_forward", "_row_kernel", ROWS, absent, constants, tile.warps),
+        loads="cp.async.cg.shared.global" if is_staged else "evict_first.L2::cache_hint.v4.b32",
     )
-
-
-@pytest.mark.parametrize("cols", [1024, 4096, 8192])
-@pytest.mark.parametrize("absent", [{"residual_ptr", "summed_ptr"}, {"bias_ptr", "mean_ptr"}])
-def test_bands_compile_for_hopper(cols: int, absent: set[str]) -> None:
-    constants, warps = row_constants(cols, True)
-    compiled = check_compiled(
-        *("norm_forward", "_row_kernel", INPUTS, absent | {"out_ptr"}, constants, warps),
-        loads="cp.async.cg.shared.global",
-    )
-    assert constants["WHOLE"] and "ldmatrix" in compiled.ptx
-    if cols <= 4096:  # two programs run on a multiprocessor, each in another phase
-        assert compiled.registers * 32 * warps <= 65536 // 2
-        assert compiled.shared <= SHARED_LIMIT // 2
 
 
 def test_wide_rows_compile_for_hopper() -> None:
@@ -421,22 +402,26 @@ def test_casts_of_odd_shapes_keep_their_values_in_ptxas() -> None:
 
 @pytest.mark.parametrize("cols", [4096, 16384])
 def test_backward_compiles_for_hopper(cols: int) -> None:
-    rows, width, warps, _ = backward.tile(cols)
+    tile = backward.row_tile(torch.bfloat16, cols)
     absent = set() if cols <= backward.WIDEST_FUSED else {"dweight_ptr", "dbias_ptr"}
-    constants = {"COLS": cols, "BLOCK_ROWS": rows, "BLOCK_COLS": width}
-    check_compiled(
-        *("norm_backward", "_backward_kernel", GRADIENTS, absent, constants, warps),
+    constants = {"COLS": cols, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages}
+    compiled = check_compiled(
+        *("norm_backward", "_backward_kernel", GRADIENTS, absent, constants, tile.warps),
         loads="cp.async.cg.shared.global",
     )
+    programs = backward.programs_of(tile) // backward.MULTIPROCESSORS
+    assert compiled.registers * 32 * tile.warps * programs <= backward.REGISTERS, "all run at once"
 
 
 def test_weight_gradients_of_wide_rows_compile_for_hopper() -> None:
     absent = {"weight_ptr", "d_residual_ptr", "dx_ptr"}
+    tile = find("norm_backward, sum", torch.bfloat16, 16384)
     compiled = compile_for_hopper(
         "norm_backward",
         "_weight_kernel",
         {name: kind for name, kind in GRADIENTS.items() if name not in absent},
-        {"COLS": 16384, "BLOCK_ROWS": backward.SUM_ROWS, "BLOCK_COLS": backward.SUM_COLS},
+        {"COLS": 16384, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages},
+        num_warps=tile.warps,
         aligned=("rows", "rows_per_program"),
     )
     assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT

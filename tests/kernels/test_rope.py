@@ -114,7 +114,7 @@ def test_in_place_and_strided_give_the_same_bits(
 def test_more_heads_than_a_tile_holds(device: str) -> None:
     x = torch.randn(2, 1, 70, 64, device=device)
     cos, sin = tables(32, device)
-    assert rope.tile(70, 32, 0).heads < 70
+    assert rope.tile(x.dtype, 70, 32).rows < 70
     ours, expected = (turn(run, x, cos, sin) for run in (rope.launch, rope.reference))
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
@@ -161,7 +161,7 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
 @PAIRS
 def test_it_compiles_for_hopper_with_wide_accesses(interleaved: bool) -> None:
     heads, pairs, tail = 32, 64, 0
-    tile = rope.tile(heads, pairs, tail)
+    tile = rope.tile(torch.bfloat16, heads, pairs)
     strides = tuple(f"{tensor}_{dim}_stride" for tensor in ("x", "out") for dim in ("seq", "batch", "head"))
     compiled = compile_for_hopper(
         "rope",
@@ -173,7 +173,7 @@ def test_it_compiles_for_hopper_with_wide_accesses(interleaved: bool) -> None:
         },
         {
             **{"PAIRS": pairs, "TAIL": tail, "INTERLEAVED": interleaved, "INVERSE": False},
-            **{"BLOCK_HEADS": tile.heads, "BLOCK_PAIRS": tile.pairs, "BLOCK_TAIL": tile.tail},
+            **{"BLOCK_HEADS": tile.rows, "BLOCK_PAIRS": tile.cols, "BLOCK_TAIL": 1},
         },
         num_warps=tile.warps,
         aligned=strides,

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.fp8 import CurrentScaling, autocast
+from flatfsdp.fp8.quantizers import Delayed
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH
 
@@ -208,6 +209,30 @@ def test_a_graph_that_is_dropped_drops_what_it_saved(recipe: Any) -> None:
             out.sum().backward()
         del out
         assert [reference() for reference in found if reference() is not None] == []
+
+
+@pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear])
+@pytest.mark.parametrize(("trains", "input_grad"), [(True, True), (True, False), (False, True)])
+def test_nothing_is_transposed_that_no_product_reads(
+    layer_type: type, trains: bool, input_grad: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a frozen weight neither input nor gradient; the weight only if the input gets a gradient."""
+    layer, transposed = layer_type(WIDTH, FFN), []
+    for name, parameter in layer.named_parameters():
+        parameter.requires_grad_(trains and name == "weight")
+    operand = Delayed.operand
+
+    def spy(self: Delayed, rowwise: Tensor | None, columnwise: Tensor | None) -> Any:
+        if columnwise is not None:
+            transposed.append(tuple(columnwise.shape))
+        return operand(self, rowwise, columnwise)
+
+    monkeypatch.setattr(Delayed, "operand", spy)
+    with autocast(recipe=SHORT):
+        out = layer(torch.randn(TOKENS, WIDTH, requires_grad=input_grad))
+    out.sum().backward()
+    weight, x, dy = (WIDTH, FFN), (WIDTH, TOKENS), (FFN, TOKENS)
+    assert sorted(transposed) == sorted([weight] * input_grad + [x, dy] * trains)
 
 
 def test_an_evaluation_keeps_nothing() -> None:

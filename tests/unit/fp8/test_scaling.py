@@ -168,6 +168,23 @@ def test_a_cached_weight_neither_rolls_nor_rescales(mlp: bool) -> None:
     assert torch.equal(scales[weights] * 64, scale[weights])
 
 
+NO_NEWS = pytest.mark.xfail(strict=True, reason="without an amax the scale comes from one row less")
+
+
+@NO_NEWS
+def test_a_cached_weight_does_not_rescale_when_its_largest_amax_is_forgotten() -> None:
+    recipe, layer = DelayedScaling(amax_history_len=4), Linear(WIDTH, FFN)
+    for amax in (100.0, 1.0, 1.0, 1.0):
+        layer.weight.data.fill_(amax)
+        with autocast(recipe=recipe):
+            layer(torch.ones(TOKENS, WIDTH), is_first_microbatch=True)
+    assert layer.fp8_forward_scale[1] == 4
+    for first, scale in ((False, 4), (False, 4), (True, 256)):
+        with autocast(recipe=recipe):
+            layer(torch.ones(TOKENS, WIDTH), is_first_microbatch=first)
+        assert layer.fp8_forward_scale[1] == scale
+
+
 def test_every_tensor_of_an_mlp_has_its_own_scale() -> None:
     recipe = DelayedScaling(power_of_two_scales=False)
     layer = LayerNormMLP(WIDTH, FFN, activation="relu", bias=False)

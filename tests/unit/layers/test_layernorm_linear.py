@@ -12,7 +12,7 @@ from flatfsdp.kernels.norm_forward import norm_forward
 from torch import Tensor, nn
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
-from flatfsdp.layers import LayerNormLinear, Linear
+from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.layers import plain
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
@@ -112,6 +112,54 @@ def test_results_that_are_not_used(normalization: str, recipe: Any, unused: tupl
         results.append([torch.zeros(()) if g is None else g for g in found])
     for a, b in zip(*results, strict=True):
         assert plain.error(a.expand_as(b), b) < 1e-6
+
+
+@pytest.mark.parametrize("layer_type", [LayerNormLinear, LayerNormMLP])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
+def test_a_residual_is_added_first(layer_type: type, dtype: torch.dtype, needs: Any) -> None:
+    """Bit for bit as if by hand, in two backwards that add up."""
+    layer = trained(layer_type(32, 48, params_dtype=dtype))
+    results = []
+    for by_hand in (True, False):
+        torch.manual_seed(1)
+        layer.zero_grad()
+        x, y = (torch.randn(2, 16, 32).to(dtype).requires_grad_(need) for need in needs)
+        results.append([])
+        for _ in range(2):
+            run = partial(layer, return_residual=True)
+            out, residual = run(x + y) if by_hand else run(x, residual=y)
+            results[-1] += [out, residual]
+            (out.sin().sum() + residual.cos().sum()).backward()
+        assert (x.grad is not None, y.grad is not None) == needs
+        grads = [x.grad, y.grad, *(p.grad for p in layer.parameters())]
+        results[-1] += [grad for grad in grads if grad is not None]
+    for ours, other in zip(*results, strict=True):
+        assert torch.equal(ours, other)
+
+
+@RECIPES
+@pytest.mark.parametrize("layer_type", [LayerNormLinear, LayerNormMLP])
+def test_a_residual_in_fp8(layer_type: type, recipe: Any) -> None:
+    results = []
+    for by_hand in (True, False):
+        torch.manual_seed(1)
+        layer = trained(layer_type(32, 48))
+        for _ in range(3):
+            x, y = torch.randn(16, 32).requires_grad_(), torch.randn(16, 32).requires_grad_()
+            with autocast(enabled=recipe is not None, recipe=recipe):
+                out = layer(x + y) if by_hand else layer(x, residual=y)
+            out.square().sum().backward()
+        state = [*layer.state_dict().values()]
+        results.append([out, x.grad, y.grad, *(p.grad for p in layer.parameters()), *state])
+    for ours, other in zip(*results, strict=True):
+        assert torch.equal(ours, other)
+
+
+@pytest.mark.parametrize("layer_type", [LayerNormLinear, LayerNormMLP])
+def test_a_residual_of_another_shape(layer_type: type) -> None:
+    with pytest.raises(ValueError, match=rf"{layer_type.__name__}.*residual.*\(2, 16, 32\)"):
+        layer_type(32, 48)(torch.randn(2, 16, 32), residual=torch.randn(16, 32))
 
 
 def test_order_of_results() -> None:

@@ -102,7 +102,9 @@ def test_fp32_parameters_under_torchs_autocast(dtype: torch.dtype, layer_type: t
     grads = [x.grad, *(p.grad for p in layer.parameters())]
     assert all(grad.dtype == torch.float32 and grad.isfinite().all() for grad in grads)
     weight = max(layer.parameters(), key=torch.numel)
-    assert not torch.equal(weight.grad, weight.grad.to(dtype).float())
+    bias = layer.fc2_bias if layer_type is LayerNormMLP else layer.bias
+    for grad in (weight.grad, bias.grad):
+        assert not torch.equal(grad, grad.to(dtype).float())
 
 
 def test_the_result_of_the_region_is_that_of_the_dtype() -> None:

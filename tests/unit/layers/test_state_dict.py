@@ -128,6 +128,18 @@ def test_a_saved_layer_is_no_larger_than_its_tensors() -> None:
         assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes, key
 
 
+def test_what_was_recorded_since_the_last_update_is_saved_too() -> None:
+    """A checkpoint from inside a region."""
+    layer, other = Linear(WIDTH, FFN), Linear(WIDTH, FFN)
+    with autocast(recipe=SHORT):
+        layer(torch.full((TOKENS, WIDTH), 50.0))
+        state = copy.deepcopy(layer.state_dict())
+    other.load_state_dict(state)
+    with autocast(recipe=SHORT):
+        other(torch.ones(TOKENS, WIDTH))
+    assert other.fp8_forward_amax_history[-1, 0] == 50
+
+
 def test_what_is_in_a_state_dict_does_not_change_any_more() -> None:
     """An asynchronous checkpoint writes it while training goes on."""
     model = seeded(Stack)
