@@ -21,6 +21,9 @@ def in_backward() -> bool:
 
 def receives_gradient(tensor: Tensor) -> bool:
     """Whether the running backward brings `tensor` a gradient; `autograd.grad` asks for some tensors only."""
+    if not tensor.requires_grad:
+        # Frozen since the forward.
+        return False
     node = torch.autograd.graph.get_gradient_edge(tensor).node
     try:
         return torch._C._will_engine_execute_node(node)

@@ -26,6 +26,8 @@ from torch import Tensor
 
 WIDEST_FUSED = 8192
 """Columns up to which one kernel yields dx and the weight gradients."""
+SHARED_MEMORY = 227 << 10
+"""Bytes that a program may have on Hopper."""
 MULTIPROCESSORS = 132
 REGISTERS = 65536
 """Of a multiprocessor."""
@@ -45,7 +47,10 @@ def row_tile(dtype: torch.dtype, cols: int) -> Tile:
     """Whole rows, narrow ones more at a time."""
     tile = find("norm_backward", dtype, cols)
     width = max(16, power_of_two(cols))
-    return tile._replace(rows=max(1, tile.rows * tile.cols // width), cols=width)
+    rows = max(1, tile.rows * tile.cols // width)
+    # dy, x and the residual's gradient of every stage are in shared memory.
+    fitting = SHARED_MEMORY // (3 * rows * width * dtype.itemsize)
+    return tile._replace(rows=rows, cols=width, stages=max(1, min(tile.stages, fitting)))
 
 
 def programs_of(tile: Tile) -> int:

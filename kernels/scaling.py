@@ -7,8 +7,8 @@ Delayed: for each of n tensors, with a history of L rows whose row 0 collects th
     scale = (fp8_max / amax) / 2^margin, floored to a power of two if asked
 
 An amax of 0, infinity or NaN keeps the old scale; a scale that overflows becomes the largest FP32 number.  A
-tensor with a == 0 was not cast since the last update: its history does not roll.  As Transformer Engine since
-0.13 (its CUDA kernel, not its Python fallback).
+tensor with a == 0 was not cast since the last update: its history does not roll, and its scale stays.  As
+Transformer Engine since 0.13 (its CUDA kernel, not its Python fallback), which may rescale such a tensor.
 
 Current: the same with the amax of the tensor itself, at least `epsilon`, and 1 in place of the old scale.
 
@@ -80,6 +80,7 @@ def update_reference(
     amax = latest if most_recent else history.amax(0)
     rolled = torch.cat([torch.zeros_like(history[:1]), history[2:], latest[None]])[: history.shape[0]]
     history.copy_(torch.where(latest != 0, rolled, history))
+    amax = torch.where(latest != 0, amax, 0.0)
     _write_scales(amax, fp8_max, 2.0**-margin, power_of_two, old_scale, scale, scale_inv)
 
 
@@ -141,6 +142,7 @@ def _update_kernel(
         # As integers, magnitudes are in order, with NaN above infinity.
         magnitude = history.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         amax = tl.max(magnitude, axis=0).to(tl.float32, bitcast=True)
+    amax = tl.where(latest != 0, amax, 0.0)
     tl.debug_barrier()  # rows are written that other threads have read
     rolls = mask & (latest != 0)
     tl.store(at - n, history, (row > 1) & (row < LENGTH) & rolls[None, :])

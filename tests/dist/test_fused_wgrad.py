@@ -192,6 +192,23 @@ def test_fused_is_not_fused_with_fp32_parameters(schedule: str, recipe: str, fla
     run_ranks(2, fused_and_two_pass, RECIPES[recipe], {}, options, ("two_pass", False))
 
 
+def hybrid(rank: int, world_size: int) -> None:
+    """Sharded over two ranks, replicated over two: scales are those of all four."""
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    traces = []
+    for flag, fused in ((True, True), (False, True), (True, "two_pass")):
+        model = build({"fused": fused}, mesh=mesh, optimize_backward_concat=flag)
+        traces.append(train(model, rank, SHORT, caches=True, steps=2))
+        for buffer in fp8_buffers(model):
+            assert torch.equal(gathered(buffer.flatten()), buffer.flatten().repeat(world_size))
+    for other in traces[1:]:
+        assert same_trace(traces[0], other) == dict.fromkeys(Trace._fields, True)
+
+
+def test_replicated_and_sharded() -> None:
+    run_ranks(4, hybrid)
+
+
 # ---- what the engine does not do any more ------------------------------------------------------------------
 
 

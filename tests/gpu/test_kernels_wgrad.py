@@ -153,7 +153,8 @@ def test_bias_gradients(out: int, inner: int, dtype: torch.dtype) -> None:
         magnitude = dy.double().abs().sum(0)
         assert (sums.double() - dy.double().sum(0)).norm() < 1e-6 * magnitude.norm()
     without = accumulated(wgrad, microbatches, (out, inner))
-    assert (fused[0] - without).norm() < 1e-5 * without.norm()
+    # Another algorithm; tensor cores truncate what they add up.
+    assert (fused[0] - without).norm() < 1e-4 * without.norm()
 
 
 def test_sums_of_cublas_lt_are_right() -> None:

@@ -180,7 +180,6 @@ def test_a_backward_through_two_regions_updates_once() -> None:
     assert counts == [1]
 
 
-@pytest.mark.xfail(strict=True, reason="the second update sees one row less")
 def test_a_backward_through_two_regions_is_one_update() -> None:
     results = []
     for regions in (1, 2):
@@ -373,7 +372,6 @@ def test_models_that_shared_a_region_train_on_as_alone() -> None:
         assert_same(train(ours, seed=5), train(other, seed=5))
 
 
-@pytest.mark.xfail(strict=True, reason="updates without an amax change scales")
 def test_updates_for_another_model_are_none() -> None:
     """The largest amax has just left the history: what updates without news would see too early."""
     scales = []
