@@ -2,13 +2,14 @@
 
     buffer         dtype       length  owner        appears                  goes
     master shard   param       1/N     MasterShard  construction             never
-    compute shard  compute     1/N     FlatGroup    construction             never (none if same dtype)
-    FlatBuffer     compute     1       FlatGroup    unshard                  reshard
+    compute shard  stored      1/N     FlatGroup    construction             never (none if same dtype)
+    FlatBuffer     stored      1       FlatGroup    unshard                  reshard
+    the same       FP8         1       FP8Weights   unshard for backward     reshard (FP8 weights, transposed)
     MainGrad       accumulate  1       FlatGroup    first gradient of a step handed to the reducer
     reduced shard  reduce      1/N     Reducer      reduce-scatter           becomes the master's gradient
     partial_grad   accumulate  1/N     FlatGroup    an early reduce-scatter  becomes the last one's
 
-With `cpu_offload` the master shard and its gradient are in host memory.
+Stored in the compute dtype, or as FP8.  With `cpu_offload` the master shard and its gradient are in host memory.
 
 Next: `unshard.py` fills the FlatBuffer, `reduce.py` takes the MainGrad.
 """

@@ -136,9 +136,17 @@ def compute_waits_for(event: torch.cuda.Event | None, device: torch.device) -> N
         torch.cuda.current_stream(device).wait_event(event)
 
 
+def one_launch(ranks: Ranks, collectives: int) -> AbstractContextManager[Any]:
+    """Collectives of one kind inside become one launch with NCCL; gloo does one after the other."""
+    if collectives < 2 or ranks.group is None or str(dist.get_backend(ranks.group)) != "nccl":
+        return nullcontext()
+    return dist._coalescing_manager(ranks.group)
+
+
 def all_gather(full: Tensor, shard: Tensor, ranks: Ranks) -> None:
     """full[r * len(shard) : (r + 1) * len(shard)] = rank r's shard, both 1-D and of one dtype."""
-    _all_gather(full, shard, group=ranks.group)
+    # As bytes: gloo knows no FP8, and one launch gathers several dtypes.
+    _all_gather(full.view(torch.uint8), shard.view(torch.uint8), group=ranks.group)
 
 
 def gather(full: Tensor | None, shard: Tensor, ranks: Ranks) -> None:

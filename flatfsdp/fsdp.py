@@ -7,7 +7,7 @@ Next: its `forward` drives `unit.py`; to follow one parameter, start at `layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatfsdp.autograd import in_backward
 from flatfsdp.binding import Binding, parameter_sites
 from flatfsdp.comm import Grid, check_same_on_all_ranks
-from flatfsdp.layout import ParamSlot
+from flatfsdp.fp8_weights import roles
+from flatfsdp.layout import ParamSlot, Role
 from flatfsdp.meta import ParamInit, is_on_meta, materialize
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger
@@ -122,15 +123,11 @@ class FlatFSDP(ModuleWrapper):
         contains_units = any(isinstance(child, FlatFSDP) for child in module.modules())
         self._unit = Unit(reshard_after_forward, contains_units=contains_units)
         _prepare_buffers(module, device, policy.precision.buffer)
-        chosen = {
-            "flat_param": [p for p in parameters.values() if p.requires_grad],
-            "frozen_flat_param": [p for p in parameters.values() if not p.requires_grad],
-        }
-        bindings = {name: Binding.of(module, members) for name, members in chosen.items() if members}
-        for name, binding in bindings.items():
+        bindings = _bindings(module, parameters.values(), fp8=policy.precision.fp8_weights is not None)
+        for binding in bindings:
             group = FlatGroup(binding, grid, device, policy, self.microbatch, self.ledger, self._unit.landed)
             self._unit.add(group)
-            self._register_flat(name, group.master.flat)
+            self._register_flat(group.flat_name, group.master.flat)
             for sites in binding.sites:
                 for site in sites:
                     # So that a unit that shares the parameter, or its module, can tell.
@@ -399,6 +396,17 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
                 f"parameter {name} is {parameter.dtype}; only floating-point parameters can be sharded"
             )
     return {name: parameter for parameter, name in found.items()}
+
+
+def _bindings(module: nn.Module, parameters: Iterable[nn.Parameter], *, fp8: bool) -> list[Binding]:
+    """Parameters that are treated alike together: trained and frozen ones, those stored in FP8 and others."""
+    stored = roles(module, parameters) if fp8 else dict.fromkeys(parameters, Role.COMPUTE)
+    chosen: dict[tuple[bool, Role], list[nn.Parameter]] = {
+        (trained, role): [] for trained in (True, False) for role in Role
+    }
+    for parameter, role in stored.items():
+        chosen[parameter.requires_grad, role].append(parameter)
+    return [Binding.of(module, members, role) for (_, role), members in chosen.items() if members]
 
 
 def _tied_message(name: str, other: str) -> str:

@@ -30,6 +30,8 @@ class Role(Enum):
 
     COMPUTE = "compute"
     """In the unit's compute dtype."""
+    FP8 = "fp8"
+    """In E4M3, one byte an element, with one scale for the slot."""
 
 
 class Align(Enum):
@@ -107,7 +109,7 @@ class FlatLayout:
         """Places the parameters one after the other in the given order.
 
         Raises:
-            ValueError: if two parameters share a name.
+            ValueError: if two parameters share a name, or differ in their role.
         """
         slots: list[ParamSlot] = []
         names: set[str] = set()
@@ -118,6 +120,11 @@ class FlatLayout:
                     f"two parameters are called {spec.name!r}; names in a flat layout are unique"
                 )
             names.add(spec.name)
+            if slots and spec.role is not slots[0].role:
+                raise ValueError(
+                    f"{spec.name!r} is stored as {spec.role.value} and {slots[0].name!r} as "
+                    f"{slots[0].role.value}; pack them into two layouts"
+                )
             unit = spec.align.unit(spec.shape)
             slot = ParamSlot(
                 spec.name, tuple(spec.shape), spec.role, spec.align, offset=_round_up(cursor, unit)
@@ -125,6 +132,11 @@ class FlatLayout:
             slots.append(slot)
             cursor, multiple = slot.end, math.lcm(multiple, unit)
         return FlatLayout(tuple(slots), cursor, multiple)
+
+    @property
+    def role(self) -> Role:
+        """Of all slots; a buffer has one."""
+        return self.slots[0].role
 
     def shard_numel(self, num_shards: int) -> int:
         """Length of each of `num_shards` equal shards, in elements."""

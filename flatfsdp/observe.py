@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-Traffic = Literal["cast", "concat", "accumulate", "offload", "gather", "reduce", "all_reduce"]
+Traffic = Literal["cast", "measure", "transpose", "concat", "accumulate", "offload", "gather", "amax", "reduce", "all_reduce"]
 
 
 class ByteLedger:
@@ -19,6 +19,8 @@ class ByteLedger:
 
     Local traffic counts bytes read plus bytes written:
         cast: master shard to compute shard, and gradients to and from another dtype of reduction.
+        measure: amaxes of FP8 weights, read from the master shard; nothing if the optimizer took them.
+        transpose: FP8 weights for the backward.
         concat: autograd's concatenation of gradients (`optimize_backward_concat=False`).
         accumulate: gradients into `main_grad` (a copy the first time, an add later), and reduced shards
             into a sum or a gradient that is there already.
@@ -26,6 +28,7 @@ class ByteLedger:
         offload: master shards one way, reduced gradients the other.
     Wire traffic counts the bytes this rank receives (gather) or sends (reduce):
         gather: all-gather of parameters, (N - 1) / N of the full size.
+        amax: all-reduce of the FP8 weights' amaxes, one FP32 number a weight.
         reduce: reduce-scatter of gradients, (N - 1) / N of the full size.
         all_reduce: of gradients across R replicas, 2 (R - 1) / R of what a rank holds.
 

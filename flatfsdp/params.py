@@ -14,7 +14,7 @@ Next: `unit.py` counts what has landed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,11 @@ class Leaves:
                 parameter.register_post_accumulate_grad_hook(partial(_weakly(self._land), index))
             main_grad.expose(self._parameters)
         self.rebind()
+
+    @property
+    def shown(self) -> Sequence[Tensor]:
+        """What the module has while the parameters are there, in slot order."""
+        return self._parameters
 
     def begin_forward(self) -> None:
         self._show()
@@ -127,6 +132,11 @@ class Views:
                 )
             for hook in (parameter._backward_hooks or {}).values():
                 view.register_hook(hook)
+
+    @property
+    def shown(self) -> Sequence[Tensor]:
+        """What the module has while the parameters are there, in slot order."""
+        return self._views
 
     def begin_forward(self) -> None:
         self._show()

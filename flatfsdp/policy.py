@@ -10,6 +10,8 @@ from typing import Literal, get_args
 
 import torch
 
+from flatfsdp.fp8.recipe import CurrentScaling
+
 GradSync = Literal["last", "every"]
 """When gradients are reduce-scattered: in the last microbatch's backward, or in every backward.  Across
 replicas they are reduced in the last one either way."""
@@ -27,6 +29,10 @@ class Precision:
         grad: the reduced shard; None means as `param`.  It is in the flat parameter's `.grad` if the two are
             the same, else in its `.main_grad`, for optimizers that look there.
         buffer: floating-point module buffers; None leaves them as they are.
+        fp8_weights: how to scale weights that are kept in FP8 (E4M3), one byte an element, wherever `compute`
+            applies to the others: those which every layer that has them can multiply with in FP8, as the
+            layers of `flatfsdp.layers` and of `fp8.convert`.  Such a model runs inside `fp8.autocast`, with
+            any recipe that has one scale a tensor.  None keeps all weights in `compute`.
     """
 
     param: torch.dtype = torch.float32
@@ -35,10 +41,16 @@ class Precision:
     reduce: torch.dtype = torch.float32
     grad: torch.dtype | None = None
     buffer: torch.dtype | None = None
+    fp8_weights: CurrentScaling | None = None
 
     def __post_init__(self) -> None:
+        if not isinstance(self.fp8_weights, CurrentScaling | None):
+            raise ValueError(
+                f"Precision.fp8_weights is {self.fp8_weights!r}; it must be a CurrentScaling or None: a weight "
+                "in the flat buffer has one scale, from its values of now"
+            )
         for field, dtype in vars(self).items():
-            if dtype is None and field in ("grad", "buffer"):
+            if field == "fp8_weights" or (dtype is None and field in ("grad", "buffer")):
                 continue
             if not isinstance(dtype, torch.dtype) or dtype not in _PLAIN_FLOATS:
                 names = ", ".join(str(d) for d in _PLAIN_FLOATS)

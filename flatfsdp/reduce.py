@@ -1,11 +1,11 @@
 """Gradients on their way from `main_grad` to the master shard's `.grad`.
 
-In:   groups whose last gradient of a reducing backward has landed (`unit.py`).
+In:   units whose last gradient of a reducing backward has landed (`unit.py`).
 Out:  the master's gradient: this rank's shard of the mean over all ranks.
 Next: `optim.clip_grad_norm_` and the optimizer.
 
 Every rank launches the reductions in one fixed order, whatever order the gradients land in: the reverse of
-registration, which is the order of a backward.  A group that is ready early waits for its turn.  So ranks
+registration, which is the order of a backward.  A unit that is ready early waits for its turn.  So ranks
 whose control flow differs (a layer skipped on one of them) still pair the same collectives, and a group in
 which nothing landed reduces zeros rather than leave the other ranks waiting.  (With ZeRO-3 that is not
 enough: gathers and reductions then come in another order on some rank, and ranks wait for each other.  There,
@@ -20,13 +20,13 @@ With `grad_sync="last"` there is one reducing backward, so `partial_grad` is not
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flatfsdp.comm import Lane, all_reduce, compute_waits_for, reduce_scatter
+from flatfsdp.comm import Lane, all_reduce, compute_waits_for, one_launch, reduce_scatter
 from flatfsdp.observe import ByteLedger, span
 from flatfsdp.unshard import FlatGroup
 
@@ -36,49 +36,53 @@ gradients are being computed.  Bounds how many gradient buffers outlive their ba
 
 
 class _Reduction(NamedTuple):
-    """One group's reduction, under way on the lane until the compute stream has waited for `done`."""
+    """One unit's reduction, under way on the lane until the compute stream has waited for `done`."""
 
-    group: FlatGroup
-    kept: tuple[Tensor | None, ...]
+    groups: Sequence[FlatGroup]
+    kept: list[Tensor | None]
     """What the lane still reads: memory of the compute stream, which would use it again at once."""
-    reduced: Tensor
+    reduced: list[Tensor]
+    """One a group."""
     done: torch.cuda.Event | None
     is_complete: bool
-    """Whether `reduced` is the gradient, not a part of it that stays in `partial_grad`."""
+    """Whether `reduced` are the gradients, not a part of them that stays in `partial_grad`."""
 
 
 class Reducer:
     """Reduces the gradients of all groups of one root.
 
     Args:
-        groups: trained groups in registration order.
+        units: the trained groups of each unit, which are reduced together, in registration order.
     """
 
-    def __init__(self, groups: Iterable[FlatGroup], device: torch.device, ledger: ByteLedger) -> None:
-        self._order = list(groups)[::-1]
+    def __init__(
+        self, units: Iterable[Sequence[FlatGroup]], device: torch.device, ledger: ByteLedger
+    ) -> None:
+        self._order = list(units)[::-1]
         self._device = device
         self._lane = Lane(device)
         self._ledger = ledger
-        self._ready: set[FlatGroup] = set()
+        self._ready: set[int] = set()
         self._next = 0
         self._in_flight: deque[_Reduction] = deque()
         self._reduced: list[tuple[FlatGroup, Tensor]] = []
 
-    def ready(self, group: FlatGroup) -> None:
-        """All gradients of `group` have landed: reduces it as soon as it is its turn."""
-        self._ready.add(group)
-        while self._next < len(self._order) and self._order[self._next] in self._ready:
+    def ready(self, groups: Sequence[FlatGroup]) -> None:
+        """All gradients of a unit have landed: reduces its groups as soon as it is their turn."""
+        self._ready.add(self._order.index(groups))
+        while self._next in self._ready:
             self._launch(self._order[self._next])
             self._next += 1
 
     def finish(self) -> None:
         """Reduces what is left and sets the gradient of every group, adding to one that is there."""
-        for group in self._order[self._next :]:
-            self._launch(group)
-        # A nested backward (reentrant checkpointing) may have brought more to a group that was launched.
-        for group in self._order:
-            if group.main_grad is not None and group.main_grad.is_allocated:
-                self._launch(group)
+        for groups in self._order[self._next :]:
+            self._launch(groups)
+        # A nested backward (reentrant checkpointing) may have brought more to a unit that was launched.
+        for groups in self._order:
+            again = [g for g in groups if g.main_grad is not None and g.main_grad.is_allocated]
+            if again:
+                self._launch(again)
         while self._in_flight:
             self._retire()
         # Only now, so that a backward that fails half-way leaves every gradient as it was.
@@ -97,41 +101,53 @@ class Reducer:
         self._ready.clear()
         self._next = 0
 
-    def _launch(self, group: FlatGroup) -> None:
+    def _launch(self, groups: Sequence[FlatGroup]) -> None:
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
-        assert group.main_grad is not None
-        is_last = group.microbatch.is_last
-        flat = group.main_grad.take()
-        # Allocated here, on the compute stream, which is where it is used in the end.
-        shard = self._shard_for(group, flat)
-        kept = (flat, shard, group.partial_grad)
+        is_last = groups[0].microbatch.is_last
+        flats = [_taken(group) for group in groups]
+        # Allocated here, on the compute stream, which is where they are used in the end.
+        shards = [self._shard_for(group, flat) for group, flat in zip(groups, flats, strict=True)]
+        kept = [*flats, *shards, *(group.partial_grad for group in groups)]
         with self._lane.after_compute():
-            reduced = self._reduce_scatter(group, flat, shard)
-            if group.partial_grad is not None or not is_last:
-                reduced = self._add_to_partial(group, reduced)
-            if is_last:
-                group.partial_grad = None
-                reduced = self._all_reduce(group, reduced)
-        self._in_flight.append(_Reduction(group, kept, reduced, self._lane.mark(), is_last))
+            sums = self._reduce_scatter(groups, flats, shards)
+            reduced = [self._completed(*each, is_last) for each in zip(groups, sums, strict=True)]
+        self._in_flight.append(_Reduction(groups, kept, reduced, self._lane.mark(), is_last))
 
     def _shard_for(self, group: FlatGroup, flat: Tensor) -> Tensor:
         if group.grid.shard.size == 1:
             return flat
         return flat.new_empty(group.master.flat.numel(), dtype=group.policy.precision.reduce)
 
-    def _reduce_scatter(self, group: FlatGroup, flat: Tensor, shard: Tensor) -> Tensor:
-        ranks, division = group.reduce_grid.shard, group.division
+    def _reduce_scatter(
+        self, groups: Sequence[FlatGroup], flats: list[Tensor], shards: list[Tensor]
+    ) -> list[Tensor]:
+        first = groups[0]
+        ranks, division = first.reduce_grid.shard, first.division
         if division is not None:
-            flat.div_(division.before)
+            for flat in flats:
+                flat.div_(division.before)
         if ranks.size == 1:
-            return flat
-        payload = self._cast(flat, group.policy.precision.reduce)
-        nbytes = payload.numel() * payload.element_size() * (ranks.size - 1) // ranks.size
-        with span("reduce_scatter", group.name, group.microbatch.index, nbytes):
-            reduce_scatter(shard, payload, ranks, mean=division is None)
+            return flats
+        payloads = [self._cast(flat, first.policy.precision.reduce) for flat in flats]
+        nbytes = sum(each.numel() * each.element_size() for each in payloads) * (ranks.size - 1) // ranks.size
+        with (
+            span("reduce_scatter", first.name, first.microbatch.index, nbytes),
+            one_launch(ranks, len(payloads)),
+        ):
+            for shard, payload in zip(shards, payloads, strict=True):
+                reduce_scatter(shard, payload, ranks, mean=division is None)
         self._ledger.add("reduce", nbytes)
-        return shard
+        return shards
+
+    def _completed(self, group: FlatGroup, reduced: Tensor, is_last: bool) -> Tensor:
+        """With what earlier backwards of this step have reduced; in the last one over all ranks."""
+        if group.partial_grad is not None or not is_last:
+            reduced = self._add_to_partial(group, reduced)
+        if is_last:
+            group.partial_grad = None
+            reduced = self._all_reduce(group, reduced)
+        return reduced
 
     def _add_to_partial(self, group: FlatGroup, reduced: Tensor) -> Tensor:
         """Sum over this step's reducing backwards, in the dtype that microbatches are accumulated in."""
@@ -158,8 +174,8 @@ class Reducer:
         reduction = self._in_flight.popleft()
         compute_waits_for(reduction.done, self._device)
         if reduction.is_complete:
-            group = reduction.group
-            self._reduced.append((group, self._cast(reduction.reduced, group.master.grad_dtype)))
+            for group, reduced in zip(reduction.groups, reduction.reduced, strict=True):
+                self._reduced.append((group, self._cast(reduced, group.master.grad_dtype)))
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Usually nothing: gradients are reduced in the dtype in which they were accumulated."""
@@ -188,3 +204,8 @@ class Reducer:
             host.copy_(grad, non_blocking=True)
         self._ledger.add("offload", nbytes)
         return host
+
+
+def _taken(group: FlatGroup) -> Tensor:
+    assert group.main_grad is not None
+    return group.main_grad.take()

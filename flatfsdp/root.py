@@ -15,6 +15,7 @@ import torch
 
 from flatfsdp.autograd import call_at_end_of_backward, running_backward
 from flatfsdp.comm import Lane
+from flatfsdp.fp8_weights import weight_scales
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger
 from flatfsdp.policy import Prefetch
@@ -89,7 +90,8 @@ class Root:
         self.ledger = ledger
         self.order = ForwardOrder(prefetch)
         self.gather_lane = Lane(device)
-        self.reducer = Reducer([u.trained for u in units if u.trained is not None], device, ledger)
+        self.reducer = Reducer([unit.trained for unit in units if unit.trained], device, ledger)
+        self._weight_scales = weight_scales([g for unit in units for g in unit.groups], ledger)
         self._reduce_every = reduce_every
         self.state_dict_gathering = Gathering()
         self.in_forward = False
@@ -112,6 +114,8 @@ class Root:
         if self._backward_failed:
             self.abandon_step()
         self.order.start()
+        for scales in self._weight_scales:
+            scales.refresh()
         self.in_forward = True
 
     def end_forward(self, *, backward_follows: bool) -> None:

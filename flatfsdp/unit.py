@@ -35,7 +35,7 @@ from torch import Tensor
 
 from flatfsdp.autograd import in_backward, running_backward
 from flatfsdp.tensors import tensors_in
-from flatfsdp.unshard import FlatGroup, ShardState
+from flatfsdp.unshard import FlatGroup, ShardState, unshard
 
 if TYPE_CHECKING:
     from flatfsdp.root import Root
@@ -45,21 +45,21 @@ class Unit:
     """The flat groups of one wrapped module and their bookkeeping.
 
     Attributes:
-        groups: of the parameters that are trained, and of those that are frozen; either may be missing.
-        trained: the group that is trained.
+        groups: of parameters that are trained or frozen, stored in FP8 or not; those that there are.
+        trained: the groups that are trained.
         root: shared state of the model; set when the root module is first used.
         keep_as_root: whether the root's own parameters stay from its forward to its backward.
     """
 
     def __init__(self, reshard_after_forward: bool, *, contains_units: bool) -> None:
         self.groups: list[FlatGroup] = []
-        self.trained: FlatGroup | None = None
+        self.trained: list[FlatGroup] = []
         self.root: Root
         self._reshard_after_forward = reshard_after_forward
         self._contains_units = contains_units
         self.keep_as_root = True
         # By the backward that runs: one that reentrant checkpointing nests in another counts by itself.
-        self._landed: defaultdict[int, set[int]] = defaultdict(set)
+        self._landed: defaultdict[int, set[tuple[FlatGroup, int]]] = defaultdict(set)
         self._reached_in: set[int] = set()
         self._open_uses: set[object] = set()
         self._was_followed = False
@@ -67,7 +67,7 @@ class Unit:
     def add(self, group: FlatGroup) -> None:
         self.groups.append(group)
         if group.trainable:
-            self.trained = group
+            self.trained.append(group)
 
     @property
     def is_sharded(self) -> bool:
@@ -76,9 +76,8 @@ class Unit:
 
     # ---- parameters -------------------------------------------------------------------------------------
 
-    def unshard(self) -> None:
-        for group in self.groups:
-            group.unshard(self.root.gather_lane)
+    def unshard(self, *, for_backward: bool) -> None:
+        unshard(self.groups, self.root.gather_lane, for_backward=for_backward)
 
     def _wait(self) -> None:
         for group in self.groups:
@@ -98,11 +97,11 @@ class Unit:
         for group in self.groups:
             group.expire()
 
-    def _use(self, upcoming: Iterator[Unit]) -> None:
+    def _use(self, upcoming: Iterator[Unit], *, for_backward: bool) -> None:
         """Gathers this unit first, then what comes after it, and waits for this one only."""
-        self.unshard()
+        self.unshard(for_backward=for_backward)
         for unit in upcoming:
-            unit.unshard()
+            unit.unshard(for_backward=for_backward)
         self._wait()
 
     # ---- forward ----------------------------------------------------------------------------------------
@@ -119,10 +118,10 @@ class Unit:
             # A recomputation: its order says nothing about the next forward, and a unit gathered ahead of
             # it may have finished its backward already, so that nobody would free it.
             position = -1
-            self._use(iter(()))
+            self._use(iter(()), for_backward=True)
         else:
             position = self.root.order.record(self)
-            self._use(self.root.order.after(position))
+            self._use(self.root.order.after(position), for_backward=False)
         for group in self.groups:
             group.params.begin_forward()
         return position
@@ -168,25 +167,24 @@ class Unit:
         if use is not None:
             self._open_uses.add(use)
             self._was_followed = True
-        self._use(self.root.order.before(order, position))
+        self._use(self.root.order.before(order, position), for_backward=True)
         for group in self.groups:
             group.params.begin_backward()
 
     @property
     def backward_done(self) -> bool:
         """Whether all gradients of the running backward have landed; a nested one counts by itself."""
-        return self.trained is not None and self._all_landed_in(running_backward())
+        return bool(self.trained) and self._all_landed_in(running_backward())
 
     def _all_landed_in(self, backward: int) -> bool:
-        slots = () if self.trained is None else self.trained.layout.slots
-        return len(self._landed.get(backward, ())) == len(slots)
+        slots = sum(len(group.layout.slots) for group in self.trained)
+        return len(self._landed.get(backward, ())) == slots
 
-    def landed(self, index: int | None) -> None:
-        """Slot `index` of the trained group, or every slot, holds this backward's gradient."""
+    def landed(self, group: FlatGroup, index: int | None) -> None:
+        """Slot `index` of a trained group, or every slot of it, holds this backward's gradient."""
         self.root.begin_backward()
-        assert self.trained is not None
-        slots = range(len(self.trained.layout.slots)) if index is None else (index,)
-        self._landed[running_backward()].update(slots)
+        slots = range(len(group.layout.slots)) if index is None else (index,)
+        self._landed[running_backward()].update((group, slot) for slot in slots)
         if self.backward_done:
             self._reduce_and_free_if_done()
 
@@ -198,7 +196,7 @@ class Unit:
             return
         # Where nobody knows that no nested backward will bring more, the unit is reduced at the end.
         is_complete = self._was_followed and not self.root.in_nested_backward
-        if self.trained is not None and is_complete and self.root.reduces:
+        if self.trained and is_complete and self.root.reduces:
             self.root.reducer.ready(self.trained)
         self._free_after_backward()
 

@@ -1,7 +1,8 @@
 """Parameters on their way from the master shard to the module, and back.
 
-In:   the parameters of one unit that train alike (`FlatGroup`), already packed by `layout.py`.
-Out:  `module.weight` aliases the gathered flat buffer from `unshard` to `reshard`.
+In:   the parameters of one unit that train and are stored alike (`FlatGroup`), packed by `layout.py`.
+Out:  `module.weight` aliases the gathered flat buffer from `unshard` to `reshard`; a weight stored in FP8 has
+      an operand for products instead (`fp8_weights.py`).
 Next: the layers compute; gradients land in `MainGrad`; `reduce.py` reduces them.
 
     master shard --cast, once a step--> compute shard --all-gather--> flat buffer <--alias-- module.weight
@@ -14,15 +15,19 @@ A group's parameters are in one of three states:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from flatfsdp.binding import Binding
 from flatfsdp.buffers import FlatBuffer, MainGrad
-from flatfsdp.comm import Grid, Lane, all_gather, broadcast, compute_waits_for
+from flatfsdp.comm import Grid, Lane, all_gather, broadcast, compute_waits_for, one_launch
+from flatfsdp.fp8_weights import FP8_DTYPE, FP8Weights
+from flatfsdp.kernels.scaling import Scales
+from flatfsdp.layout import Role
 from flatfsdp.master import MasterShard
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger, span
@@ -37,16 +42,17 @@ class ShardState(Enum):
 
 
 class FlatGroup:
-    """The trained, or the frozen, parameters of one unit: one layout, one master shard, one flat buffer.
+    """Parameters of one unit that are treated alike: one layout, one master shard, one flat buffer.
 
     Args:
-        binding: of parameters that are registered in the module, all trained or all frozen.
-        landed: called when a gradient of this backward is in `main_grad`, with its slot's index, or with
-            None when all slots landed at once.
+        binding: of parameters that are registered in the module, all trained or all frozen, of one role.
+        landed: called when a gradient of this backward is in `main_grad`, with this group and its slot's
+            index, or None when all slots landed at once.
 
     Attributes:
         prefix: of the parameters' original names, such as "blocks.0."; set by the root.
         master: the shard that the optimizer updates.
+        fp8: of weights that are stored in FP8; None otherwise.
         main_grad: None if frozen.
         division: None for the mean over ranks.
         params: what the module sees.
@@ -60,7 +66,7 @@ class FlatGroup:
         policy: Policy,
         microbatch: Microbatch,
         ledger: ByteLedger,
-        landed: Callable[[int | None], None],
+        landed: Callable[[FlatGroup, int | None], None],
     ) -> None:
         self.prefix = ""
         self.grid = self.reduce_grid = grid
@@ -76,6 +82,7 @@ class FlatGroup:
         self._partial_grad: Tensor | None = None
         self._partial_step = -1
         self._cast_version: tuple[int, int] | None = None
+        self._scaled_version: tuple[int, int] | None = None
 
         precision, num_shards = policy.precision, grid.shard.size
         self.master = MasterShard(
@@ -90,18 +97,27 @@ class FlatGroup:
         for slot, parameter in zip(self.layout.slots, parameters, strict=True):
             self.master.load(slot, parameter.detach())
 
+        is_fp8 = self.layout.role is Role.FP8
+        stored_dtype = FP8_DTYPE if is_fp8 else precision.compute
         self._compute_shard = self.master.flat.data
-        if precision.compute != precision.param or self.master.is_offloaded:
-            self._compute_shard = self._compute_shard.new_empty(
-                self._compute_shard.shape, dtype=precision.compute, device=device
-            )
+        if stored_dtype != precision.param or self.master.is_offloaded:
+            self._compute_shard = torch.zeros(self.master.flat.shape, dtype=stored_dtype, device=device)
         # One rank holds everything: the compute shard already is the unsharded buffer.
         self._buffer: FlatBuffer | None = None
         unsharded = self._compute_shard.data
         if num_shards > 1:
             numel = self.layout.padded_numel(num_shards)
-            self._buffer = FlatBuffer(numel, precision.compute, device, poison=policy.poison_on_free)
+            self._buffer = FlatBuffer(numel, stored_dtype, device, poison=policy.poison_on_free)
             unsharded = self._buffer.alias()
+        self.fp8: FP8Weights | None = None
+        if is_fp8:
+            self.fp8 = FP8Weights(
+                self.layout, grid.shard, unsharded, precision.compute, poison=policy.poison_on_free
+            )
+            # What the module sees has the dtype that gradients have, and no memory.
+            unsharded = torch.full((), torch.nan, dtype=precision.compute, device=device).expand(
+                unsharded.shape
+            )
         self._gathered: torch.cuda.Event | None = None
 
         self.main_grad: MainGrad | None = None
@@ -117,12 +133,15 @@ class FlatGroup:
             )
         self.params: Leaves | Views
         if self.main_grad is None or policy.optimize_backward_concat:
-            self.params = Leaves(binding, unsharded, self.main_grad, landed)
+            self.params = Leaves(binding, unsharded, self.main_grad, partial(landed, self))
         else:
-            self.params = Views(binding, unsharded, self.main_grad, landed)
+            self.params = Views(binding, unsharded, self.main_grad, partial(landed, self))
+        if self.fp8 is not None:
+            for index, weight in enumerate(self.params.shown):
+                weight.fp8_operand = partial(self.fp8.operand, index)  # type: ignore[attr-defined]
         if self._buffer is not None:
             self._free(self._buffer)
-        else:
+        elif self.fp8 is None:
             self._cast()
 
     def attach(self, microbatch: Microbatch, ledger: ByteLedger) -> None:
@@ -141,6 +160,12 @@ class FlatGroup:
         """Of the unit, for labels and messages."""
         return self.prefix.rstrip(".") or "root"
 
+    @property
+    def flat_name(self) -> str:
+        """Of the flat parameter, among those of its unit."""
+        kinds = ("" if self.trainable else "frozen_", "" if self.fp8 is None else "fp8_")
+        return f"{''.join(kinds)}flat_param"
+
     # ---- master shard -> flat buffer --------------------------------------------------------------------
 
     @property
@@ -153,23 +178,45 @@ class FlatGroup:
 
     def expire(self) -> None:
         """Casts and gathers anew next time, even if no in-place write to the master was counted."""
+        self._cast_version = self._scaled_version = None
+        if self.fp8 is not None:
+            self.fp8.measured_version = None
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the scales of FP8 weights are those of what the master holds now."""
+        return self._scaled_version == self.master.version
+
+    def measure(self) -> None:
+        """Takes the amaxes of this rank's pieces of FP8 weights, if the optimizer has not done it."""
+        assert self.fp8 is not None
+        if self.fp8.measured_version != self.master.version:
+            self.ledger.add("measure", self.fp8.measure(self.master))
+
+    def set_scales(self, scales: Scales) -> None:
+        """For the FP8 weights as the master holds them now."""
+        assert self.fp8 is not None
+        self.fp8.scales = scales
+        self._scaled_version = self.master.version
         self._cast_version = None
 
-    def unshard(self, lane: Lane) -> None:
-        """Starts to gather the parameters; nothing if they are there, or on their way, and up to date."""
+    def allocate(self) -> bool:
+        """Gets memory for parameters that are not there, nor on their way, or not up to date; False if
+        nothing has to be gathered."""
         if self.state is not ShardState.SHARDED:
             if self._is_current:
-                return
+                return False
             self.wait()
         if self._buffer is not None:
             self._buffer.allocate()
-        with lane.after_compute():
-            if not self._is_current:
-                self._cast()
-            if self._buffer is not None:
-                self._gather(self._buffer.tensor)
-        self._gathered = lane.mark()
-        self.state = ShardState.GATHERING
+        if self.fp8 is not None:
+            self.fp8.free()
+        return True
+
+    def update_shard(self) -> None:
+        """Casts the master shard, if that has changed."""
+        if not self._is_current:
+            self._cast()
 
     def _cast(self) -> None:
         master, shard = self.master.flat.detach(), self._compute_shard
@@ -181,16 +228,36 @@ class FlatGroup:
         if shard.data_ptr() != master.data_ptr():
             nbytes = master.numel() * (master.element_size() + shard.element_size())
             with span("cast", self.name, self.microbatch.index, nbytes):
-                shard.copy_(master)
+                if self.fp8 is None:
+                    shard.copy_(master)
+                else:
+                    self.fp8.cast(master, shard)
             self.ledger.add("cast", nbytes)
         self._cast_version = self.master.version
 
-    def _gather(self, full: Tensor) -> None:
-        ranks = self.grid.shard
-        nbytes = full.numel() * full.element_size() * (ranks.size - 1) // ranks.size
-        with span("all_gather", self.name, self.microbatch.index, nbytes):
-            all_gather(full, self._compute_shard, ranks)
-        self.ledger.add("gather", nbytes)
+    def gather(self) -> None:
+        """Collective, unless this rank has everything."""
+        if self._buffer is not None:
+            all_gather(self._buffer.tensor, self._compute_shard, self.grid.shard)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What this rank receives in a gather."""
+        if self._buffer is None:
+            return 0
+        full, size = self._buffer.tensor, self.grid.shard.size
+        return full.numel() * full.element_size() * (size - 1) // size
+
+    def transpose(self) -> None:
+        """Makes the columnwise form of FP8 weights."""
+        assert self.fp8 is not None
+        with span("transpose", self.name, self.microbatch.index, 0):
+            self.ledger.add("transpose", self.fp8.transpose())
+
+    def started(self, gathered: torch.cuda.Event | None) -> None:
+        """The parameters are on their way; `gathered`: when they are there."""
+        self._gathered = gathered
+        self.state = ShardState.GATHERING
 
     def wait(self) -> None:
         """Makes the compute stream wait until the parameters are there."""
@@ -208,6 +275,8 @@ class FlatGroup:
     def _free(self, buffer: FlatBuffer) -> None:
         self.params.conceal()
         buffer.free()
+        if self.fp8 is not None:
+            self.fp8.free()
 
     # ---- gradients and whole parameters -----------------------------------------------------------------
 
@@ -235,5 +304,46 @@ class FlatGroup:
         """The geometry, one line a parameter, equal on all ranks of a sound model."""
         kind = "trained" if self.trainable else "frozen"
         for slot in self.layout.slots:
-            yield f"{self.name}: {kind} {slot.name} {list(slot.shape)} at {slot.offset}"
+            role = "" if slot.role is Role.COMPUTE else f" in {slot.role.value}"
+            yield f"{self.name}: {kind} {slot.name} {list(slot.shape)} at {slot.offset}{role}"
         yield f"{self.name}: {self.policy}"
+
+
+def unshard(groups: Sequence[FlatGroup], lane: Lane, *, for_backward: bool) -> None:
+    """Starts to gather the parameters of one unit, all groups in one launch; nothing if they are there, or on
+    their way, and up to date.
+
+    Args:
+        for_backward: FP8 weights are needed transposed, too.
+    """
+    missing = [group for group in groups if group.allocate()]
+    untransposed = [
+        group
+        for group in groups
+        if for_backward and group.fp8 is not None and group.fp8.allocate_columnwise()
+    ]
+    if not missing and not untransposed:
+        return
+    with lane.after_compute():
+        for group in missing:
+            group.update_shard()
+        _gather(missing)
+        for group in untransposed:
+            group.transpose()
+    event = lane.mark()
+    for group in {*missing, *untransposed}:
+        group.started(event)
+
+
+def _gather(groups: Sequence[FlatGroup]) -> None:
+    nbytes = sum(group.gathered_bytes for group in groups)
+    if not nbytes:
+        return
+    first = groups[0]
+    with (
+        span("all_gather", first.name, first.microbatch.index, nbytes),
+        one_launch(first.grid.shard, len(groups)),
+    ):
+        for group in groups:
+            group.gather()
+    first.ledger.add("gather", nbytes)

@@ -278,6 +278,12 @@ def current_scales(
     return result
 
 
+def spread(scales: Scales) -> Scales:
+    """The same, with every inverse at a multiple of 16 bytes, as cuBLASLt wants it."""
+    inverses = scales.scale_inv.new_empty(scales.scale_inv.numel(), 4)[:, 0]
+    return Scales(scales.scale, inverses.copy_(scales.scale_inv))
+
+
 def _check(function: str, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous():
         raise ValueError(

@@ -165,4 +165,4 @@ def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _shards(model: nn.Module) -> Iterator[tuple[str, FlatGroup]]:
     for prefix, group in named_groups(model):
-        yield f"{prefix}{'flat_param' if group.trainable else 'frozen_flat_param'}", group
+        yield f"{prefix}{group.flat_name}", group

@@ -60,7 +60,7 @@ class FP8Module(nn.Module):
 
     Attributes:
         late_buffers: FP32 buffers that appear on first use; they keep their dtype, and loading makes them.
-        linear_maps: their names.
+        linear_maps: the names of their weights.
         allows_fp8: False: products are never in FP8, whatever autocast says.
     """
 
@@ -204,6 +204,15 @@ class FP8Module(nn.Module):
 
     # ---- weights ----------------------------------------------------------------------------------------
 
+    def fp8_weights(self) -> tuple[str, ...]:
+        """Names of parameters that this layer needs for FP8 products only, so that they may be kept in FP8."""
+        weights = {name: getattr(self, name, None) for name in self.linear_maps}
+        return tuple(
+            name
+            for name, weight in weights.items()
+            if self.allows_fp8 and weight is not None and not any(n % ALIGNMENT for n in weight.shape)
+        )
+
     def weight_operand(
         self,
         name: str,
@@ -214,7 +223,7 @@ class FP8Module(nn.Module):
         *,
         columnwise: bool,
     ) -> Operand:
-        """The weight for products: in FP8 cast now, or what was cast in the first microbatch.
+        """The weight for products: in FP8 as it is kept, or cast now, or what was cast in the first microbatch.
 
         Args:
             is_first_microbatch: None: cast now, keep nothing; True: cast and keep; False: what is kept.
@@ -222,8 +231,13 @@ class FP8Module(nn.Module):
             columnwise: whether dgrad will need it.
 
         Raises:
-            RuntimeError: if nothing is kept, or it was cast with another recipe.
+            RuntimeError: if nothing is kept, or it was cast with another recipe; if the weight is kept in FP8
+                and products are not in FP8, or with a scale for each block.
         """
+        kept_in_fp8 = getattr(weight, "fp8_operand", None)
+        if kept_in_fp8 is not None:
+            self._require_tensor_scaling(name, roles.recipe)
+            return kept_in_fp8()
         if roles.recipe is None:
             return roles.weight.cast(weight.detach().to(dtype), rowwise=True, columnwise=columnwise).operand
         tape = current_tape()
@@ -241,6 +255,15 @@ class FP8Module(nn.Module):
         if is_first_microbatch is not None:
             self._cached_weights[name] = (roles.recipe, operand)
         return operand
+
+    def _require_tensor_scaling(self, name: str, recipe: Recipe | None) -> None:
+        if recipe is None or isinstance(recipe, BlockScaling):
+            found = "outside of fp8.autocast" if recipe is None else f"with {recipe}"
+            raise RuntimeError(
+                f"{type(self).__name__}.{name} is kept in FP8 with one scale (Precision(fp8_weights=...)) and "
+                f"was used {found}; use CurrentScaling or DelayedScaling, or keep the weights in 16 bits "
+                "(fp8_weights=None)"
+            )
 
     def _kept(self, name: str, recipe: Recipe) -> Operand:
         kept_recipe, operand = self._cached_weights.get(name, (None, None))

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from flatfsdp.comm import Ranks, check_same_on_all_ranks
 from flatfsdp.fp8.recipe import DelayedScaling
-from flatfsdp.kernels.scaling import Scales, update_scales
+from flatfsdp.kernels.scaling import Scales, spread, update_scales
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Arena:
         # Loading a checkpoint writes to `scale` and leaves another version behind.
         if self._scales is None or self._version != self.scale._version:
             with torch.inference_mode(False):
-                self._scales = _aligned(Scales(self.scale.clone(), self.scale.reciprocal()))
+                self._scales = spread(Scales(self.scale.clone(), self.scale.reciprocal()))
             self._version = self.scale._version
         return self._scales
 
@@ -107,15 +107,9 @@ class Arena:
             margin=recipe.margin,
             power_of_two=recipe.power_of_two_scales,
         )
-        self._scales = _aligned(scales)
+        self._scales = spread(scales)
         self.scale.copy_(scales.scale)
         self._version = self.scale._version
-
-
-def _aligned(scales: Scales) -> Scales:
-    """The same, with every inverse at a multiple of 16 bytes, as cuBLASLt wants it."""
-    spread = scales.scale_inv.new_empty(scales.scale_inv.numel(), 4)[:, 0]
-    return Scales(scales.scale, spread.copy_(scales.scale_inv))
 
 
 class Scaling:

@@ -72,7 +72,7 @@ class LayerNormMLP(FP8Module):
         NotImplementedError: for tensor parallelism.
     """
 
-    linear_maps = ("fc1", "fc2")
+    linear_maps = ("fc1_weight", "fc2_weight")
 
     def __init__(
         self,

@@ -1,0 +1,216 @@
+"""FP8 weights of one flat group: one byte an element in the flat buffer, which is the weight cache.
+
+In:   the master shard, FP32; one scale a weight, the same on all ranks (`WeightScales`).
+Out:  an `Operand` for each weight, which the layer that has it multiplies with.
+Next: `unshard.py` gathers the bytes; `fp8/module.py` asks for the operand.
+
+    master shard --round to the compute dtype, scale, saturate--> E4M3 shard --all-gather--> rowwise bytes
+    rowwise bytes --transposed, once an unshard, before the backward--> columnwise bytes
+
+Rounding to the compute dtype first gives the bits that a layer gets which casts its own weight in each step.
+
+The scales are those of the weights as they are now (current scaling):
+
+    amax of this rank's pieces --MAX over ranks, one all-reduce for a whole model--> scale = 448 / amax
+
+Nothing of them is remembered from step to step, so there is nothing to save in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp.binding import Binding
+from flatfsdp.buffers import FlatBuffer
+from flatfsdp.comm import Ranks
+from flatfsdp.fp8.operand import Operand
+from flatfsdp.kernels.cast import transpose_many
+from flatfsdp.kernels.scaling import Scales, current_scales, spread
+from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
+from flatfsdp.layout import FlatLayout, ParamSlot, Piece, Role
+from flatfsdp.master import MasterShard
+from flatfsdp.observe import ByteLedger
+
+if TYPE_CHECKING:
+    from flatfsdp.unshard import FlatGroup
+
+FP8_DTYPE = torch.float8_e4m3fn
+
+
+def roles(module: nn.Module, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Role]:
+    """How each parameter is stored if FP8 weights are wanted.
+
+    A weight is stored in FP8 if every module that holds it names it in `fp8_weights()`.
+    """
+    parameters = list(parameters)
+    found = {}
+    for parameter, sites in zip(parameters, Binding.of(module, parameters).sites, strict=True):
+        declared = all(
+            site.attribute in getattr(site.module, "fp8_weights", tuple[str, ...])() for site in sites
+        )
+        found[parameter] = Role.FP8 if declared else Role.COMPUTE
+    return found
+
+
+class FP8Weights:
+    """The FP8 form of the weights of one group.
+
+    Args:
+        unsharded: E4M3, 1-D, padded; its memory must be there now, and may come and go later.
+        through: what the master is rounded to first.
+
+    Attributes:
+        amax: FP32 [slots], of this rank's pieces.
+        scales: of all slots, of one generation; set by `WeightScales`.
+        measured_version: of the master shard, to which `amax` belongs.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        ranks: Ranks,
+        unsharded: Tensor,
+        through: torch.dtype,
+        *,
+        poison: bool,
+    ) -> None:
+        self._slots = layout.slots
+        self._pieces = layout.pieces(ranks.rank, ranks.size)
+        self._through = through
+        self._columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, unsharded.device, poison=poison)
+        self._rowwise_views = layout.views(unsharded)
+        # What autograd saves must not see that the memory is filled again.
+        self._columnwise_views = self._turned(layout, self._columnwise.alias())
+        self._targets = self._turned(layout, self._columnwise.tensor)
+        self._columnwise.free()
+        self.amax = torch.zeros(len(self._slots), device=unsharded.device)
+        self.scales = Scales(torch.ones_like(self.amax), torch.ones_like(self.amax))
+        self.measured_version: tuple[int, int] | None = None
+
+    def _turned(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
+        """The weights' transposes in a buffer of the same layout."""
+        views = layout.views(flat)
+        return [view.view(slot.shape[::-1]) for slot, view in zip(self._slots, views, strict=True)]
+
+    # ---- scales and bytes of this rank's shard ----------------------------------------------------------
+
+    def runs(self) -> list[tuple[Piece, Tensor]]:
+        """This rank's pieces of the weights, each with where its amax is recorded, FP32 [1]."""
+        return [
+            (piece, self.amax.narrow(0, self._slots.index(piece.slot), 1)) for piece in self._pieces
+        ]
+
+    def measure(self, master: MasterShard) -> int:
+        """Takes the amax of what the master shard holds now; returns the bytes it read."""
+        shard = master.flat.detach()
+        sources = [_cut(shard, piece) for piece in self._pieces]
+        amax = torch.zeros(len(sources), device=shard.device)
+        max_abs_many(sources, amax, through=self._through)
+        self.amax.zero_()
+        if sources:
+            self._of_pieces(self.amax).copy_(amax)
+        self.measured_version = master.version
+        return sum(source.numel() * source.element_size() for source in sources)
+
+    def cast(self, shard: Tensor, out: Tensor) -> None:
+        """Writes this rank's bytes.
+
+        Args:
+            shard: of the master, on the compute device.
+            out: E4M3, as long.
+        """
+        sources, targets = ([_cut(flat, piece) for piece in self._pieces] for flat in (shard, out))
+        cast_many(sources, targets, self._of_pieces(self.scales.scale), through=self._through)
+
+    def _of_pieces(self, of_slots: Tensor) -> Tensor:
+        """The slots of which this rank has a piece are neighbours."""
+        first = self._slots.index(self._pieces[0].slot) if self._pieces else 0
+        return of_slots.narrow(0, first, len(self._pieces))
+
+    # ---- whole weights ----------------------------------------------------------------------------------
+
+    def operand(self, index: int) -> Operand:
+        """Weight `index` for products: its memory is there while the group is unsharded, that of the
+        columnwise form in backward."""
+        inverse = self.scales.scale_inv.narrow(0, index, 1)
+        return Operand(None, self._rowwise_views[index], self._columnwise_views[index], inverse, inverse)
+
+    def allocate_columnwise(self) -> bool:
+        """Gets memory for the transposes; False if there is some, and the transposes are in it."""
+        if self._columnwise.is_allocated:
+            return False
+        self._columnwise.allocate()
+        return True
+
+    def transpose(self) -> int:
+        """Fills the columnwise form from the rowwise one; returns the bytes it moved."""
+        transpose_many(list(zip(self._rowwise_views, self._targets, strict=True)))
+        return 2 * sum(slot.numel for slot in self._slots)
+
+    def free(self) -> None:
+        if self._columnwise.is_allocated:
+            self._columnwise.free()
+
+
+def _cut(flat: Tensor, piece: Piece) -> Tensor:
+    return flat.narrow(0, piece.shard_offset, piece.stop - piece.start)
+
+
+def weight_scales(groups: Sequence[FlatGroup], ledger: ByteLedger) -> list[WeightScales]:
+    """Of all FP8 weights of one model: one for each set of ranks that some are sharded over."""
+    by_ranks: dict[Ranks, list[FlatGroup]] = {}
+    for group in groups:
+        if group.fp8 is not None:
+            by_ranks.setdefault(group.grid.shard, []).append(group)
+    return [WeightScales(members, ledger) for members in by_ranks.values()]
+
+
+class WeightScales:
+    """Scales of all FP8 weights of one model that are sharded over the same ranks.
+
+    Raises:
+        ValueError: if units want different scales.
+    """
+
+    def __init__(self, groups: Sequence[FlatGroup], ledger: ByteLedger) -> None:
+        self._groups = groups
+        self._ledger = ledger
+        self._ranks = groups[0].grid.shard
+        self._recipe = groups[0].policy.precision.fp8_weights
+        for group in groups:
+            theirs = group.policy.precision.fp8_weights
+            if theirs != self._recipe:
+                raise ValueError(
+                    f"unit {group.name} has fp8_weights={theirs!r}, but unit {groups[0].name} "
+                    f"{self._recipe!r}; make them equal"
+                )
+
+    def refresh(self) -> None:
+        """New scales if a master shard has changed.  Collective then; all ranks step together."""
+        if all(group.has_scales for group in self._groups):
+            return
+        for group in self._groups:
+            group.measure()
+        weights = [group.fp8 for group in self._groups if group.fp8 is not None]
+        amax = torch.cat([each.amax for each in weights])
+        if self._ranks.size > 1:
+            # As integers, because the order of the bits puts NaN above infinity on every backend.
+            dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=self._ranks.group)
+            self._ledger.add("amax", amax.numel() * amax.element_size())
+        recipe = self._recipe
+        assert recipe is not None
+        scales = current_scales(
+            amax,
+            torch.full_like(amax, torch.finfo(FP8_DTYPE).max),
+            epsilon=recipe.amax_epsilon,
+            power_of_two=recipe.power_of_two_scales,
+        )
+        scale, scale_inv = spread(scales)
+        sizes = [each.amax.numel() for each in weights]
+        for group, own, own_inv in zip(self._groups, scale.split(sizes), scale_inv.split(sizes), strict=True):
+            group.set_scales(Scales(own, own_inv))

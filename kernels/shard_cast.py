@@ -1,0 +1,242 @@
+"""Shards of many FP32 weights to FP8, one scale a weight: the amax of each, then the cast, one launch each.
+
+For each of n tensors, `rounded(x)` being float(x to bf16), or to whatever a layer computes in:
+
+    max_abs_many:  amax[i]   = max(amax[i], max |rounded(source)|);  NaN wins
+    cast_many:     target[i] = clamp(rounded(source) * scale[i], -max, max) to FP8;  NaN stays NaN
+
+A shard ends anywhere in a weight, so a rank sees pieces of weights: it finds its amaxes, all ranks take the
+largest, and each casts its own pieces by the same scales.  Rounding first gives the bits that a layer gets
+that casts its own weight: those of `cast.max_abs` and `cast.cast` on the rounded tensor.
+
+Bytes per element, source of p bytes: p for the amax, p + 1 for the cast.
+
+Addresses and sizes travel in one table, as in `flat`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from flatfsdp.kernels._ops import operator
+from flatfsdp.kernels._outputs import (
+    FP8_DTYPES,
+    HIGH_DTYPES,
+    check_input,
+    check_like,
+    magnitude,
+    raise_amax,
+    saturate,
+    write_outputs,
+)
+from flatfsdp.kernels._tiles import find, power_of_two
+from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels.flat import device_table, first_blocks, is_aligned, tensor_of_block
+from torch import Tensor
+
+TRITON_NAMES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.float8_e4m3fn: "float8e4nv",
+    torch.float8_e5m2: "float8e5",
+}
+
+
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Kernels see the dtypes of arguments, but not of what lies behind addresses in a table."""
+    return getattr(tl, TRITON_NAMES[dtype])
+
+
+def max_abs_reference(amax: Tensor, tensors: list[Tensor], through: torch.dtype) -> None:
+    for slot, tensor in zip(amax, tensors, strict=True):
+        write_outputs(tensor.to(through).float(), None, None, None, None, slot)
+
+
+@jit
+def _max_abs_block(tensor_ptr, offset, mask):
+    return tl.max(magnitude(tl.load(tensor_ptr + offset, mask, 0.0).to(tl.float32)))
+
+
+@jit
+def _max_abs_many_kernel(
+    amax_ptr,
+    table_ptr,
+    n,
+    N_POW2: tl.constexpr,
+    DTYPE: tl.constexpr,
+    THROUGH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # From the end: what the optimizer wrote last, before this, is still in the cache.
+    block = tl.num_programs(0) - 1 - tl.program_id(0)
+    tensor = tensor_of_block(table_ptr, n, block, N_POW2)
+    row_ptr = table_ptr + tensor
+    start = (block - tl.load(row_ptr)) * BLOCK
+    offset = start + tl.arange(0, BLOCK)
+    tensor_ptr = tl.load(row_ptr + n).to(tl.pointer_type(DTYPE))
+    if ALIGNED:
+        # What Triton finds out by itself about arguments, but not about what is loaded.
+        tensor_ptr = tl.multiple_of(tensor_ptr, 16)
+    numel = tl.load(row_ptr + 2 * n)
+    if start + BLOCK <= numel:
+        # Without a mask that differs between elements, loads are as wide as they can be.
+        largest = _max_abs_block(tensor_ptr, offset, tl.full([BLOCK], 1, tl.int1))
+    else:
+        largest = _max_abs_block(tensor_ptr, offset, offset < numel)
+    # Rounding keeps the order, so that the largest can be rounded rather than each.
+    rounded = largest.to(tl.float32, bitcast=True).to(THROUGH).to(tl.float32)
+    raise_amax(amax_ptr + tensor, magnitude(rounded))
+
+
+def max_abs_launch(amax: Tensor, tensors: list[Tensor], through: torch.dtype) -> None:
+    tile = find("max_abs_many", torch.float32, 1)
+    starts, blocks = first_blocks([cdiv(tensor.numel(), tile.cols) for tensor in tensors])
+    fields = [starts, [tensor.data_ptr() for tensor in tensors], [tensor.numel() for tensor in tensors]]
+    n = len(tensors)
+    with on_device_of(amax):
+        _max_abs_many_kernel[(blocks,)](
+            *(amax, device_table(fields, amax.device), n, power_of_two(n)),
+            *(triton_dtype(tensors[0].dtype), triton_dtype(through), is_aligned(*tensors), tile.cols),
+            **tile.options,
+        )
+
+
+_max_abs_many = operator(
+    "max_abs_many_(Tensor(a!) amax, Tensor[] tensors, ScalarType through) -> ()",
+    reference=max_abs_reference,
+    launch=max_abs_launch,
+)
+
+
+def max_abs_many(tensors: Sequence[Tensor], amax: Tensor, *, through: torch.dtype) -> None:
+    """Raises each amax to the largest magnitude in its tensor, in place: one launch on CUDA.
+
+    Bit for bit what `cast.max_abs` does with `tensor.to(through)`, one by one.
+
+    Args:
+        tensors: [numel] each, any of them possibly empty; contiguous, of one dtype, FP32, bf16 or fp16.
+        amax: FP32 [len(tensors)], never negative; amax[i] is raised to max |tensors[i]| if that is larger,
+            and becomes NaN if tensors[i] holds one.
+        through: what elements are rounded to first: torch.bfloat16, float16, or float32 for no rounding.
+
+    Raises:
+        ValueError: if a tensor's dtype, shape, device or layout does not fit.
+    """
+    check_like("amax", amax, amax if not tensors else tensors[0], (len(tensors),), torch.float32)
+    _check_sources("tensors", tensors, through)
+    if tensors:
+        _max_abs_many(amax, list(tensors), through)
+
+
+def cast_reference(scale: Tensor, sources: list[Tensor], targets: list[Tensor], through: torch.dtype) -> None:
+    for factor, source, target in zip(scale, sources, targets, strict=True):
+        write_outputs(source.to(through).float(), None, target, None, factor, None)
+
+
+@jit
+def _cast_block(source_ptr, target_ptr, scale, offset, mask, THROUGH: tl.constexpr):
+    source = tl.load(source_ptr + offset, mask, 0.0).to(tl.float32)
+    scaled = source.to(THROUGH).to(tl.float32) * scale
+    tl.store(target_ptr + offset, saturate(scaled, target_ptr.dtype.element_ty), mask)
+
+
+@jit
+def _cast_many_kernel(
+    scale_ptr,
+    table_ptr,
+    n,
+    N_POW2: tl.constexpr,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    THROUGH: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    block = tl.program_id(0)
+    tensor = tensor_of_block(table_ptr, n, block, N_POW2)
+    row_ptr = table_ptr + tensor
+    start = (block - tl.load(row_ptr)) * BLOCK
+    offset = start + tl.arange(0, BLOCK)
+    source_ptr = tl.load(row_ptr + n).to(tl.pointer_type(SOURCE))
+    target_ptr = tl.load(row_ptr + 2 * n).to(tl.pointer_type(TARGET))
+    if ALIGNED:
+        # What Triton finds out by itself about arguments, but not about what is loaded.
+        source_ptr = tl.multiple_of(source_ptr, 16)
+        target_ptr = tl.multiple_of(target_ptr, 16)
+    numel = tl.load(row_ptr + 3 * n)
+    scale = tl.load(scale_ptr + tensor)
+    if start + BLOCK <= numel:
+        # Without a mask that differs between elements, loads are as wide as they can be.
+        _cast_block(source_ptr, target_ptr, scale, offset, tl.full([BLOCK], 1, tl.int1), THROUGH)
+    else:
+        _cast_block(source_ptr, target_ptr, scale, offset, offset < numel, THROUGH)
+
+
+def cast_launch(scale: Tensor, sources: list[Tensor], targets: list[Tensor], through: torch.dtype) -> None:
+    tile = find("cast_many", torch.float32, 1)
+    starts, blocks = first_blocks([cdiv(source.numel(), tile.cols) for source in sources])
+    fields = [
+        starts,
+        [source.data_ptr() for source in sources],
+        [target.data_ptr() for target in targets],
+        [source.numel() for source in sources],
+    ]
+    n = len(sources)
+    with on_device_of(scale):
+        _cast_many_kernel[(blocks,)](
+            *(scale, device_table(fields, scale.device), n, power_of_two(n)),
+            *(triton_dtype(dtype) for dtype in (sources[0].dtype, targets[0].dtype, through)),
+            *(is_aligned(*sources, *targets), tile.cols),
+            **tile.options,
+        )
+
+
+_cast_many = operator(
+    "cast_many_(Tensor scale, Tensor[] sources, Tensor(a!)[] targets, ScalarType through) -> ()",
+    reference=cast_reference,
+    launch=cast_launch,
+)
+
+
+def cast_many(
+    sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor, *, through: torch.dtype
+) -> None:
+    """Casts each source to its FP8 target, in place: one launch on CUDA.
+
+    Bit for bit what `cast.cast` makes of `source.to(through)`, one by one.
+
+    Args:
+        sources: [numel] each, any of them possibly empty; contiguous, of one dtype, FP32, bf16 or fp16.
+        targets: contiguous and of their sources' shapes; all torch.float8_e4m3fn or all torch.float8_e5m2.
+        scale: FP32 [len(sources)]; targets[i] is sources[i] times scale[i].
+        through: what elements are rounded to first: torch.bfloat16, float16, or float32 for no rounding.
+
+    Raises:
+        ValueError: if the lists differ in length, or a tensor's dtype, shape, device or layout does not fit.
+    """
+    if len(sources) != len(targets):
+        raise ValueError(
+            f"cast_many got {len(sources)} sources and {len(targets)} targets; it needs one of each per tensor"
+        )
+    check_like("scale", scale, scale if not sources else sources[0], (len(sources),), torch.float32)
+    _check_sources("sources", sources, through)
+    if not sources:
+        return
+    dtype = targets[0].dtype
+    if dtype not in FP8_DTYPES:
+        raise ValueError(f"targets[0] is {dtype}; cast_many makes torch.float8_e4m3fn or torch.float8_e5m2")
+    for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
+        check_like(f"targets[{index}]", target, source, tuple(source.shape), dtype)
+    _cast_many(scale, list(sources), list(targets), through)
+
+
+def _check_sources(name: str, sources: Sequence[Tensor], through: torch.dtype) -> None:
+    if through not in HIGH_DTYPES:
+        raise ValueError(f"through is {through}; elements are rounded to torch.bfloat16, float16 or float32")
+    for index, source in enumerate(sources):
+        check_input(f"{name}[{index}]", source, dims=1)
+        check_like(f"{name}[{index}]", source, sources[0], tuple(source.shape), sources[0].dtype)
