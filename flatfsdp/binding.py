@@ -53,9 +53,7 @@ class Binding:
         self._order = {site.module: tuple(site.module._parameters) for group in sites for site in group}
 
     @staticmethod
-    def of(
-        module: nn.Module, parameters: Iterable[nn.Parameter], role: Role = Role.COMPUTE
-    ) -> Binding:
+    def of(module: nn.Module, parameters: Iterable[nn.Parameter], role: Role = Role.COMPUTE) -> Binding:
         """Packs `parameters`, in that order, and finds every site below `module` that holds one of them.
 
         Raises:
@@ -71,9 +69,7 @@ class Binding:
                     f"a parameter of shape {tuple(parameter.shape)} is not registered below "
                     f"{type(module).__name__}; pass parameters of the module that is wrapped"
                 )
-        layout = FlatLayout.pack(
-            ParamSpec(sites[0].name, tuple(p.shape), role) for p, sites in found.items()
-        )
+        layout = FlatLayout.pack(ParamSpec(sites[0].name, tuple(p.shape), role) for p, sites in found.items())
         return Binding(layout, [tuple(sites) for sites in found.values()])
 
     def parameters(self) -> list[nn.Parameter]:

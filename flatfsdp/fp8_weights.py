@@ -29,6 +29,7 @@ from flatfsdp.binding import Binding
 from flatfsdp.buffers import FlatBuffer
 from flatfsdp.comm import Ranks
 from flatfsdp.fp8.operand import Operand
+from flatfsdp.fp8.recipe import CurrentScaling
 from flatfsdp.kernels.cast import transpose_many
 from flatfsdp.kernels.scaling import Scales, current_scales, spread
 from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
@@ -101,9 +102,7 @@ class FP8Weights:
 
     def runs(self) -> list[tuple[Piece, Tensor]]:
         """This rank's pieces of the weights, each with where its amax is recorded, FP32 [1]."""
-        return [
-            (piece, self.amax.narrow(0, self._slots.index(piece.slot), 1)) for piece in self._pieces
-        ]
+        return [(piece, self.amax.narrow(0, self._slots.index(piece.slot), 1)) for piece in self._pieces]
 
     def measure(self, master: MasterShard) -> int:
         """Takes the amax of what the master shard holds now; returns the bytes it read."""
@@ -203,7 +202,7 @@ class WeightScales:
             dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=self._ranks.group)
             self._ledger.add("amax", amax.numel() * amax.element_size())
         recipe = self._recipe
-        assert recipe is not None
+        assert isinstance(recipe, CurrentScaling)
         scales = current_scales(
             amax,
             torch.full_like(amax, torch.finfo(FP8_DTYPE).max),

@@ -11,7 +11,18 @@ from typing import Literal
 
 import torch
 
-Traffic = Literal["cast", "measure", "transpose", "concat", "accumulate", "offload", "gather", "amax", "reduce", "all_reduce"]
+Traffic = Literal[
+    "cast",
+    "measure",
+    "transpose",
+    "concat",
+    "accumulate",
+    "offload",
+    "gather",
+    "amax",
+    "reduce",
+    "all_reduce",
+]
 
 
 class ByteLedger:

@@ -32,7 +32,9 @@ class Precision:
         fp8_weights: how to scale weights that are kept in FP8 (E4M3), one byte an element, wherever `compute`
             applies to the others: those which every layer that has them can multiply with in FP8, as the
             layers of `flatfsdp.layers` and of `fp8.convert`.  Such a model runs inside `fp8.autocast`, with
-            any recipe that has one scale a tensor.  None keeps all weights in `compute`.
+            any recipe that has one scale a tensor.  None keeps all weights in `compute`.  "in_layers" does
+            so, too, in the flat buffers that FP8 weights would have: for comparison, as sums over three ranks
+            or more have an order that depends on where shards are cut.
     """
 
     param: torch.dtype = torch.float32
@@ -41,10 +43,10 @@ class Precision:
     reduce: torch.dtype = torch.float32
     grad: torch.dtype | None = None
     buffer: torch.dtype | None = None
-    fp8_weights: CurrentScaling | None = None
+    fp8_weights: CurrentScaling | Literal["in_layers"] | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.fp8_weights, CurrentScaling | None):
+        if self.fp8_weights not in (None, "in_layers") and not isinstance(self.fp8_weights, CurrentScaling):
             raise ValueError(
                 f"Precision.fp8_weights is {self.fp8_weights!r}; it must be a CurrentScaling or None: a weight "
                 "in the flat buffer has one scale, from its values of now"

@@ -97,7 +97,7 @@ class FlatGroup:
         for slot, parameter in zip(self.layout.slots, parameters, strict=True):
             self.master.load(slot, parameter.detach())
 
-        is_fp8 = self.layout.role is Role.FP8
+        is_fp8 = self.layout.role is Role.FP8 and precision.fp8_weights != "in_layers"
         stored_dtype = FP8_DTYPE if is_fp8 else precision.compute
         self._compute_shard = self.master.flat.data
         if stored_dtype != precision.param or self.master.is_offloaded:
@@ -163,7 +163,7 @@ class FlatGroup:
     @property
     def flat_name(self) -> str:
         """Of the flat parameter, among those of its unit."""
-        kinds = ("" if self.trainable else "frozen_", "" if self.fp8 is None else "fp8_")
+        kinds = ("" if self.trainable else "frozen_", "fp8_" if self.layout.role is Role.FP8 else "")
         return f"{''.join(kinds)}flat_param"
 
     # ---- master shard -> flat buffer --------------------------------------------------------------------

@@ -41,6 +41,7 @@ TILES: dict[tuple[str, int, int], Tile] = {
     # kernel, bytes of an element, columns at most
     ("cast", 2, 16384): Tile(64, 64, 4, 1, 2),
     ("cast, sum", 2, 16384): Tile(64, 64, 8, 1, 16, 64),
+    ("column_sum", 2, 65536): Tile(256, 32, 8, 6),
     ("max_abs", 2, 16384): Tile(1, 16384, 8),
     ("activation_forward", 2, 16384): Tile(16, 256, 4),
     ("activation_forward, transpose", 2, 16384): Tile(64, 64, 4),
@@ -55,6 +56,8 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("dropout_forward", 2, 16384): Tile(16, 256, 4),
     ("dropout_backward", 2, 16384): Tile(16, 256, 4),
     ("dropout_backward, sum", 2, 16384): Tile(16, 128, 4, 4, 16),
+    ("max_abs_many", 4, 65536): Tile(1, 16384, 8),
+    ("cast_many", 4, 65536): Tile(1, 4096, 8),
     ("accumulate_many", 2, 65536): Tile(1, 4096, 8),
     ("embedding_grad", 2, 16384): Tile(1, 4096, 8, 4),
     ("rope", 2, 16384): Tile(1, 2048, 4),

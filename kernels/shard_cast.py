@@ -24,7 +24,6 @@ from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import (
     FP8_DTYPES,
     HIGH_DTYPES,
-    check_input,
     check_like,
     magnitude,
     raise_amax,
@@ -126,10 +125,12 @@ def max_abs_many(tensors: Sequence[Tensor], amax: Tensor, *, through: torch.dtyp
     Raises:
         ValueError: if a tensor's dtype, shape, device or layout does not fit.
     """
-    check_like("amax", amax, amax if not tensors else tensors[0], (len(tensors),), torch.float32)
-    _check_sources("tensors", tensors, through)
-    if tensors:
-        _max_abs_many(amax, list(tensors), through)
+    _check_rounding(through)
+    if not tensors:
+        return
+    _check_vectors("tensors", tensors, HIGH_DTYPES, tensors[0].device)
+    check_like("amax", amax, tensors[0], (len(tensors),), torch.float32)
+    _max_abs_many(amax, list(tensors), through)
 
 
 def cast_reference(scale: Tensor, sources: list[Tensor], targets: list[Tensor], through: torch.dtype) -> None:
@@ -220,23 +221,40 @@ def cast_many(
     """
     if len(sources) != len(targets):
         raise ValueError(
-            f"cast_many got {len(sources)} sources and {len(targets)} targets; it needs one of each per tensor"
+            f"cast_many got {len(sources)} sources and {len(targets)} targets; each source needs a target"
         )
-    check_like("scale", scale, scale if not sources else sources[0], (len(sources),), torch.float32)
-    _check_sources("sources", sources, through)
+    _check_rounding(through)
     if not sources:
         return
-    dtype = targets[0].dtype
-    if dtype not in FP8_DTYPES:
-        raise ValueError(f"targets[0] is {dtype}; cast_many makes torch.float8_e4m3fn or torch.float8_e5m2")
+    device = sources[0].device
+    _check_vectors("sources", sources, HIGH_DTYPES, device)
+    _check_vectors("targets", targets, FP8_DTYPES, device)
     for index, (source, target) in enumerate(zip(sources, targets, strict=True)):
-        check_like(f"targets[{index}]", target, source, tuple(source.shape), dtype)
+        if source.numel() != target.numel():
+            raise ValueError(
+                f"targets[{index}] has {target.numel()} elements, but sources[{index}] has {source.numel()}; "
+                "cast_many needs the same number"
+            )
+    check_like("scale", scale, sources[0], (len(sources),), torch.float32)
     _cast_many(scale, list(sources), list(targets), through)
 
 
-def _check_sources(name: str, sources: Sequence[Tensor], through: torch.dtype) -> None:
+def _check_rounding(through: torch.dtype) -> None:
     if through not in HIGH_DTYPES:
         raise ValueError(f"through is {through}; elements are rounded to torch.bfloat16, float16 or float32")
-    for index, source in enumerate(sources):
-        check_input(f"{name}[{index}]", source, dims=1)
-        check_like(f"{name}[{index}]", source, sources[0], tuple(source.shape), sources[0].dtype)
+
+
+def _check_vectors(
+    name: str, tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype], device: torch.device
+) -> None:
+    dtype = tensors[0].dtype
+    if dtype not in dtypes:
+        raise ValueError(f"{name}[0] is {dtype}; it must be {' or '.join(map(str, dtypes))}")
+    for index, tensor in enumerate(tensors):
+        is_like_first = tensor.dtype == dtype and tensor.device == device
+        if not is_like_first or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name}[{index}] is {tensor.dtype} of shape {tuple(tensor.shape)} and strides "
+                f"{tensor.stride()} on {tensor.device}; it must be contiguous, one-dimensional, and {dtype} "
+                f"like {name}[0], on {device}"
+            )

@@ -10,7 +10,6 @@ Next: `layers/` composes it with norms and activations inside one autograd Funct
     saved      x for wgrad, w for dgrad: FP8, one byte an element each; a bf16 weight itself
     backward   dy -> Operand   (cast, transposed and summed for the bias in one pass)
                dx = dy w,  dw = dy^T x, accumulated into main_grad or returned
-               without FP8 the product dy^T x sums dy for the bias
 """
 
 from __future__ import annotations
@@ -26,8 +25,9 @@ from flatfsdp.autograd import receives_gradient
 from flatfsdp.fp8 import products
 from flatfsdp.fp8.main_grad import claim
 from flatfsdp.fp8.operand import Operand
-from flatfsdp.fp8.quantizers import Quantized, Quantizer, Unquantized
+from flatfsdp.fp8.quantizers import Quantized, Quantizer
 from flatfsdp.fp8.recipe import SplitAccumulator
+from flatfsdp.kernels.column_sum import column_sum as sum_columns
 
 FuseWgrad = bool | Literal["two_pass"]
 """Whether a layer adds its weight gradient to main_grad itself; "two_pass": in an FP32 product and an
@@ -108,19 +108,15 @@ def linear_forward(
 
 
 def quantize_grad(dy: Tensor, call: LinearCall) -> Quantized:
-    """dy [tokens, out] as an Operand, empty if no product needs it, and its column sums for the bias.
-
-    There are no sums where the product of the weight's gradient makes them.
-    """
+    """dy [tokens, out] as an Operand, empty if no product needs it, and its column sums for the bias."""
+    dy = dy.contiguous()
     if not (call.needs_input_grad or call.needs_weight_grad):
-        return Quantized(Operand(), dy.sum(0, dtype=torch.float32) if call.needs_bias_grad else None)
-    quantizer = call.grad_quantizer()
-    product_sums = call.needs_weight_grad and isinstance(quantizer, Unquantized)
-    return quantizer.cast(
-        dy.contiguous(),
+        return Quantized(Operand(), sum_columns(dy) if call.needs_bias_grad else None)
+    return call.grad_quantizer().cast(
+        dy,
         rowwise=call.needs_input_grad,
         columnwise=call.needs_weight_grad,
-        column_sum=call.needs_bias_grad and not product_sums,
+        column_sum=call.needs_bias_grad,
     )
 
 
@@ -139,28 +135,18 @@ class LinearGrads(NamedTuple):
 
 
 def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall) -> LinearGrads:
-    """Gradients of input, weight and bias; the last one is in `dy`, or comes with the weight's."""
+    """Gradients of input, weight and bias; the last one is in `dy`."""
     operand, dbias = dy
     dx = products.dgrad(operand, saved.weight, call.dtype, call.split) if call.needs_input_grad else None
-    sums = None
-    if call.needs_bias_grad and dbias is None:
-        assert operand.high is not None
-        sums = dbias = operand.high.new_empty(operand.high.shape[1], dtype=torch.float32)
-    dweight = weight_grad(operand, saved.x, sums, call) if call.needs_weight_grad else None
+    dweight = weight_grad(operand, saved.x, call) if call.needs_weight_grad else None
     return LinearGrads(dx, dweight, dbias)
 
 
-def weight_grad(dy: Operand, x: Operand, bias_grad: Tensor | None, call: LinearCall) -> Tensor | None:
-    """The weight's gradient in its dtype, or None: it is in main_grad, or this backward does not ask for it.
-
-    Args:
-        bias_grad: not FP8: FP32 [out], becomes the column sums of dy.
-    """
+def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
+    """The weight's gradient in its dtype, or None: it is in main_grad, or this backward does not ask for it."""
     if call.weight is None:
-        return products.wgrad(dy, x, call.weight_dtype, call.split, bias_grad=bias_grad)
+        return products.wgrad(dy, x, call.weight_dtype, call.split)
     if not receives_gradient(call.weight):
-        if bias_grad is not None and dy.high is not None:
-            torch.sum(dy.high, 0, dtype=torch.float32, out=bias_grad)
         return None
     slot = claim(call.weight, call.name, call.is_first_microbatch)
     products.accumulate_wgrad(
@@ -170,6 +156,5 @@ def weight_grad(dy: Operand, x: Operand, bias_grad: Tensor | None, call: LinearC
         call.split,
         first=slot.first,
         two_passes=call.fuse_wgrad == "two_pass",
-        bias_grad=bias_grad,
     )
     return None

@@ -2,7 +2,7 @@
 
     fprop   y  = x w^T + bias   x [tokens, in], w [out, in]
     dgrad   dx = dy w           dy [tokens, out]
-    wgrad   dw = dy^T x         into an FP32 buffer, or as a tensor; without FP8 db = sum(dy, 0) as well
+    wgrad   dw = dy^T x         into an FP32 buffer, or as a tensor
 
 FP8 products give 1 / (scale of a * scale of b) times the FP32 sum.
 """
@@ -39,50 +39,33 @@ def dgrad(dy: Operand, weight: Operand, dtype: torch.dtype, split: SplitAccumula
     return _product(dy.rowwise, dy.rowwise_inv, weight.columnwise, weight.columnwise_inv, dtype, split.dgrad)
 
 
-def wgrad(
-    dy: Operand, x: Operand, dtype: torch.dtype, split: SplitAccumulator, *, bias_grad: Tensor | None = None
-) -> Tensor:
+def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, split: SplitAccumulator) -> Tensor:
     """[out, in] in `dtype`; with FP32 the same bits as `accumulate_wgrad` adds."""
     if dtype == torch.float32 or _tokens(dy) == 0:
         rows, cols = _wgrad_shape(dy, x)
         target = _some(dy).new_empty(rows, cols, dtype=torch.float32)
-        accumulate_wgrad(target, dy, x, split, first=True, bias_grad=bias_grad)
+        accumulate_wgrad(target, dy, x, split, first=True)
         return target.to(dtype)
     if dy.high is not None:
         assert x.high is not None
-        if bias_grad is not None:
-            torch.sum(dy.high, 0, dtype=torch.float32, out=bias_grad)
         return dy.high.t() @ x.high
     return _product(dy.columnwise, dy.columnwise_inv, x.columnwise, x.columnwise_inv, dtype, split.wgrad)
 
 
 def accumulate_wgrad(
-    target: Tensor,
-    dy: Operand,
-    x: Operand,
-    split: SplitAccumulator,
-    *,
-    first: bool,
-    two_passes: bool = False,
-    bias_grad: Tensor | None = None,
+    target: Tensor, dy: Operand, x: Operand, split: SplitAccumulator, *, first: bool, two_passes: bool = False
 ) -> None:
-    """Writes (`first`) or adds dy^T x to `target`, FP32 [out, in]; in the product itself or in two passes.
-
-    Args:
-        bias_grad: not FP8: FP32 [out], becomes the sums of dy over tokens.
-    """
+    """Writes (`first`) or adds dy^T x to `target`, FP32 [out, in]; in the product itself or in two passes."""
     if _tokens(dy) == 0:
         if first:
             target.zero_()
-        if bias_grad is not None:
-            bias_grad.zero_()
         return
     kernel = wgrad_kernels.wgrad_unfused if two_passes else wgrad_kernels.wgrad
     if dy.high is not None:
         assert x.high is not None
-        kernel(target, dy.high, x.high, first=first, bias_grad=bias_grad)
+        kernel(target, dy.high, x.high, first=first)
         return
-    assert dy.columnwise is not None and x.columnwise is not None and bias_grad is None
+    assert dy.columnwise is not None and x.columnwise is not None
     if is_blockwise(dy.columnwise_inv):
         # cuBLASLt has no beta for these.
         product = _product(

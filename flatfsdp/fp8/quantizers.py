@@ -20,6 +20,7 @@ from torch import Tensor
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.kernels.block_cast import Block, block_cast
 from flatfsdp.kernels.cast import cast, max_abs
+from flatfsdp.kernels.column_sum import column_sum as sum_columns
 from flatfsdp.kernels.scaling import current_scales
 
 
@@ -64,7 +65,7 @@ class Unquantized:
     def cast(self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Quantized:
         if self.amax is not None:
             max_abs(x, self.amax)
-        return Quantized(Operand(high=x), x.sum(0, dtype=torch.float32) if column_sum else None)
+        return Quantized(Operand(high=x), sum_columns(x) if column_sum else None)
 
     def silent(self) -> Unquantized:
         return Unquantized()
@@ -158,7 +159,7 @@ class Blockwise:
         operand = Operand(
             None, cast.rowwise, cast.columnwise, cast.rowwise_scale_inv, cast.columnwise_scale_inv
         )
-        return Quantized(operand, x.sum(0, dtype=torch.float32) if column_sum else None)
+        return Quantized(operand, sum_columns(x) if column_sum else None)
 
     def silent(self) -> Blockwise:
         return self

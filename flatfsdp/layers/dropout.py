@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatfsdp.kernels.column_sum import column_sum
 from flatfsdp.kernels.dropout import WORDS, counters, dropout_backward, dropout_forward
 
 
@@ -104,7 +105,7 @@ class _BiasDropoutAdd(torch.autograd.Function):
             )
             dx = dx.view(dy.shape)
         else:
-            dx, dbias = dy, rows.sum(0, dtype=torch.float32) if needs_bias_grad else None
+            dx, dbias = dy, column_sum(rows) if needs_bias_grad else None
         if dbias is not None:
             dbias = dbias.to(ctx.bias_dtype)
         return dx, dbias, dy if needs_residual_grad else None, None, None

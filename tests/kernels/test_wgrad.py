@@ -41,20 +41,6 @@ def test_sum_over_microbatches_against_float64(dtype: torch.dtype, tokens: int) 
     assert relative_error(target, exact) < 1e-6
 
 
-@pytest.mark.parametrize("run", [wgrad, wgrad_unfused])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_bias_gradients_are_sums_over_tokens(run: Any, dtype: torch.dtype) -> None:
-    """Of this microbatch: unlike the weight's, they are not accumulated."""
-    target, bias_grad = torch.full((7, 19), torch.nan), torch.full((7,), torch.nan)
-    without = target.clone()
-    for first in (True, False):
-        dy, x = torch.randn(123, 7).to(dtype), torch.randn(123, 19).to(dtype)
-        run(target, dy, x, first=first, bias_grad=bias_grad)
-        run(without, dy, x, first=first)
-        assert relative_error(bias_grad, dy.double().sum(0)) < 1e-6
-    assert torch.equal(target, without)
-
-
 @FP8_PAIRS
 def test_fp8_against_float64(dy_dtype: torch.dtype, x_dtype: torch.dtype) -> None:
     dy, x = torch.randn(OUT, TOKENS).to(dy_dtype), torch.randn(IN, TOKENS).to(x_dtype)
@@ -104,27 +90,22 @@ class FakeCublasLt:
 
     Args:
         first_choice: whether an algorithm is found if only those without split-K are asked for.
-        others: splits and reduction scheme of each of those found if any kind is asked for.
-
-    Attributes:
-        offers_sums: whether there are algorithms with the epilogue BGRADB.
-        sums_are_off_by: what its results are wrong by.
+        others: splits, reduction scheme and tile of each of those found if any kind is asked for.
     """
 
     MatmulDescAttribute = IntEnum(
-        "MatmulDescAttribute",
-        "TRANSA TRANSB FAST_ACCUM A_SCALE_POINTER B_SCALE_POINTER EPILOGUE BIAS_POINTER BIAS_DATA_TYPE",
+        "MatmulDescAttribute", "TRANSA TRANSB FAST_ACCUM A_SCALE_POINTER B_SCALE_POINTER"
     )
-    Epilogue = IntEnum("Epilogue", {"DEFAULT": 1, "BGRADA": 256, "BGRADB": 512})
     MatmulPreferenceAttribute = IntEnum(
         "MatmulPreferenceAttribute",
         "MAX_WORKSPACE_BYTES REDUCTION_SCHEME_MASK MIN_ALIGNMENT_A_BYTES MIN_ALIGNMENT_B_BYTES "
         "MIN_ALIGNMENT_C_BYTES MIN_ALIGNMENT_D_BYTES",
     )
-    MatmulAlgoConfigAttribute = IntEnum("MatmulAlgoConfigAttribute", "SPLITK_NUM REDUCTION_SCHEME")
+    MatmulAlgoConfigAttribute = IntEnum("MatmulAlgoConfigAttribute", "SPLITK_NUM REDUCTION_SCHEME TILE_ID")
+    MatmulTile = IntEnum("MatmulTile", {"TILE_128x128": 20, "TILE_128x160": 29})
     ReductionScheme = IntEnum("ReductionScheme", {"NONE": 0, "COMPUTE_TYPE": 2, "MASK": 7})
     SIZES = SimpleNamespace(
-        desc={"FAST_ACCUM": 1, "A_SCALE_POINTER": 8, "B_SCALE_POINTER": 8, "BIAS_POINTER": 8},
+        desc={"TRANSA": 4, "TRANSB": 4, "FAST_ACCUM": 1, "A_SCALE_POINTER": 8, "B_SCALE_POINTER": 8},
         preference={"MAX_WORKSPACE_BYTES": 8, "REDUCTION_SCHEME_MASK": 4},
     )
     DTYPES = {  # noqa: RUF012
@@ -134,13 +115,12 @@ class FakeCublasLt:
     class cuBLASLtError(Exception):  # noqa: N801
         pass
 
-    def __init__(self, first_choice: bool = True, others: tuple[tuple[int, int], ...] = ()) -> None:
+    def __init__(self, first_choice: bool = True, others: tuple[tuple[int, ...], ...] = ()) -> None:
         self.calls: Counter[str] = Counter()
         self.things: dict[int, Any] = {}
         self.algorithms_run: list[int] = []
         self.betas: list[float] = []
         self.first_choice, self.others = first_choice, others
-        self.offers_sums, self.sums_are_off_by = True, 0.0
 
     def _new(self, thing: Any) -> int:
         self.things[len(self.things) + 1] = thing
@@ -162,7 +142,7 @@ class FakeCublasLt:
 
     def matmul_desc_set_attribute(self, desc: int, name: int, address: int, size: int) -> None:
         name = self.MatmulDescAttribute(name).name
-        assert size == self.SIZES.desc.get(name, 4)
+        assert size == self.SIZES.desc[name]
         self.things[desc][name] = int.from_bytes(ctypes.string_at(address, size), "little")
 
     def matmul_preference_create(self) -> int:
@@ -192,10 +172,8 @@ class FakeCublasLt:
         told, is_fp8 = self.things[desc], self.things[a][0].itemsize == 1
         assert ("A_SCALE_POINTER" in told) == ("B_SCALE_POINTER" in told) == ("FAST_ACCUM" in told) == is_fp8
         assert c == d
-        sums = told.get("EPILOGUE") == self.Epilogue.BGRADB
-        assert sums == ("BIAS_POINTER" in told) == (told.get("BIAS_DATA_TYPE") == 0)
-        found = self.others if mask else ((1, 0),) * self.first_choice
-        if not found or (sums and not self.offers_sums):
+        found = self.others if mask else ((1, 0, 0),) * self.first_choice
+        if not found:
             raise self.cuBLASLtError("NOT_SUPPORTED")
         for index, configuration in enumerate(found[:wanted]):
             self.things[results + index] = ("algorithm", configuration)
@@ -204,10 +182,8 @@ class FakeCublasLt:
     def matmul_algo_config_get_attribute(
         self, algorithm: int, name: int, address: int, size: int, written: int
     ) -> None:
-        splits, scheme = self.things[algorithm][1]
-        is_splits = name == self.MatmulAlgoConfigAttribute.SPLITK_NUM
         assert size == 4 and written
-        ctypes.c_int32.from_address(address).value = splits if is_splits else scheme
+        ctypes.c_int32.from_address(address).value = self.things[algorithm][1][name - 1]
 
     def _matrix(self, address: int, layout: int) -> Tensor:
         dtype, rows, cols, ld = self.things[layout]
@@ -230,10 +206,6 @@ class FakeCublasLt:
         if kept:
             product += kept * self._matrix(c, c_layout)
         self._matrix(d, d_layout).copy_(product)
-        if told.get("EPILOGUE") == self.Epilogue.BGRADB:
-            assert told["BIAS_POINTER"] % 16 == 0
-            sums = (ctypes.c_float * right.shape[1]).from_address(told["BIAS_POINTER"])
-            sums[:] = (right.sum(0) + self.sums_are_off_by).tolist()
         self.algorithms_run.append(algorithm)
         self.betas.append(kept)
         assert self.things[handle] == "handle" and workspace and size == 64 and stream == 7
@@ -291,84 +263,10 @@ def test_cublas_lt_is_told_the_right_product(fake: FakeCublasLt, dtype: torch.dt
     ours, expected = (torch.full((7, 19), torch.nan) for _ in range(2))
     for first in (True, False, False):
         dy, x = integers(tokens, 7, dtype=dtype), integers(tokens, 19, dtype=dtype)
-        module.launch(ours, dy, x, None, first)
-        module.reference(expected, dy, x, None, first)
+        module.launch(ours, dy, x, first)
+        module.reference(expected, dy, x, first)
         assert torch.equal(ours, expected)
     assert fake.betas == [0, 1, 1]
-
-
-def summed(
-    ours: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype, tokens: int = 33
-) -> None:
-    """Two microbatches with bias gradients by launch and reference, which have to agree."""
-    for first in (True, False):
-        dy, x = integers(tokens, 7, dtype=dtype), integers(tokens, 19, dtype=dtype)
-        module.launch(ours[0], dy, x, ours[1], first)
-        module.reference(expected[0], dy, x, expected[1], first)
-        assert torch.equal(ours[0], expected[0]) and torch.equal(ours[1], expected[1])
-
-
-def poisoned_pair() -> tuple[Tensor, Tensor]:
-    return torch.full((7, 19), torch.nan), torch.full((7,), torch.nan)
-
-
-@HALVES
-@pytest.mark.parametrize("tokens", [1, 33])
-def test_cublas_lt_sums_the_right_operand(fake: FakeCublasLt, dtype: torch.dtype, tokens: int) -> None:
-    summed(poisoned_pair(), poisoned_pair(), dtype, tokens)
-    assert fake.betas == [0, 1] and fake.calls["heuristic"] == 1
-
-
-def test_fused_and_unfused_have_one_plan_with_and_one_without_a_bias_gradient(fake: FakeCublasLt) -> None:
-    dy, x = integers(TOKENS, OUT, dtype=torch.bfloat16), integers(TOKENS, IN, dtype=torch.bfloat16)
-    target, bias_grad, algorithms = torch.empty(OUT, IN), torch.empty(OUT), []
-    for sums in (bias_grad, None):
-        for run in (wgrad, wgrad_unfused):
-            for first in (True, False):
-                run(target, dy, x, first=first, bias_grad=sums)
-        algorithms.append(set(fake.algorithms_run[-4:]))
-    assert fake.calls["heuristic"] == 2
-    assert [len(found) for found in algorithms] == [1, 1] and algorithms[0] != algorithms[1]
-
-
-def test_where_cublas_lt_cannot_sum_the_product_is_in_place_and_the_log_says_so_once(
-    fake: FakeCublasLt, caplog: pytest.LogCaptureFixture
-) -> None:
-    fake.offers_sums = False
-    with caplog.at_level(logging.INFO, module.__name__):
-        summed(poisoned_pair(), poisoned_pair(), torch.bfloat16)
-    assert fake.betas == [0, 1]
-    (message,) = (record.getMessage() for record in caplog.records)
-    assert "out, in, tokens = (7, 19, 33)" in message and "bias gradient by a sum of its own" in message
-
-
-def test_wrong_sums_of_cublas_lt_are_found_out_and_not_used(
-    fake: FakeCublasLt, caplog: pytest.LogCaptureFixture
-) -> None:
-    fake.sums_are_off_by = 1.0
-    with caplog.at_level(logging.WARNING, module.__name__):
-        summed(poisoned_pair(), poisoned_pair(), torch.bfloat16)
-    assert len(set(fake.algorithms_run)) == 1, "the same product as if they were right"
-    (message,) = (record.getMessage() for record in caplog.records)
-    assert "tokens, out = (33, 7)" in message and "cuBLASLt's is wrong" in message
-
-
-def test_overflows_in_the_first_call_say_nothing_about_sums(
-    fake: FakeCublasLt, caplog: pytest.LogCaptureFixture
-) -> None:
-    dy, x = integers(33, 7, dtype=torch.float16), integers(33, 19, dtype=torch.float16)
-    dy[0, 2], dy[1, 3], dy[[2, 3], 4] = torch.inf, torch.nan, torch.tensor([torch.inf, -torch.inf]).half()
-    target, bias_grad = poisoned_pair()
-    module.launch(target, dy, x, bias_grad, True)
-    torch.testing.assert_close(bias_grad, dy.float().sum(0), rtol=0, atol=0, equal_nan=True)
-    assert not caplog.records
-
-
-def test_a_bias_gradient_at_an_odd_address(fake: FakeCublasLt) -> None:
-    """The GEMM needs 16 bytes, which the fake checks."""
-    flat = torch.full((9,), 5.0)
-    summed((poisoned_pair()[0], flat[1:-1]), poisoned_pair(), torch.bfloat16)
-    assert flat[0] == flat[-1] == 5
 
 
 def fp8_call() -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -407,18 +305,55 @@ def test_the_accumulator_is_part_of_the_plan(fake: FakeCublasLt) -> None:
 def test_if_cublas_lt_refuses_an_algorithm_without_split_k_is_picked_from_many(
     fake: FakeCublasLt, call: Any
 ) -> None:
-    fake.first_choice, fake.others = False, ((8, 2), (2, 0), (1, 2), (1, 0), (0, 0))
+    fake.first_choice, fake.others = False, (
+        *((8, 2, 0), (2, 0, 0), (1, 2, 0), (1, 0, 5), (0, 0, 6)),
+    )
     tensors, scales = call()
     wgrad(*tensors, first=True, **scales)
     wgrad(*tensors, first=False, **scales)
-    assert {fake.things[algorithm] for algorithm in fake.algorithms_run} == {("algorithm", (1, 0))}
+    assert {fake.things[algorithm] for algorithm in fake.algorithms_run} == {("algorithm", (1, 0, 5))}
     assert fake.calls["heuristic"] == fake.calls["preferences destroyed"] == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_fp8", "tile"),
+    [
+        *(((12288, 4096, 8192), False, "TILE_128x160"), ((4096, 4096, 8192), False, "TILE_128x128")),
+        *(((1024, 1024, 8192), False, None), ((12288, 4096, 8192), True, None)),
+        ((12288, 4096, 1024), True, "TILE_128x128"),
+    ],
+)
+def test_which_tile_is_preferred(shape: tuple[int, int, int], is_fp8: bool, tile: str | None) -> None:
+    assert module.preferred_tile(shape, is_fp8) == tile
+
+
+@CALLS
+def test_the_first_algorithm_with_the_preferred_tile_and_without_split_k(
+    fake: FakeCublasLt, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "preferred_tile", lambda shape, is_fp8: "TILE_128x160")
+    fake.others = ((1, 0, 20), (8, 2, 29), (1, 0, 29), (0, 0, 29))
+    tensors, scales = call()
+    for run in (wgrad, wgrad_unfused):
+        run(*tensors, first=True, **scales)
+    assert {fake.things[algorithm] for algorithm in fake.algorithms_run} == {("algorithm", (1, 0, 29))}
+
+
+@CALLS
+def test_without_an_algorithm_with_the_preferred_tile(
+    fake: FakeCublasLt, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "preferred_tile", lambda shape, is_fp8: "TILE_128x160")
+    fake.others = ((1, 0, 20), (8, 2, 29))
+    tensors, scales = call()
+    wgrad(*tensors, first=True, **scales)
+    assert {fake.things[algorithm] for algorithm in fake.algorithms_run} == {("algorithm", (1, 0, 0))}
 
 
 def test_a_shape_without_an_algorithm_is_added_and_the_log_says_so_once(
     fake: FakeCublasLt, caplog: pytest.LogCaptureFixture
 ) -> None:
-    fake.first_choice, fake.others = False, ((8, 2),)
+    fake.first_choice, fake.others = False, ((8, 2, 0),)
     ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
     scales = (torch.tensor([0.25]), torch.tensor([4.0]))
     with caplog.at_level(logging.INFO, module.__name__):
@@ -453,10 +388,10 @@ def test_without_nvmath_the_product_is_added_and_the_log_says_so_once(
 def test_fp32_is_added_and_needs_no_plan(fake: FakeCublasLt) -> None:
     ours, expected = (torch.full((7, 19), torch.nan) for _ in range(2))
     for first in (True, False):
-        dy, x, bias_grad = torch.randn(33, 7), torch.randn(33, 19), torch.full((7,), torch.nan)
-        wgrad(ours, dy, x, first=first, bias_grad=bias_grad)
+        dy, x = torch.randn(33, 7), torch.randn(33, 19)
+        wgrad(ours, dy, x, first=first)
         wgrad_unfused(expected, dy, x, first=first)
-        assert torch.equal(ours, expected) and torch.equal(bias_grad, dy.sum(0))
+        assert torch.equal(ours, expected)
     assert not fake.calls
 
 
@@ -504,9 +439,8 @@ def test_no_tokens(fake: FakeCublasLt) -> None:
     target = torch.full((OUT, IN), torch.nan)
     wgrad(target, torch.empty(0, OUT), torch.empty(0, IN), first=True)
     assert torch.equal(target, torch.zeros(OUT, IN))
-    bias_grad = torch.full((OUT,), torch.nan)
-    wgrad(target.fill_(3.0), torch.empty(0, OUT), torch.empty(0, IN), first=False, bias_grad=bias_grad)
-    assert (target == 3).all() and (bias_grad == 0).all()
+    wgrad(target.fill_(3.0), torch.empty(0, OUT), torch.empty(0, IN), first=False)
+    assert (target == 3).all()
 
 
 def test_what_does_not_fit_is_named() -> None:
@@ -523,14 +457,6 @@ def test_what_does_not_fit_is_named() -> None:
         wgrad(target, x, dy, first=True)
     with pytest.raises(ValueError, match="are for FP8 operands"):
         wgrad(target, dy, x, first=True, **scales)
-    with pytest.raises(ValueError, match=r"bias_grad is torch\.float32 \(80,\).* 48 elements"):
-        wgrad(target, dy, x, first=True, bias_grad=torch.empty(IN))
-    with pytest.raises(ValueError, match=r"bias_grad is torch\.bfloat16"):
-        wgrad(target, dy, x, first=True, bias_grad=torch.empty(OUT, dtype=torch.bfloat16))
-    with pytest.raises(ValueError, match=r"with strides \(2,\)"):
-        wgrad(target, dy, x, first=True, bias_grad=torch.empty(2 * OUT)[::2])
-    with pytest.raises(ValueError, match="bias_grad is not for FP8 operands"):
-        wgrad(target, dy_t, x_t, first=True, bias_grad=torch.empty(OUT), **scales)
     with pytest.raises(ValueError, match="x_scale_inv is missing"):
         wgrad(target, dy_t, x_t, first=True, dy_scale_inv=one)
     with pytest.raises(ValueError, match=r"dy_scale_inv is torch\.float32 \(2,\)"):
@@ -555,8 +481,7 @@ def test_compiled_and_faked_calls_go_through_the_operators(first: bool) -> None:
         torch.randn(TOKENS, IN),
         torch.ones(1),
     )
-    for bias_grad in (None, torch.zeros(OUT)):
-        torch.library.opcheck(torch.ops.flatfsdp.wgrad_.default, (target, dy, x, bias_grad, first))
+    torch.library.opcheck(torch.ops.flatfsdp.wgrad_.default, (target, dy, x, first))
     dy_t, x_t = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
     torch.library.opcheck(
         torch.ops.flatfsdp.wgrad_fp8_.default,

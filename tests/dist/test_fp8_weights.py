@@ -1,0 +1,260 @@
+"""Weights kept in FP8 in the flat buffer: the same bits as layers that cast their own, and fewer bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, fp8, microbatches
+from flatfsdp.copy_counter import CopyCounter
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
+from flatfsdp.fp8_weights import FP8_DTYPE
+from flatfsdp.layers import Linear
+from flatfsdp.layout import Role
+from tests.dist.ranks import run_ranks
+from tests.unit.fp8.common import TOKENS, WIDTH, Block, Stack, seeded
+
+FP32, BF16 = torch.float32, torch.bfloat16
+RECIPE = CurrentScaling()
+
+
+class Net(Stack):
+    """FP8 layers, and a head whose 40 rows FP8 products cannot have."""
+
+    def __init__(self, fuse: Any = False, **options: Any) -> None:
+        super().__init__(**options)
+        self.last = nn.Linear(WIDTH, 40)
+        for module in self.modules():
+            if hasattr(module, "fuse_wgrad_accumulation"):
+                module.fuse_wgrad_accumulation = fuse
+
+    def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
+        return self.last(super().forward(x, is_first_microbatch))
+
+
+def build(in_fp8: bool, compute: torch.dtype = FP32, fuse: Any = False, **options: Any) -> FlatFSDP:
+    net = seeded(partial(Net, fuse))
+    precision = Precision(compute=compute, fp8_weights=RECIPE if in_fp8 else "in_layers")
+    return auto_wrap(net, by_class(Block), precision=precision, poison_on_free=True, **options)
+
+
+def batches(rank: int, steps: int, count: int) -> Iterator[list[Tensor]]:
+    generator = torch.Generator().manual_seed(50 + rank)
+    for step in range(steps):
+        yield [2.0**step * torch.randn(TOKENS, WIDTH, generator=generator) for _ in range(count)]
+
+
+def train(model: FlatFSDP, rank: int, steps: int = 3, count: int = 2, recipe: Any = RECIPE) -> list[Tensor]:
+    """Losses; AdamW at a rate that moves every scale."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    losses = []
+    for batch in batches(rank, steps, count):
+        for x in microbatches(model, batch):
+            with autocast(recipe=recipe):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def parameters(model: FlatFSDP) -> dict[str, Tensor]:
+    return {key: value.clone() for key, value in model.state_dict().items()}
+
+
+def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
+
+
+# ---- the same bits -----------------------------------------------------------------------------------------
+
+
+def parity(rank: int, world_size: int, compute: torch.dtype, fuse: Any) -> None:
+    for flag, reshard in itertools.product((False, True), (False, True)):
+        options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
+        runs = []
+        for in_fp8 in (False, True):
+            model = build(in_fp8, compute, fuse, **options)
+            losses = train(model, rank)
+            runs.append((losses, parameters(model)))
+        for ours, theirs in zip(runs[0][0], runs[1][0], strict=True):
+            assert ours.isfinite() and torch.equal(ours, theirs)
+        assert_equal(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("fuse", [False, True, "two_pass"])
+@pytest.mark.parametrize("compute", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_same_bits_as_layers_that_cast_their_own_weights(
+    world_size: int, compute: torch.dtype, fuse: Any
+) -> None:
+    run_ranks(world_size, parity, compute, fuse)
+
+
+def test_the_same_bits_on_four_ranks() -> None:
+    """Whose boundaries cut weights anywhere."""
+    run_ranks(4, parity, BF16, True)
+
+
+def hybrid(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    runs = [
+        (train(model, rank), parameters(model))
+        for model in (build(f, BF16, mesh=mesh) for f in (False, True))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
+    assert_equal(runs[0][1], runs[1][1])
+
+
+def test_hybrid_sharding() -> None:
+    run_ranks(4, hybrid)
+
+
+def recomputing(rank: int, world_size: int) -> None:
+    runs = []
+    for in_fp8, call in itertools.product((False, True), (None, fp8.checkpoint)):
+        model = build(in_fp8, BF16, True, optimize_backward_concat=True)
+        if call is not None:
+            model.module.call = call
+        runs.append((train(model, rank), parameters(model)))
+    for losses, state in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0][0], losses, strict=True))
+        assert_equal(runs[0][1], state)
+
+
+def test_recompute() -> None:
+    run_ranks(2, recomputing)
+
+
+def delayed_activations(rank: int, world_size: int) -> None:
+    """The weights keep scales of their own, whatever the recipe of the activations."""
+    losses = train(build(True, BF16, True), rank, recipe=DelayedScaling(amax_history_len=4))
+    assert all(loss.isfinite() for loss in losses)
+
+
+def test_other_tensors_may_have_delayed_scales() -> None:
+    run_ranks(2, delayed_activations)
+
+
+# ---- bytes and collectives ---------------------------------------------------------------------------------
+
+
+def counted(rank: int, world_size: int, reshard: bool) -> None:
+    model = build(True, BF16, True, optimize_backward_concat=True, reshard_after_forward=reshard)
+    steps, count = 3, 2
+    train(model, rank, steps, count)
+    model.ledger.reset()
+    train(model, rank, steps, count)
+    groups = [group for unit in model._root.units for group in unit.groups]
+    padded = {role: 0 for role in Role}
+    for group in groups:
+        padded[group.layout.role] += group.layout.padded_numel(world_size)
+    units, gathers = len(model._root.units), 2 * count if reshard else 1
+    ledger = model.ledger
+    shards = {role: numel // world_size for role, numel in padded.items()}
+    assert ledger.bytes["cast"] == steps * (5 * shards[Role.FP8] + 6 * shards[Role.COMPUTE])
+    assert ledger.calls["amax"] == steps
+    assert ledger.calls["reduce"] == steps * units
+    # The root keeps its own from forward to backward.
+    assert ledger.calls["gather"] == steps * ((units - 1) * gathers + (count if reshard else 1))
+
+
+def gather_bytes(rank: int, world_size: int) -> None:
+    model = build(True, BF16, True, optimize_backward_concat=True, reshard_after_forward=False)
+    train(model, rank, 1)
+    model.ledger.reset()
+    train(model, rank, 1)
+    size = {Role.FP8: 1, Role.COMPUTE: 2}
+    full = sum(
+        group.layout.padded_numel(world_size) * size[group.layout.role]
+        for unit in model._root.units
+        for group in unit.groups
+    )
+    assert model.ledger.bytes["gather"] == full * (world_size - 1) // world_size
+    weights = sum(
+        slot.numel
+        for unit in model._root.units
+        for group in unit.groups
+        if group.fp8
+        for slot in group.layout.slots
+    )
+    assert model.ledger.bytes["transpose"] == 2 * weights
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_one_byte_a_weight_is_gathered(world_size: int) -> None:
+    run_ranks(world_size, gather_bytes)
+
+
+@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
+def test_casts_once_a_step_and_one_collective_of_a_kind_a_unit(reshard: bool) -> None:
+    run_ranks(2, counted, reshard)
+
+
+# ---- state -------------------------------------------------------------------------------------------------
+
+
+def frozen(rank: int, world_size: int) -> None:
+    """Frozen weights are cast once."""
+    runs = []
+    for in_fp8 in (False, True):
+        net = seeded(Net)
+        for block in net.blocks:
+            for name, parameter in block.named_parameters():
+                parameter.requires_grad = not name.endswith("weight")
+        precision = Precision(compute=BF16, fp8_weights=RECIPE if in_fp8 else None)
+        model = auto_wrap(net, by_class(Block), precision=precision)
+        runs.append((train(model, rank), parameters(model)))
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
+    assert_equal(runs[0][1], runs[1][1])
+
+
+def test_frozen_weights() -> None:
+    run_ranks(2, frozen)
+
+
+def loading(rank: int, world_size: int) -> None:
+    model = build(True, BF16, True)
+    train(model, rank)
+    saved, local = parameters(model), checkpoint.local_state_dict(model)
+    local = {key: value.clone() for key, value in local.items()}
+    expected = train(model, rank, 1)
+    for load in ("full", "local"):
+        other = build(True, BF16, True)
+        train(other, rank, 1)
+        if load == "full":
+            other.load_state_dict(saved)
+        else:
+            checkpoint.load_local_state_dict(other, local)
+        assert all(torch.equal(a, b) for a, b in zip(expected, train(other, rank, 1), strict=True))
+
+
+def test_a_loaded_checkpoint_is_cast_anew() -> None:
+    run_ranks(2, loading)
+
+
+def summoned(rank: int, world_size: int) -> None:
+    """Full parameters are those of the master, not of FP8; written ones are cast anew."""
+    model, plain = build(True, BF16), build(False, BF16)
+    for each in (model, plain):
+        train(each, rank, 1)
+        with each.summon_full_params(), torch.no_grad():
+            for parameter in each.parameters():
+                assert parameter.dtype == FP32
+                parameter.mul_(3.0)
+    assert all(torch.equal(a, b) for a, b in zip(train(model, rank), train(plain, rank), strict=True))
+
+
+def test_summoned_parameters() -> None:
+    run_ranks(2, summoned)
