@@ -9,7 +9,8 @@
     reduced shard  reduce      1/N     Reducer      reduce-scatter           becomes the master's gradient
     partial_grad   accumulate  1/N     FlatGroup    an early reduce-scatter  becomes the last one's
 
-Stored in the compute dtype, or as FP8.  With `cpu_offload` the master shard and its gradient are in host memory.
+Parameters are stored in the compute dtype, or in FP8.  With `cpu_offload` the master shard and its gradient
+are in host memory.
 
 Next: `unshard.py` fills the FlatBuffer, `reduce.py` takes the MainGrad.
 """

@@ -33,7 +33,7 @@ from flatfsdp.fp8.recipe import CurrentScaling
 from flatfsdp.kernels.cast import transpose_many
 from flatfsdp.kernels.scaling import Scales, current_scales, spread
 from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
-from flatfsdp.layout import FlatLayout, ParamSlot, Piece, Role
+from flatfsdp.layout import FlatLayout, Piece, Role
 from flatfsdp.master import MasterShard
 from flatfsdp.observe import ByteLedger
 

@@ -48,8 +48,8 @@ class Precision:
     def __post_init__(self) -> None:
         if self.fp8_weights not in (None, "in_layers") and not isinstance(self.fp8_weights, CurrentScaling):
             raise ValueError(
-                f"Precision.fp8_weights is {self.fp8_weights!r}; it must be a CurrentScaling or None: a weight "
-                "in the flat buffer has one scale, from its values of now"
+                f"Precision.fp8_weights is {self.fp8_weights!r}; it must be a CurrentScaling or None: a "
+                "weight in the flat buffer has one scale, from its values of now"
             )
         for field, dtype in vars(self).items():
             if field == "fp8_weights" or (dtype is None and field in ("grad", "buffer")):

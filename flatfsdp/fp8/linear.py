@@ -143,7 +143,7 @@ def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall) -> Line
 
 
 def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
-    """The weight's gradient in its dtype, or None: it is in main_grad, or this backward does not ask for it."""
+    """In the weight's dtype, or None: it is in main_grad, or this backward does not ask for it."""
     if call.weight is None:
         return products.wgrad(dy, x, call.weight_dtype, call.split)
     if not receives_gradient(call.weight):

@@ -205,7 +205,7 @@ class FP8Module(nn.Module):
     # ---- weights ----------------------------------------------------------------------------------------
 
     def fp8_weights(self) -> tuple[str, ...]:
-        """Names of parameters that this layer needs for FP8 products only, so that they may be kept in FP8."""
+        """Names of parameters that are used for FP8 products only, so that they may be kept in FP8."""
         weights = {name: getattr(self, name, None) for name in self.linear_maps}
         return tuple(
             name
@@ -223,7 +223,7 @@ class FP8Module(nn.Module):
         *,
         columnwise: bool,
     ) -> Operand:
-        """The weight for products: in FP8 as it is kept, or cast now, or what was cast in the first microbatch.
+        """The weight for products: in FP8 as FlatFSDP keeps it, or cast now or in the first microbatch.
 
         Args:
             is_first_microbatch: None: cast now, keep nothing; True: cast and keep; False: what is kept.
@@ -260,9 +260,9 @@ class FP8Module(nn.Module):
         if recipe is None or isinstance(recipe, BlockScaling):
             found = "outside of fp8.autocast" if recipe is None else f"with {recipe}"
             raise RuntimeError(
-                f"{type(self).__name__}.{name} is kept in FP8 with one scale (Precision(fp8_weights=...)) and "
-                f"was used {found}; use CurrentScaling or DelayedScaling, or keep the weights in 16 bits "
-                "(fp8_weights=None)"
+                f"{type(self).__name__}.{name} is kept in FP8 with one scale (Precision(fp8_weights=...)) "
+                f"and was used {found}; use CurrentScaling or DelayedScaling, or keep the weights in 16 "
+                "bits (fp8_weights=None)"
             )
 
     def _kept(self, name: str, recipe: Recipe) -> Operand:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, fp8, microbatches
-from flatfsdp.copy_counter import CopyCounter
-from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
-from flatfsdp.fp8_weights import FP8_DTYPE
-from flatfsdp.layers import Linear
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layout import Role
 from tests.dist.ranks import run_ranks
 from tests.unit.fp8.common import TOKENS, WIDTH, Block, Stack, seeded
@@ -157,7 +152,7 @@ def counted(rank: int, world_size: int, reshard: bool) -> None:
     model.ledger.reset()
     train(model, rank, steps, count)
     groups = [group for unit in model._root.units for group in unit.groups]
-    padded = {role: 0 for role in Role}
+    padded = dict.fromkeys(Role, 0)
     for group in groups:
         padded[group.layout.role] += group.layout.padded_numel(world_size)
     units, gathers = len(model._root.units), 2 * count if reshard else 1

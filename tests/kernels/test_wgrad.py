@@ -305,9 +305,7 @@ def test_the_accumulator_is_part_of_the_plan(fake: FakeCublasLt) -> None:
 def test_if_cublas_lt_refuses_an_algorithm_without_split_k_is_picked_from_many(
     fake: FakeCublasLt, call: Any
 ) -> None:
-    fake.first_choice, fake.others = False, (
-        *((8, 2, 0), (2, 0, 0), (1, 2, 0), (1, 0, 5), (0, 0, 6)),
-    )
+    fake.first_choice, fake.others = False, (*((8, 2, 0), (2, 0, 0), (1, 2, 0), (1, 0, 5), (0, 0, 6)),)
     tensors, scales = call()
     wgrad(*tensors, first=True, **scales)
     wgrad(*tensors, first=False, **scales)
