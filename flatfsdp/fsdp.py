@@ -252,6 +252,12 @@ class FlatFSDP(ModuleWrapper):
         lines = [line for group in groups for line in group.describe()]
         for ranks in (self._grid.shard, self._grid.replicate):
             check_same_on_all_ranks(lines, ranks, self._device)
+        wants_fp8 = any(group.policy.precision.fp8_weights is not None for group in groups)
+        if wants_fp8 and not any(group.layout.role is Role.FP8 for group in groups):
+            raise ValueError(
+                "Precision.fp8_weights is set, but no layer has a weight that it needs for FP8 products only; "
+                "use the layers of flatfsdp.layers, or fp8.convert, or leave fp8_weights out"
+            )
         for wrapped, prefix in inside.items():
             name = prefix.rstrip(".")
             if wrapped._device != self._device:

@@ -54,7 +54,7 @@ def verify(
         typer.Option(
             default_factory=lambda: list(Switch),
             show_default="all that apply",
-            help="What to switch: the flag, fusion of weight gradients, caching of FP8 weights.",
+            help="What to switch: the flag, fusion of weight gradients, caching or storage of FP8 weights.",
         ),
     ],
     fusion: Annotated[

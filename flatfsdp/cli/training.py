@@ -33,7 +33,8 @@ from flatfsdp.layers import TransformerLayer
 class PrecisionName(str, Enum):
     """The compute dtype; parameters, accumulation and reduction are always FP32.
 
-    The first two are plain PyTorch layers, the others FlatFSDP's own.
+    The first two are plain PyTorch layers, the others FlatFSDP's own.  With fp8_weights the flat buffers hold
+    weights in FP8; with the other FP8 ones each layer casts its own.
     """
 
     fp32 = "fp32"
@@ -41,6 +42,7 @@ class PrecisionName(str, Enum):
     bf16_fused = "bf16-fused"
     fp8_delayed = "fp8-delayed"
     fp8_current = "fp8-current"
+    fp8_weights = "fp8-weights"
 
     @property
     def compute(self) -> torch.dtype:
@@ -55,7 +57,7 @@ class PrecisionName(str, Enum):
         """How to scale; None without FP8."""
         if self is PrecisionName.fp8_delayed:
             return DelayedScaling(amax_history_len=16)
-        return CurrentScaling() if self is PrecisionName.fp8_current else None
+        return CurrentScaling() if self in (PrecisionName.fp8_current, PrecisionName.fp8_weights) else None
 
 
 class Fusion(str, Enum):
@@ -89,6 +91,7 @@ class TrainSettings:
     Attributes:
         fusion: only with FlatFSDP's own layers.
         caches_weights: FP8 weights are cast in the first microbatch of a step only.
+        stores_fp8: with fp8_weights, whether the flat buffers really are FP8, or packed as if they were.
         batch: sequences in one microbatch of one rank.
         microbatches: forwards and backwards before one optimizer step.
         clip: largest norm of the gradient of one step.
@@ -101,6 +104,7 @@ class TrainSettings:
     optimize_backward_concat: bool = True
     fusion: Fusion = Fusion.fused
     caches_weights: bool = True
+    stores_fp8: bool = True
     batch: int = 4
     microbatches: int = 4
     steps: int = 20
@@ -126,6 +130,14 @@ class TrainSettings:
     def label(self) -> str:
         flag = "on" if self.optimize_backward_concat else "off"
         return f"{self.precision.value} {self.strategy.value} flag {flag}"
+
+    @property
+    def dtypes(self) -> Precision:
+        """Of the stations of a parameter."""
+        compute = self.precision.compute
+        if self.precision is not PrecisionName.fp8_weights:
+            return Precision(compute=compute)
+        return Precision(compute=compute, fp8_weights=CurrentScaling() if self.stores_fp8 else "in_layers")
 
     @property
     def unit(self) -> type[nn.Module]:
@@ -192,7 +204,7 @@ def train(
         settings.build(),
         by_class(settings.unit),
         device=rank.device,
-        precision=Precision(compute=settings.precision.compute),
+        precision=settings.dtypes,
         reshard_after_forward=settings.strategy is Strategy.zero3,
         shard=settings.strategy is not Strategy.dp,
         optimize_backward_concat=settings.optimize_backward_concat,

@@ -35,12 +35,14 @@ class Switch(str, Enum):
     """What must not change a bit.
 
     flag: `optimize_backward_concat`; fusion: weight gradients added in the product, or after it, in FP32;
-    cache: FP8 weights cast in the first microbatch only, or in each.
+    cache: FP8 weights cast in the first microbatch only, or in each; storage: weights in FP8 in the flat
+    buffers, or cast by each layer.
     """
 
     flag = "flag"
     fusion = "fusion"
     cache = "cache"
+    storage = "storage"
 
     def settings(self, settings: TrainSettings) -> tuple[TrainSettings, TrainSettings]:
         """Off and on."""
@@ -48,12 +50,17 @@ class Switch(str, Enum):
             return tuple(replace(settings, optimize_backward_concat=on) for on in (False, True))  # type: ignore[return-value]
         if self is Switch.fusion:
             return replace(settings, fusion=Fusion.two_pass), replace(settings, fusion=Fusion.fused)
-        return replace(settings, caches_weights=False), replace(settings, caches_weights=True)
+        if self is Switch.cache:
+            return replace(settings, caches_weights=False), replace(settings, caches_weights=True)
+        return replace(settings, stores_fp8=False), replace(settings, stores_fp8=True)
 
     def applies(self, settings: TrainSettings) -> bool:
         """Whether it makes a difference to what is run."""
+        is_stored = settings.precision is PrecisionName.fp8_weights
+        if self is Switch.storage:
+            return is_stored
         if self is Switch.cache:
-            return settings.precision.recipe is not None and settings.microbatches > 1
+            return settings.precision.recipe is not None and not is_stored and settings.microbatches > 1
         return self is Switch.flag or settings.precision.has_own_layers
 
 
@@ -122,6 +129,7 @@ class Row:
             Switch.flag: ("flag off", "flag on"),
             Switch.fusion: ("two passes", "fused"),
             Switch.cache: ("cast each", "cast once"),
+            Switch.storage: ("bf16 weights", "FP8 weights"),
         }
         return names[Switch(self.switch)]
 
@@ -141,7 +149,7 @@ class Report:
     def json(self) -> str:
         rows = [{**asdict(row), "equal": row.equal, "falling": row.on.falling} for row in self.rows]
         options = asdict(self.job)
-        for varied in ("precision", "strategy", "optimize_backward_concat", "fusion", "caches_weights"):
+        for varied in ("precision", "strategy", "optimize_backward_concat", "fusion", "caches_weights", "stores_fp8"):
             del options["settings"][varied]
         return to_json(
             {"equal": self.equal, "environment": self.environment, "options": options, "rows": rows}

@@ -62,11 +62,8 @@ def trained(net: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
 def full_grads(model: FlatFSDP) -> Grads:
     """The reduced gradients, put together from all ranks' shards."""
     grads: Grads = {}
-    for prefix, wrapped in units_in(model):
-        group = wrapped._unit.trained
-        if group is None:
-            continue
-        flat = wrapped.flat_param
+    for prefix, group in ((prefix, group) for prefix, w in units_in(model) for group in w._unit.trained):
+        flat = group.master.flat
         shard = flat.grad if flat.grad is not None else flat.main_grad
         shards = [torch.empty_like(shard) for _ in range(group.grid.shard.size)]
         if len(shards) > 1:
@@ -108,7 +105,7 @@ def gradient_buffers(model: FlatFSDP, others: list[Tensor]) -> int:
     Args:
         others: what was there before the model, and is not counted.
     """
-    trained_groups = [wrapped._unit.trained for _, wrapped in units_in(model) if wrapped._unit.trained]
+    trained_groups = [group for _, wrapped in units_in(model) for group in wrapped._unit.trained]
     sizes = {4 * group.layout.padded_numel(group.grid.shard.size) for group in trained_groups}
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in fp32_tensors()}
     known = {t.untyped_storage()._cdata for t in others}

@@ -223,13 +223,13 @@ def prefetch_order(rank: int, world_size: int, depth: int, use_checkpoint: bool)
             inner.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
     started: list[str] = []
     for group in groups(model):
-        gather = group._gather
+        gather = group.gather
 
-        def spy(full: torch.Tensor, gather: Any = gather, group: Any = group) -> None:
+        def spy(gather: Any = gather, group: Any = group) -> None:
             started.append(group.name)
-            gather(full)
+            gather()
 
-        group._gather = spy
+        group.gather = spy
     for step, batches in enumerate(data(rank, 2, 1)):
         if step == 1:
             started.clear()
