@@ -79,12 +79,14 @@ class Mode(str, Enum):
     """What is measured."""
 
     eager = "eager"
+    eager_added = "eager-added"
     compiled = "compile"
     ao_tensorwise = "torchao-tensorwise"
     ao_rowwise = "torchao-rowwise"
     te = "te-delayed-fused"
     bf16 = "flat-bf16"
     bf16_fused = "flat-bf16-fused"
+    bf16_fused_added = "flat-bf16-fused-added"
     delayed = "flat-delayed"
     delayed_cached = "flat-delayed-cached"
     delayed_fused = "flat-delayed-cached-fused"
@@ -104,12 +106,14 @@ class Mode(str, Enum):
 
 _LABELS = {
     Mode.eager: "PyTorch bf16, eager",
+    Mode.eager_added: "PyTorch bf16, eager, gradients added to bf16 .grad",
     Mode.compiled: "PyTorch bf16, torch.compile",
     Mode.ao_tensorwise: "torchao float8 tensorwise, torch.compile",
     Mode.ao_rowwise: "torchao float8 rowwise, torch.compile",
     Mode.te: "Transformer Engine FP8 delayed, cached weights, fused FP32 wgrad",
     Mode.bf16: "flatfsdp bf16",
     Mode.bf16_fused: "flatfsdp bf16, fused FP32 wgrad",
+    Mode.bf16_fused_added: "flatfsdp bf16, fused FP32 wgrad, added to main_grad",
     Mode.delayed: "flatfsdp FP8 delayed, bf16 wgrad",
     Mode.delayed_cached: "flatfsdp FP8 delayed, cached weights, bf16 wgrad",
     Mode.delayed_fused: "flatfsdp FP8 delayed, cached weights, fused FP32 wgrad",
@@ -150,7 +154,7 @@ def build(mode: Mode, shape: LayerShape, device: torch.device) -> Contestant:
     x = torch.randn(shape.seq, shape.batch, shape.hidden, device=device, dtype=torch.bfloat16)
     dy = torch.randn_like(x)
     x.requires_grad_()
-    if mode in (Mode.eager, Mode.compiled, Mode.ao_tensorwise, Mode.ao_rowwise):
+    if mode in (Mode.eager, Mode.eager_added, Mode.compiled, Mode.ao_tensorwise, Mode.ao_rowwise):
         return _plain(mode, shape, x, dy)
     if mode is Mode.te:
         return _transformer_engine(shape, x, dy)
@@ -164,8 +168,9 @@ def _plain(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
 
         recipe = "tensorwise" if mode is Mode.ao_tensorwise else "rowwise"
         convert_to_float8_training(layer, config=Float8LinearConfig.from_recipe_name(recipe))
-    run = layer if mode is Mode.eager else torch.compile(layer)
-    return Contestant(_steps(lambda: run(x), layer, x, dy), layer, x)
+    is_added = mode is Mode.eager_added
+    run = layer if is_added or mode is Mode.eager else torch.compile(layer)
+    return Contestant(_steps(lambda: run(x), layer, x, dy, keeps_gradients=is_added), layer, x)
 
 
 def _ours(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
@@ -174,7 +179,7 @@ def _ours(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
         recipe = DelayedScaling(amax_history_len=16)
     elif mode is Mode.current_fused:
         recipe = CurrentScaling()
-    fused = mode in (Mode.bf16_fused, Mode.delayed_fused, Mode.current_fused)
+    fused = mode in (Mode.bf16_fused, Mode.bf16_fused_added, Mode.delayed_fused, Mode.current_fused)
     layer = TransformerLayer(
         shape.hidden,
         shape.ffn,
@@ -201,8 +206,8 @@ def _ours(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
 
     if cached:
         forward(True)
-    # Steady state: a microbatch that is not the first one reuses weights and adds to main_grad.
-    first = False if cached else None
+    # Steady state of FP8: a microbatch that is not the first one reuses weights and adds to main_grad.
+    first = False if cached else True if mode is Mode.bf16_fused else None
     return Contestant(_steps(lambda: forward(first), layer, x, dy), layer, x)
 
 
@@ -237,11 +242,22 @@ def _give_main_grads(layer: nn.Module) -> None:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
 
 
-def _steps(forward: Callable[[], Tensor], layer: nn.Module, x: Tensor, dy: Tensor) -> Callable[[], Tensor]:
-    parameters = list(layer.parameters())
+def _steps(
+    forward: Callable[[], Tensor],
+    layer: nn.Module,
+    x: Tensor,
+    dy: Tensor,
+    *,
+    keeps_gradients: bool = False,
+) -> Callable[[], Tensor]:
+    """
+    Args:
+        keeps_gradients: as in a further microbatch; otherwise those that autograd makes are new ones.
+    """
+    reset = (x,) if keeps_gradients else (x, *layer.parameters())
 
     def step() -> Tensor:
-        for tensor in (x, *parameters):
+        for tensor in reset:
             tensor.grad = None
         y = forward()
         y.backward(dy)

@@ -66,6 +66,7 @@ class FP8Weights:
         through: what the master is rounded to first.
 
     Attributes:
+        columnwise: the transposes, of the same layout as the weights.
         amax: FP32 [slots], of this rank's pieces.
         scales: of all slots, of one generation; set by `WeightScales`.
         measured_version: of the master shard, to which `amax` belongs.
@@ -83,12 +84,12 @@ class FP8Weights:
         self._slots = layout.slots
         self._pieces = layout.pieces(ranks.rank, ranks.size)
         self._through = through
-        self._columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, unsharded.device, poison=poison)
+        self.columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, unsharded.device, poison=poison)
         self._rowwise_views = layout.views(unsharded)
         # What autograd saves must not see that the memory is filled again.
-        self._columnwise_views = self._turned(layout, self._columnwise.alias())
-        self._targets = self._turned(layout, self._columnwise.tensor)
-        self._columnwise.free()
+        self._columnwise_views = self._turned(layout, self.columnwise.alias())
+        self._targets = self._turned(layout, self.columnwise.tensor)
+        self.columnwise.free()
         self.amax = torch.zeros(len(self._slots), device=unsharded.device)
         self.scales = Scales(torch.ones_like(self.amax), torch.ones_like(self.amax))
         self.measured_version: tuple[int, int] | None = None
@@ -141,9 +142,9 @@ class FP8Weights:
 
     def allocate_columnwise(self) -> bool:
         """Gets memory for the transposes; False if there is some, and the transposes are in it."""
-        if self._columnwise.is_allocated:
+        if self.columnwise.is_allocated:
             return False
-        self._columnwise.allocate()
+        self.columnwise.allocate()
         return True
 
     def transpose(self) -> int:
@@ -152,8 +153,8 @@ class FP8Weights:
         return 2 * sum(slot.numel for slot in self._slots)
 
     def free(self) -> None:
-        if self._columnwise.is_allocated:
-            self._columnwise.free()
+        if self.columnwise.is_allocated:
+            self.columnwise.free()
 
 
 def _cut(flat: Tensor, piece: Piece) -> Tensor:

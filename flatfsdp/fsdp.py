@@ -21,6 +21,7 @@ from flatfsdp.binding import Binding, parameter_sites
 from flatfsdp.comm import Grid, check_same_on_all_ranks
 from flatfsdp.fp8_weights import roles
 from flatfsdp.layout import ParamSlot, Role
+from flatfsdp.memory import MemoryReport, memory_report
 from flatfsdp.meta import ParamInit, is_on_meta, materialize
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger
@@ -231,6 +232,18 @@ class FlatFSDP(ModuleWrapper):
         for _, wrapped in units_in(self) if recurse else [("", self)]:
             for group in wrapped._unit.groups:
                 group.division = division
+
+    def memory_report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
+        """Every buffer that this model has on this rank's device: bytes, owner, when it lives.
+
+            print(model.memory_report(optimizer))
+
+        Call it on the root; collective the first time.
+
+        Args:
+            optimizer: its state is listed, too; it has some after the first step.
+        """
+        return memory_report(self._init_root().units, self._policy.prefetch, optimizer)
 
     # ---- the root ---------------------------------------------------------------------------------------
 

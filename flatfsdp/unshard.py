@@ -52,6 +52,8 @@ class FlatGroup:
     Attributes:
         prefix: of the parameters' original names, such as "blocks.0."; set by the root.
         master: the shard that the optimizer updates.
+        compute_shard: what is gathered; the master shard itself if that needs no cast.
+        buffer: the gathered parameters; None on one rank, whose compute shard is all of them.
         fp8: of weights that are stored in FP8; None otherwise.
         main_grad: None if frozen.
         division: None for the mean over ranks.
@@ -99,16 +101,16 @@ class FlatGroup:
 
         is_fp8 = self.layout.role is Role.FP8 and precision.fp8_weights != "in_layers"
         stored_dtype = FP8_DTYPE if is_fp8 else precision.compute
-        self._compute_shard = self.master.flat.data
+        self.compute_shard = self.master.flat.data
         if stored_dtype != precision.param or self.master.is_offloaded:
-            self._compute_shard = torch.zeros(self.master.flat.shape, dtype=stored_dtype, device=device)
+            self.compute_shard = torch.zeros(self.master.flat.shape, dtype=stored_dtype, device=device)
         # One rank holds everything: the compute shard already is the unsharded buffer.
-        self._buffer: FlatBuffer | None = None
-        unsharded = self._compute_shard.data
+        self.buffer: FlatBuffer | None = None
+        unsharded = self.compute_shard.data
         if num_shards > 1:
             numel = self.layout.padded_numel(num_shards)
-            self._buffer = FlatBuffer(numel, stored_dtype, device, poison=policy.poison_on_free)
-            unsharded = self._buffer.alias()
+            self.buffer = FlatBuffer(numel, stored_dtype, device, poison=policy.poison_on_free)
+            unsharded = self.buffer.alias()
         self.fp8: FP8Weights | None = None
         if is_fp8:
             self.fp8 = FP8Weights(
@@ -139,8 +141,8 @@ class FlatGroup:
         if self.fp8 is not None:
             for index, weight in enumerate(self.params.shown):
                 weight.fp8_operand = partial(self.fp8.operand, index)  # type: ignore[attr-defined]
-        if self._buffer is not None:
-            self._free(self._buffer)
+        if self.buffer is not None:
+            self._free(self.buffer)
         elif self.fp8 is None:
             self._cast()
 
@@ -159,6 +161,11 @@ class FlatGroup:
     def name(self) -> str:
         """Of the unit, for labels and messages."""
         return self.prefix.rstrip(".") or "root"
+
+    @property
+    def casts(self) -> bool:
+        """Whether the compute shard has memory of its own."""
+        return self.compute_shard.data_ptr() != self.master.flat.data_ptr()
 
     @property
     def flat_name(self) -> str:
@@ -207,8 +214,8 @@ class FlatGroup:
             if self._is_current:
                 return False
             self.wait()
-        if self._buffer is not None:
-            self._buffer.allocate()
+        if self.buffer is not None:
+            self.buffer.allocate()
         if self.fp8 is not None:
             self.fp8.free()
         return True
@@ -219,13 +226,13 @@ class FlatGroup:
             self._cast()
 
     def _cast(self) -> None:
-        master, shard = self.master.flat.detach(), self._compute_shard
+        master, shard = self.master.flat.detach(), self.compute_shard
         if self.master.is_offloaded:
             nbytes = master.numel() * master.element_size()
             with span("upload", self.name, self.microbatch.index, nbytes):
                 master = master.to(shard.device, non_blocking=True)
             self.ledger.add("offload", nbytes)
-        if shard.data_ptr() != master.data_ptr():
+        if self.casts:
             nbytes = master.numel() * (master.element_size() + shard.element_size())
             with span("cast", self.name, self.microbatch.index, nbytes):
                 if self.fp8 is None:
@@ -237,15 +244,15 @@ class FlatGroup:
 
     def gather(self) -> None:
         """Collective, unless this rank has everything."""
-        if self._buffer is not None:
-            all_gather(self._buffer.tensor, self._compute_shard, self.grid.shard)
+        if self.buffer is not None:
+            all_gather(self.buffer.tensor, self.compute_shard, self.grid.shard)
 
     @property
     def gathered_bytes(self) -> int:
         """What this rank receives in a gather."""
-        if self._buffer is None:
+        if self.buffer is None:
             return 0
-        full, size = self._buffer.tensor, self.grid.shard.size
+        full, size = self.buffer.tensor, self.grid.shard.size
         return full.numel() * full.element_size() * (size - 1) // size
 
     def transpose(self) -> None:
@@ -268,8 +275,8 @@ class FlatGroup:
     def reshard(self) -> None:
         """Frees the flat buffer; what autograd saved of it becomes valid again with the next unshard."""
         self.wait()
-        if self.state is ShardState.UNSHARDED and self._buffer is not None:
-            self._free(self._buffer)
+        if self.state is ShardState.UNSHARDED and self.buffer is not None:
+            self._free(self.buffer)
             self.state = ShardState.SHARDED
 
     def _free(self, buffer: FlatBuffer) -> None:

@@ -1,0 +1,136 @@
+"""Weights that FlatFSDP keeps in FP8: which ones, and what does not go with them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
+from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
+from flatfsdp.layout import Role
+from tests.unit.fp8.common import TOKENS, WIDTH, Block, Stack, seeded
+
+PRECISION = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
+
+
+def stored(module: nn.Module) -> set[str]:
+    """Names of the parameters that are kept in FP8 once `module` is wrapped."""
+    model = FlatFSDP(module, precision=PRECISION)
+    return {
+        slot.name
+        for group in model._unit.groups
+        for slot in group.layout.slots
+        if group.layout.role is Role.FP8
+    }
+
+
+def test_weights_of_fp8_products_and_nothing_else() -> None:
+    names = {"up.weight", "down.weight", "mlp.fc1_weight", "mlp.fc2_weight"}
+    assert stored(Block()) == names
+
+
+def test_not_where_the_shape_does_not_suit_products() -> None:
+    assert stored(nn.Sequential(Linear(32, 40), LayerNormLinear(40, 32), Linear(32, 32))) == {"2.weight"}
+
+
+def test_not_where_fp8_is_off() -> None:
+    layers = nn.Sequential(Linear(32, 32), Linear(32, 32))
+    layers[0].allows_fp8 = False
+    assert stored(layers) == {"1.weight"}
+
+
+def test_not_if_somebody_else_reads_the_weight() -> None:
+    model = nn.Sequential(Embedding(32, 32), Linear(32, 32), Linear(32, 32))
+    model[0].weight = model[1].weight
+    assert stored(model) == {"2.weight"}
+
+
+def test_tied_weights_of_two_such_layers() -> None:
+    model = nn.Sequential(Linear(32, 32), Linear(32, 32))
+    model[1].weight = model[0].weight
+    assert stored(model) == {"0.weight"}
+
+
+def test_converted_layers() -> None:
+    model = fp8.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 40)), filter=lambda *_: True)
+    assert stored(model) == {"0.weight"}
+
+
+def test_weights_in_several_pieces_stay_out() -> None:
+    """One product reads them joined, with one scale."""
+    split = Linear(32, 48, parameters_split=("query", "key", "value"))
+    assert stored(nn.Sequential(split, Linear(48, 32))) == {"1.weight"}
+
+
+def forward(recipe: Any) -> Tensor:
+    model = auto_wrap(seeded(partial(Stack, blocks=1)), by_class(Block), precision=PRECISION)
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        return model(torch.randn(TOKENS, WIDTH))
+
+
+@pytest.mark.parametrize("recipe", [None, BlockScaling()])
+def test_other_products_are_refused(recipe: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"weight is kept in FP8 .* keep the weights in 16 bits"):
+        forward(recipe)
+
+
+@pytest.mark.parametrize("recipe", [CurrentScaling(), DelayedScaling()])
+def test_either_scaling_of_tensors_will_do(recipe: Any) -> None:
+    assert forward(recipe).isfinite().all()
+
+
+def test_a_model_without_such_layers_is_refused() -> None:
+    model = FlatFSDP(nn.Linear(32, 32), precision=PRECISION)
+    with pytest.raises(ValueError, match="no layer has a weight that it needs for FP8 products only"):
+        model(torch.randn(16, 32))
+
+
+def test_units_have_one_way_to_scale() -> None:
+    other = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling(power_of_two_scales=False))
+    model = nn.Sequential(*(FlatFSDP(Linear(32, 32), precision=p) for p in (PRECISION, other)))
+    with pytest.raises(ValueError, match=r"unit 1 has fp8_weights=.* make them equal"):
+        FlatFSDP(model, precision=Precision(compute=torch.bfloat16))(torch.randn(16, 32))
+
+
+@pytest.mark.parametrize("value", [True, DelayedScaling(), "fp8"])
+def test_only_current_scaling(value: Any) -> None:
+    with pytest.raises(ValueError, match=r"Precision.fp8_weights is .* must be a CurrentScaling or None"):
+        Precision(fp8_weights=value)
+
+
+def test_a_kept_weight_reads_as_nan() -> None:
+    """Whoever computes with the parameter itself finds out."""
+    model = FlatFSDP(nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION)
+    weight = model.module[0].weight
+    assert weight.shape == (32, 32) and weight.dtype == torch.bfloat16 and weight.isnan().all()
+
+
+@pytest.mark.parametrize("eps", [0.0, 3.0])
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_scales_are_those_of_the_recipe(eps: float, power_of_two: bool) -> None:
+    recipe = CurrentScaling(amax_epsilon=eps, power_of_two_scales=power_of_two)
+    net = seeded(Block)
+    weight = net.down.weight.detach().clone()
+    model = FlatFSDP(net, precision=Precision(compute=torch.bfloat16, fp8_weights=recipe))
+    with autocast(recipe=recipe):
+        model(torch.randn(TOKENS, WIDTH))
+    operand = model.module.down.weight.fp8_operand()
+    scale = 448 / max(weight.bfloat16().abs().max().item(), eps)
+    scale = 2.0 ** torch.tensor(scale).log2().floor().item() if power_of_two else scale
+    torch.testing.assert_close(operand.rowwise_inv.item(), 1 / scale, rtol=1e-6, atol=0)
+    expected = (weight.bfloat16().float() * torch.tensor(scale)).clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(operand.rowwise.float(), expected.float())
+
+
+def test_overflow_saturates_and_nan_stays() -> None:
+    net = seeded(Block)
+    with torch.no_grad():
+        net.down.weight[0, 0] = torch.nan
+    model = FlatFSDP(net, precision=PRECISION)
+    with autocast(recipe=CurrentScaling()):
+        assert model(torch.randn(TOKENS, WIDTH)).isnan().any()
