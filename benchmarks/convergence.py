@@ -23,7 +23,12 @@ from flatfsdp.cli.gpt import GPTConfig
 from flatfsdp.cli.ranks import Device, Launch, Rank, is_main, run_on_ranks
 from flatfsdp.cli.training import PrecisionName, TrainSettings, train
 
-PRECISIONS = (PrecisionName.bf16_fused, PrecisionName.fp8_delayed, PrecisionName.fp8_current)
+PRECISIONS = (
+    PrecisionName.bf16_fused,
+    PrecisionName.fp8_delayed,
+    PrecisionName.fp8_current,
+    PrecisionName.fp8_weights,
+)
 
 
 def train_all(rank: Rank, settings: TrainSettings) -> dict[str, list[float]]:
@@ -64,6 +69,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         {"linewidth": 4, "color": "#f2b880"},
         {"color": "#4e79a7"},
         {"color": "#59a14f", "linestyle": ":"},
+        {"color": "#e15759", "linestyle": "--", "linewidth": 1},
     ]
     for row, style in zip(rows, styles, strict=True):
         above.plot(row["losses"], label=row["precision"], **style)

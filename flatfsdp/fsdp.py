@@ -268,7 +268,7 @@ class FlatFSDP(ModuleWrapper):
         wants_fp8 = any(group.policy.precision.fp8_weights is not None for group in groups)
         if wants_fp8 and not any(group.layout.role is Role.FP8 for group in groups):
             raise ValueError(
-                "Precision.fp8_weights is set, but no layer has a weight that it needs for FP8 products only; "
+                "Precision.fp8_weights is set, and no layer has a weight that it needs for products in FP8; "
                 "use the layers of flatfsdp.layers, or fp8.convert, or leave fp8_weights out"
             )
         for wrapped, prefix in inside.items():

@@ -59,8 +59,7 @@ class MemoryReport:
 
     Attributes:
         static: what is there between two steps, without gradients.
-        peak: the sum of `at_a_time`.  Activations come on top, and while they are reduced up to two more units'
-            gradients.
+        peak: the sum of `at_a_time`.  Activations come on top.
     """
 
     rows: tuple[Row, ...]

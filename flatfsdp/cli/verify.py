@@ -149,7 +149,14 @@ class Report:
     def json(self) -> str:
         rows = [{**asdict(row), "equal": row.equal, "falling": row.on.falling} for row in self.rows]
         options = asdict(self.job)
-        for varied in ("precision", "strategy", "optimize_backward_concat", "fusion", "caches_weights", "stores_fp8"):
+        for varied in (
+            "precision",
+            "strategy",
+            "optimize_backward_concat",
+            "fusion",
+            "caches_weights",
+            "stores_fp8",
+        ):
             del options["settings"][varied]
         return to_json(
             {"equal": self.equal, "environment": self.environment, "options": options, "rows": rows}

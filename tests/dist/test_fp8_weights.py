@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, fp8, microbatches
+from flatfsdp.copy_counter import CopyCounter, Kind
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
+from flatfsdp.layers import Linear
 from flatfsdp.layout import Role
 from tests.dist.ranks import run_ranks
 from tests.unit.fp8.common import TOKENS, WIDTH, Block, Stack, seeded
@@ -195,6 +197,51 @@ def test_one_byte_a_weight_is_gathered(world_size: int) -> None:
 @pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
 def test_casts_once_a_step_and_one_collective_of_a_kind_a_unit(reshard: bool) -> None:
     run_ranks(2, counted, reshard)
+
+
+class Matrices(nn.Module):
+    """Weights larger than all activations, and nothing that is not stored in FP8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = Linear(64, 256, bias=False, fuse_wgrad_accumulation=True)
+        self.down = Linear(256, 64, bias=False, fuse_wgrad_accumulation=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x))
+
+
+def copied(rank: int, world_size: int) -> None:
+    net = seeded(lambda: nn.Sequential(Matrices(), Matrices(), Matrices()))
+    precision = Precision(compute=BF16, fp8_weights=RECIPE)
+    model = auto_wrap(net, by_class(Matrices), precision=precision, optimize_backward_concat=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    count = 2
+
+    def step() -> None:
+        for x in microbatches(model, [torch.randn(16, 64) for _ in range(count)]):
+            with autocast(recipe=RECIPE):
+                loss = model(x).float().square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with CopyCounter(min_numel=4096) as counter:
+        step()
+    # No copy in, no copy out: bytes move in the engine's casts and transposes, in the kernels of the layers,
+    # and on the wire.
+    assert [copy for copy in counter.copies if not copy.via and copy.kind is not Kind.STAGING] == []
+    weights, units = 2 * 64 * 256, 3
+    assert [c.payload for c in counter.collectives if c.name == "all_gather"] == [weights] * 2 * count * units
+    assert [c.payload for c in counter.collectives if c.name == "reduce_scatter"] == [4 * weights] * units
+    casts = [c for c in counter.copies if c.via == "flatfsdp.cast_many_" and c.op == "aten.copy_"]
+    assert sum(copy.numel for copy in casts) == units * weights // world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_nothing_is_copied_in_or_out(world_size: int) -> None:
+    run_ranks(world_size, copied)
 
 
 # ---- state -------------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_convergence(tmp_path: Path) -> None:
     shape = ("--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32", "--steps", "20")
     payload = run_benchmark("convergence", tmp_path, *shape, "--lr", "3e-3")
     bf16, *fp8 = payload["rows"]
-    assert [row["precision"] for row in fp8] == ["fp8-delayed", "fp8-current"]
+    assert [row["precision"] for row in fp8] == ["fp8-delayed", "fp8-current", "fp8-weights"]
     assert bf16["final_loss"] == sum(bf16["losses"][-2:]) / 2 < bf16["first_loss"]
     for row in fp8:
         assert row["losses"] != bf16["losses"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
-from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
+from flatfsdp.layers import Embedding, LayerNormLinear, Linear
 from flatfsdp.layout import Role
 from tests.unit.fp8.common import TOKENS, WIDTH, Block, Stack, seeded
 
@@ -86,7 +86,7 @@ def test_either_scaling_of_tensors_will_do(recipe: Any) -> None:
 
 def test_a_model_without_such_layers_is_refused() -> None:
     model = FlatFSDP(nn.Linear(32, 32), precision=PRECISION)
-    with pytest.raises(ValueError, match="no layer has a weight that it needs for FP8 products only"):
+    with pytest.raises(ValueError, match="no layer has a weight that it needs for products in FP8"):
         model(torch.randn(16, 32))
 
 
