@@ -1,8 +1,9 @@
 """Does training in FP8 reach the loss of bf16?
 
 Trains the example GPT in FlatFSDP's own layers on real text, once for each precision, with the same seed,
-data and learning rate: bf16, FP8 with delayed and with current scaling.  Weight gradients are fused into
-FP32, FP8 weights are cast once a step.  The final loss is the mean of the last tenth of the steps.
+data and learning rates: bf16, FP8 with delayed and with current scaling, and with weights kept in FP8 in the
+flat buffers.  Weight gradients are fused into FP32, FP8 weights are cast once a step.  The final loss is the
+mean of the last tenth of the steps.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ def main(
     seq: Annotated[int, typer.Option(min=1)] = 512,
     batch: Annotated[int, typer.Option(min=1, help="Sequences in one microbatch.")] = 8,
     microbatches: Annotated[int, typer.Option(min=1)] = 2,
-    lr: Annotated[float, typer.Option()] = 1e-3,
+    lr: Annotated[float, typer.Option(help="Of the first step; it falls linearly to zero.")] = 1e-3,
     ranks: Annotated[int, typer.Option(min=1)] = 1,
     device: Annotated[Device, typer.Option(help="Where the ranks run.")] = Device.auto,
     out: Annotated[
@@ -121,6 +122,7 @@ def main(
             microbatches=microbatches,
             steps=steps,
             lr=lr,
+            decays=True,
         )
         launch = Launch(ranks, device)
     except ValueError as error:

@@ -41,7 +41,8 @@ def param_groups(model: nn.Module, groups: Sequence[dict[str, Any]]) -> list[dic
         ValueError: if a group lacks "params", names a parameter that is not trained here, or selects none; if
             there are gradients.
     """
-    trained = [(prefix, group.master) for prefix, group in named_groups(model) if group.trainable]
+    groups_of_model = [(prefix, group) for prefix, group in named_groups(model) if group.trainable]
+    trained = [(prefix, group.master) for prefix, group in groups_of_model]
     shapes = {prefix + slot.name: slot.shape for prefix, master in trained for slot in master.layout.slots}
     chosen = _choose(shapes, [_selected(group, shapes) for group in groups])
     if any(master.grads for _, master in trained):
@@ -49,10 +50,12 @@ def param_groups(model: nn.Module, groups: Sequence[dict[str, Any]]) -> list[dic
     if any(master.portions[0].parameter is not master.flat for _, master in trained if master.portions):
         raise ValueError("param_groups has cut this model's shards already; build one optimizer of them")
     parameters: list[list[nn.Parameter]] = [[] for _ in range(len(groups) + 1)]
-    for prefix, master in trained:
+    for prefix, flat_group in groups_of_model:
+        master = flat_group.master
         indices = [chosen[prefix + slot.name] for slot in master.layout.slots]
         master.portions = []
         for index, portion in _cut(master, indices):
+            portion.parameter.flat_shard = flat_group.target(portion)  # type: ignore[attr-defined]
             master.portions.append(portion)
             parameters[index].append(portion.parameter)
     options = [*groups, {}]

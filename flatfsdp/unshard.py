@@ -28,11 +28,12 @@ from flatfsdp.comm import Grid, Lane, all_gather, broadcast, compute_waits_for, 
 from flatfsdp.fp8_weights import FP8_DTYPE, FP8Weights
 from flatfsdp.kernels.scaling import Scales
 from flatfsdp.layout import Role
-from flatfsdp.master import MasterShard
+from flatfsdp.master import MasterShard, Portion
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger, span
 from flatfsdp.params import Leaves, Views
 from flatfsdp.policy import Division, Policy
+from flatfsdp.portion import PortionTarget
 
 
 class ShardState(Enum):
@@ -85,6 +86,7 @@ class FlatGroup:
         self._partial_step = -1
         self._cast_version: tuple[int, int] | None = None
         self._scaled_version: tuple[int, int] | None = None
+        self._done: dict[tuple[int, int], tuple[int, int]] = {}
 
         precision, num_shards = policy.precision, grid.shard.size
         self.master = MasterShard(
@@ -98,6 +100,8 @@ class FlatGroup:
         )
         for slot, parameter in zip(self.layout.slots, parameters, strict=True):
             self.master.load(slot, parameter.detach())
+        for portion in self.master.portions:
+            portion.parameter.flat_shard = self.target(portion)  # type: ignore[attr-defined]
 
         is_fp8 = self.layout.role is Role.FP8 and precision.fp8_weights != "in_layers"
         stored_dtype = FP8_DTYPE if is_fp8 else precision.compute
@@ -206,6 +210,20 @@ class FlatGroup:
         self.fp8.scales = scales
         self._scaled_version = self.master.version
         self._cast_version = None
+
+    def target(self, portion: Portion) -> PortionTarget:
+        """What an optimizer may write when it updates this portion of the master shard."""
+        return PortionTarget(self, portion.start, portion.stop)
+
+    def portion_done(self, start: int, stop: int) -> None:
+        """The optimizer has updated this portion of the master shard, and written what goes with it."""
+        version = self.master.version
+        self._done[start, stop] = version
+        if all(self._done.get((p.start, p.stop)) == version for p in self.master.portions):
+            if self.fp8 is None:
+                self._cast_version = version
+            else:
+                self.fp8.measured_version = version
 
     def allocate(self) -> bool:
         """Gets memory for parameters that are not there, nor on their way, or not up to date; False if

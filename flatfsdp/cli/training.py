@@ -94,6 +94,7 @@ class TrainSettings:
         stores_fp8: with fp8_weights, whether the flat buffers really are FP8, or packed as if they were.
         batch: sequences in one microbatch of one rank.
         microbatches: forwards and backwards before one optimizer step.
+        decays: the learning rate falls linearly, to zero after the last step.
         clip: largest norm of the gradient of one step.
         data: file or folder with the text; None means the standard library.
     """
@@ -109,6 +110,7 @@ class TrainSettings:
     microbatches: int = 4
     steps: int = 20
     lr: float = 3e-3
+    decays: bool = False
     clip: float = 1.0
     seed: int = 0
     data: Path | None = None
@@ -229,6 +231,9 @@ def train(
                 after_backward(index, model)
                 resumed = _now(rank.device)
             norm = model.clip_grad_norm_(settings.clip)
+            if settings.decays:
+                for group in optimizer.param_groups:
+                    group["lr"] = settings.lr * (1 - index / settings.steps)
             optimizer.step()
             optimizer.zero_grad()
             ms = 1e3 * (_now(rank.device) - resumed + reduced - start)

@@ -1,0 +1,64 @@
+"""What an optimizer may write beside the parameter: the compute shard, and the amaxes of FP8 weights.
+
+In:   an optimizer that has updated one portion of a master shard (`optim/target.py` says what it has to do).
+Out:  a group whose next unshard has nothing left to cast, or to measure.
+Next: `unshard.py` gathers.
+
+An optimizer that knows nothing of this updates the master shard alone; the engine then casts.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from flatfsdp.comm import Grid
+
+if TYPE_CHECKING:
+    from flatfsdp.unshard import FlatGroup
+
+
+class PortionTarget:
+    """Elements [start, stop) of one group's master shard, as a `FlatShard`."""
+
+    def __init__(self, group: FlatGroup, start: int, stop: int) -> None:
+        self._group = group
+        self._start, self._stop = start, stop
+
+    @property
+    def grid(self) -> Grid:
+        return self._group.grid
+
+    @property
+    def device(self) -> torch.device:
+        return self._group.master.device
+
+    @property
+    def rounding(self) -> torch.dtype:
+        return self._group.policy.precision.compute
+
+    @property
+    def compute(self) -> Tensor | None:
+        group = self._group
+        if group.fp8 is not None or not group.casts or group.master.is_offloaded:
+            return None
+        return group.compute_shard[self._start : self._stop]
+
+    def runs(self) -> list[tuple[int, int, Tensor]]:
+        group = self._group
+        if group.fp8 is None or group.master.is_offloaded:
+            return []
+        found = []
+        for piece, amax in group.fp8.runs():
+            start, stop = piece.shard_offset, piece.shard_offset + piece.stop - piece.start
+            # A weight is in one portion: those are cut between weights.
+            if self._start <= start < self._stop:
+                amax.zero_()
+                found.append((start - self._start, stop - self._start, amax))
+        return found
+
+    def cast_done(self) -> None:
+        if not self._group.master.is_offloaded:
+            self._group.portion_done(self._start, self._stop)
