@@ -9,23 +9,24 @@ from math import ceil
 from typing import Any, TypeVar
 
 import torch
+from flatfsdp.kernels import adamw, sgd
 from flatfsdp.kernels.activation import activation_backward, activation_forward
 from flatfsdp.kernels.block_cast import Block, block_cast
 from flatfsdp.kernels.cast import cast, max_abs, transpose_many
+from flatfsdp.kernels.column_sum import column_sum
 from flatfsdp.kernels.dropout import dropout_backward, dropout_forward
 from flatfsdp.kernels.embedding import embedding_grad
 from flatfsdp.kernels.flat import accumulate_many
 from flatfsdp.kernels.norm_backward import norm_backward
 from flatfsdp.kernels.norm_forward import norm_forward
 from flatfsdp.kernels.rope import rope
+from flatfsdp.kernels.runs import Run
 from flatfsdp.kernels.scaling import update_scales
+from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.wgrad import wgrad
 from torch import Tensor
 
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
-COLUMN_SUM = 8 / 64
-"""Bytes for each element: every 64 rows give a row of partial sums, in FP32, written and read once."""
-
 Item = TypeVar("Item")
 Call = Callable[[], object]
 """One call of a kernel; what it returns are the tensors to check: one, or a tuple, of which some are None."""
@@ -36,8 +37,9 @@ class Sizes:
     """Of all cases; a small one only shows that they run.
 
     Attributes:
-        hidden, ffn, gated: columns of activations; `gated` is both halves of a gated ffn.
+        hidden, qkv, ffn, gated: columns of activations; `gated` is both halves of a gated ffn.
         weights: [out, in] of one layer.
+        shards: numel of what one rank has of each weight of a layer.
         gemms: [out, in] of the weight gradients that are timed, by name.
         history: length of the amax histories of `scales` tensors.
         rotation: bytes that calls go through before they come back to the same data.
@@ -46,11 +48,13 @@ class Sizes:
     tokens: int
     hidden: int
     wide_hidden: int
+    qkv: int
     ffn: int
     gated: int
     head_dim: int
     vocabulary: int
     weights: tuple[tuple[int, int], ...]
+    shards: tuple[int, ...]
     gemms: dict[str, tuple[int, int]]
     history: int
     scales: int
@@ -58,15 +62,19 @@ class Sizes:
 
 
 LLAMA_8B = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+LLAMA_70B = ((8192, 8192), (1024, 8192), (1024, 8192), (8192, 8192), *((28672, 8192),) * 3)
+RANKS_70B = 4
 FULL = Sizes(
     tokens=8192,
     hidden=4096,
     wide_hidden=8192,
+    qkv=12288,
     ffn=16384,
     gated=28672,
     head_dim=128,
     vocabulary=128256,
     weights=LLAMA_8B,
+    shards=tuple(out * inner // RANKS_70B for out, inner in LLAMA_70B),
     gemms={"gate_up": (28672, 4096), "down": (4096, 14336), "out": (4096, 4096)},
     history=1024,
     scales=768,
@@ -76,11 +84,13 @@ TINY = Sizes(
     tokens=48,
     hidden=64,
     wide_hidden=80,
+    qkv=192,
     ffn=96,
     gated=128,
     head_dim=16,
     vocabulary=100,
     weights=((32, 64), (48, 16)),
+    shards=(1024, 16, 80),
     gemms={"square": (64, 64), "wide": (32, 96)},
     history=4,
     scales=10,
@@ -156,6 +166,8 @@ class Bench:
             yield self._cast(cols, E5M2, columnwise=True, column_sum=True)
         for cols in self._some(hidden, ffn):
             yield self._max_abs(cols)
+        for cols in self._some(hidden, self.sizes.qkv):
+            yield self._column_sum(cols)
         yield self._norm_forward(hidden, rms=False, to_fp8=False)
         yield self._norm_forward(hidden, rms=False, to_fp8=True)
         for cols in self._some(hidden, wide):
@@ -172,6 +184,10 @@ class Bench:
         yield self._dropout_backward(hidden)
         yield self._transpose_many()
         yield self._accumulate_many()
+        yield self._adamw(wide)
+        yield self._sgd(wide)
+        yield self._max_abs_many()
+        yield self._cast_many()
         yield self._update_scales()
         yield self._embedding_grad()
         yield self._block_cast("1x128", self.sizes.tokens, hidden)
@@ -184,18 +200,31 @@ class Bench:
 
         return self._case("copy", "bf16", [(self.sizes.tokens, cols)], 4, make)
 
+    def copy_of(self, nbytes: int) -> Case:
+        """A copy that reads and writes as many bytes as a kernel."""
+
+        def make() -> Call:
+            source, target = (self._normal(nbytes // 4) for _ in range(2))
+            return partial(target.copy_, source)
+
+        return self._case("copy", "of as many bytes", [(1, nbytes // 4)], 4, make)
+
     def _cast(self, cols: int, dtype: torch.dtype, **options: bool) -> Case:
         def make() -> Call:
             return partial(cast, self._tokens(cols), self.scale, dtype, amax=self._zero(), **options)
 
         outputs = ["row", *(name.removesuffix("wise").replace("_", " ") for name in options)]
         name = f"to {'E4M3' if dtype == E4M3 else 'E5M2'}: {', '.join(outputs)}"
-        per_element = 3 + options.get("columnwise", False) + COLUMN_SUM * options.get("column_sum", False)
+        per_element = 3 + options.get("columnwise", False)
         return self._case("cast", name, [(self.sizes.tokens, cols)], per_element, make)
 
     def _max_abs(self, cols: int) -> Case:
         size = [(self.sizes.tokens, cols)]
         return self._case("max_abs", "", size, 2, lambda: partial(max_abs, self._tokens(cols)))
+
+    def _column_sum(self, cols: int) -> Case:
+        size = [(self.sizes.tokens, cols)]
+        return self._case("column_sum", "bf16", size, 2, lambda: partial(column_sum, self._tokens(cols)))
 
     def _norm_forward(self, cols: int, *, rms: bool, to_fp8: bool, with_residual: bool = False) -> Case:
         def make() -> Call:
@@ -236,7 +265,7 @@ class Bench:
             dy, options = self._tokens(cols // gates), self._to_fp8()
             return partial(activation_backward, dy, self._tokens(cols), name, column_sum=is_summed, **options)
 
-        per_element = 2 / gates + 2 + 2 + COLUMN_SUM * is_summed
+        per_element = 2 / gates + 2 + 2
         variant = f"{name}, to FP8{', column sum' * is_summed}"
         return self._case("activation_backward", variant, [(self.sizes.tokens, cols)], per_element, make)
 
@@ -262,7 +291,7 @@ class Bench:
             return partial(dropout_backward, self._tokens(cols), 0.1, seed=1, offset=0, column_sum=True)
 
         size = [(self.sizes.tokens, cols)]
-        return self._case("dropout_backward", "column sum", size, 4 + COLUMN_SUM, make)
+        return self._case("dropout_backward", "column sum", size, 4, make)
 
     def _transpose_many(self) -> Case:
         weights = self.sizes.weights
@@ -284,6 +313,52 @@ class Bench:
             return lambda: (accumulate_many(targets, grads, again), *targets)
 
         return self._case("accumulate_many", "bf16, added", weights, 10, make)
+
+    def _adamw(self, cols: int) -> Case:
+        numbers = adamw.Numbers.of(1e-4, (0.9, 0.95), 1e-8, 0.1, step=100)
+
+        def make() -> Call:
+            run = self._run([self._normal_fp32(cols), self._normal_fp32(cols).square_()], numbers)
+            return lambda: (adamw.adamw([run], grad_scale=self.scale, dtype=BF16), run.param, *run.states)
+
+        size = [(self.sizes.tokens, cols)]
+        return self._case("adamw", "FP32, bf16 copy and its amax", size, 30, make)
+
+    def _sgd(self, cols: int) -> Case:
+        numbers = sgd.Numbers(1e-4, 0.1, 0.9)
+
+        def make() -> Call:
+            run = self._run([self._normal_fp32(cols)], numbers)
+            return lambda: (sgd.sgd([run], grad_scale=self.scale, dtype=BF16), run.param, *run.states)
+
+        size = [(self.sizes.tokens, cols)]
+        return self._case("sgd", "momentum, bf16 copy and its amax", size, 22, make)
+
+    def _run(self, states: list[Tensor], numbers: Sequence[float]) -> Run:
+        """What an optimizer does with normal values and gradients, as many as each of its states."""
+        param, grad = (torch.randn_like(states[0]) for _ in range(2))
+        return Run(param, grad, states, numbers, param.to(BF16), self._zero())
+
+    def _max_abs_many(self) -> Case:
+        shards = self.sizes.shards
+
+        def make() -> Call:
+            tensors = self._shards()
+            amax = torch.zeros(len(tensors), device=self.device)
+            return lambda: (max_abs_many(tensors, amax, through=BF16), amax)
+
+        return self._case("max_abs_many", "FP32 shard of a layer", [(1, numel) for numel in shards], 4, make)
+
+    def _cast_many(self) -> Case:
+        shards = self.sizes.shards
+
+        def make() -> Call:
+            sources = self._shards()
+            targets = [torch.empty_like(source, dtype=E4M3) for source in sources]
+            scale = self.scale.expand(len(sources)).contiguous()
+            return lambda: (cast_many(sources, targets, scale, through=BF16), *targets)
+
+        return self._case("cast_many", "FP32 shard of a layer", [(1, numel) for numel in shards], 5, make)
 
     def _update_scales(self) -> Case:
         length, n = self.sizes.history, self.sizes.scales
@@ -379,6 +454,13 @@ class Bench:
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device, dtype=BF16)
+
+    def _normal_fp32(self, cols: int) -> Tensor:
+        return torch.randn(self.sizes.tokens, cols, device=self.device)
+
+    def _shards(self) -> list[Tensor]:
+        """What one rank has of a layer's weights, in FP32."""
+        return [torch.randn(numel, device=self.device) for numel in self.sizes.shards]
 
     def _tokens(self, cols: int) -> Tensor:
         return self._normal(self.sizes.tokens, cols)

@@ -101,9 +101,17 @@ class FP8Weights:
 
     # ---- scales and bytes of this rank's shard ----------------------------------------------------------
 
-    def runs(self) -> list[tuple[Piece, Tensor]]:
-        """This rank's pieces of the weights, each with where its amax is recorded, FP32 [1]."""
-        return [(piece, self.amax.narrow(0, self._slots.index(piece.slot), 1)) for piece in self._pieces]
+    def runs(self, first: int, last: int) -> list[tuple[int, int, Tensor]]:
+        """Pieces that begin in elements [first, last) of the shard: from where to where each is, counted from
+        `first`, and where its amax is to be recorded, FP32 [1], zero now."""
+        pieces = [piece for piece in self._pieces if first <= piece.shard_offset < last]
+        if not pieces:
+            return []
+        amaxes = self.amax.narrow(0, self._slots.index(pieces[0].slot), len(pieces)).zero_()
+        return [
+            (piece.shard_offset - first, piece.shard_offset - first + piece.stop - piece.start, amax)
+            for piece, amax in zip(pieces, amaxes.split(1), strict=True)
+        ]
 
     def measure(self, master: MasterShard) -> int:
         """Takes the amax of what the master shard holds now; returns the bytes it read."""

@@ -50,14 +50,8 @@ class PortionTarget:
         group = self._group
         if group.fp8 is None or group.master.is_offloaded:
             return []
-        found = []
-        for piece, amax in group.fp8.runs():
-            start, stop = piece.shard_offset, piece.shard_offset + piece.stop - piece.start
-            # A weight is in one portion: those are cut between weights.
-            if self._start <= start < self._stop:
-                amax.zero_()
-                found.append((start - self._start, stop - self._start, amax))
-        return found
+        # A weight is in one portion: those are cut between weights.
+        return group.fp8.runs(self._start, self._stop)
 
     def cast_done(self) -> None:
         if not self._group.master.is_offloaded:

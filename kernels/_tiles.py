@@ -59,6 +59,8 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("max_abs_many", 4, 65536): Tile(1, 16384, 8),
     ("cast_many", 4, 65536): Tile(1, 4096, 8),
     ("accumulate_many", 2, 65536): Tile(1, 4096, 8),
+    ("adamw", 4, 65536): Tile(1, 1024, 8),
+    ("sgd", 4, 65536): Tile(1, 1024, 8),
     ("embedding_grad", 2, 16384): Tile(1, 4096, 8, 4),
     ("rope", 2, 16384): Tile(1, 2048, 4),
     ("join_heads", 2, 16384): Tile(1, 4096, 4),

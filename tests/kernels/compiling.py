@@ -40,16 +40,18 @@ def compile_for_hopper(
     num_warps: int = 4,
     num_stages: int = 3,
     aligned: tuple[str, ...] = (),
+    contract: bool = True,
 ) -> Compiled:
     """
     Args:
         module: such as "scaling", in `flatfsdp.kernels`.
         signature: Triton type of each argument that is no constant, such as "*fp32", "i32", "*fp8e4nv".
         aligned: arguments that are multiples of 16, as pointers and sizes usually are; all pointers are.
+        contract: whether a product and a sum may become one operation that rounds once.
     """
     return (
         _worker()
-        .submit(_compile, module, kernel, signature, constants, num_warps, num_stages, aligned)
+        .submit(_compile, module, kernel, signature, constants, num_warps, num_stages, aligned, contract)
         .result()
     )
 
@@ -71,6 +73,7 @@ def _compile(
     num_warps: int,
     num_stages: int,
     aligned: tuple[str, ...],
+    contract: bool,
 ) -> Compiled:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -86,21 +89,22 @@ def _compile(
     types = {name: signature.get(name, "constexpr") for name in order}
     fixed = {(order.index(name),): value for name, value in constants.items()}
     source = ASTSource(function, types, fixed, attributes)
-    options = {"num_warps": num_warps, "num_stages": num_stages}
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": contract}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
-    registers, spilled = _resources(ptx)
+    registers, spilled = _resources(ptx, contract)
     return Compiled(registers, spilled, compiled.metadata.shared, ptx)
 
 
-def _resources(ptx: str) -> tuple[int, int]:
+def _resources(ptx: str, contract: bool) -> tuple[int, int]:
     import triton
 
     ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [str(ptxas), "-v", "-arch=sm_90a", str(source), "-o", os.devnull]
+        options = ["-v", "-arch=sm_90a", f"--fmad={str(contract).lower()}"]
+        command = [str(ptxas), *options, str(source), "-o", os.devnull]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers = max(int(n) for n in re.findall(r"Used (\d+) registers", report))
     spilled = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))

@@ -19,7 +19,7 @@ SCRIPT = "benchmarks/kernels.py"
 KERNELS = {
     "copy", "cast", "max_abs", "norm_forward", "norm_backward", "activation_forward", "activation_backward",
     "rope", "dropout_forward", "dropout_backward", "transpose_many", "accumulate_many", "update_scales",
-    "embedding_grad", "block_cast",
+    "max_abs_many", "cast_many", "embedding_grad", "block_cast", "adamw", "sgd", "column_sum",
 }  # fmt: skip
 
 
@@ -54,6 +54,7 @@ def test_everything_is_measured_and_written(tmp_path: Path) -> None:
         else:
             assert row["tb_s"] == pytest.approx(row["bytes"] / row["us"] / 1e6)
             assert row["share"] == pytest.approx(row["tb_s"] / copy["tb_s"])
+            assert row["share_of_equal"] > 0
     for row in payload["wgrad"]:
         assert row["tflops"] == pytest.approx(2 * row["out"] * row["in"] * row["tokens"] / row["us"] / 1e6)
     fused, separate = payload["wgrad"][:2]

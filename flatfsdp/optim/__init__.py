@@ -1,0 +1,12 @@
+"""Between reduction and the next forward: norms of sharded gradients, and optimizers.
+
+Any torch.optim optimizer works over flat shards.  These also write the
+shard that is gathered next, in the same pass.
+"""
+
+from flatfsdp.optim.adamw import AdamW
+from flatfsdp.optim.clip import clip_grad_norm
+from flatfsdp.optim.sgd import SGD
+from flatfsdp.optim.target import FlatShard
+
+__all__ = ["SGD", "AdamW", "FlatShard", "clip_grad_norm"]

@@ -1,0 +1,112 @@
+"""AdamW as one kernel for all parameters, and for all that the next forward needs of them.
+
+Next: `flatfsdp.kernels.adamw` has the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatfsdp.kernels.adamw import Numbers, adamw
+from flatfsdp.kernels.runs import Run
+from flatfsdp.optim.fused import Due, FusedOptimizer, Kind
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENT_DTYPES = (torch.float32, torch.bfloat16)
+LARGEST_BF16_BETA = 0.99
+"""The last of 8 bits is worth 2^-7 to 2^-8: what shrinks by less than half of that does not shrink."""
+
+
+class AdamW(FusedOptimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
+
+    Options and state are those of `torch.optim.AdamW`: each loads the other's state dict, and learning rate
+    schedulers work.  A parameter is rounded once a step.
+
+        no_decay = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
+        optimizer = flatfsdp.optim.AdamW(flatfsdp.param_groups(model, [no_decay]), lr=3e-4, max_grad_norm=1.0)
+
+    Args:
+        params: parameters of a FlatFSDP module, groups from `flatfsdp.param_groups`, ordinary parameters, or
+            several of these; groups may have their own `lr`, `betas`, `eps` and `weight_decay`.
+        max_grad_norm: clips gradients to this norm over all ranks, while they are read: with FP32 gradients
+            the same bits as `clip_grad_norm_` and then a step.  `step` is collective then.
+        moment_dtype: FP32 or bf16, of `exp_avg` and `exp_avg_sq`; None for the parameter's.  In bf16 they
+            take 4 bytes less an element, and betas may be 0.99 at most: with 0.999, `exp_avg_sq` would be
+            rounded back to what it was, and never decay.
+
+    Attributes:
+        grad_norm: of the last step, before clipping: 0-dim, on the device; None without `max_grad_norm`.
+
+    Raises:
+        ValueError: if an option is out of its range; for parameters that are not floating-point.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        max_grad_norm: float | None = None,
+        moment_dtype: torch.dtype | None = None,
+    ) -> None:
+        if moment_dtype is not None and moment_dtype not in MOMENT_DTYPES:
+            raise ValueError(
+                f"moment_dtype is {moment_dtype!r}; it must be torch.float32, torch.bfloat16, or None for "
+                "that of the parameter"
+            )
+        self.moment_dtype = moment_dtype
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, max_grad_norm)
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        for name in ("lr", "eps", "weight_decay"):
+            if not group[name] >= 0:
+                raise ValueError(f"{name} is {group[name]!r}; it must be 0 or positive")
+        if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+            raise ValueError(f"betas are {group['betas']!r}; they must be two numbers in [0, 1)")
+        if self.moment_dtype == torch.bfloat16 and max(group["betas"]) > LARGEST_BF16_BETA:
+            raise ValueError(
+                f"betas are {group['betas']!r} and moment_dtype is torch.bfloat16, whose 8 bits cannot hold "
+                f"moments that change so slowly; use betas of at most {LARGEST_BF16_BETA}, such as "
+                "(0.9, 0.95), or FP32 moments"
+            )
+        for name in ("amsgrad", "maximize"):
+            if group.get(name):
+                raise ValueError(f"a parameter group has {name}={group[name]!r}, which this AdamW has not")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "moment_dtype": self.moment_dtype}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also part of `load_state_dict`, which has converted moments to the parameter's dtype."""
+        super().__setstate__(state)
+        for of_parameter in self.state.values():
+            # That of a fused torch.optim.AdamW is on the device.
+            of_parameter["step"] = torch.tensor(float(of_parameter["step"]))
+            if self.moment_dtype is not None:
+                for name in MOMENTS:
+                    of_parameter[name] = of_parameter[name].to(self.moment_dtype)
+
+    def _advance(self, due: Due) -> tuple[list[Tensor], Sequence[float], bool]:
+        state, group = self.state[due.parameter], due.group
+        if not state:
+            state["step"] = torch.zeros(())
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(due.parameter, dtype=self.moment_dtype)
+        state["step"] += 1
+        beta1, beta2 = map(float, group["betas"])
+        numbers = Numbers.of(
+            float(group["lr"]), (beta1, beta2), group["eps"], group["weight_decay"], int(state["step"])
+        )
+        return [state[name] for name in MOMENTS], numbers, False
+
+    def _update(self, runs: Sequence[Run], kind: Kind, grad_scale: Tensor | None) -> None:
+        adamw(runs, grad_scale=grad_scale, dtype=kind.rounding)

@@ -1,0 +1,87 @@
+"""`flatfsdp.optim` where its kernels run: the engine notices their steps, and a CPU takes the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from flatfsdp import Precision, microbatches
+from flatfsdp.optim import SGD, AdamW
+from tests.dist.models import same
+from tests.dist.ranks import run_ranks
+from tests.gpu.models import BF16, SMALL, build, tokens
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+WORLD_SIZE = min(2, torch.cuda.device_count())
+
+
+def trained(
+    rank: int, make: Any, *, is_told: bool = True, **options: Any
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Losses and final shards; without `is_told`, the optimizer does not know that they are shards."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.manual_seed(0)
+    model, batches = build(**options), tokens(SMALL, rank, 2)
+    for parameter in model.parameters() if not is_told else ():
+        del parameter.flat_shard
+    optimizer, losses = make(model.parameters()), []
+    for _ in range(5):
+        for batch in microbatches(model, batches):
+            loss = model(batch, batch)
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def against_pytorch(rank: int, world_size: int, precision: Precision) -> None:
+    ours, theirs = (
+        trained(rank, lambda p, kind=kind: kind(p, lr=1e-3), precision=precision)[0]
+        for kind in (AdamW, torch.optim.AdamW)
+    )
+    assert ours[-1] < ours[0]
+    torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+def test_it_trains_as_pytorchs_adamw_does(precision: Precision) -> None:
+    run_ranks(WORLD_SIZE, against_pytorch, precision, backend="nccl")
+
+
+def told(rank: int, world_size: int, reshard: bool) -> bool:
+    results = [
+        trained(rank, AdamW, is_told=is_told, precision=BF16, reshard_after_forward=reshard)
+        for is_told in (True, False)
+    ]
+    return all(same(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
+def test_the_optimizer_writes_the_copy_that_the_engine_would(reshard: bool) -> None:
+    assert all(run_ranks(WORLD_SIZE, told, reshard, backend="nccl"))
+
+
+def offloaded(rank: int, world_size: int, kind: Any, options: dict[str, Any]) -> bool:
+    """A limit that no norm reaches: its last bits depend on the device."""
+    results = [
+        trained(
+            rank, lambda p: kind(p, max_grad_norm=1e6, **options), precision=BF16, cpu_offload=cpu_offload
+        )
+        for cpu_offload in (False, True)
+    ]
+    return all(same(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [(AdamW, {"lr": 1e-3, "weight_decay": 0.1}), (SGD, {"lr": 0.125, "momentum": 0.9})],
+    ids=["AdamW", "SGD"],
+)
+def test_a_step_on_the_host_has_the_same_bits(kind: Any, options: dict[str, Any]) -> None:
+    assert all(run_ranks(WORLD_SIZE, offloaded, kind, options, backend="nccl"))
