@@ -27,15 +27,13 @@ from flatfsdp.kernels._outputs import (
     check_input,
     check_like,
     fold,
-    magnitude,
-    raise_amax,
     record_amax,
     rows_at_once,
-    store_outputs,
     sum_bands,
     vector_of,
     write_outputs,
 )
+from flatfsdp.kernels._pairs import WHOLE_ROWS, larger_magnitude, load_row_pairs, store_pairs
 from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from torch import Tensor
@@ -125,16 +123,16 @@ def _share(exponent):
 
 
 @jit
-def _value_and_slope(x, again, KIND: tl.constexpr, SLOPE_OF_INNER: tl.constexpr, CUBIC: tl.constexpr):
-    """f(x) and f'(x); `again` equals x."""
+def _value_and_slope(x, KIND: tl.constexpr, SLOPE_OF_INNER: tl.constexpr, CUBIC: tl.constexpr):
+    """f(x) and f'(x)."""
     log2_e: tl.constexpr = 1.4426950408889634
     if KIND == "gelu":
         share = _share(x * (-log2_e * SLOPE_OF_INNER - log2_e * SLOPE_OF_INNER * CUBIC * x * x))
-        value = again * share
+        value = x * share
         slope = share + value * (1 - share) * (SLOPE_OF_INNER + 3 * SLOPE_OF_INNER * CUBIC * x * x)
     elif KIND == "silu":
         share = _share(-log2_e * x)
-        value = again * share
+        value = x * share
         slope = share + value * (1 - share)
     else:
         value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
@@ -159,26 +157,31 @@ def _forward_kernel(
     IS_GATED: tl.constexpr,
     SLOPE_OF_INNER: tl.constexpr,
     CUBIC: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
     across = tl.cdiv(cols, BLOCK_COLS)
-    row = (tl.program_id(0) // across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    mask = (row < rows)[:, None] & (col < cols)[None, :]
-    index = row[:, None] * (2 * cols if IS_GATED else cols) + col[None, :]
-    x = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
-    again = x
-    if columnwise_ptr is not None and not IS_GATED:
-        # A second load, from the cache.  With a single one Triton transposes x in place of the result, and
-        # computes the function once for each layout.
-        again = tl.load(x_ptr + index, mask, 0.0, eviction_policy="evict_first").to(tl.float32)
-    value, _ = _value_and_slope(x, again, KIND, SLOPE_OF_INNER, CUBIC)
+    row = (tl.program_id(0) // across).to(tl.int64) * (2 * PAIRS)
+    col = (tl.program_id(0) % across) * BLOCK_COLS
+    rows_left, cols_left = (rows - row).to(tl.int32), cols - col
+    width = 2 * cols if IS_GATED else cols
+    x_ptr += row * width + col
+    x_upper, x_lower = load_row_pairs(x_ptr, width, rows_left, cols_left, PAIRS, BLOCK_COLS)
+    upper, _ = _value_and_slope(x_upper, KIND, SLOPE_OF_INNER, CUBIC)
+    lower, _ = _value_and_slope(x_lower, KIND, SLOPE_OF_INNER, CUBIC)
     if IS_GATED:
-        value *= tl.load(x_ptr + index + cols, mask, 0.0).to(tl.float32)
+        at_linear = x_ptr + cols
+        x_upper, x_lower = load_row_pairs(at_linear, width, rows_left, cols_left, PAIRS, BLOCK_COLS)
+        upper *= x_upper
+        lower *= x_lower
     if amax_ptr is not None:
-        record_amax(amax_ptr, value)
-    store_outputs(value, row, col, rows, cols, mask, out_ptr, rowwise_ptr, columnwise_ptr, scale_ptr)
+        record_amax(amax_ptr, larger_magnitude(upper, lower))
+    scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
+    store_pairs(
+        *(upper, lower, row, col, rows, cols, rows_left, cols_left),
+        *(out_ptr, rowwise_ptr, columnwise_ptr, scale, WHOLE),
+    )
 
 
 @jit
@@ -197,55 +200,63 @@ def _backward_kernel(
     IS_GATED: tl.constexpr,
     SLOPE_OF_INNER: tl.constexpr,
     CUBIC: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
     STAGES: tl.constexpr,
     STEPS: tl.constexpr,
-    SUM_ROWS: tl.constexpr,
+    SUM_PAIRS: tl.constexpr,
 ):
     across = tl.cdiv(cols, BLOCK_COLS)
     band = (tl.program_id(0) // across).to(tl.int64)
-    col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    col_mask = col < cols
+    col = (tl.program_id(0) % across) * BLOCK_COLS
+    cols_left = cols - col
     width = 2 * cols if IS_GATED else cols
-    sums = tl.zeros([SUM_ROWS, BLOCK_COLS], tl.float32)
-    linear_sums = tl.zeros([SUM_ROWS, BLOCK_COLS], tl.float32)
-    largest = 0
+    scale = 1.0 if scale_ptr is None else tl.load(scale_ptr)
+    sums = tl.zeros([SUM_PAIRS, BLOCK_COLS], tl.float32)
+    linear_sums = tl.zeros([SUM_PAIRS, BLOCK_COLS], tl.float32)
+    largest = tl.zeros([PAIRS, BLOCK_COLS], tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        row = (band * STEPS + step) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        mask = (row < rows)[:, None] & col_mask[None, :]
-        index = row[:, None] * width + col[None, :]
-        x = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
-        grad = tl.load(dy_ptr + row[:, None] * cols + col[None, :], mask, 0.0).to(tl.float32)
-        value, slope = _value_and_slope(x, x, KIND, SLOPE_OF_INNER, CUBIC)
+        row = (band * STEPS + step) * (2 * PAIRS)
+        rows_left = (rows - row).to(tl.int32)
+        at_x = x_ptr + row * width + col
+        x_upper, x_lower = load_row_pairs(at_x, width, rows_left, cols_left, PAIRS, BLOCK_COLS)
+        at_dy = dy_ptr + row * cols + col
+        upper, lower = load_row_pairs(at_dy, cols, rows_left, cols_left, PAIRS, BLOCK_COLS)
+        value_upper, slope_upper = _value_and_slope(x_upper, KIND, SLOPE_OF_INNER, CUBIC)
+        value_lower, slope_lower = _value_and_slope(x_lower, KIND, SLOPE_OF_INNER, CUBIC)
         if IS_GATED:
-            linear = tl.load(x_ptr + index + cols, mask, 0.0).to(tl.float32)
-            linear_grad = grad * value
-            grad *= linear
-        grad *= slope
+            linear_upper, linear_lower = upper * value_upper, lower * value_lower
+            x_upper, x_lower = load_row_pairs(at_x + cols, width, rows_left, cols_left, PAIRS, BLOCK_COLS)
+            upper *= x_upper
+            lower *= x_lower
+        upper *= slope_upper
+        lower *= slope_lower
         if amax_ptr is not None:
-            both = tl.abs(grad)
+            largest = larger_magnitude(largest, larger_magnitude(upper, lower))
             if IS_GATED:
-                both = tl.maximum(both, tl.abs(linear_grad), propagate_nan=tl.PropagateNan.ALL)
-            largest = tl.maximum(largest, tl.max(magnitude(both)))
+                largest = larger_magnitude(largest, larger_magnitude(linear_upper, linear_lower))
         if band_sums_ptr is not None:
-            sums += fold(grad, SUM_ROWS)
+            sums += fold(upper + lower, SUM_PAIRS)
             if IS_GATED:
-                linear_sums += fold(linear_grad, SUM_ROWS)
-        store_outputs(grad, row, col, rows, width, mask, dx_ptr, rowwise_ptr, columnwise_ptr, scale_ptr)
+                linear_sums += fold(linear_upper + linear_lower, SUM_PAIRS)
+        store_pairs(
+            *(upper, lower, row, col, rows, width, rows_left, cols_left),
+            *(dx_ptr, rowwise_ptr, columnwise_ptr, scale, WHOLE),
+        )
         if IS_GATED:
-            at_linear = cols + col
-            store_outputs(
-                *(linear_grad, row, at_linear, rows, width, mask),
-                *(dx_ptr, rowwise_ptr, columnwise_ptr, scale_ptr),
+            store_pairs(
+                *(linear_upper, linear_lower, row, cols + col, rows, width, rows_left, cols_left),
+                *(dx_ptr, rowwise_ptr, columnwise_ptr, scale, WHOLE),
             )
     if amax_ptr is not None:
-        raise_amax(amax_ptr, largest)
+        record_amax(amax_ptr, largest)
     if band_sums_ptr is not None:
-        band_sums_ptr += band * width
-        tl.store(band_sums_ptr + col, tl.sum(sums, axis=0), col_mask)
+        at = tl.arange(0, BLOCK_COLS)
+        band_sums_ptr += band * width + col
+        tl.store(band_sums_ptr + at, tl.sum(sums, axis=0), at < cols_left)
         if IS_GATED:
-            tl.store(band_sums_ptr + cols + col, tl.sum(linear_sums, axis=0), col_mask)
+            tl.store(band_sums_ptr + cols + at, tl.sum(linear_sums, axis=0), at < cols_left)
 
 
 def forward_launch(
@@ -263,7 +274,8 @@ def forward_launch(
     with on_device_of(x):
         _forward_kernel[(cdiv(rows, tile.rows) * cdiv(cols, tile.cols),)](
             *(x, out, rowwise, columnwise, scale, amax, rows, cols),
-            *(kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC, tile.rows, tile.cols),
+            *(kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC),
+            *(rows % WHOLE_ROWS == 0, tile.rows // 2, tile.cols),
             **tile.options,
         )
 
@@ -287,8 +299,9 @@ def backward_launch(
     with on_device_of(x):
         _backward_kernel[(bands * cdiv(cols, tile.cols),)](
             *(dy, x, dx, rowwise, columnwise, band_sums, scale, amax, rows, cols),
-            *(kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC, tile.rows, tile.cols, tile.stages, tile.steps),
-            rows_at_once(tile, vector_of(x, rowwise)),
+            *(kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC),
+            *(rows % WHOLE_ROWS == 0, tile.rows // 2, tile.cols, tile.stages, tile.steps),
+            min(tile.rows // 2, rows_at_once(tile, vector_of(x, rowwise))),
             **tile.options,
         )
     if band_sums is not None and column_sum is not None:

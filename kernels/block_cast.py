@@ -28,7 +28,14 @@ from typing import Literal, NamedTuple
 
 import torch
 from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._outputs import check_input, saturate
+from flatfsdp.kernels._outputs import check_input, magnitude
+from flatfsdp.kernels._pairs import (
+    WHOLE_ROWS,
+    larger_magnitude,
+    load_row_pairs,
+    store_row_pairs,
+    store_transposed,
+)
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from torch import Tensor
 
@@ -40,8 +47,7 @@ DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
 FLT_MAX = torch.finfo(torch.float32).max
 
-# A tile of 128 x 128 is read once and stays in registers, as many as let two programs run on each
-# multiprocessor.  Where blocks are rows only, tiles can be lower.
+# A tile of 128 x 128 is read once and stays in registers.  Where blocks are rows only, tiles can be lower.
 NUM_WARPS = 8
 LOW_ROWS, LOW_WARPS = 32, 4
 
@@ -122,40 +128,34 @@ def squares_reference(
             inv[:, : blocks.shape[1]] = 1 / blocks
 
 
+def vector_warps(dtype: torch.dtype) -> int:
+    """Of a tile of 1x128 blocks in both layouts: few, as each warp computes scales for all of its columns."""
+    return 4 if dtype.itemsize == 2 else 8
+
+
 def _bits(value: float) -> int:
     """Of an FP32 number."""
     return struct.unpack("i", struct.pack("f", value))[0]
 
 
 @jit
-def _scales(
-    largest, epsilon_bits, like, LARGEST: tl.constexpr, FLT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr
-):
-    """Scales and their inverses, from the bits that `_magnitude` gives of numbers like `like`."""
-    if like.dtype != tl.float32:
-        largest = largest.to(tl.int16).to(like.dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
-    bits = tl.maximum(largest, epsilon_bits)
+def _scales(largest, epsilon_bits, LARGEST: tl.constexpr, FLT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Scales and their inverses, from the largest magnitudes, FP32."""
+    bits = tl.maximum(largest.to(tl.int32, bitcast=True), epsilon_bits)
     is_usable = (bits > 0) & (bits < 0x7F800000)
     if POWER_OF_TWO:
         # Without divisions: 448 / amax is 2^(8 - e), or half of it if amax is above 1.75 * 2^e.  Adding
         # 0x1FFFFF carries into the exponent if it is.  Exponents below 8 would give more than 2^127.
         exponent = tl.maximum((bits + 0x1FFFFF) & 0x7F800000, 8 << 23) - (8 << 23)
-        scale = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
-        scale_inv = tl.maximum(exponent, 0x00400000).to(tl.float32, bitcast=True)  # at least 2^-127
+        scale_bits = tl.where(is_usable, 0x7F000000 - exponent, 0x3F800000)
+        scale = scale_bits.to(tl.float32, bitcast=True)
+        inverse_bits = tl.maximum(0x7F000000 - scale_bits, 0x00400000)  # at least 2^-127
+        scale_inv = inverse_bits.to(tl.float32, bitcast=True)
     else:
         scale = tl.minimum(tl.div_rn(LARGEST, bits.to(tl.float32, bitcast=True)), FLT_MAX)
+        scale = tl.where(is_usable, scale, 1.0)
         scale_inv = tl.div_rn(1.0, scale)
-    return tl.where(is_usable, scale, 1.0), tl.where(is_usable, scale_inv, 1.0)
-
-
-@jit
-def _magnitude(x):
-    """Bits of |x|, which are in order as integers, with NaN above infinity."""
-    if x.dtype == tl.float32:
-        bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    else:
-        bits = x.to(tl.int16, bitcast=True) & 0x7FFF
-    return bits
+    return scale, scale_inv
 
 
 @jit
@@ -179,28 +179,37 @@ def _vectors_kernel(
     POWER_OF_TWO: tl.constexpr,
     LARGEST: tl.constexpr,
     FLT_MAX: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    band, block, rows_left, cols_left = _tile(rows, cols, BLOCK_ROWS, BLOCK)
-    row, col = tl.arange(0, BLOCK_ROWS), tl.arange(0, BLOCK)
-    mask = (row < rows_left)[:, None] & (col < cols_left)[None, :]
-    corner = band * BLOCK_ROWS * cols + block * BLOCK
-    index = row[:, None] * cols + col[None, :]
-    x = tl.load(x_ptr + corner + index, mask, 0.0)
-    magnitude = _magnitude(x)
+    band, block, rows_left, cols_left = _tile(rows, cols, 2 * PAIRS, BLOCK)
+    row, col = band * 2 * PAIRS, block * BLOCK
+    corner = row * cols + col
+    upper, lower = load_row_pairs(x_ptr + corner, cols, rows_left, cols_left, PAIRS, BLOCK)
+    # Both maxima before any result: neither then waits for stores of the other layout.
     if rowwise_ptr is not None:
-        scale, scale_inv = _scales(tl.max(magnitude, axis=1), epsilon_bits, x, LARGEST, FLT_MAX, POWER_OF_TWO)
-        q = saturate(x.to(tl.float32) * scale[:, None], rowwise_ptr.dtype.element_ty)
-        tl.store(rowwise_ptr + corner + index, q, mask)
-        tl.store(rowwise_inv_ptr + block * rows + band * BLOCK_ROWS + row, scale_inv, row < rows_left)
+        of_rows = tl.join(tl.reduce(upper, 1, larger_magnitude), tl.reduce(lower, 1, larger_magnitude))
     if columnwise_ptr is not None:
-        scale, scale_inv = _scales(tl.max(magnitude, axis=0), epsilon_bits, x, LARGEST, FLT_MAX, POWER_OF_TWO)
-        # The GPU's conversion saturates by itself.
-        q = (x.to(tl.float32) * scale[None, :]).to(columnwise_ptr.dtype.element_ty)
-        turned_ptr = columnwise_ptr + block * BLOCK * rows + band * BLOCK_ROWS
-        tl.store(turned_ptr + (col[:, None] * rows + row[None, :]), tl.trans(q), tl.trans(mask))
-        tl.store(columnwise_inv_ptr + band * cols + block * BLOCK + col, scale_inv, col < cols_left)
+        of_cols = tl.reduce(larger_magnitude(upper, lower), 0, larger_magnitude)
+    if rowwise_ptr is not None:
+        scale, scale_inv = _scales(of_rows, epsilon_bits, LARGEST, FLT_MAX, POWER_OF_TWO)
+        scale_upper, scale_lower = tl.split(scale)
+        store_row_pairs(
+            *(upper * scale_upper[:, None], lower * scale_lower[:, None]),
+            *(rowwise_ptr + corner, cols, rows_left, cols_left),
+        )
+        at = tl.arange(0, 2 * PAIRS)
+        inverses = tl.reshape(scale_inv, [2 * PAIRS])
+        tl.store(rowwise_inv_ptr + block * rows + row + at, inverses, at < rows_left)
+    if columnwise_ptr is not None:
+        scale, scale_inv = _scales(of_cols, epsilon_bits, LARGEST, FLT_MAX, POWER_OF_TWO)
+        store_transposed(
+            *(upper * scale[None, :], lower * scale[None, :]),
+            *(columnwise_ptr + col * rows + row, rows, rows_left, cols_left, WHOLE),
+        )
+        at = tl.arange(0, BLOCK)
+        tl.store(columnwise_inv_ptr + band * cols + col + at, scale_inv, at < cols_left)
 
 
 def vectors_launch(
@@ -213,12 +222,13 @@ def vectors_launch(
     epsilon: float,
 ) -> None:
     rows, cols = x.shape
-    block_rows, warps = (LOW_ROWS, LOW_WARPS) if columnwise is None else (BLOCK, NUM_WARPS)
+    block_rows = LOW_ROWS if columnwise is None else BLOCK
     with on_device_of(x):
         _vectors_kernel[(cdiv(rows, block_rows) * cdiv(cols, BLOCK),)](
             *(x, rowwise, rowwise_inv, columnwise, columnwise_inv),
-            *(rows, cols, _bits(epsilon), power_of_two, LARGEST, FLT_MAX, block_rows, BLOCK),
-            num_warps=warps,
+            *(rows, cols, _bits(epsilon), power_of_two, LARGEST, FLT_MAX),
+            *(rows % WHOLE_ROWS == 0, block_rows // 2, BLOCK),
+            num_warps=LOW_WARPS if columnwise is None else vector_warps(x.dtype),
         )
 
 
@@ -237,25 +247,22 @@ def _squares_kernel(
     POWER_OF_TWO: tl.constexpr,
     LARGEST: tl.constexpr,
     FLT_MAX: tl.constexpr,
+    WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     band, block, rows_left, cols_left = _tile(rows, cols, BLOCK, BLOCK)
-    row, col = tl.arange(0, BLOCK), tl.arange(0, BLOCK)
-    mask = (row < rows_left)[:, None] & (col < cols_left)[None, :]
-    corner = band * BLOCK * cols + block * BLOCK
-    index = row[:, None] * cols + col[None, :]
-    x = tl.load(x_ptr + corner + index, mask, 0.0)
-    scale, scale_inv = _scales(tl.max(_magnitude(x)), epsilon_bits, x, LARGEST, FLT_MAX, POWER_OF_TWO)
-    scaled = x.to(tl.float32) * scale
+    row, col = band * BLOCK, block * BLOCK
+    corner = row * cols + col
+    upper, lower = load_row_pairs(x_ptr + corner, cols, rows_left, cols_left, BLOCK // 2, BLOCK)
+    largest = tl.max(magnitude(larger_magnitude(upper, lower))).to(tl.float32, bitcast=True)
+    scale, scale_inv = _scales(largest, epsilon_bits, LARGEST, FLT_MAX, POWER_OF_TWO)
+    upper, lower = upper * scale, lower * scale
     if rowwise_ptr is not None:
-        tl.store(rowwise_ptr + corner + index, saturate(scaled, rowwise_ptr.dtype.element_ty), mask)
+        store_row_pairs(upper, lower, rowwise_ptr + corner, cols, rows_left, cols_left)
         tl.store(rowwise_inv_ptr + band * rowwise_inv_stride + block, scale_inv)
     if columnwise_ptr is not None:
-        # Without the clamp, which the GPU's conversion does itself, and by a conversion of its own: ptxas
-        # (12.8, 12.9; Triton issue 11111) loses bytes of FP8 pairs that are both stored and transposed.
-        q = scaled.to(columnwise_ptr.dtype.element_ty)
-        turned_ptr = columnwise_ptr + block * BLOCK * rows + band * BLOCK
-        tl.store(turned_ptr + (col[:, None] * rows + row[None, :]), tl.trans(q), tl.trans(mask))
+        at = columnwise_ptr + col * rows + row
+        store_transposed(upper, lower, at, rows, rows_left, cols_left, WHOLE)
         tl.store(columnwise_inv_ptr + block * columnwise_inv_stride + band, scale_inv)
 
 
@@ -273,7 +280,8 @@ def squares_launch(
     with on_device_of(x):
         _squares_kernel[(cdiv(rows, BLOCK) * cdiv(cols, BLOCK),)](
             *(x, rowwise, rowwise_inv, columnwise, columnwise_inv),
-            *(rows, cols, *strides, _bits(epsilon), power_of_two, LARGEST, FLT_MAX, BLOCK),
+            *(rows, cols, *strides, _bits(epsilon), power_of_two, LARGEST, FLT_MAX),
+            *(rows % WHOLE_ROWS == 0, BLOCK),
             num_warps=NUM_WARPS,
         )
 

@@ -1,7 +1,8 @@
 """Repairs Triton 3.6's interpreter, which rounds casts wrongly and multiplies bf16 matrices as integers.
 
 As it comes, casts to bf16 truncate, casts to FP8 lose the carry of the mantissa, NaN and infinity become
-finite, and `tl.dot` of bf16 uses the raw bits.  With numpy 2.4, loops over tensors fail, too.
+finite, and `tl.dot` of bf16 uses the raw bits.  With numpy 2.4, loops over tensors fail, too.  Reductions
+with functions of our own take seconds, as they go through tensors number by number.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ def repair() -> None:
     interpreter._convert_float = _convert_float
     interpreter.InterpreterBuilder.create_dot = _create_dot
     interpreter._patch_lang_tensor = _patch_lang_tensor
+    interpreter.ReduceOps.generic_reduce = _generic_reduce
 
 
 def _tensor(data: np.ndarray, dtype: tl.dtype) -> torch.Tensor:
@@ -59,3 +61,13 @@ def _create_dot(
     """Products in FP32, added to an accumulator of whatever dtype it has."""
     left, right = (_tensor(x.data, x.dtype).float().numpy() for x in (a, b))
     return interpreter.TensorHandle(np.matmul(left, right, dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+
+def _generic_reduce(reduction: Any, inputs: tuple[Any]) -> list[Any]:
+    """Of one tensor along one axis: whole slices at a time."""
+    (tensor,) = inputs
+    slices = np.moveaxis(tensor.handle.data, reduction.axis, 0)
+    total, *others = (reduction.to_tensor(part, tensor.dtype) for part in slices)
+    for part in others:
+        total = reduction.combine_fn.fn(total, part)
+    return [total]

@@ -167,7 +167,7 @@ def test_half_precision_is_rounded_once(name: str, dtype: torch.dtype, device: s
 @FORWARD
 @FUNCTIONS
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("rows", [70, 64], ids=["odd", "aligned"])
+@pytest.mark.parametrize("rows", [71, 64], ids=["odd", "aligned"])
 def test_forward_casts_are_of_the_fp32_result(
     run: Any, name: str, dtype: torch.dtype, rows: int, device: str
 ) -> None:
@@ -183,7 +183,7 @@ def test_forward_casts_are_of_the_fp32_result(
 @BACKWARD
 @FUNCTIONS
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
-@pytest.mark.parametrize("rows", [70, 64], ids=["odd", "aligned"])
+@pytest.mark.parametrize("rows", [71, 64], ids=["odd", "aligned"])
 def test_backward_casts_are_of_the_fp32_result(
     run: Any, name: str, dtype: torch.dtype, rows: int, device: str
 ) -> None:
@@ -315,14 +315,16 @@ def compiled(
     if kernel == "_backward_kernel":
         del signature["out_ptr"]
         signature |= {"dy_ptr": "*bf16", "dx_ptr": "*bf16", "band_sums_ptr": "*fp32"}
-        in_steps = {"STAGES": tile.stages, "STEPS": tile.steps, "SUM_ROWS": rows_at_once(tile, 16)}
+        in_steps = {"STAGES": tile.stages, "STEPS": tile.steps}
+        in_steps["SUM_PAIRS"] = min(tile.rows // 2, rows_at_once(tile, 16))
     result = compile_for_hopper(
         "activation",
         kernel,
         {name: type_ for name, type_ in signature.items() if name not in absent},
         {
             **dict.fromkeys(absent),
-            **{"KIND": kind, "IS_GATED": is_gated, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
+            **{"KIND": kind, "IS_GATED": is_gated, "PAIRS": tile.rows // 2, "BLOCK_COLS": tile.cols},
+            "WHOLE": "rows" in aligned,
             **{"SLOPE_OF_INNER": activation.TWO_ROOT_TWO_OVER_PI, "CUBIC": activation.CUBIC},
             **in_steps,
         },
@@ -336,25 +338,18 @@ def compiled(
 
 @pytest.mark.parametrize(("kind", "is_gated"), [("silu", True), ("gelu", False)])
 def test_fp8_kernels_compile_for_hopper_with_wide_accesses(kind: str, is_gated: bool) -> None:
-    for ptx in (
-        compiled(
-            "_forward_kernel",
-            kind,
-            is_gated,
-            {"out_ptr"},
-            activation.forward_tile(torch.bfloat16, 16384, is_gated, True),
-        ),
-        compiled(
-            "_backward_kernel",
-            kind,
-            is_gated,
-            {"dx_ptr"},
-            activation.backward_tile(torch.bfloat16, 16384, is_gated, True, True),
-        ),
+    """16 bytes a load and a store, pairs transposed by the hardware, each value computed once."""
+    forward_tile = activation.forward_tile(torch.bfloat16, 16384, is_gated, True)
+    backward_tile = activation.backward_tile(torch.bfloat16, 16384, is_gated, True, True)
+    for kernel, absent, tile in (
+        ("_forward_kernel", "out_ptr", forward_tile),
+        ("_backward_kernel", "dx_ptr", backward_tile),
     ):
+        ptx = compiled(kernel, kind, is_gated, {absent}, tile)
         assert "ld.global.v4.b32" in ptx or "cp.async.cg.shared.global" in ptx
         assert "st.global.v4.b32" in ptx and "st.global.b8" not in ptx and "st.global.b16" not in ptx
-        assert "cvt.rn.satfinite.e" in ptx
+        assert "cvt.rn.satfinite.e" in ptx and "ldmatrix" in ptx
+        assert ptx.count("ex2.approx") == tile.rows * tile.cols // (32 * tile.warps)
 
 
 @pytest.mark.parametrize(("kind", "is_gated"), [("silu", True), ("gelu", False)])

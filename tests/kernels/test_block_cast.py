@@ -18,6 +18,7 @@ from flatfsdp.kernels.block_cast import (
     NUM_WARPS,
     BlockCast,
     block_cast,
+    vector_warps,
 )
 from torch import Tensor
 
@@ -28,6 +29,8 @@ from tests.kernels.fp8_pairs import endangered_pairs
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encountered:RuntimeWarning")
 
 E4M3 = torch.float8_e4m3fn
+REGISTERS = 65_536
+"""Of a multiprocessor of sm_90."""
 BLOCKS = pytest.mark.parametrize("block", ["1x128", "128x128"])
 RUNS = {
     "1x128": {"reference": module.vectors_reference, "kernel": module.vectors_launch},
@@ -267,42 +270,53 @@ def test_operators(block: str) -> None:
 
 def compiled(
     kernel: str, dtype: str, columnwise: bool = True, aligned: tuple[str, ...] = ("rows", "cols")
-) -> Compiled:
-    """At the tile that is used for both outputs, or for the rowwise one alone."""
+) -> tuple[Compiled, int]:
+    """And the warps of a program, at the tile that is used for both outputs, or for the rowwise one alone."""
     signature = {"x_ptr": f"*{dtype}", "rowwise_ptr": "*fp8e4nv", "rowwise_inv_ptr": "*fp32"}
     constants: dict[str, Any] = {"POWER_OF_TWO": True, "LARGEST": LARGEST, "FLT_MAX": FLT_MAX, "BLOCK": BLOCK}
+    constants["WHOLE"] = "rows" in aligned
     if columnwise:
         signature |= {"columnwise_ptr": "*fp8e4nv", "columnwise_inv_ptr": "*fp32"}
     else:
         constants |= {"columnwise_ptr": None, "columnwise_inv_ptr": None}
+    warps = NUM_WARPS
     if kernel == "_vectors_kernel":
-        constants["BLOCK_ROWS"] = BLOCK if columnwise else LOW_ROWS
+        constants["PAIRS"] = (BLOCK if columnwise else LOW_ROWS) // 2
+        wide = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
+        warps = vector_warps(wide) if columnwise else LOW_WARPS
     else:
         signature |= {"rowwise_inv_stride": "i32", "columnwise_inv_stride": "i32"}
     signature |= {"rows": "i32", "cols": "i32", "epsilon_bits": "i32"}
-    warps = NUM_WARPS if columnwise else LOW_WARPS
-    return compile_for_hopper("block_cast", kernel, signature, constants, num_warps=warps, aligned=aligned)
+    found = compile_for_hopper("block_cast", kernel, signature, constants, num_warps=warps, aligned=aligned)
+    return found, warps
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-@pytest.mark.parametrize("kernel", ["_vectors_kernel", "_squares_kernel"])
-def test_hopper_code(kernel: str, dtype: str) -> None:
-    """16 bytes a load and a store, and from bf16 two programs for each multiprocessor."""
-    both = compiled(kernel, dtype)
-    assert both.spilled == 0 and both.registers <= (128 if dtype == "bf16" else 168)
-    assert 2 * both.shared <= SHARED_LIMIT
-    assert "ld.global.v4" in both.ptx and "st.global.v4" in both.ptx
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "programs"),
+    [
+        ("_vectors_kernel", "bf16", 3),
+        ("_vectors_kernel", "fp32", 2),
+        ("_squares_kernel", "bf16", 2),
+        ("_squares_kernel", "fp32", 2),
+    ],
+)
+def test_hopper_code(kernel: str, dtype: str, programs: int) -> None:
+    """16 bytes a load and a store, pairs transposed by the hardware, several programs a multiprocessor."""
+    both, warps = compiled(kernel, dtype)
+    assert both.spilled == 0 and programs * 32 * warps * both.registers <= REGISTERS
+    assert programs * both.shared <= SHARED_LIMIT
+    assert "ld.global.v4" in both.ptx and "st.global.v4" in both.ptx and "ldmatrix" in both.ptx
     assert "div.rn" not in both.ptx and "div.full" not in both.ptx, "powers of two need no division"
     assert not endangered_pairs(both.ptx)
 
 
 def test_hopper_code_of_rows_alone() -> None:
-    rows = compiled("_vectors_kernel", "bf16", columnwise=False)
-    assert rows.spilled == 0 and rows.registers <= 40
+    rows, _ = compiled("_vectors_kernel", "bf16", columnwise=False)
+    assert rows.spilled == 0 and rows.registers <= 48
     assert "ld.global.v4" in rows.ptx and "st.global.v4" in rows.ptx
 
 
 @pytest.mark.parametrize("kernel", ["_vectors_kernel", "_squares_kernel"])
 def test_odd_shapes_keep_their_values_in_ptxas(kernel: str) -> None:
     for aligned in ((), ("rows",), ("cols",)):
-        assert not endangered_pairs(compiled(kernel, "bf16", aligned=aligned).ptx), aligned
+        assert not endangered_pairs(compiled(kernel, "bf16", aligned=aligned)[0].ptx), aligned
