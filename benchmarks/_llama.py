@@ -215,8 +215,13 @@ class Llama(nn.Module):
                 x_btc = layer(x_btc)
         if self.norm is not None and self.head is not None:
             x_btc = self.head(self.norm(x_btc))
-        # FP32 whatever the compute dtype: in bf16 a sum over a vocabulary loses the loss's last digits.
-        if self.config.loss == "mean-square":
-            return x_btc.float().square().mean()
-        assert targets_bt is not None
-        return F.cross_entropy(x_btc.float().flatten(0, 1), targets_bt.flatten())
+        return mean_loss(self.config, x_btc, targets_bt)
+
+
+def mean_loss(config: LlamaConfig, y: Tensor, targets_bt: Tensor | None) -> Tensor:
+    """Of logits or activations [b, t, ...]; in FP32 whatever the compute dtype: in bf16 a sum over a
+    vocabulary loses the loss's last digits."""
+    if config.loss == "mean-square":
+        return y.float().square().mean()
+    assert targets_bt is not None
+    return F.cross_entropy(y.float().flatten(0, 1), targets_bt.flatten())

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _engines import Variant, position, shard
+from _breakdown import Breakdown, breakdown, spans_of
+from _engines import PLAIN, Variant, adamw, position, shard
 from _llama import SHAPES, Llama, LlamaConfig
 from torch import Tensor
-from torch.profiler import profile
+from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import microbatches
+from flatfsdp import FlatFSDP, microbatches
 from flatfsdp.cli.ranks import Rank
 
 SEED = 0
@@ -37,7 +38,9 @@ class Job:
         reshard: parameters are freed after each forward and backward (ZeRO-3), or kept for a step (ZeRO-2).
         steps, warmup: of each run, timed and before those.
         rounds: how often the variants are measured in turn.
-        traces: folder for a Chrome trace of one more step of each variant.
+        own_adamw: engines of FlatFSDP's own layers have its own AdamW, too.
+        breakdown: profile one more step of each variant and sort its kernels.
+        traces: folder for a Chrome trace of that step.
     """
 
     shape: str
@@ -47,6 +50,8 @@ class Job:
     warmup: int
     rounds: int
     variants: tuple[Variant, ...]
+    own_adamw: bool
+    breakdown: bool
     traces: Path | None
 
     @property
@@ -55,7 +60,9 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"step-{self.shape}-m{self.microbatches}-{'reshard' if self.reshard else 'keep'}"
+        zero = "reshard" if self.reshard else "keep"
+        fp8 = "" if all(variant.engine in PLAIN for variant in self.variants) else "-fp8"
+        return f"step-{self.shape}-m{self.microbatches}-{zero}{fp8}"
 
     def order(self) -> list[Variant]:
         return [*(self.variants * self.rounds), self.variants[0]]
@@ -70,12 +77,18 @@ class Run:
         losses: of each step, those of warm-up included; mean over microbatches.
         peak_gib: most memory allocated during the timed steps.
         leftover_gib: allocated before the model was built: the data, and what earlier runs did not free.
+        static_gib: allocated between two steps, without what was left over.
+        reported_gib: what FlatFSDP's memory report says about that; None for other engines.
+        breakdown: of one step of rank 0; None if it was not asked for, or without a GPU.
     """
 
     ms: list[float]
     losses: list[float]
     peak_gib: float
     leftover_gib: float
+    static_gib: float
+    reported_gib: float | None
+    breakdown: Breakdown | None
 
 
 @dataclass(frozen=True)
@@ -149,9 +162,14 @@ def measure_all(rank: Rank, job: Job) -> list[Row]:
         else:
             runs[variant].append(_over_ranks(everyones))
         if rank.index == 0:
-            outcome = failed[variant] or f"{statistics.median(runs[variant][-1].ms):.1f} ms/step"
+            outcome = failed[variant] or _outcome(runs[variant][-1])
             print(f"{variant.label}: {outcome}", file=sys.stderr, flush=True)
     return [Row(v, runs[v], skipped[v], failed[v]) for v in job.variants]
+
+
+def _outcome(run: Run) -> str:
+    losses = " ".join(f"{loss:.5f}" for loss in run.losses)
+    return f"{statistics.median(run.ms):.1f} ms/step, peak {run.peak_gib:.1f} GiB, losses {losses}"
 
 
 def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor, ...]]) -> Run:
@@ -162,7 +180,7 @@ def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor,
         plain = Llama(job.config)
     model = shard(plain, variant, job.reshard, rank.device)
     del plain
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    optimizer = adamw(model, variant, LEARNING_RATE, own=job.own_adamw)
 
     def step() -> Tensor:
         losses = []
@@ -192,20 +210,28 @@ def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor,
     wrong = [index for index, value in enumerate(values) if not math.isfinite(value)]
     if wrong:
         raise FloatingPointError(f"the loss of step {wrong[0]} is {values[wrong[0]]}")
-    if job.traces is not None:
-        _trace(step, job.traces / f"{job.name}-{variant.name}.json", rank)
-    return Run(milliseconds, values, peak, leftover)
+    static = _allocated(rank.device) - leftover
+    report = model.memory_report(optimizer) if isinstance(model, FlatFSDP) else None
+    reported = None if report is None else report.static / GIB
+    if report is not None and rank.index == 0:
+        print(report, file=sys.stderr, flush=True)
+    profiled = _profile(step, job, variant, rank) if job.breakdown or job.traces is not None else None
+    return Run(milliseconds, values, peak, leftover, static, reported, profiled)
 
 
-def _trace(step: Callable[[], Tensor], path: Path, rank: Rank) -> None:
-    """A Chrome trace of one step on rank 0."""
+def _profile(step: Callable[[], Tensor], job: Job, variant: Variant, rank: Rank) -> Breakdown | None:
+    """Profiles one step on rank 0: what its GPU did, and a Chrome trace if that is wanted."""
     if rank.index != 0:
         step()
-        return
-    with profile() as recorded:
+        return None
+    # Recording every operator of the host would make gaps that are not there.
+    activities = [ProfilerActivity.CUDA] if job.traces is None and rank.device.type == "cuda" else None
+    with profile(activities=activities) as recorded:
         step().item()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    recorded.export_chrome_trace(str(path))
+    if job.traces is not None:
+        job.traces.mkdir(parents=True, exist_ok=True)
+        recorded.export_chrome_trace(str(job.traces / f"{job.name}-{variant.name}.json"))
+    return breakdown(spans_of(recorded)) if job.breakdown else None
 
 
 def _batches(job: Job, rank: Rank) -> list[tuple[Tensor, ...]]:
@@ -230,6 +256,10 @@ def _over_ranks(runs: list[Run]) -> Run:
         losses=[statistics.fmean(step) for step in zip(*(run.losses for run in runs), strict=True)],
         peak_gib=max(run.peak_gib for run in runs),
         leftover_gib=max(run.leftover_gib for run in runs),
+        # As one rank has them, so that they belong together.
+        static_gib=runs[0].static_gib,
+        reported_gib=runs[0].reported_gib,
+        breakdown=runs[0].breakdown,
     )
 
 

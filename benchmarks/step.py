@@ -1,9 +1,14 @@
 """How long does a training step take with FlatFSDP, with PyTorch's FSDP2 and with fairscale's FSDP?
 
-One run measures all engines, one after the other, on the same ranks with the same data, the same model seed
-and the same optimizer: forward and backward of M microbatches, one sequence each, then AdamW.  Every engine
-computes in bf16 and keeps FP32 masters; gradients are reduced in FP32, in the last microbatch's backward.
-FlatFSDP and FSDP2 also accumulate in FP32; fairscale 0.4.13 accumulates in bf16, which moves fewer bytes.
+One run measures all engines, one after the other, on the same ranks with the same data, the same initial
+values and the same optimizer: forward and backward of M microbatches, one sequence each, then AdamW.  Every
+engine keeps FP32 masters and computes in bf16; gradients are reduced in FP32, in the last microbatch's
+backward.  FlatFSDP and FSDP2 also accumulate in FP32; fairscale 0.4.13 accumulates in bf16, which moves fewer
+bytes.
+
+With `--fp8` it is FlatFSDP's own layers, whose weights are in FP8 in the flat buffer, and FSDP2 with
+torchao's float8: one scale a tensor, FP8 all-gather, layers compiled.  Embedding and head are in bf16 on both
+sides.
 
 Between engines everything is freed.  The first one is measured once more at the end: if its two figures
 differ, the machine drifted by that much, and smaller differences between engines mean nothing.
@@ -19,8 +24,9 @@ from typing import Annotated, Any
 
 import matplotlib as mpl
 import typer
+from _breakdown import CLASSES
 from _common import RESULTS, environment
-from _engines import Engine, Variant
+from _engines import FP8, PLAIN, Engine, Variant
 from _llama import SHAPES, flops_per_token
 from _measuring import Job, Row, measure_all
 from rich.console import Console
@@ -32,13 +38,11 @@ from flatfsdp.cli.ranks import Device, Launch, is_main, run_on_ranks, under_torc
 def summary(row: Row, rows: list[Row], job: Job) -> dict[str, Any]:
     """One row with what follows from it; times None if it has no run.
 
-    `time_vs_fsdp2` is relative to FSDP2 in the same mode, eager or compiled; below 1 is faster.
+    `time_vs_fsdp2` is relative to FSDP2 in the same mode, eager or compiled, `time_vs_fsdp2_float8` to FSDP2
+    with torchao; below 1 is faster.
     """
-    ms, per_second, vs_fsdp2 = row.ms, None, None
-    if ms is not None:
-        per_second = 1e3 * job.microbatches * job.config.seq / ms
-        peer = [r.ms for r in rows if r.variant == Variant(Engine.fsdp2, row.variant.compiled)]
-        vs_fsdp2 = ms / peer[0] if peer and peer[0] is not None else None
+    ms = row.ms
+    per_second = None if ms is None else 1e3 * job.microbatches * job.config.seq / ms
     return {
         "name": row.variant.name,
         "label": row.variant.label,
@@ -48,9 +52,18 @@ def summary(row: Row, rows: list[Row], job: Job) -> dict[str, Any]:
         "tokens_per_s_per_rank": per_second,
         "tflops_per_rank": None if per_second is None else per_second * flops_per_token(job.config) / 1e12,
         "peak_gib": max((run.peak_gib for run in row.runs), default=None),
-        "time_vs_fsdp2": vs_fsdp2,
+        "time_vs_fsdp2": _ratio(row, rows, Variant(Engine.fsdp2, row.variant.compiled)),
+        "time_vs_fsdp2_float8": _ratio(row, rows, FLOAT8),
         "runs": [{"median_ms": statistics.median(run.ms), **asdict(run)} for run in row.runs],
     }
+
+
+FLOAT8 = Variant.first_of(Engine.fsdp2_float8)
+
+
+def _ratio(row: Row, rows: list[Row], peer: Variant) -> float | None:
+    theirs = next((other.ms for other in rows if other.variant == peer), None)
+    return None if row.ms is None or theirs is None else row.ms / theirs
 
 
 def flag_changes_nothing(rows: list[Row]) -> dict[str, bool]:
@@ -66,10 +79,12 @@ def flag_changes_nothing(rows: list[Row]) -> dict[str, bool]:
 
 def show(payload: dict[str, Any], job: Job, ranks: int) -> None:
     console = Console()
-    console.width = max(console.width, 120)  # a table that wraps says nothing
+    console.width = max(console.width, 140)  # a table that wraps says nothing
     table = Table(title=f"\n{_title(job, ranks)}", title_justify="left", box=None, padding=(0, 0, 0, 2))
     table.add_column("engine", no_wrap=True)
-    for column in ("ms/step", "tokens/s\nper rank", "TFLOP/s\nper rank", "peak\nGiB", "time vs\nFSDP2"):
+    ratios = _ratios(job)
+    figures = ("ms/step", "tokens/s\nper rank", "TFLOP/s\nper rank", "peak\nGiB", "between\nsteps")
+    for column in (*figures, *(f"time vs\n{peer}" for peer in ratios)):
         table.add_column(column, justify="right", no_wrap=True)
     for column in ("first\nloss", "last\nloss", "ms/step\nof each run"):
         table.add_column(column, justify="right", style="cyan", no_wrap=True)
@@ -84,7 +99,8 @@ def show(payload: dict[str, Any], job: Job, ranks: int) -> None:
             f"{row['tokens_per_s_per_rank']:,.0f}",
             f"{row['tflops_per_rank']:.1f}",
             f"{row['peak_gib']:.1f}",
-            "-" if row["time_vs_fsdp2"] is None else f"{row['time_vs_fsdp2']:.3f}",
+            f"{row['runs'][0]['static_gib']:.1f}",
+            *("-" if row[key] is None else f"{row[key]:.3f}" for key in ratios.values()),
             f"{losses[0]:.5f}",
             f"{losses[-1]:.5f}",
             " / ".join(f"{run['median_ms']:.1f}" for run in row["runs"]),
@@ -95,6 +111,8 @@ def show(payload: dict[str, Any], job: Job, ranks: int) -> None:
             console.print(f"{row['label']} failed: {row['failed']}", style="red", markup=False)
         elif row["skipped"]:
             console.print(f"{row['label']}: skipped, {row['skipped']}", markup=False)
+    _show_memory(payload, console)
+    _show_breakdown(payload, console)
     leftovers = [run["leftover_gib"] for row in payload["rows"] for run in row["runs"]]
     if leftovers and max(leftovers) - min(leftovers) > 0.5:
         console.print(
@@ -103,6 +121,51 @@ def show(payload: dict[str, Any], job: Job, ranks: int) -> None:
     for mode, same in payload["flag_changes_nothing"].items():
         answer = "the same in every step" if same else "not the same (attention's backward need not repeat)"
         console.print(f"FlatFSDP, {mode}: losses with the flag off and on are {answer}.")
+
+
+def _ratios(job: Job) -> dict[str, str]:
+    """Whom times are relative to in this run: its name and its key in a summary."""
+    engines = {variant.engine for variant in job.variants}
+    found = {"FSDP2": "time_vs_fsdp2"} if Engine.fsdp2 in engines else {}
+    return found | ({"torchao": "time_vs_fsdp2_float8"} if Engine.fsdp2_float8 in engines else {})
+
+
+def _show_memory(payload: dict[str, Any], console: Console) -> None:
+    for row in payload["rows"]:
+        for run in row["runs"][:1]:
+            if run["reported_gib"] is not None and run["static_gib"] > 0:
+                share = run["reported_gib"] / run["static_gib"]
+                console.print(
+                    f"{row['label']}: {run['static_gib']:.2f} GiB between steps, of which the memory report "
+                    f"lists {run['reported_gib']:.2f} ({share:.1%})",
+                    highlight=False,
+                )
+
+
+def _show_breakdown(payload: dict[str, Any], console: Console) -> None:
+    """One line for each engine that was profiled: milliseconds of rank 0's GPU."""
+    found = {
+        row["label"]: run["breakdown"]
+        for row in payload["rows"]
+        for run in row["runs"][:1]
+        if run["breakdown"] is not None
+    }
+    if not found:
+        return
+    title = "\nOne profiled step of rank 0, ms: time in which a class ran, and alone"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 0, 0, 2))
+    table.add_column("engine", no_wrap=True)
+    for column in (*CLASSES, "gaps", "step"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for label, parts in found.items():
+        shares = (parts["shares"][name] for name in CLASSES)
+        table.add_row(
+            label,
+            *(f"{share['busy_ms']:.1f} ({share['alone_ms']:.1f})" for share in shares),
+            f"{parts['gaps_ms']:.1f}",
+            f"{parts['step_ms']:.1f}",
+        )
+    console.print(table)
 
 
 def _title(job: Job, ranks: int) -> str:
@@ -115,6 +178,10 @@ COLORS = {
     Engine.flat_on: "#4e79a7",
     Engine.fsdp2: "#f28e2b",
     Engine.fairscale: "#bab0ac",
+    Engine.flat_fp8_delayed: "#59a14f",
+    Engine.flat_fp8_current: "#8cd17d",
+    Engine.flat_bf16_fused: "#4e79a7",
+    Engine.fsdp2_float8: "#e15759",
 }
 
 
@@ -128,8 +195,10 @@ def draw(payload: dict[str, Any], job: Job, ranks: int, path: Path) -> None:
     figure, axis = plt.subplots(figsize=(9, 1.2 + 0.4 * len(rows)), layout="constrained")
     for row in rows:
         axis.barh(row["label"], row["ms"], color=colors[row["label"]], height=0.7)
-        ratio = "" if row["time_vs_fsdp2"] is None else f", {row['time_vs_fsdp2']:.3f} of FSDP2"
-        note = f" {row['ms']:.1f} ms, {row['tflops_per_rank']:.0f} TFLOP/s{ratio}"
+        compared = "".join(
+            f", {row[key]:.3f} of {peer}" for peer, key in _ratios(job).items() if row[key] is not None
+        )
+        note = f" {row['ms']:.1f} ms, {row['tflops_per_rank']:.0f} TFLOP/s{compared}"
         axis.text(row["ms"], row["label"], note, va="center", fontsize=9)
     axis.set_xlim(right=1.5 * max((row["ms"] for row in rows), default=1.0))
     axis.invert_yaxis()
@@ -150,12 +219,14 @@ def _known_shape(name: str) -> str:
 
 
 @app.command(
-    help="Training step of FlatFSDP beside FSDP2 and fairscale: same ranks, data, model and optimizer.",
+    help="Training step of FlatFSDP beside FSDP2, torchao and fairscale: same ranks, data and model.",
     epilog="""Examples:
 
     torchrun --nproc-per-node 4 benchmarks/step.py --shape 70b-l2 --microbatches 16 --keep
 
     torchrun --nproc-per-node 4 benchmarks/step.py --shape 8b --compile
+
+    torchrun --nproc-per-node 4 benchmarks/step.py --fp8 --shape 8b --breakdown
 
     torchrun --nproc-per-node 4 benchmarks/step.py --engines flat-on --engines fsdp2 --rounds 3 --json
 
@@ -173,24 +244,41 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of each run.")] = 10,
     warmup: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Times to measure every engine, by turns.")] = 1,
-    engines: Annotated[list[Engine], typer.Option(help="Repeat for several.")] = list(Engine),  # noqa: B006
+    engines: Annotated[
+        list[Engine] | None, typer.Option(help="Repeat for several.", show_default="all of the plain Llama")
+    ] = None,
+    fp8: Annotated[bool, typer.Option("--fp8", help="FlatFSDP's own layers and torchao's float8.")] = False,
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Also with every layer compiled, except fairscale's.")
+        bool, typer.Option("--compile", help="The plain Llama also with every layer compiled.")
     ] = False,
+    own_adamw: Annotated[
+        bool,
+        typer.Option("--own-adamw/--torch-adamw", help="Which AdamW steps FlatFSDP's own layers."),
+    ] = True,
     device: Annotated[Device, typer.Option(help="Where the ranks run.")] = Device.auto,
     ranks: Annotated[int, typer.Option(min=1, help="Processes to start; torchrun starts its own.")] = 1,
     out: Annotated[
         Path, typer.Option(help="Folder for the JSON and the picture.", show_default="benchmarks/results")
     ] = RESULTS,
+    breakdown: Annotated[
+        bool, typer.Option("--breakdown", help="Profile one more step and sort its kernels by class.")
+    ] = False,
     traces: Annotated[
         Path | None, typer.Option("--trace", help="Folder for a Chrome trace of one step of each engine.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    chosen = [Variant(engine) for engine in dict.fromkeys(engines)]
+    wanted = engines or (FP8 if fp8 else PLAIN)
+    chosen = [Variant.first_of(engine) for engine in dict.fromkeys(wanted)]
     if compiled:
-        chosen += [Variant(v.engine, compiled=True) for v in chosen if v.engine is not Engine.fairscale]
-    job = Job(shape, accumulation, reshard, steps, warmup, rounds, tuple(chosen), traces)
+        chosen += [Variant(v.engine, compiled=True) for v in chosen if v.can_be_compiled]
+    job = Job(
+        *(shape, accumulation, reshard, steps, warmup, rounds),
+        variants=tuple(chosen),
+        own_adamw=own_adamw,
+        breakdown=breakdown,
+        traces=traces,
+    )
     try:
         launch = Launch(None if under_torchrun() else ranks, device)
     except ValueError as error:

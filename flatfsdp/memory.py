@@ -175,7 +175,7 @@ def _unsharded(
     for row in _rows(buffer, owner, lives, [size for of_unit in sizes for size in of_unit]):
         each = [sum(size.nbytes for size in of_unit if size.dtype == row.dtype) for of_unit in sizes]
         at_a_time = sum(each)
-        if units[0].groups[0].policy.reshard_after_forward:
+        if any(group.policy.reshard_after_forward for unit in units for group in unit.groups):
             inner = each[1:]
             windows = [sum(inner[start : start + 1 + ahead]) for start in range(len(inner))]
             at_a_time = each[0] + max(windows, default=0)
