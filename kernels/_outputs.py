@@ -13,6 +13,7 @@ each program sums the band of rows that it works on, and `sum_bands` adds up the
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -187,6 +188,13 @@ def fold(value, ROWS: tl.constexpr):
     return tl.sum(tl.reshape(value, [value.shape[0] // ROWS, ROWS, value.shape[1]]), axis=0)
 
 
+@jit
+def peaks(value, VECTOR: tl.constexpr):
+    """The largest magnitudes among neighbours, [rows, cols / VECTOR]: what a thread finds by itself."""
+    bits = magnitude(value)
+    return tl.max(tl.reshape(bits, [value.shape[0], value.shape[1] // VECTOR, VECTOR]), axis=2)
+
+
 def rows_at_once(tile: Tile, vector: int) -> int:
     """Rows of a tile that the threads of a program hold side by side, with `vector` elements each."""
     return min(tile.rows, max(1, 32 * tile.warps * vector // tile.cols))
@@ -197,8 +205,27 @@ def vector_of(x: Tensor, *others: Tensor | None) -> int:
     return 16 // min(tensor.element_size() for tensor in (x, *others) if tensor is not None)
 
 
+@cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one before it still ends: on Hopper and later GPUs.
+
+    It has to wait for the last writes (`gdc_wait`) before it reads what they wrote.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 @jit
-def _sum_bands_kernel(bands_ptr, out_ptr, bands, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+def _sum_bands_kernel(
+    bands_ptr,
+    out_ptr,
+    bands,
+    cols,
+    IS_EARLY: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+):
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
     matrix = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     total = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
@@ -212,8 +239,8 @@ def _sum_bands_kernel(bands_ptr, out_ptr, bands, cols, BLOCK_ROWS: tl.constexpr,
 def sum_bands(bands: Tensor, out: Tensor) -> None:
     """Sums FP32 [.., n, cols] over n into [.., cols], both contiguous."""
     n, cols = bands.shape[-2:]
-    tile = find("sum_bands", bands.dtype, cols)
+    tile, is_early = find("sum_bands", bands.dtype, cols), starts_early(bands.device)
     with on_device_of(bands):
         _sum_bands_kernel[(cdiv(cols, tile.cols), out.numel() // cols if cols else 0)](
-            bands, out, n, cols, tile.rows, tile.cols, **tile.options
+            *(bands, out, n, cols, is_early, tile.rows, tile.cols), **tile.options, launch_pdl=is_early
         )

@@ -6,9 +6,9 @@
     amax       = max(amax, max |x|) before scaling; NaN wins
     column_sum = sum over rows of float(x)
 
-Bytes per element, x of p bytes: p + 1 for each layout; column sums add 8 / 64.  The amax is a maximum of
-integers (the bits of |x|), which no order of programs changes; column sums are taken per band of 64 rows and
-then over the bands.  The clamp is explicit, because PyTorch before 2.13 turns what is too large into NaN.
+Bytes per element, x of p bytes: p + 1 for each layout; column sums add 8 for each band of rows, which are
+a few hundred high.  The amax is a maximum of integers (the bits of |x|), which no order of programs changes.
+The clamp is explicit, because PyTorch before 2.13 turns what is too large into NaN.
 
 As Transformer Engine's cast + transpose + dbias.
 
@@ -30,11 +30,11 @@ from flatfsdp.kernels._outputs import (
     check_input,
     check_scalar,
     fold,
-    magnitude,
+    peaks,
     raise_amax,
     record_amax,
     rows_at_once,
-    store_outputs,
+    saturate,
     sum_bands,
     vector_of,
     write_outputs,
@@ -90,25 +90,47 @@ def _cast_kernel(
     BLOCK_COLS: tl.constexpr,
     STAGES: tl.constexpr,
     STEPS: tl.constexpr,
+    VECTOR: tl.constexpr,
     SUM_ROWS: tl.constexpr,
 ):
     across = tl.cdiv(cols, BLOCK_COLS)
     band = (tl.program_id(0) // across).to(tl.int64)
+    top = band * STEPS * BLOCK_ROWS
+    row = tl.arange(0, BLOCK_ROWS)
     col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     col_mask = col < cols
+    # Pointers walk down and indices stay: a step has little to compute, and few registers hold it.
+    index = row[:, None] * cols + col[None, :]
+    turned_index = col[:, None].to(tl.int64) * rows + row[None, :]
+    rows_left = rows - top.to(tl.int32)
+    x_ptr += top * cols
+    if rowwise_ptr is not None:
+        rowwise_ptr += top * cols
+    if columnwise_ptr is not None:
+        columnwise_ptr += top
+    scale = tl.load(scale_ptr)
     sums = tl.zeros([SUM_ROWS, BLOCK_COLS], tl.float32)
-    largest = 0
-    for step in tl.range(0, STEPS, num_stages=STAGES):
-        row = (band * STEPS + step) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        mask = (row < rows)[:, None] & col_mask[None, :]
-        x = tl.load(x_ptr + row[:, None] * cols + col[None, :], mask, 0.0).to(tl.float32)
-        store_outputs(x, row, col, rows, cols, mask, None, rowwise_ptr, columnwise_ptr, scale_ptr)
-        if amax_ptr is not None:
-            largest = tl.maximum(largest, tl.max(magnitude(x)))
+    largest = tl.zeros([BLOCK_ROWS, BLOCK_COLS // VECTOR], tl.int32)
+    for _ in tl.range(0, STEPS, num_stages=STAGES):
+        mask = (row < rows_left)[:, None] & col_mask[None, :]
+        x = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
         if band_sums_ptr is not None:
             sums += fold(x, SUM_ROWS)
+        if amax_ptr is not None:
+            largest = tl.maximum(largest, peaks(x, VECTOR))
+        scaled = x * scale
+        if rowwise_ptr is not None:
+            tl.store(rowwise_ptr + index, saturate(scaled, rowwise_ptr.dtype.element_ty), mask)
+            rowwise_ptr += BLOCK_ROWS * cols
+        if columnwise_ptr is not None:
+            # A conversion of its own, as in `store_outputs`.
+            turned = tl.trans(scaled.to(columnwise_ptr.dtype.element_ty))
+            tl.store(columnwise_ptr + turned_index, turned, tl.trans(mask))
+            columnwise_ptr += BLOCK_ROWS
+        x_ptr += BLOCK_ROWS * cols
+        rows_left -= BLOCK_ROWS
     if amax_ptr is not None:
-        raise_amax(amax_ptr, largest)
+        raise_amax(amax_ptr, tl.max(largest))
     if band_sums_ptr is not None:
         tl.store(band_sums_ptr + band * cols + col, tl.sum(sums, axis=0), col_mask)
 
@@ -123,13 +145,13 @@ def launch(
 ) -> None:
     rows, cols = x.shape
     tile = find("cast" if column_sum is None else "cast, sum", x.dtype, cols)
+    vector = vector_of(x, rowwise)
     bands = cdiv(rows, tile.rows * tile.steps)
     band_sums = None if column_sum is None else column_sum.new_empty(bands, cols)
     with on_device_of(x):
         _cast_kernel[(bands * cdiv(cols, tile.cols),)](
             *(x, scale, rowwise, columnwise, amax, band_sums, rows, cols),
-            *(tile.rows, tile.cols, tile.stages, tile.steps),
-            rows_at_once(tile, vector_of(x, rowwise)),
+            *(tile.rows, tile.cols, tile.stages, tile.steps, vector, rows_at_once(tile, vector)),
             **tile.options,
         )
     if band_sums is not None and column_sum is not None:
@@ -229,7 +251,7 @@ def transpose_reference(q: Tensor, out: Tensor) -> None:
 
 
 @jit
-def _transpose_tile(
+def transpose_tile(
     q_ptr,
     out_ptr,
     rows,
@@ -240,7 +262,7 @@ def _transpose_tile(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """Bytes of the tile at (top, left), both int64 and even; `WHOLE` as by `_is_whole`."""
+    """Bytes of the tile at (top, left), both int64 and even; `WHOLE` as by `is_whole`."""
     if WHOLE:
         _transpose_pairs(q_ptr, out_ptr, rows, cols, top, left, BLOCK_ROWS, BLOCK_COLS)
     else:
@@ -287,7 +309,7 @@ def _transpose_block(
     across = tl.cdiv(cols, BLOCK_COLS)
     top = (block // across).to(tl.int64) * BLOCK_ROWS
     left = (block % across).to(tl.int64) * BLOCK_COLS
-    _transpose_tile(q_ptr, out_ptr, rows, cols, top, left, WHOLE, BLOCK_ROWS, BLOCK_COLS)
+    transpose_tile(q_ptr, out_ptr, rows, cols, top, left, WHOLE, BLOCK_ROWS, BLOCK_COLS)
 
 
 @jit
@@ -305,7 +327,7 @@ def transpose_launch(q: Tensor, out: Tensor) -> None:
     with on_device_of(q):
         _transpose_kernel[(_blocks(q, tile),)](
             *(q.view(torch.uint8), out.view(torch.uint8), rows, cols),
-            *(_is_whole(q, out), tile.rows, tile.cols),
+            *(is_whole(q, out), tile.rows, tile.cols),
             **tile.options,
         )
 
@@ -371,7 +393,7 @@ def transpose_many_launch(like: Tensor, sources: list[Tensor], targets: list[Ten
     with on_device_of(like):
         _transpose_many_kernel[(blocks,)](
             device_table(fields, like.device),
-            *(n, power_of_two(n), all(_is_whole(*pair) for pair in zip(sources, targets, strict=True))),
+            *(n, power_of_two(n), all(is_whole(*pair) for pair in zip(sources, targets, strict=True))),
             *(tile.rows, tile.cols),
             **tile.options,
         )
@@ -419,7 +441,7 @@ def _blocks(q: Tensor, tile: Tile) -> int:
     return cdiv(rows, tile.rows) * cdiv(cols, tile.cols)
 
 
-def _is_whole(q: Tensor, out: Tensor) -> bool:
+def is_whole(q: Tensor, out: Tensor) -> bool:
     """Every row of both starts at a multiple of the widest load, as in all that an FP8 GEMM takes."""
     return is_aligned(q, out) and all(size % LOAD_BYTES == 0 for size in q.shape)
 

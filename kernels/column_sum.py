@@ -18,7 +18,7 @@ from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from torch import Tensor
 
-PROGRAMS = 96
+PROGRAMS = 128
 """As many as keep the memory busy."""
 
 

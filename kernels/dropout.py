@@ -3,13 +3,13 @@
     out = residual + keep * (x + bias) / (1 - p)          rounded once
     dx = keep * dy / (1 - p),  dbias = sum of dx over rows, in FP32
 
-Element (r, c) of [rows, cols] takes word c % 4 of Philox-4x32-10 (Salmon et al., 2011) with the key `seed`
-and the counter offset + r * ceil(cols / 4) + c // 4, in the order of tl.randint4x.  It is kept if the word,
-as a signed integer, is at least p * 2^32 - 2^31.  CPU and GPU hence drop the same elements.  A call uses up
-`counters(rows, cols)` counters.
+Element (r, c) of [rows, cols] takes half word c % 8, lower halves first, of the four words that
+Philox-4x32-10 (Salmon et al., 2011) makes of the key `seed` and the counter
+offset + r * ceil(cols / 8) + c // 8, in the order of tl.randint4x.  It is kept if these 16 bits are at least
+p * 2^16, rounded.  CPU and GPU hence drop the same elements.  A call uses up `counters(rows, cols)` counters.
 
-Bytes per element of p bytes: 3 p forward (2 p without residual), 2 p backward; column sums add 8 / 64.  Four
-elements share one Philox call of ten rounds: with a call for each, arithmetic and not memory is the limit.
+Bytes per element of p bytes: 3 p forward (2 p without residual), 2 p backward.  Eight elements share one
+Philox call of ten rounds: with a word for each of them, arithmetic and not memory is the limit.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from torch import Tensor
 
 WORDS = 4
+"""That Philox makes of a counter."""
+ELEMENTS = 2 * WORDS
+"""That share a counter."""
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 LOW = 0xFFFFFFFF
+LOW_HALF = 0xFFFF
 
 
 class DropoutBackward(NamedTuple):
@@ -39,16 +43,16 @@ class DropoutBackward(NamedTuple):
 
 def counters(rows: int, cols: int) -> int:
     """Philox counters of one call: the next call's offset is at least that much larger."""
-    return rows * cdiv(cols, WORDS)
+    return rows * cdiv(cols, ELEMENTS)
 
 
 def threshold(p: float) -> int:
-    """Signed 32-bit words from here on are kept."""
-    return min(round(p * 2**32), 2**32 - 1) - 2**31
+    """Of 16 random bits; from here on an element is kept."""
+    return min(round(p * 2**16), 2**16 - 1)
 
 
 def philox(seed: int, counter: Tensor) -> Tensor:
-    """Philox-4x32-10 in plain PyTorch: int64 counters [...] to signed words, int64 [..., 4].
+    """Philox-4x32-10 in plain PyTorch: int64 counters [...] to words, int64 [..., 4], each below 2^32.
 
     Products wrap around modulo 2^64, so that an arithmetic shift and a mask give their upper halves exactly.
     """
@@ -60,16 +64,15 @@ def philox(seed: int, counter: Tensor) -> Tensor:
         c0, c2 = ((product_1 >> 32) & LOW) ^ c1 ^ k0, ((product_0 >> 32) & LOW) ^ c3 ^ k1
         c1, c3 = product_1 & LOW, product_0 & LOW
         k0, k1 = (k0 + KEY_STEPS[0]) & LOW, (k1 + KEY_STEPS[1]) & LOW
-    words = torch.stack([c0, c1, c2, c3], -1)
-    return words - ((words >> 31) << 32)
+    return torch.stack([c0, c1, c2, c3], -1)
 
 
 def keep_mask(like: Tensor, p: float, seed: int, offset: int) -> Tensor:
     """Which elements of `like`, [rows, cols], are kept; plain PyTorch, bool."""
     rows, cols = like.shape
-    per_row = cdiv(cols, WORDS)
-    counter = offset + torch.arange(rows * per_row, device=like.device)
-    return philox(seed, counter).view(rows, per_row * WORDS)[:, :cols] >= threshold(p)
+    words = philox(seed, offset + torch.arange(counters(rows, cols), device=like.device))
+    halves = torch.stack([words & LOW_HALF, words >> 16], -1)
+    return halves.view(rows, cdiv(cols, ELEMENTS) * ELEMENTS)[:, :cols] >= threshold(p)
 
 
 def forward_reference(
@@ -105,18 +108,22 @@ def _philox(seed, counter):
 
 
 @jit
-def _bit(words, threshold, AT: tl.constexpr):
-    return (words.to(tl.int32, bitcast=True) >= threshold).to(tl.int32) << AT
+def _two_bits(words, threshold, AT: tl.constexpr):
+    """Whether the lower and the upper half are large enough, at bits AT and AT + 1."""
+    # A half that is shifted to the top compares like the half alone; what is below it makes no difference.
+    limit = threshold << 16
+    return ((words << 16) >= limit).to(tl.int32) << AT | (words >= limit).to(tl.int32) << AT + 1
 
 
 @jit
 def _keep(seed, offset, threshold, row, first_col, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Mask of a tile; `first_col` is a multiple of 4."""
-    group = first_col // 4 + tl.arange(0, BLOCK_COLS // 4)
-    counter = offset + row[:, None] * tl.cdiv(cols, 4) + group[None, :]
+    """Mask of a tile; `first_col` is a multiple of 8."""
+    group = first_col // 8 + tl.arange(0, BLOCK_COLS // 8)
+    counter = offset + row[:, None] * tl.cdiv(cols, 8) + group[None, :]
     w0, w1, w2, w3 = _philox(seed, counter)
-    bits = _bit(w0, threshold, 0) | _bit(w1, threshold, 1) | _bit(w2, threshold, 2) | _bit(w3, threshold, 3)
-    keep = (bits[:, :, None] >> tl.arange(0, 4)[None, None, :]) & 1
+    bits = _two_bits(w0, threshold, 0) | _two_bits(w1, threshold, 2)
+    bits |= _two_bits(w2, threshold, 4) | _two_bits(w3, threshold, 6)
+    keep = (bits[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
     return tl.reshape(keep, [BLOCK_ROWS, BLOCK_COLS]) != 0
 
 
@@ -126,7 +133,7 @@ def _forward_kernel(
     bias_ptr,
     residual_ptr,
     out_ptr,
-    threshold,
+    threshold: tl.uint32,
     factor,
     seed: tl.int64,
     offset: tl.int64,
@@ -156,7 +163,7 @@ def _backward_kernel(
     dy_ptr,
     dx_ptr,
     band_sums_ptr,
-    threshold,
+    threshold: tl.uint32,
     factor,
     seed: tl.int64,
     offset: tl.int64,

@@ -12,11 +12,14 @@ al., 1979), so that a large mean costs no digits.
 Bytes per element of p bytes: p read, 2 p more with a residual, p written in high precision, 1 for each FP8
 form.
 
-A program keeps whole rows in registers, several of them one after the other.  A columnwise output is made
-from the rowwise bytes by a second launch, which finds what was written last in the L2 cache: 5 bytes in place
-of 4 for bf16.  To transpose at once, a program would need at least 32 rows, as memory takes 32 bytes at a
-time: more than its registers hold, and to read x twice costs more.  Rows too wide for registers are read
-twice, by another kernel.
+A program keeps whole rows in registers.  For a columnwise output there are other programs between those, each
+of which transposes a tile of rowwise bytes, from the L2 cache, when all rows of the tile's band have arrived:
+5 bytes an element in place of 4 for bf16, of which memory sees 4.  (To transpose by itself, a program would
+have to hold 32 rows, as memory takes no less than 32 bytes at a time; and to read x twice costs more.)  They
+come some bands later and so rarely wait.  They wait for programs of smaller numbers only, and a GPU starts
+programs in the order of their numbers, which the scans of NVIDIA's CUB rely on, too: none waits for ever.
+
+Rows too wide for registers are read twice, by another kernel.
 """
 
 from __future__ import annotations
@@ -30,17 +33,27 @@ from flatfsdp.kernels._outputs import (
     allocate_outputs,
     check_input,
     check_like,
+    magnitude,
+    raise_amax,
     record_amax,
     store_outputs,
     write_outputs,
 )
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
-from flatfsdp.kernels.cast import transpose_launch
+from flatfsdp.kernels.cast import is_whole, transpose_tile
 from torch import Tensor
 
 WIDEST_ROW = 16384
 """Columns of the widest row that a program keeps in registers."""
+BAND = 64
+"""Rows that are transposed together: as many bytes of a column are stored side by side."""
+WARPS_UNDER_WAY = 6144
+"""Between rows and their transpose, so that it need not wait: an H200 holds up to 8448 warps at a time."""
+TURNED_BYTES = 64
+"""Of each thread, when it transposes."""
+KEPT = "evict_last"
+"""How the L2 cache treats rowwise bytes that will be transposed."""
 
 
 class NormForward(NamedTuple):
@@ -54,17 +67,50 @@ class NormForward(NamedTuple):
     rstd: Tensor
 
 
-def row_tile(dtype: torch.dtype, cols: int, rms: bool) -> Tile:
-    """Whole rows; narrow ones more at a time, in fewer steps."""
-    block = find("rms_norm" if rms else "layer_norm", dtype, cols)
+def row_tile(dtype: torch.dtype, cols: int, *, rms: bool, is_turned: bool) -> Tile:
+    """Whole rows; narrow ones more at a time, in fewer steps.
+
+    Args:
+        is_turned: whether other programs transpose.
+    """
+    kernel = "rms_norm" if rms else "layer_norm"
+    tile = find(f"{kernel}, transpose" if is_turned else kernel, dtype, cols)
     width = max(16, power_of_two(cols))
-    times = max(1, block.cols // width)
-    return block._replace(rows=block.rows * times, cols=width, steps=max(1, block.steps // times))
+    times = max(1, tile.cols // width)
+    return tile._replace(rows=tile.rows * times, cols=width, steps=max(1, tile.steps // times))
+
+
+class Mix(NamedTuple):
+    """How programs that transpose follow those that normalize.
+
+    Attributes:
+        programs: of both kinds.
+        band: rows that are transposed together.
+        cols: of the tile that one program transposes.
+        delay: bands between a band's rows and its transpose.
+    """
+
+    programs: int
+    band: int
+    cols: int = 1
+    delay: int = 0
+
+
+def mix(rows: int, cols: int, tile: Tile, *, is_turned: bool) -> Mix:
+    rows_each = tile.rows * tile.steps
+    if not is_turned:
+        return Mix(cdiv(rows, rows_each), rows_each)
+    band = max(BAND, rows_each)
+    turned_cols = max(1, TURNED_BYTES * 32 * tile.warps // band)
+    programs = band // rows_each + cdiv(cols, turned_cols)
+    bands = cdiv(rows, band)
+    delay = min(bands, cdiv(WARPS_UNDER_WAY, programs * tile.warps))
+    return Mix((bands + delay) * programs, band, turned_cols, delay)
 
 
 def wide_tile(dtype: torch.dtype, cols: int) -> Tile:
-    block = find("wide_norm", dtype, cols)
-    return block._replace(cols=min(block.cols, max(16, power_of_two(cols))))
+    tile = find("wide_norm", dtype, cols)
+    return tile._replace(cols=min(tile.cols, max(16, power_of_two(cols))))
 
 
 def reference(
@@ -108,11 +154,6 @@ def _load(pointers, mask, POLICY: tl.constexpr):
 
 
 @jit
-def _shift(bias_ptr, col, mask):
-    return _load(bias_ptr + col, mask, "evict_last")
-
-
-@jit
 def _load_summed(x_ptr, residual_ptr, summed_ptr, index, mask, POLICY: tl.constexpr):
     """x, or x + residual rounded to x's dtype and stored; as FP32."""
     x = _load(x_ptr + index, mask, POLICY)
@@ -132,7 +173,8 @@ def _gain(weight_ptr, col, mask, ZERO_CENTERED: tl.constexpr):
 
 
 @jit
-def _row_kernel(
+def _normalize(
+    first,
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -152,7 +194,9 @@ def _row_kernel(
     BLOCK_COLS: tl.constexpr,
     STAGES: tl.constexpr,
     STEPS: tl.constexpr,
+    ROWWISE_POLICY: tl.constexpr,
 ):
+    """What one program does with its rows, of which `first` is the first."""
     col = tl.arange(0, BLOCK_COLS)
     # None where there is nothing to mask: masks cost an instruction an element, at several places.
     col_mask = None if COLS == BLOCK_COLS else col < COLS
@@ -161,17 +205,20 @@ def _row_kernel(
     if STEPS > 1:
         gain = _gain(weight_ptr, col, col_mask, ZERO_CENTERED)
         if bias_ptr is not None:
-            bias = _shift(bias_ptr, col, col_mask)
+            bias = _load(bias_ptr + col, col_mask, "evict_last")
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
-    first = tl.program_id(0).to(tl.int64) * (STEPS * BLOCK_ROWS)
-    largest = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    largest = tl.zeros([BLOCK_COLS], tl.int32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         # Below the last row, the last row again: the same numbers go to the same place.
         row = tl.minimum(first + step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), rows - 1)
         # Threads take 16 bytes of x each, as loads like it; stores of FP8 would make them take more.
         index = tl.max_contiguous(row[:, None] * COLS + col[None, :], [1, vector])
-        value = _load_summed(x_ptr, residual_ptr, summed_ptr, index, mask, "evict_first")
+        value = _load_summed(x_ptr, residual_ptr, summed_ptr, index, mask, "")
+        if STEPS == 1:
+            gain = _gain(weight_ptr, col, col_mask, ZERO_CENTERED)
+            if bias_ptr is not None:
+                bias = _load(bias_ptr + col, col_mask, "evict_last")
         if mean_ptr is not None:
             mean = tl.sum(value, axis=1) / COLS
             tl.store(mean_ptr + row, mean)
@@ -180,21 +227,75 @@ def _row_kernel(
                 value = tl.where(mask, value, 0.0)
         rstd = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=1) / COLS + eps)
         tl.store(rstd_ptr + row, rstd)
-        if STEPS == 1:
-            gain = _gain(weight_ptr, col, col_mask, ZERO_CENTERED)
-            if bias_ptr is not None:
-                bias = _shift(bias_ptr, col, col_mask)
         value = value * rstd[:, None] * gain[None, :]
         if bias_ptr is not None:
             value += bias[None, :]
         if amax_ptr is not None:
-            largest = tl.maximum(largest, tl.abs(value), propagate_nan=tl.PropagateNan.ALL)
+            largest = tl.maximum(largest, tl.max(magnitude(value), axis=0))
         if out_ptr is not None:
             tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask)
         if rowwise_ptr is not None:
-            tl.store(rowwise_ptr + index, (value * scale).to(rowwise_ptr.dtype.element_ty), mask)
+            q = (value * scale).to(rowwise_ptr.dtype.element_ty)
+            tl.store(rowwise_ptr + index, q, mask, eviction_policy=ROWWISE_POLICY)
     if amax_ptr is not None:
-        record_amax(amax_ptr, largest)
+        raise_amax(amax_ptr, tl.max(largest))
+
+
+@jit
+def _row_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    summed_ptr,
+    mean_ptr,
+    rstd_ptr,
+    out_ptr,
+    rowwise_ptr,
+    columnwise_ptr,
+    scale_ptr,
+    amax_ptr,
+    arrived_ptr,
+    rows,
+    eps,
+    COLS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+    STEPS: tl.constexpr,
+    ROWWISE_POLICY: tl.constexpr,
+    BAND: tl.constexpr,
+    TURNED_COLS: tl.constexpr,
+    DELAY: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    rows_each: tl.constexpr = STEPS * BLOCK_ROWS
+    normalizing: tl.constexpr = BAND // rows_each
+    turning: tl.constexpr = 0 if columnwise_ptr is None else (COLS + TURNED_COLS - 1) // TURNED_COLS
+    band = (tl.program_id(0) // (normalizing + turning)).to(tl.int64)
+    place = tl.program_id(0) % (normalizing + turning)
+    first = band * BAND + place * rows_each
+    if (place < normalizing) & (first < rows):
+        _normalize(
+            *(first, x_ptr, residual_ptr, weight_ptr, bias_ptr, summed_ptr, mean_ptr, rstd_ptr, out_ptr),
+            *(rowwise_ptr, scale_ptr, amax_ptr, rows, eps),
+            *(COLS, ZERO_CENTERED, BLOCK_ROWS, BLOCK_COLS, STAGES, STEPS, ROWWISE_POLICY),
+        )
+        if columnwise_ptr is not None:
+            tl.debug_barrier()  # after the stores of all threads
+            tl.atomic_add(arrived_ptr + band, 1, sem="release")
+    if columnwise_ptr is not None:
+        band -= DELAY
+        if (place >= normalizing) & (band >= 0):
+            expected = tl.cdiv(tl.minimum(rows - band * BAND, BAND), rows_each)
+            arrived = tl.atomic_add(arrived_ptr + band, 0, sem="acquire")
+            while arrived < expected:
+                arrived = tl.atomic_add(arrived_ptr + band, 0, sem="acquire")
+            transpose_tile(
+                *(rowwise_ptr.to(tl.pointer_type(tl.uint8)), columnwise_ptr.to(tl.pointer_type(tl.uint8))),
+                *(rows, COLS, band * BAND, (place - normalizing) * TURNED_COLS, WHOLE, BAND, TURNED_COLS),
+            )
 
 
 @jit
@@ -256,10 +357,10 @@ def _wide_kernel(
         value = (value - mean[:, None]) * rstd[:, None]
         value *= _gain(weight_ptr, col, col_mask, ZERO_CENTERED)[None, :]
         if bias_ptr is not None:
-            value += _shift(bias_ptr, col, col_mask)[None, :]
+            value += _load(bias_ptr + col, col_mask, "evict_last")[None, :]
         if amax_ptr is not None:
-            magnitude = tl.where(mask, tl.abs(value), 0.0)
-            largest = tl.maximum(largest, magnitude, propagate_nan=tl.PropagateNan.ALL)
+            inside = tl.where(mask, tl.abs(value), 0.0)
+            largest = tl.maximum(largest, inside, propagate_nan=tl.PropagateNan.ALL)
         store_outputs(value, row, col, rows, COLS, mask, out_ptr, rowwise_ptr, columnwise_ptr, scale_ptr)
     if amax_ptr is not None:
         record_amax(amax_ptr, largest)
@@ -285,23 +386,27 @@ def launch(
     tensors = (x, residual, weight, bias, summed, mean, rstd, out)
     with on_device_of(x):
         if cols > WIDEST_ROW:
-            block = wide_tile(x.dtype, cols)
-            _wide_kernel[(cdiv(rows, block.rows),)](
+            tile = wide_tile(x.dtype, cols)
+            _wide_kernel[(cdiv(rows, tile.rows),)](
                 *(*tensors, rowwise, columnwise, scale, amax),
-                *(rows, eps, cols, zero_centered, block.rows, block.cols, block.stages),
-                **block.options,
+                *(rows, eps, cols, zero_centered, tile.rows, tile.cols, tile.stages),
+                **tile.options,
             )
             return
-        if columnwise is not None and rowwise is None:
-            rowwise = columnwise.new_empty(rows, cols)
-        block = row_tile(x.dtype, cols, rms=mean is None)
-        _row_kernel[(cdiv(rows, block.rows * block.steps),)](
-            *(*tensors, rowwise, scale, amax),
-            *(rows, eps, cols, zero_centered, block.rows, block.cols, block.stages, block.steps),
-            **block.options,
+        tile = row_tile(x.dtype, cols, rms=mean is None, is_turned=columnwise is not None)
+        parts = mix(rows, cols, tile, is_turned=columnwise is not None)
+        arrived, is_aligned = None, False
+        if columnwise is not None:
+            if rowwise is None:
+                rowwise = columnwise.new_empty(rows, cols)
+            arrived = x.new_zeros(cdiv(rows, parts.band), dtype=torch.int32)
+            is_aligned = is_whole(rowwise, columnwise)
+        _row_kernel[(parts.programs,)](
+            *(*tensors, rowwise, columnwise, scale, amax, arrived),
+            *(rows, eps, cols, zero_centered, tile.rows, tile.cols, tile.stages, tile.steps),
+            *("" if columnwise is None else KEPT, parts.band, parts.cols, parts.delay, is_aligned),
+            **tile.options,
         )
-    if columnwise is not None and rowwise is not None:
-        transpose_launch(rowwise, columnwise)
 
 
 _norm_forward = operator(

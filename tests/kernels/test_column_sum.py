@@ -117,3 +117,18 @@ def test_it_compiles_for_hopper_with_wide_loads(x_type: str, cols: int) -> None:
     # What is under way before the loop, and in its body.
     accesses = tile.rows * tile.cols // (32 * tile.warps) // vector(x_type)
     assert compiled.ptx.count("cp.async.cg.shared.global") == accesses * tile.stages
+
+
+@pytest.mark.parametrize("cols", [4096, 8192, 16384])
+def test_bands_are_read_after_the_kernel_that_writes_them(cols: int) -> None:
+    tile = find("sum_bands", torch.float32, cols)
+    compiled = compile_for_hopper(
+        "_outputs",
+        "_sum_bands_kernel",
+        {**dict.fromkeys(("bands_ptr", "out_ptr"), "*fp32"), **dict.fromkeys(("bands", "cols"), "i32")},
+        {"IS_EARLY": True, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
+        num_warps=tile.warps,
+        aligned=("cols",),
+    )
+    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
+    assert 0 < compiled.ptx.index("griddepcontrol.wait") < compiled.ptx.index("ld.global")

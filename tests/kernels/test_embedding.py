@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flatfsdp.kernels import embedding
+from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.embedding import embedding_grad
 from torch import Tensor
 
@@ -87,6 +88,26 @@ def test_no_tokens(run: Any, device: str) -> None:
     assert (target == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("n", [1, 16, 700, 1024])
+def test_ids_are_sorted_as_torch_does(n: int, dtype: torch.dtype, device: str) -> None:
+    ids = torch.randint(0, 2**24, (n,), device=device)
+    ids[torch.rand(n, device=device) < 0.5] %= 5
+    expected, tokens = ids.sort(stable=True)
+    for vocabulary in (2**24, 2**24 + 1):
+        ours = embedding.sort_ids(ids.to(dtype), vocabulary)
+        assert torch.equal(ours[0], expected.int()) and torch.equal(ours[1].long(), tokens)
+
+
+def test_many_tokens_are_sorted_by_torch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, dy, ids = tokens(40, 16, 9, device)
+    one, two = before.clone(), before.clone()
+    embedding.launch(one, dy, ids, None, False)
+    monkeypatch.setattr(embedding, "MOST_RANKED", 39)
+    embedding.launch(two, dy, ids, None, False)
+    assert torch.equal(one, two)
+
+
 def test_as_autograd_computes_it(device: str) -> None:
     _, dy, ids = tokens(60, 32, 11, device)
     weight = torch.randn(11, 32, device=device, dtype=torch.float64, requires_grad=True)
@@ -132,11 +153,11 @@ def test_it_compiles_for_hopper_with_wide_accesses(first: bool) -> None:
         "_embedding_kernel",
         {
             **{"target_ptr": "*fp32", "dy_ptr": "*bf16", "ids_ptr": "*i32", "n": "i32"},
-            **{"tokens_ptr": "*i64", "padding_idx": "i32", "cols": "i32"},
+            **{"tokens_ptr": "*i32", "padding_idx": "i32", "cols": "i32"},
         },
         {
             **{"FIRST": first, "BLOCK_COLS": tile.cols, "STAGES": tile.stages},
-            "RUN": embedding.RUN,
+            **{"RUN": embedding.RUN, "IS_EARLY": True},
         },
         num_warps=tile.warps,
         aligned=("cols",),
@@ -146,3 +167,17 @@ def test_it_compiles_for_hopper_with_wide_accesses(first: bool) -> None:
     accesses = tile.cols // (32 * tile.warps) // 8
     assert compiled.ptx.count("cp.async.cg.shared.global") == accesses * tile.stages
     assert "st.global.v4.b32" in compiled.ptx and "st.global.b32" not in compiled.ptx
+
+
+@pytest.mark.parametrize("ids_type", ["i64", "i32"])
+def test_the_sort_compiles_for_hopper_without_spills(ids_type: str) -> None:
+    tile = find("embedding_grad, sort", torch.int64, 8192)
+    compiled = compile_for_hopper(
+        "embedding",
+        "_rank_kernel",
+        {"ids_ptr": f"*{ids_type}", "sorted_ptr": "*i32", "tokens_ptr": "*i32", "n": "i32"},
+        {"BLOCK_TOKENS": tile.rows, "BLOCK_OTHERS": tile.cols, "STAGES": tile.stages},
+        num_warps=tile.warps,
+        aligned=("n",),
+    )
+    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 168

@@ -209,6 +209,23 @@ def test_fp8_and_amax_are_of_the_fp32_result(
     assert amax.isnan()
 
 
+@pytest.mark.parametrize("delay", [1, 3, 99])
+def test_transposes_wait_for_all_rows_of_their_band(
+    delay: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, cols = 8 * forward.BAND + 32, 96
+    monkeypatch.setattr(forward, "find", lambda *_: Tile(2, 128, 4))
+    monkeypatch.setattr(forward, "WARPS_UNDER_WAY", delay * 33 * 4)
+    assert forward.mix(rows, cols, Tile(2, 128, 4), is_turned=True).delay == min(delay, 9)
+    x, weight = torch.randn(rows, cols, device=device), torch.randn(cols, device=device)
+    options: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scale": torch.ones(1, device=device)}
+    for _ in range(2):
+        result = normalize(forward.launch, x, weight, rms=True, columnwise=True, **options)
+        assert result.rowwise is not None and result.columnwise is not None
+        assert not result.rowwise.float().isnan().any()
+        assert torch.equal(result.columnwise.view(torch.uint8), result.rowwise.view(torch.uint8).T)
+
+
 def test_amax_only_grows(way: Way, device: str) -> None:
     x, weight = torch.randn(40, 80, device=device), torch.ones(80, device=device)
     for before in (0.0, 1000.0):
@@ -326,7 +343,7 @@ INPUTS = {
     **dict.fromkeys(("rowwise_ptr", "columnwise_ptr"), "*fp8e4nv"),
     **{"rows": "i32", "eps": "fp32"},
 }
-ROWS = {name: kind for name, kind in INPUTS.items() if name != "columnwise_ptr"}
+ROWS = {**INPUTS, "arrived_ptr": "*i32"}
 GRADIENTS = {
     **dict.fromkeys(("dy_ptr", "x_ptr", "weight_ptr", "d_residual_ptr", "dx_ptr"), "*bf16"),
     **dict.fromkeys(("mean_ptr", "rstd_ptr", "dweight_ptr", "dbias_ptr"), "*fp32"),
@@ -362,18 +379,25 @@ def check_compiled(
 
 @pytest.mark.parametrize("cols", [1024, 4096, 8192, 16384])
 @pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm, residual"])
-def test_whole_rows_compile_for_hopper(cols: int, rms: bool) -> None:
-    tile = forward.row_tile(torch.bfloat16, cols, rms)
+@pytest.mark.parametrize("is_turned", [False, True], ids=["rows", "transposed"])
+def test_whole_rows_compile_for_hopper(cols: int, rms: bool, is_turned: bool) -> None:
+    tile = forward.row_tile(torch.bfloat16, cols, rms=rms, is_turned=is_turned)
+    mix = forward.mix(8192, cols, tile, is_turned=is_turned)
     absent = {"bias_ptr", "mean_ptr"} if rms else {"residual_ptr", "summed_ptr"}
+    absent |= set() if is_turned else {"columnwise_ptr", "arrived_ptr"}
     constants = {
-        **{"COLS": cols, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},
-        **{"STAGES": tile.stages, "STEPS": tile.steps},
+        **{"COLS": cols, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "WHOLE": is_turned},
+        **{"STAGES": tile.stages, "STEPS": tile.steps, "ROWWISE_POLICY": forward.KEPT if is_turned else ""},
+        **{"BAND": mix.band, "TURNED_COLS": mix.cols, "DELAY": mix.delay},
     }
     is_staged = tile.stages > 1 and tile.steps > 1
-    check_compiled(
+    compiled = check_compiled(
         *("norm_forward", "_row_kernel", ROWS, absent, constants, tile.warps),
-        loads="cp.async.cg.shared.global" if is_staged else "evict_first.L2::cache_hint.v4.b32",
+        loads="cp.async.cg.shared.global" if is_staged else "ld.global.v4.b32",
     )
+    assert "ldmatrix" in compiled.ptx or not is_turned
+    assert ("atom.global.gpu.release" in compiled.ptx) == is_turned
+    assert ("ld.global.gpu.acquire" in compiled.ptx) == is_turned
 
 
 def test_wide_rows_compile_for_hopper() -> None:

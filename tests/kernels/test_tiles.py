@@ -41,5 +41,5 @@ def test_tiles_are_what_triton_can_have() -> None:
         assert size in (1, 2, 4) and find(
             kernel, {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}[size], cols
         )
-        assert all(power_of_two(value) == value for value in (tile.rows, tile.cols, tile.warps, tile.steps))
+        assert all(power_of_two(value) == value for value in (tile.rows, tile.cols, tile.warps))
         assert tile.options == {"num_warps": tile.warps, "maxnreg": tile.registers}
