@@ -4,8 +4,8 @@ In:   a torch.profiler recording of one rank's step.
 Out:  a `Breakdown`.
 
     |--- GEMM ---|   |-- memory-bound --|                    busy: length of the union of a class's kernels
-        |------ communication ------|                        alone: the part of it beside no other class
-                 ^ both alone ^          gap ^               gaps: no kernel at all
+             |------ communication ------|                   alone: the part of it beside no other class
+                ^ overlap                    ^ gap
 """
 
 from __future__ import annotations
@@ -59,14 +59,17 @@ class Breakdown:
     """One step.
 
     Attributes:
-        step_ms: from the first kernel's start to the last one's end.
-        gaps_ms: time without a kernel.
+        step_ms: from the first kernel's start to the last one's end; the sum of what follows, with each
+            class's time alone.
+        gaps_ms: no kernel ran.
+        overlap_ms: kernels of two classes or more ran.
         shares: by class.
         longest: kernels that took most time: their class, name and milliseconds, all calls together.
     """
 
     step_ms: float
     gaps_ms: float
+    overlap_ms: float
     shares: dict[str, Share]
     longest: list[tuple[str, str, float]]
 
@@ -103,6 +106,7 @@ def breakdown(spans: Sequence[Span], longest: int = 12) -> Breakdown | None:
     return Breakdown(
         step_ms=step / 1e3,
         gaps_ms=(step - busy) / 1e3,
+        overlap_ms=busy / 1e3 - sum(share.alone_ms for share in shares.values()),
         shares=shares,
         longest=[(kernel_class(name), name, us / 1e3) for name, us in top],
     )

@@ -7,6 +7,8 @@ import pickle
 import platform
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,7 +76,17 @@ def _rank_main(
 def environment(device: str = "cpu") -> dict[str, str]:
     """What a reader needs to judge the numbers; no dates and no host names, so that reruns compare equal."""
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
-    return {"torch": torch.__version__, "python": platform.python_version(), "device": device, "name": name}
+    versions = {"torch": torch.__version__, "python": platform.python_version()}
+    return {**versions, **_peers(), "device": device, "name": name}
+
+
+def _peers() -> dict[str, str]:
+    """Versions of what is measured or used beside torch, where it is installed."""
+    found = {}
+    for package in ("torchao", "fairscale", "transformer_engine", "nvmath-python"):
+        with suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def write_json(name: str, payload: dict[str, Any], device: str = "cpu") -> Path:

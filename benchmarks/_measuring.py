@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ class Run:
         leftover_gib: allocated before the model was built: the data, and what earlier runs did not free.
         static_gib: allocated between two steps, without what was left over.
         reported_gib: what FlatFSDP's memory report says about that; None for other engines.
+        buffers: all rows of that report, with bytes.
         breakdown: of one step of rank 0; None if it was not asked for, or without a GPU.
     """
 
@@ -88,6 +89,7 @@ class Run:
     leftover_gib: float
     static_gib: float
     reported_gib: float | None
+    buffers: list[dict[str, Any]]
     breakdown: Breakdown | None
 
 
@@ -212,11 +214,17 @@ def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor,
         raise FloatingPointError(f"the loss of step {wrong[0]} is {values[wrong[0]]}")
     static = _allocated(rank.device) - leftover
     report = model.memory_report(optimizer) if isinstance(model, FlatFSDP) else None
-    reported = None if report is None else report.static / GIB
-    if report is not None and rank.index == 0:
-        print(report, file=sys.stderr, flush=True)
     profiled = _profile(step, job, variant, rank) if job.breakdown or job.traces is not None else None
-    return Run(milliseconds, values, peak, leftover, static, reported, profiled)
+    return Run(
+        ms=milliseconds,
+        losses=values,
+        peak_gib=peak,
+        leftover_gib=leftover,
+        static_gib=static,
+        reported_gib=None if report is None else report.static / GIB,
+        buffers=[] if report is None else [{**asdict(row), "dtype": str(row.dtype)} for row in report.rows],
+        breakdown=profiled,
+    )
 
 
 def _profile(step: Callable[[], Tensor], job: Job, variant: Variant, rank: Rank) -> Breakdown | None:
@@ -259,6 +267,7 @@ def _over_ranks(runs: list[Run]) -> Run:
         # As one rank has them, so that they belong together.
         static_gib=runs[0].static_gib,
         reported_gib=runs[0].reported_gib,
+        buffers=runs[0].buffers,
         breakdown=runs[0].breakdown,
     )
 

@@ -2,16 +2,21 @@
 
 Measured from outside (`flatfsdp.copy_counter`), the same way for FlatFSDP and for PyTorch's FSDP2, and put
 beside the number that each design promises.  Four equal units, FP32 master parameters, bf16 compute, FP32
-reduction, gloo; the second step is counted, so that nothing of the first step's set-up is in it.
+reduction, gloo; the second step is counted, so that nothing of the first step's set-up is in it.  With FP8
+weights, which are nearly all parameters then, it is FlatFSDP's own layers, and torchao's float8 with FP8
+all-gather.  What cannot run here (fairscale needs CUDA) is there by its formula.
 
 Local bytes are reads plus writes of copy kernels on one rank; matrix products, the optimizer and what a
-collective does inside are not in it (the division by the number of ranks, for one).  Wire bytes are
-(N - 1) / N of each collective's payload.
+collective does inside are not in it (the division by the number of ranks, for one).  FlatFSDP's FP8 layers
+add up weight gradients inside the products.  Wire bytes are (N - 1) / N of each collective's payload.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+import importlib
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,22 +24,34 @@ import matplotlib as mpl
 import torch
 import torch.distributed as dist
 import typer
-from _common import RESULTS, Block, Blocks, run_on_ranks, write_json
+from _common import RESULTS, Block, run_on_ranks, write_json
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from flatfsdp import Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Precision, auto_wrap, by_class, fp8, microbatches
 from flatfsdp.copy_counter import CopyCounter, Kind
+from flatfsdp.fp8 import CurrentScaling
 
-UNITS, WIDTH, HIDDEN = 4, 64, 256
-"""Weights have 64 * 256 elements, so even a quarter of one is larger than the largest activation, 256."""
-MIN_NUMEL = 1024
-PARAMETERS = UNITS * 2 * WIDTH * HIDDEN
+UNITS, WIDTH, HIDDEN, TOKENS = 4, 256, 512, 16
+MIN_NUMEL = WIDTH * HIDDEN // 4
+"""A quarter of a weight, which is larger than two activations of 16 * 512 elements."""
 COMPUTE_BYTES = 2  # bf16
+FP8_BYTES = 1
 MASTER_BYTES = 4  # FP32; also what gradients are accumulated and reduced in
+
+
+class NormedBlock(Block):
+    """With a parameter that is not stored in FP8, and that is too small to be counted by itself."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__(width, hidden)
+        self.norm = nn.RMSNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
 
 
 @dataclass(frozen=True)
@@ -45,12 +62,30 @@ class Case:
         zero: 3 frees parameters after each forward and backward, 2 keeps them for a step.
         sync: gradients are reduced in the last microbatch or in every one.
         concat_free: FlatFSDP's `optimize_backward_concat`.
+        fp8: weights are gathered, and multiplied, in FP8.
     """
 
-    engine: Literal["FlatFSDP", "FSDP2"]
+    engine: Literal["FlatFSDP", "FSDP2", "fairscale"]
     zero: Literal[2, 3]
     sync: Literal["last", "every"] = "last"
     concat_free: bool = True
+    fp8: bool = False
+
+    @property
+    def runs_here(self) -> bool:
+        """Whether it can be measured."""
+        if self.engine == "FSDP2" and self.fp8:
+            return importlib.util.find_spec("torchao") is not None
+        return self.engine != "fairscale"
+
+    @property
+    def parameters(self) -> int:
+        return UNITS * (2 * WIDTH * HIDDEN + (WIDTH if self.fp8 else 0))
+
+    @property
+    def weights_share(self) -> float:
+        """Of the parameters, those that are no norm's."""
+        return UNITS * 2 * WIDTH * HIDDEN / self.parameters
 
 
 CASES = (
@@ -63,6 +98,12 @@ CASES = (
     Case("FSDP2", zero=2, sync="every"),
     Case("FSDP2", zero=3, sync="last"),
     Case("FSDP2", zero=2, sync="last"),
+    Case("FlatFSDP", zero=3, fp8=True),
+    Case("FlatFSDP", zero=2, fp8=True),
+    Case("FSDP2", zero=3, fp8=True),
+    Case("FSDP2", zero=2, fp8=True),
+    Case("fairscale", zero=3),
+    Case("fairscale", zero=2),
 )
 
 
@@ -71,16 +112,20 @@ class Traffic:
     """One step of one case; bytes per parameter, calls per unit.
 
     Attributes:
-        cast: master shards to bf16.
+        cast: master shards to bf16 or FP8.
+        amax: master shards, read for the scales of FP8 weights.
+        transpose: FP8 weights, for the products of the backward.
         copy: into all-gather buffers and out of them.
         concat: gradients into one flat tensor.
         accumulate: gradients widened to FP32 and added up.
-        other: division and zero-fill, of which there should be none.
+        other: scaling, clamping and zero-fill: casts to FP8 in several kernels, divisions by N.
         gathers, reduces: all-gather and reduce-scatter calls of a unit.
         wire_gather, wire_reduce: bytes per parameter that a rank sends.
     """
 
     cast: float
+    amax: float
+    transpose: float
     copy: float
     concat: float
     accumulate: float
@@ -92,11 +137,13 @@ class Traffic:
 
     @property
     def local(self) -> float:
-        return self.cast + self.copy + self.concat + self.accumulate + self.other
+        return sum(getattr(self, part) for part in HEADINGS)
 
 
 HEADINGS = {
     "cast": "cast",
+    "amax": "amax",
+    "transpose": "trans-\npose",
     "copy": "copy\nin/out",
     "concat": "concat",
     "accumulate": "accu-\nmulate",
@@ -110,6 +157,7 @@ class Row:
     """A case at one number of ranks and microbatches: what was measured and what its design promises.
 
     Attributes:
+        measured: None for a case that does not run here.
         ledger: FlatFSDP's own account in bytes per parameter; empty for other engines.
         missed: large operators that the counter does not know; the measurement is complete if empty.
     """
@@ -117,44 +165,63 @@ class Row:
     case: Case
     ranks: int
     microbatches: int
-    measured: Traffic
+    measured: Traffic | None
     promised: Traffic
     ledger: dict[str, float]
     missed: dict[str, int]
 
     @property
     def label(self) -> str:
-        flag = (" on" if self.case.concat_free else " off") if self.case.engine == "FlatFSDP" else ""
-        sync = f", {self.case.sync}" if self.microbatches > 1 else ""
-        return f"{self.case.engine}{flag}, ZeRO-{self.case.zero}{sync}"
+        case = self.case
+        flag = "on" if case.concat_free else "off"
+        names = {"FlatFSDP": f"FlatFSDP {flag}", "FSDP2": "FSDP2", "fairscale": "fairscale 0.4.13"}
+        name = names[case.engine]
+        if case.fp8:
+            name += ", FP8 weights" if case.engine == "FlatFSDP" else " + torchao float8"
+        sync = f", {case.sync}" if self.microbatches > 1 else ""
+        formula = "" if self.measured is not None else " (formula)"
+        return f"{name}, ZeRO-{case.zero}{sync}{formula}"
+
+    @property
+    def shown(self) -> Traffic:
+        return self.promised if self.measured is None else self.measured
 
     def disagreements(self) -> list[str]:
         """What differs, one line each; empty is what we want."""
+        if self.measured is None:
+            return []
         found = [
             f"{f.name}: measured {got:g}, promised {want:g}"
             for f in fields(Traffic)
             if not _equal(got := getattr(self.measured, f.name), want := getattr(self.promised, f.name))
         ]
         found += [f"operator not accounted for: {op} (x{times})" for op, times in self.missed.items()]
-        for key, want in _as_ledger(self.measured).items():
+        for key, want in self._as_ledger(self.measured).items():
             if self.ledger and not _equal(got := self.ledger.get(key, 0.0), want):
                 found.append(f"ledger {key}: {got:g}, measured {want:g}")
         return found
 
+    def _as_ledger(self, measured: Traffic) -> dict[str, float]:
+        """The measurement under the ledger's names, which also has the norms."""
+        norms = promised(replace(self.case, fp8=False), self.ranks, self.microbatches)
+        share = 1 - self.case.weights_share
+        return {key: getattr(measured, name) + share * getattr(norms, name) for key, name in LEDGER.items()}
+
+
+LEDGER = {
+    "cast": "cast",
+    "measure": "amax",
+    "transpose": "transpose",
+    "concat": "concat",
+    "accumulate": "accumulate",
+    "gather": "wire_gather",
+    "reduce": "wire_reduce",
+}
+"""Its names for what a `Traffic` has."""
+
 
 def _equal(a: float, b: float) -> bool:
     return abs(a - b) < 1e-6 * max(1.0, abs(a), abs(b))
-
-
-def _as_ledger(measured: Traffic) -> dict[str, float]:
-    """The measurement under the ledger's names."""
-    return {
-        "cast": measured.cast,
-        "concat": measured.concat,
-        "accumulate": measured.accumulate,
-        "gather": measured.wire_gather,
-        "reduce": measured.wire_reduce,
-    }
 
 
 # -- what each design promises ---------------------------------------------------------------------------
@@ -165,13 +232,19 @@ def promised(case: Case, ranks: int, steps: int) -> Traffic:
     gathers = 2 * steps if case.zero == 3 else 1
     reduces = steps if case.sync == "every" else 1
     on_wire = (ranks - 1) / ranks
-    local = _flat_local(case, ranks, steps) if case.engine == "FlatFSDP" else _fsdp2_local(case, ranks, steps)
+    gathered, reduced = COMPUTE_BYTES * 1.0, MASTER_BYTES * 1.0
+    if case.fp8:
+        # FlatFSDP sends the norms in buffers of their own, which are too small to be counted.
+        weights, norms = case.weights_share, 1 - case.weights_share
+        gathered = FP8_BYTES * weights + (0 if case.engine == "FlatFSDP" else COMPUTE_BYTES * norms)
+        reduced *= weights if case.engine == "FlatFSDP" else 1
+    local = dict.fromkeys(HEADINGS, 0.0) | _LOCAL[case.engine, case.fp8](case, ranks, steps)
     return Traffic(
         **local,
         gathers=gathers,
         reduces=reduces,
-        wire_gather=gathers * COMPUTE_BYTES * on_wire,
-        wire_reduce=reduces * MASTER_BYTES * on_wire,
+        wire_gather=gathers * gathered * on_wire,
+        wire_reduce=reduces * reduced * on_wire,
     )
 
 
@@ -183,10 +256,19 @@ def _flat_local(case: Case, ranks: int, steps: int) -> dict[str, float]:
     landed = reduces * (p + m) + (steps - reduces) * (p + 2 * m) + (reduces - 1) * 3 * m / ranks
     return {
         "cast": (m + p) / ranks,
-        "copy": 0,
         "concat": 0 if case.concat_free else 2 * p * steps,
         "accumulate": landed,
-        "other": 0,
+    }
+
+
+def _flat_fp8_local(case: Case, ranks: int, steps: int) -> dict[str, float]:
+    """The same with one cast to FP8, and transposes as long as the weights stay; products write gradients."""
+    p, m, weights = FP8_BYTES, MASTER_BYTES, case.weights_share
+    unshards = steps if case.zero == 3 else 1
+    return {
+        "cast": weights * (m + p) / ranks,
+        "amax": weights * m / ranks,
+        "transpose": weights * unshards * 2 * p,
     }
 
 
@@ -205,8 +287,48 @@ def _fsdp2_local(case: Case, ranks: int, steps: int) -> dict[str, float]:
         "copy": gathers * (2 * p / ranks + 2 * p),
         "concat": concat,
         "accumulate": accumulate,
-        "other": 0,
     }
+
+
+def _fsdp2_fp8_local(case: Case, ranks: int, steps: int) -> dict[str, float]:
+    """The same with torchao's weights: scaled, clamped and cast at every gather, measured once a step."""
+    p, m, weights = FP8_BYTES, MASTER_BYTES, case.weights_share
+    gathers = 2 * steps if case.zero == 3 else 1
+    in_bf16 = _fsdp2_local(case, ranks, steps)
+    gathered = p * weights + COMPUTE_BYTES * (1 - weights)
+    return {
+        "cast": weights * gathers * (m + p) / ranks,
+        "amax": weights * m / ranks,
+        "transpose": weights * steps * 2 * p,
+        "copy": gathers * (2 * gathered / ranks + 2 * gathered),
+        "concat": in_bf16["concat"],
+        "accumulate": weights * in_bf16["accumulate"],
+        "other": weights * gathers * 2 * 2 * m / ranks,
+    }
+
+
+def _fairscale_local(case: Case, ranks: int, steps: int) -> dict[str, float]:
+    """fairscale 0.4.13: a cast at every gather, gathered in place; gradients are concatenated and added up in
+    bf16, widened in the last microbatch, and divided before and after the reduction into zeros."""
+    p, m = COMPUTE_BYTES, MASTER_BYTES
+    gathers = 2 * steps if case.zero == 3 else 1
+    divided_after = 2 * m / ranks if ranks > 2 else 0.0
+    return {
+        "cast": gathers * (m + p) / ranks,
+        "concat": steps * 2 * p,
+        "accumulate": (steps - 1) * 3 * p + (p + m),
+        "other": 2 * m + m / ranks + divided_after,
+    }
+
+
+_LOCAL = {
+    ("FlatFSDP", False): _flat_local,
+    ("FlatFSDP", True): _flat_fp8_local,
+    ("FSDP2", False): _fsdp2_local,
+    ("FSDP2", True): _fsdp2_fp8_local,
+    ("fairscale", False): _fairscale_local,
+}
+"""By engine, and whether weights are in FP8; parts that are not there are 0."""
 
 
 # -- what happens ----------------------------------------------------------------------------------------
@@ -218,9 +340,13 @@ def measure_all(rank: int, ranks: int, cases: list[tuple[Case, int]]) -> list[Ro
 
 
 def _measure(case: Case, ranks: int, steps: int) -> Row:
+    expected = promised(case, ranks, steps)
+    if not case.runs_here:
+        return Row(case, ranks, steps, None, expected, {}, {})
     torch.manual_seed(0)
+    block = NormedBlock if case.fp8 else Block
     shard = _flat if case.engine == "FlatFSDP" else _fsdp2
-    model = shard(Blocks(UNITS, WIDTH, HIDDEN), case)
+    model = shard(nn.Sequential(*(block(WIDTH, HIDDEN) for _ in range(UNITS))), case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     _step(model, optimizer, case, steps)
     ledger = getattr(model, "ledger", None)
@@ -232,51 +358,68 @@ def _measure(case: Case, ranks: int, steps: int) -> Row:
         case=case,
         ranks=ranks,
         microbatches=steps,
-        measured=_traffic(counter),
-        promised=promised(case, ranks, steps),
+        measured=_traffic(counter, case.parameters),
+        promised=expected,
         ledger=dict(ledger.bytes_per_parameter()) if ledger is not None else {},
         missed=dict(counter.unclassified),
     )
 
 
-def _flat(model: Blocks, case: Case) -> nn.Module:
+def _flat(model: nn.Sequential, case: Case) -> nn.Module:
+    if case.fp8:
+        fp8.convert(model, filter=lambda linear, name: True, fuse_wgrad_accumulation=True)
     return auto_wrap(
         model,
         by_class(Block),
-        precision=Precision(compute=torch.bfloat16),
+        precision=Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling() if case.fp8 else None),
         reshard_after_forward=case.zero == 3,
         optimize_backward_concat=case.concat_free,
         grad_sync=case.sync,
     )
 
 
-def _fsdp2(model: Blocks, case: Case) -> nn.Module:
+def _fsdp2(model: nn.Sequential, case: Case) -> nn.Module:
+    if case.fp8:
+        float8 = importlib.import_module("torchao.float8")
+        config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+        float8.convert_to_float8_training(model, config=config)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for unit in [*model.blocks, model]:
+    for unit in [*model, model]:
         fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=case.zero == 3)
     return model
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, steps: int) -> None:
-    batches = [torch.randn(1, WIDTH) for _ in range(steps)]
+    batches = [torch.randn(TOKENS, WIDTH) for _ in range(steps)]
     for index, batch in enumerate(microbatches(model, batches)):
         if isinstance(model, FSDPModule):
             is_last = index == steps - 1
             model.set_requires_gradient_sync(is_last or case.sync == "every")
             # ZeRO-2 keeps parameters for a step; by default FSDP2 gathers them in every microbatch.
             model.set_reshard_after_backward(is_last or case.zero == 3)
-        model(batch).float().sum().backward()
+        with _region(case):
+            loss = model(batch).float().sum()
+        loss.backward()
     optimizer.step()
     optimizer.zero_grad()
+    if case.engine == "FSDP2" and case.fp8:
+        importlib.import_module("torchao.float8").precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def _traffic(counter: CopyCounter) -> Traffic:
+def _region(case: Case) -> AbstractContextManager[None]:
+    in_fp8 = case.engine == "FlatFSDP" and case.fp8
+    return fp8.autocast(recipe=CurrentScaling()) if in_fp8 else nullcontext()
+
+
+def _traffic(counter: CopyCounter, parameters: int) -> Traffic:
     def per_parameter(nbytes: float) -> float:
-        return nbytes / PARAMETERS
+        return nbytes / parameters
 
     return Traffic(
         cast=per_parameter(counter.bytes(Kind.CAST)),
+        amax=per_parameter(counter.bytes(Kind.MEASURE)),
+        transpose=per_parameter(counter.bytes(Kind.TURN)),
         copy=per_parameter(counter.bytes(Kind.COPY)),
         concat=per_parameter(counter.bytes(Kind.CONCAT)),
         accumulate=per_parameter(counter.bytes(Kind.WIDEN, Kind.ADD)),
@@ -294,7 +437,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 
 @app.command(
-    help="Bytes that FlatFSDP and FSDP2 copy and send per parameter in one optimizer step, against formulas.",
+    help="Bytes that FlatFSDP, FSDP2, torchao and fairscale copy and send per parameter and step.",
     epilog="""Examples:
 
     python benchmarks/bytes.py
@@ -318,7 +461,7 @@ def main(
         for row, *others in zip(*per_rank, strict=True):
             assert all(other == row for other in others), f"ranks disagree about {row.label}"
             rows.append(row)
-    payload = {"units": UNITS, "parameters": PARAMETERS, "rows": [_as_dict(row) for row in rows]}
+    payload = {"units": UNITS, "weights": UNITS * 2 * WIDTH * HIDDEN, "rows": [_as_dict(row) for row in rows]}
     written = [write_json("bytes", payload), draw(rows)]
     if as_json:
         typer.echo(written[0].read_text(), nl=False)
@@ -338,7 +481,10 @@ def _as_dict(row: Row) -> dict[str, Any]:
     return {
         "label": row.label,
         **asdict(row),
-        "local": {"measured": row.measured.local, "promised": row.promised.local},
+        "local": {
+            "measured": None if row.measured is None else row.measured.local,
+            "promised": row.promised.local,
+        },
         "disagreements": row.disagreements(),
     }
 
@@ -346,7 +492,7 @@ def _as_dict(row: Row) -> dict[str, Any]:
 def show(rows: list[Row]) -> None:
     """One table per number of ranks and microbatches; disagreements in red below it."""
     console = Console()
-    console.width = max(console.width, 100)  # a table that wraps says nothing
+    console.width = max(console.width, 130)  # a table that wraps says nothing
     for ranks, steps in dict.fromkeys((row.ranks, row.microbatches) for row in rows):
         title = f"N = {ranks} ranks, {_counted(steps)}: bytes per parameter, calls per unit, in one step"
         table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 0, 0, 1))
@@ -357,7 +503,7 @@ def show(rows: list[Row]) -> None:
             table.add_column(column, justify="right", style="cyan", no_wrap=True)
         chosen = [row for row in rows if (row.ranks, row.microbatches) == (ranks, steps)]
         for row in chosen:
-            got = row.measured
+            got = row.shown
             color = "red" if row.disagreements() else "green"
             table.add_row(
                 row.label,
@@ -380,17 +526,21 @@ def _counted(steps: int) -> str:
 
 COLORS = {
     "cast": "#4e79a7",
+    "amax": "#a0cbe8",
+    "transpose": "#59a14f",
     "copy": "#f28e2b",
     "concat": "#e15759",
     "accumulate": "#76b7b2",
     "other": "#bab0ac",
 }
 MEANING = {
-    "cast": "cast FP32 to bf16",
+    "cast": "cast FP32 to bf16 or FP8",
+    "amax": "largest magnitude",
+    "transpose": "transpose",
     "copy": "copy in / copy out",
     "concat": "concat",
     "accumulate": "widen and add",
-    "other": "divide, zero-fill",
+    "other": "scale, clamp, divide, zero-fill",
 }
 
 
@@ -414,11 +564,11 @@ def draw(rows: list[Row]) -> Path:
         labels = [row.label for row in group]
         left = [0.0] * len(group)
         for part in HEADINGS:
-            widths = [getattr(row.measured, part) for row in group]
+            widths = [getattr(row.shown, part) for row in group]
             axis.barh(labels, widths, left=left, color=COLORS[part], label=MEANING[part], height=0.7)
             left = [a + b for a, b in zip(left, widths, strict=True)]
         for row, total in zip(group, left, strict=True):
-            agrees = _equal(row.measured.local, row.promised.local)
+            agrees = _equal(row.shown.local, row.promised.local)
             note = "" if agrees else f" (formula: {row.promised.local:g})"
             axis.text(total, row.label, f" {total:.1f}{note}", va="center", fontsize=9)
         axis.set_title(_counted(steps), loc="left", fontsize=10)
@@ -427,8 +577,9 @@ def draw(rows: list[Row]) -> Path:
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1, 0].set_xlabel("bytes copied per parameter per optimizer step (reads + writes on one rank)")
     handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, loc="outside lower center", ncols=len(names), fontsize=9, frameon=False)
-    figure.suptitle(f"Local copies, bf16 compute, FP32 master and reduction, N = {ranks} ranks", fontsize=11)
+    figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    title = "Local copies outside of matrix products, FP32 master and reduction"
+    figure.suptitle(f"{title}, N = {ranks} ranks", fontsize=11)
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "bytes.png"
     figure.savefig(path, dpi=150)

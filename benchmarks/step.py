@@ -24,7 +24,7 @@ from typing import Annotated, Any
 
 import matplotlib as mpl
 import typer
-from _breakdown import CLASSES
+from _breakdown import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
 from _common import RESULTS, environment
 from _engines import FP8, PLAIN, Engine, Variant
 from _llama import SHAPES, flops_per_token
@@ -152,7 +152,7 @@ def _show_breakdown(payload: dict[str, Any], console: Console) -> None:
     }
     if not found:
         return
-    title = "\nOne profiled step of rank 0, ms: time in which a class ran, and alone"
+    title = "\nOne profiled step of rank 0, ms in which a class ran (and no other)"
     table = Table(title=title, title_justify="left", box=None, padding=(0, 0, 0, 2))
     table.add_column("engine", no_wrap=True)
     for column in (*CLASSES, "gaps", "step"):
@@ -186,27 +186,70 @@ COLORS = {
 
 
 def draw(payload: dict[str, Any], job: Job, ranks: int, path: Path) -> None:
-    """One bar for each variant that ran: milliseconds a step."""
+    """One bar for each variant that ran: milliseconds a step; below, what its GPU did if that is known."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
     rows = [row for row in payload["rows"] if row["runs"]]
+    profiled = [row for row in rows if row["runs"][0]["breakdown"] is not None]
+    panels = [len(rows), len(profiled)] if profiled else [len(rows)]
+    figure, axes = plt.subplots(
+        len(panels),
+        1,
+        figsize=(9, len(panels) + 0.4 * sum(panels)),
+        squeeze=False,
+        gridspec_kw={"height_ratios": panels},
+        layout="constrained",
+    )
+    _draw_times(axes[0, 0], rows, job)
+    axes[0, 0].set_title(_title(job, ranks), loc="left", fontsize=10)
+    if profiled:
+        _draw_breakdowns(axes[1, 0], profiled)
+    for axis in axes[:, 0]:
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw_times(axis: Any, rows: list[dict[str, Any]], job: Job) -> None:
     colors = {variant.label: COLORS[variant.engine] for variant in job.variants}
-    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.4 * len(rows)), layout="constrained")
     for row in rows:
         axis.barh(row["label"], row["ms"], color=colors[row["label"]], height=0.7)
         compared = "".join(
-            f", {row[key]:.3f} of {peer}" for peer, key in _ratios(job).items() if row[key] is not None
+            f", {row[key]:.3f} of {peer}'s time" for peer, key in _ratios(job).items() if row[key] is not None
         )
         note = f" {row['ms']:.1f} ms, {row['tflops_per_rank']:.0f} TFLOP/s{compared}"
         axis.text(row["ms"], row["label"], note, va="center", fontsize=9)
-    axis.set_xlim(right=1.5 * max((row["ms"] for row in rows), default=1.0))
-    axis.invert_yaxis()
-    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_xlim(right=1.6 * max((row["ms"] for row in rows), default=1.0))
     axis.set_xlabel("ms per step, forward, backward and AdamW (median)")
-    axis.set_title(_title(job, ranks), loc="left", fontsize=10)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+
+
+OVERLAP, GAPS = "two classes or more", "gaps"
+CLASS_COLORS = {
+    GEMM: "#4e79a7",
+    ATTENTION: "#f28e2b",
+    MEMORY: "#76b7b2",
+    OVERLAP: "#edc948",
+    COMMUNICATION: "#e15759",
+    GAPS: "#bab0ac",
+}
+
+
+def _draw_breakdowns(axis: Any, rows: list[dict[str, Any]]) -> None:
+    """Stacked: each class's time alone, time in which classes overlap, and gaps."""
+    labels = [row["label"] for row in rows]
+    found = [row["runs"][0]["breakdown"] for row in rows]
+    left = [0.0] * len(rows)
+    for name, color in CLASS_COLORS.items():
+        if name in CLASSES:
+            widths = [parts["shares"][name]["alone_ms"] for parts in found]
+        else:
+            widths = [parts["overlap_ms" if name == OVERLAP else "gaps_ms"] for parts in found]
+        axis.barh(labels, widths, left=left, color=color, height=0.7, label=name)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axis.set_xlabel("ms of one profiled step, rank 0's GPU: only that class ran")
+    axis.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")

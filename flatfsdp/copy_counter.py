@@ -10,8 +10,10 @@ kernel does, never by who called it:
     copy     copy within one dtype
     concat   cat, stack, chunk_cat: many tensors into one
     add      element-wise addition, in place or not
-    scale    element-wise multiplication or division
+    scale    element-wise multiplication, division or clamping
     fill     a constant into memory
+    turn     copy of a transposed matrix, within one dtype
+    measure  norm or largest magnitude: all is read, little is written
     staging  gloo's own copy of a reduce-scatter's result from its work buffer; NCCL has none
 
 **Engine or model?**  An operator counts if the tensors it touches have at least `min_numel` elements.  Run a
@@ -25,8 +27,9 @@ know are listed in `unclassified`: a total is complete only if that is empty.  U
 the engine's.
 
 **Bytes** are those of an ideal kernel: each argument read once, each result written once, an expanded
-dimension once.  Temporaries inside a kernel do not count (PyTorch's CPU kernels widen a bf16 argument of a
-mixed-dtype add into one; its CUDA kernels do not).  Nor does what a collective does internally.
+dimension once, single numbers never.  Temporaries inside a kernel do not count (PyTorch's CPU kernels widen a
+bf16 argument of a mixed-dtype add into one, its CUDA kernels do not; on the CPU each of `KERNELS` is many
+operators).  Nor does what a collective does internally.
 
 **Where modes reach.**  Backward on CPU runs in the calling thread, so the mode is simply still on.  On CUDA
 it runs in one thread per device; autograd hands the caller's thread-local state, dispatch modes included, to
@@ -60,6 +63,8 @@ class Kind(str, Enum):
     ADD = "add"
     SCALE = "scale"
     FILL = "fill"
+    TURN = "turn"
+    MEASURE = "measure"
     STAGING = "staging"
 
 
@@ -162,9 +167,12 @@ class CopyCounter(TorchDispatchMode):
             # A tensor subclass (DTensor) takes itself apart first; its plain tensors come back here.
             return NotImplemented
         kwargs = kwargs or {}
-        if func.namespace in OPENED_NAMESPACES:
-            return self._open(func, args, kwargs)
         name = _name(func)
+        if name in KERNELS:
+            self._record_kernel(func, name, args, kwargs)
+            return func(*args, **kwargs)
+        if func.namespace in OPENED_NAMESPACES and name not in ARITHMETIC:
+            return self._open(func, args, kwargs)
         if name not in COPIES and name not in ARITHMETIC:
             # Composite operators come here whole in inference mode and inside opened operators; a `reshape`
             # may or may not copy, its parts tell.
@@ -219,6 +227,17 @@ class CopyCounter(TorchDispatchMode):
         dim = written[0].dim() if len(written) == 1 else 1
         self.copies.append(Copy(kind, name, self._via, nbytes, numel, dim))
 
+    def _record_kernel(self, func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        kind, counted = KERNELS[name]
+        given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)}
+        tensors = [list(_tensors([{**given, **kwargs}[argument]])) for argument in counted]
+        nbytes = sum(_nbytes(tensor) for found in tensors for tensor in found)
+        numel = sum(tensor.numel() for tensor in tensors[-1])
+        if numel < self.min_numel:
+            self.ignored_bytes += nbytes
+            return
+        self.copies.append(Copy(kind, name, name, nbytes, numel, 1))
+
     def _record_collective(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         label, payload_arg, hops = COLLECTIVES[name]
         bound = [*args, *kwargs.values()]
@@ -253,8 +272,12 @@ Classify = Callable[[Sequence[Tensor], Sequence[Tensor]], Kind]
 def _by_dtype(read: Sequence[Tensor], written: Sequence[Tensor]) -> Kind:
     source, target = read[0].dtype, written[0].dtype
     if source == target:
-        return Kind.COPY
+        return Kind.TURN if _is_transposed(read[0]) and written[0].is_contiguous() else Kind.COPY
     return Kind.WIDEN if target.itemsize > source.itemsize else Kind.CAST
+
+
+def _is_transposed(matrix: Tensor) -> bool:
+    return matrix.dim() == 2 and matrix.t().is_contiguous() and not matrix.is_contiguous()
 
 
 def _always(kind: Kind) -> Classify:
@@ -273,8 +296,10 @@ COPIES: dict[str, Classify] = {
     **dict.fromkeys(_aten("cat stack _chunk_cat"), _always(Kind.CONCAT)),
     **dict.fromkeys(_aten("add_ add _foreach_add_ _foreach_add sub_ sub"), _always(Kind.ADD)),
     **dict.fromkeys(
-        _aten("div_ div mul_ mul _foreach_div_ _foreach_div _foreach_mul_ _foreach_mul"), _always(Kind.SCALE)
+        _aten("div_ div mul_ mul _foreach_div_ _foreach_div _foreach_mul_ _foreach_mul clamp_ clamp"),
+        _always(Kind.SCALE),
     ),
+    **dict.fromkeys(_aten("_foreach_norm linalg_vector_norm"), _always(Kind.MEASURE)),
     **dict.fromkeys(
         _aten(
             "fill_ zero_ _foreach_zero_ zeros zeros_like new_zeros ones ones_like new_ones",
@@ -290,8 +315,15 @@ ARITHMETIC = frozenset(
         "mm addmm bmm baddbmm _scaled_mm embedding embedding_dense_backward normal_ uniform_ randn rand",
         "_fused_sgd_ _fused_adam_ _fused_adamw_",
     )
-)
+) | {"flatfsdp.scaled_mm_", "flatfsdp.wgrad_", "flatfsdp.wgrad_fp8_"}
 """The model's and the optimizer's own work on large tensors."""
+
+KERNELS: dict[str, tuple[Kind, tuple[str, ...]]] = {
+    "flatfsdp.max_abs_many_": (Kind.MEASURE, ("tensors",)),
+    "flatfsdp.cast_many_": (Kind.CAST, ("sources", "targets")),
+    "flatfsdp.transpose_many_": (Kind.TURN, ("sources", "targets")),
+}
+"""Operators of ours that are one kernel on CUDA -> (what it does, arguments whose bytes it moves)."""
 
 METADATA = frozenset(
     _aten(
@@ -366,6 +398,8 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _nbytes(tensor: Tensor) -> int:
-    """Bytes of the distinct elements: an expanded dimension counts once."""
+    """Bytes of the distinct elements: an expanded dimension counts once, a single number does not."""
+    if tensor.dim() == 0:
+        return 0
     distinct = math.prod(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     return distinct * tensor.element_size()

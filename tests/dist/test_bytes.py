@@ -11,6 +11,8 @@ from typing import Literal
 
 import pytest
 import torch
+from flatfsdp.kernels.cast import transpose_many
+from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
 from torch import Tensor, nn
 
 from flatfsdp import Precision, auto_wrap, by_class, microbatches
@@ -245,6 +247,32 @@ def test_bytes_of_each_kind_of_copy() -> None:
         (Kind.ADD, 12 * n + 6 * n),
         (Kind.COPY, 4 * n + 4),
     ]
+
+
+def test_bytes_around_fp8_weights() -> None:
+    """Kernels of FlatFSDP move what they are given; scales, and numbers, are nothing beside it."""
+    n, m = 64, 32
+    master, shard = torch.randn(n * m), torch.empty(n * m, dtype=torch.float8_e4m3fn)
+    amax, scale = torch.zeros(1), torch.ones(1)
+    with CopyCounter(MIN_NUMEL) as counter:
+        max_abs_many([master], amax, through=torch.bfloat16)
+        cast_many([master], [shard], scale, through=torch.bfloat16)
+        transpose_many([(shard.view(n, m), torch.empty(m, n, dtype=torch.float8_e4m3fn))])
+        # The same by hand, as torchao does.
+        torch._foreach_norm([master], torch.inf)
+        (master * scale[0]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+        shard.view(n, m).t().contiguous()
+    assert [(copy.kind, copy.bytes) for copy in counter.copies] == [
+        (Kind.MEASURE, 4 * n * m),
+        (Kind.CAST, 5 * n * m),
+        (Kind.TURN, 2 * n * m),
+        (Kind.MEASURE, 4 * n * m),
+        (Kind.SCALE, 8 * n * m),
+        (Kind.SCALE, 8 * n * m),
+        (Kind.CAST, 5 * n * m),
+        (Kind.TURN, 2 * n * m),
+    ]
+    assert not counter.unclassified
 
 
 def test_unknown_large_operator_is_reported() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -235,8 +236,11 @@ def copied(rank: int, world_size: int) -> None:
     weights, units = 2 * 64 * 256, 3
     assert [c.payload for c in counter.collectives if c.name == "all_gather"] == [weights] * 2 * count * units
     assert [c.payload for c in counter.collectives if c.name == "reduce_scatter"] == [4 * weights] * units
-    casts = [c for c in counter.copies if c.via == "flatfsdp.cast_many_" and c.op == "aten.copy_"]
-    assert sum(copy.numel for copy in casts) == units * weights // world_size
+    moved = Counter[str]()
+    for copy in counter.copies:
+        moved[copy.op] += copy.bytes
+    assert moved["flatfsdp.cast_many_"] == (4 + 1) * units * weights // world_size
+    assert moved["flatfsdp.transpose_many_"] == 2 * units * weights * count
 
 
 @pytest.mark.parametrize("world_size", [2, 4])

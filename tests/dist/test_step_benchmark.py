@@ -47,3 +47,45 @@ def test_engines_are_measured_and_train_alike(tmp_path: Path, shape: str, policy
     assert payload["flag_changes_nothing"] == {"eager": True}
     assert losses["fsdp2"] == pytest.approx(losses["flat-on"], rel=1e-4)
     assert losses["fsdp2"][-1] < losses["fsdp2"][0]
+
+
+FP8 = ("flat-fp8-delayed", "flat-fp8-current")
+
+
+def engines(*names: str) -> list[str]:
+    return [option for name in names for option in ("--engines", name)]
+
+
+def test_own_layers_train_like_the_plain_model(tmp_path: Path) -> None:
+    names = ("flat-on", "flat-bf16-fused", *FP8)
+    payload = run_benchmark(tmp_path, "--shape", "tiny", "--breakdown", *engines(*names))
+    losses = {row["name"]: row["runs"][0]["losses"] for row in payload["rows"]}
+    assert tuple(losses) == names
+    assert losses["flat-bf16-fused"] == pytest.approx(losses["flat-on"], rel=1e-4)
+    for name in FP8:
+        assert losses[name] == pytest.approx(losses["flat-on"], rel=1e-3)
+        assert losses[name] != losses["flat-bf16-fused"], "nothing was in FP8"
+        assert losses[name][-1] < losses[name][0]
+    runs = {row["name"]: row["runs"][0] for row in payload["rows"]}
+    # One byte a weight between steps instead of two.
+    assert runs["flat-fp8-current"]["reported_gib"] < runs["flat-bf16-fused"]["reported_gib"]
+    always = [row["total"] for row in runs["flat-on"]["buffers"] if row["lives"] == "always"]
+    assert runs["flat-on"]["reported_gib"] == sum(always) / 2**30
+    # There are kernels on GPUs only.
+    assert all(run["breakdown"] is None for run in runs.values())
+
+
+def test_own_layers_without_a_vocabulary(tmp_path: Path) -> None:
+    payload = run_benchmark(tmp_path, "--shape", "tiny-l2", "--keep", *engines("flat-on", *FP8))
+    plain, *fp8 = (row["runs"][0]["losses"] for row in payload["rows"])
+    assert all(losses == pytest.approx(plain, rel=1e-3) for losses in fp8)
+
+
+def test_torchao_trains_like_the_own_layers(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    names = engines("flat-fp8-current", "fsdp2-float8")
+    payload = run_benchmark(tmp_path, "--shape", "tiny-l2", "--keep", *names)
+    ours, theirs = payload["rows"]
+    assert theirs["name"] == "fsdp2-float8-compile" and theirs["time_vs_fsdp2_float8"] == 1.0
+    assert ours["time_vs_fsdp2_float8"] == ours["ms"] / theirs["ms"]
+    assert theirs["runs"][0]["losses"] == pytest.approx(ours["runs"][0]["losses"], rel=1e-3)

@@ -1,0 +1,36 @@
+"""The bytes benchmark's rows with FP8 weights equal their formulas; those of bf16 are in `test_bytes.py`."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("bytes")
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 1), (2, 3), (4, 3)])
+def test_fp8_rows_equal_their_formulas(benchmark: ModuleType, ranks: int, steps: int) -> None:
+    cases = [(case, steps) for case in benchmark.CASES if case.fp8 and case.runs_here]
+    per_rank = benchmark.run_on_ranks(ranks, benchmark.measure_all, cases)
+    for row in per_rank[0]:
+        assert row.disagreements() == [], row.label
+    ours = [row.measured for row in per_rank[0] if row.case.engine == "FlatFSDP"]
+    assert len(ours) == 2
+    assert all(traffic.copy == traffic.concat == traffic.accumulate == traffic.other == 0 for traffic in ours)
+
+
+def test_what_does_not_run_here_is_marked(benchmark: ModuleType) -> None:
+    case = benchmark.Case("fairscale", zero=3)
+    (row,) = benchmark.measure_all(0, 4, [(case, 1)])
+    assert row.measured is None and row.label.endswith("(formula)") and row.disagreements() == []
+    # A cast at each of two gatherings, a concat, a widening, divisions before and after a sum into zeros.
+    assert row.shown.local == pytest.approx(2 * 6 / 4 + 4 + 6 + 8 + 8 / 4 + 4 / 4)
