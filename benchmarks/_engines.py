@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 import flatfsdp.optim
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
-from flatfsdp.layers import TransformerLayer
+from flatfsdp.layers import Embedding, TransformerLayer
 
 
 class Engine(str, Enum):
@@ -97,7 +95,10 @@ class Variant:
 
 
 def shard(model: Llama, variant: Variant, reshard: bool, device: torch.device) -> nn.Module:
-    """The model, on `device` in FP32, in the hands of an engine; one unit a layer and one for the rest."""
+    """The model, on `device` in FP32, in the hands of an engine.
+
+    One unit a layer, one for the embedding, and one for the rest.
+    """
     if variant.engine is Engine.fsdp2_float8:
         _use_float8(model, device)
     if variant.compiled:
@@ -112,7 +113,7 @@ def shard(model: Llama, variant: Variant, reshard: bool, device: torch.device) -
         return _fused(model, RECIPES[variant.engine], reshard, device)
     return auto_wrap(
         model,
-        by_class(Layer),
+        by_class(Layer, nn.Embedding),
         device=device,
         precision=Precision(compute=torch.bfloat16),
         reshard_after_forward=reshard,
@@ -124,7 +125,7 @@ def _fused(model: Llama, recipe: Recipe | None, reshard: bool, device: torch.dev
     stored = None if recipe is None else CurrentScaling()
     return auto_wrap(
         FusedLlama(model, recipe),
-        by_class(TransformerLayer),
+        by_class(TransformerLayer, Embedding),
         device=device,
         precision=Precision(compute=torch.bfloat16, fp8_weights=stored),
         reshard_after_forward=reshard,
@@ -143,8 +144,8 @@ def _use_float8(model: Llama, device: torch.device) -> None:
 def _fsdp2(model: Llama, reshard: bool, device: torch.device) -> nn.Module:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    for unit in (*model.layers, *([] if model.tokens is None else [model.tokens])):
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     # None: the root's own parameters stay from its forward to its backward, as with the other engines.
     fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=None if reshard else False)
     return model
@@ -161,6 +162,8 @@ def _fairscale(model: Llama, reshard: bool) -> nn.Module:
     }
     for index, layer in enumerate(model.layers):
         model.layers[index] = fsdp(layer, **options)
+    if model.tokens is not None:
+        model.tokens = fsdp(model.tokens, **options)
     return fsdp(model, **options)
 
 
@@ -182,9 +185,7 @@ def adamw(model: nn.Module, variant: Variant, lr: float, *, own: bool) -> torch.
         own: FlatFSDP's for its own layers, which also casts the weights; otherwise torch's.
     """
     if own and variant.engine in RECIPES:
-        fused: Callable[..., Any] | None = getattr(flatfsdp.optim, "AdamW", None)
-        if fused is not None:
-            return fused(model.parameters(), lr=lr)
+        return flatfsdp.optim.AdamW(model.parameters(), lr=lr)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     if variant.engine is Engine.fsdp2_float8:
         float8 = importlib.import_module("torchao.float8")

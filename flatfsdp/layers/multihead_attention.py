@@ -212,7 +212,11 @@ class MultiheadAttention(nn.Module):
             self.core_attention.kv_channels,
             self.qkv_weight_interleaved,
         )
-        query, key = self._norm_and_rotate(query, key, rotary_pos_emb)
+        rotated, key = self._norm_and_rotate(query, key, rotary_pos_emb)
+        if rotated is not query and torch.is_grad_enabled():
+            # Attention saves the value for backward; as a view it would keep the whole joint projection.
+            value = value.contiguous()
+        query = rotated
         context = self.core_attention(
             query,
             key,

@@ -284,3 +284,30 @@ def test_contradicting_options_are_named(arguments: dict[str, Any], message: str
 def test_tensor_parallelism_is_not_there_yet() -> None:
     with pytest.raises(NotImplementedError, match=r"comes with flatfsdp\.parallel"):
         MultiheadAttention(HIDDEN, HEADS, tp_size=2)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_with_rope_nothing_saved_keeps_the_joint_projection(interleaved: bool) -> None:
+    """Its queries and keys would be kept twice, before and after the rotation."""
+    heads, groups, dim = 4, 2, 8
+    layer = MultiheadAttention(
+        heads * dim,
+        heads,
+        num_gqa_groups=groups,
+        attention_dropout=0.0,
+        fuse_qkv_params=True,
+        rotary_base=1e4,
+        qkv_weight_interleaved=interleaved,
+    )
+    x = torch.randn(6, 2, heads * dim, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def note(saved: Tensor) -> Tensor:
+        storage = saved.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        layer(x).sum().backward()
+    joint = 4 * x.shape[0] * x.shape[1] * (heads + 2 * groups) * dim
+    assert joint not in kept.values()
