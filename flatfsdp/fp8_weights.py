@@ -221,4 +221,5 @@ class WeightScales:
         scale, scale_inv = spread(scales)
         sizes = [each.amax.numel() for each in weights]
         for group, own, own_inv in zip(self._groups, scale.split(sizes), scale_inv.split(sizes), strict=True):
-            group.set_scales(Scales(own, own_inv))
+            if not group.has_scales:
+                group.set_scales(Scales(own, own_inv))

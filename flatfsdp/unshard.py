@@ -188,7 +188,12 @@ class FlatGroup:
         return self._cast_version == self.master.version
 
     def expire(self) -> None:
-        """Casts and gathers anew next time, even if no in-place write to the master was counted."""
+        """Casts and gathers anew next time, even if no in-place write to the master was counted.
+
+        Not frozen FP8 weights, which are cast once: of those, only counted writes and loads are noticed.
+        """
+        if self.fp8 is not None and not self.trainable:
+            return
         self._cast_version = self._scaled_version = None
         if self.fp8 is not None:
             self.fp8.measured_version = None

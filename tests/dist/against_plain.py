@@ -85,7 +85,7 @@ def assert_equal(ours: Grads, expected: Grads) -> None:
 def resident_bytes(model: FlatFSDP) -> list[int]:
     """Memory of each unit's unsharded parameters, root first: bytes of the storages, not what flags say."""
     return [
-        sum(g._buffer.tensor.untyped_storage().nbytes() for g in wrapped._unit.groups)
+        sum(g.buffer.tensor.untyped_storage().nbytes() for g in wrapped._unit.groups)
         for _, wrapped in units_in(model)
     ]
 

@@ -29,7 +29,7 @@ def allocated_grads(model: FlatFSDP) -> int:
 
 def unsharded(model: FlatFSDP) -> list[bool]:
     """Per unit, root first: are the full parameters in memory?"""
-    return [g.state is not ShardState.SHARDED and g._buffer.is_allocated for g in groups(model)]
+    return [g.state is not ShardState.SHARDED and g.buffer.is_allocated for g in groups(model)]
 
 
 def main_grad_lifetime(rank: int, world_size: int, flag: bool) -> None:

@@ -262,6 +262,13 @@ def frozen(rank: int, world_size: int) -> None:
         precision = Precision(compute=BF16, fp8_weights=RECIPE if in_fp8 else None)
         model = auto_wrap(net, by_class(Block), precision=precision)
         runs.append((train(model, rank), parameters(model)))
+        model.ledger.reset()
+        train(model, rank, 1)
+        # Frozen FP8 weights were cast in the first step.
+        groups = [g for unit in model._root.units for g in unit.groups if g.trainable or g.fp8 is None]
+        per_element = {Role.FP8: 5 if in_fp8 else 6, Role.COMPUTE: 6}
+        expected = sum(per_element[g.layout.role] * g.layout.shard_numel(world_size) for g in groups)
+        assert model.ledger.bytes["cast"] == expected
     assert all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
     assert_equal(runs[0][1], runs[1][1])
 
