@@ -25,11 +25,16 @@ import torch
 from torch import Tensor
 
 from flatfsdp.kernels.accumulate import accumulate, bytes_moved
+from flatfsdp.kernels.flat import DTYPES, accumulate_many
 from flatfsdp.layout import FlatLayout
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger
 
 logger = logging.getLogger(__name__)
+
+SMALL = 1 << 16
+"""Elements of a gradient that waits for others of its unit: one launch then adds all of them, where one for
+each would cost more than its bytes.  Norms and biases are such."""
 
 
 class FlatBuffer:
@@ -102,12 +107,14 @@ class MainGrad:
         self._tensor: Tensor | None = None
         self._views: list[Tensor] = []
         self._written: list[bool] = []
+        self._waiting: dict[int, Tensor] = {}
         self._step = -1
         self._exposed: Sequence[Tensor] = ()
 
     @property
-    def is_allocated(self) -> bool:
-        return self._tensor is not None
+    def holds_gradients(self) -> bool:
+        """Whether something has landed since the buffer was last handed over."""
+        return self._tensor is not None or bool(self._waiting)
 
     def expose(self, parameters: Sequence[Tensor]) -> None:
         """Gives each parameter `main_grad` (None while there is no buffer), and the two methods below."""
@@ -127,12 +134,17 @@ class MainGrad:
 
         If nothing has, what it holds is undefined, and has to be overwritten; otherwise it is added to.
         """
+        if index in self._waiting:
+            self.flush()
+        return self._claim(index)
+
+    def _claim(self, index: int) -> tuple[Tensor, bool]:
         view, is_first = self._open()[index], not self._written[index]
         self._written[index] = True
         return view, is_first
 
     def land(self, index: int, grad: Tensor) -> None:
-        """Adds one parameter's gradient of one microbatch.
+        """Adds one parameter's gradient of one microbatch; a small one at the next `flush`.
 
         Raises:
             TypeError: if it is sparse.
@@ -142,11 +154,29 @@ class MainGrad:
                 f"parameter {self._layout.slots[index].name} got a {grad.layout} gradient; flat buffers are "
                 "dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
             )
-        view, is_first = self.claim(index)
+        fits = self._dtype == torch.float32 and grad.dtype in DTYPES and grad.is_contiguous()
+        if index in self._waiting:
+            self.flush()
+        if fits and 0 < grad.numel() <= SMALL:
+            self._waiting[index] = grad
+            return
+        view, is_first = self._claim(index)
         self._accumulate(view, grad, first=is_first)
+
+    def flush(self) -> None:
+        """Adds the gradients that wait: at the end of a backward, and before the buffer is read."""
+        waiting, self._waiting = self._waiting, {}
+        if not waiting:
+            return
+        grads = list(waiting.values())
+        targets, first = zip(*(self._claim(index) for index in waiting), strict=True)
+        accumulate_many(targets, grads, first)
+        moved = (bytes_moved(*each[:2], first=each[2]) for each in zip(targets, grads, first, strict=True))
+        self.ledger.add("accumulate", sum(moved))
 
     def land_flat(self, grad: Tensor) -> None:
         """Adds the gradient of one microbatch that autograd has just concatenated, padded."""
+        self.flush()
         # It read every view's gradient and wrote the flat one.
         self.ledger.add("concat", 2 * grad.numel() * grad.element_size())
         self._open()
@@ -160,6 +190,7 @@ class MainGrad:
 
     def take(self) -> Tensor:
         """Hands the buffer over to be reduced; slots in which nothing landed in this step are zero."""
+        self.flush()
         views = self._open()
         for view, written in zip(views, self._written, strict=True):
             if not written:
@@ -171,7 +202,7 @@ class MainGrad:
 
     def drop(self) -> None:
         """Forgets the buffer and what is in it."""
-        self._tensor, self._views, self._written = None, [], []
+        self._tensor, self._views, self._written, self._waiting = None, [], [], {}
         self._show()
 
     def _open(self) -> list[Tensor]:

@@ -80,7 +80,7 @@ class Reducer:
             self._launch(groups)
         # A nested backward (reentrant checkpointing) may have brought more to a unit that was launched.
         for groups in self._order:
-            again = [g for g in groups if g.main_grad is not None and g.main_grad.is_allocated]
+            again = [g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients]
             if again:
                 self._launch(again)
         while self._in_flight:

@@ -206,6 +206,9 @@ class Unit:
 
     def end_of_backward(self) -> None:
         """The whole backward is over: frees what is still there and starts to count anew."""
+        for group in self.trained:
+            assert group.main_grad is not None
+            group.main_grad.flush()
         self._free_after_backward()
         self._landed.clear()
         self._reached_in.clear()

@@ -24,7 +24,7 @@ def groups(model: FlatFSDP) -> list[Any]:
 
 
 def allocated_grads(model: FlatFSDP) -> int:
-    return sum(group.main_grad.is_allocated for group in groups(model))
+    return sum(group.main_grad.holds_gradients for group in groups(model))
 
 
 def unsharded(model: FlatFSDP) -> list[bool]:

@@ -1,0 +1,110 @@
+"""Small gradients of a unit wait for each other, and are added in one launch; the bits are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FlatFSDP, Precision, buffers, microbatches
+
+WIDTH = 24
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(self.norm(x)) @ self.table
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of gradients that each launch adds."""
+    counts: list[int] = []
+    add = buffers.accumulate_many
+
+    def counted(targets: Any, grads: Any, first: Any) -> None:
+        counts.append(len(grads))
+        add(targets, grads, first)
+
+    monkeypatch.setattr(buffers, "accumulate_many", counted)
+    return counts
+
+
+def build(small: int, monkeypatch: pytest.MonkeyPatch, compute: torch.dtype = torch.float32) -> FlatFSDP:
+    monkeypatch.setattr(buffers, "SMALL", small)
+    return FlatFSDP(Net(), optimize_backward_concat=True, precision=Precision(compute=compute))
+
+
+def batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(5, WIDTH, generator=generator) for _ in range(count)]
+
+
+def test_one_launch_a_backward(launches: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(WIDTH, monkeypatch)
+    for x in microbatches(model, batches(3)):
+        model(x).square().mean().backward()
+    # The norm's weight and bias, and the linear bias; the two matrices are larger.
+    assert launches == [3, 3, 3]
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16])
+def test_the_same_bits_as_one_by_one(compute: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    grads = []
+    for small in (0, WIDTH, WIDTH * WIDTH):
+        model = build(small, monkeypatch, compute)
+        for _ in range(2):
+            for x in microbatches(model, batches(3)):
+                model(x).square().mean().backward()
+        grads.append(model.flat_param.grad)
+    assert torch.equal(grads[0], grads[1]) and torch.equal(grads[0], grads[2])
+
+
+def test_after_a_backward_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(WIDTH, monkeypatch)
+    plain = Net()
+    with model.no_sync():
+        for x in batches(2):
+            model(x).square().mean().backward()
+            plain(x).square().mean().backward()
+    assert torch.equal(model.module.norm.bias.main_grad, plain.norm.bias.grad)
+
+
+def test_whoever_claims_a_slot_finds_what_waits_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(WIDTH, monkeypatch)
+    plain = Net()
+    (x,) = batches(1)
+    found = []
+    # The norm's gradients land last, and the linear bias before them.
+    bias = model.module.linear.bias
+    model.module.norm.weight.register_hook(lambda _: found.append(bias.get_main_grad().clone()))
+    with model.no_sync():
+        model(x).square().mean().backward()
+    plain(x).square().mean().backward()
+    assert len(found) == 1 and torch.equal(found[0], plain.linear.bias.grad)
+    assert torch.equal(bias.main_grad, plain.linear.bias.grad)
+
+
+def test_a_failed_backward_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, expected = build(WIDTH, monkeypatch), build(WIDTH, monkeypatch)
+    first, second = batches(2)
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("half-way")
+
+    handle = model.module.norm.weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="half-way"):
+        model(first).square().mean().backward()
+    handle.remove()
+    for each in (model, expected):
+        each(second).square().mean().backward()
+    assert torch.equal(model.flat_param.grad, expected.flat_param.grad)
