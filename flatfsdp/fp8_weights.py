@@ -34,7 +34,7 @@ from flatfsdp.kernels.cast import transpose_many
 from flatfsdp.kernels.scaling import Scales, current_scales, spread
 from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
 from flatfsdp.layout import FlatLayout, Piece, Role
-from flatfsdp.master import MasterShard
+from flatfsdp.master import MasterShard, Version
 from flatfsdp.observe import ByteLedger
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class FP8Weights:
         self.columnwise.free()
         self.amax = torch.zeros(len(self._slots), device=unsharded.device)
         self.scales = Scales(torch.ones_like(self.amax), torch.ones_like(self.amax))
-        self.measured_version: tuple[int, int] | None = None
+        self.measured_version: Version | None = None
 
     def _turned(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
         """The weights' transposes in a buffer of the same layout."""
@@ -155,10 +155,9 @@ class FP8Weights:
         self.columnwise.allocate()
         return True
 
-    def transpose(self) -> int:
-        """Fills the columnwise form from the rowwise one; returns the bytes it moved."""
+    def transpose(self) -> None:
+        """Fills the columnwise form from the rowwise one."""
         transpose_many(list(zip(self._rowwise_views, self._targets, strict=True)))
-        return 2 * sum(slot.numel for slot in self._slots)
 
     def free(self) -> None:
         if self.columnwise.is_allocated:

@@ -31,6 +31,10 @@ def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
         )
 
 
+Version = tuple[int, int]
+"""Of a master shard's values; another one whenever they may have changed."""
+
+
 class Portion(NamedTuple):
     """Elements [start, stop) of a master shard that the optimizer has as one parameter, aliasing it."""
 
@@ -85,8 +89,7 @@ class MasterShard:
         return self.flat.device != self.device
 
     @property
-    def version(self) -> tuple[int, int]:
-        """Changes whenever the values may have changed."""
+    def version(self) -> Version:
         return self.generation, self.flat._version
 
     # ---- whole values -----------------------------------------------------------------------------------

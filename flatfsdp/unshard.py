@@ -28,7 +28,7 @@ from flatfsdp.comm import Grid, Lane, all_gather, broadcast, compute_waits_for, 
 from flatfsdp.fp8_weights import FP8_DTYPE, FP8Weights
 from flatfsdp.kernels.scaling import Scales
 from flatfsdp.layout import Role
-from flatfsdp.master import MasterShard, Portion
+from flatfsdp.master import MasterShard, Portion, Version
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger, span
 from flatfsdp.params import Leaves, Views
@@ -84,9 +84,9 @@ class FlatGroup:
         self.division: Division | None = None
         self._partial_grad: Tensor | None = None
         self._partial_step = -1
-        self._cast_version: tuple[int, int] | None = None
-        self._scaled_version: tuple[int, int] | None = None
-        self._done: dict[tuple[int, int], tuple[int, int]] = {}
+        self._cast_version: Version | None = None
+        self._scaled_version: Version | None = None
+        self._done: dict[tuple[int, int], Version] = {}
 
         precision, num_shards = policy.precision, grid.shard.size
         self.master = MasterShard(
@@ -281,8 +281,10 @@ class FlatGroup:
     def transpose(self) -> None:
         """Makes the columnwise form of FP8 weights."""
         assert self.fp8 is not None
-        with span("transpose", self.name, self.microbatch.index, 0):
-            self.ledger.add("transpose", self.fp8.transpose())
+        nbytes = 2 * sum(slot.numel for slot in self.layout.slots)
+        with span("transpose", self.name, self.microbatch.index, nbytes):
+            self.fp8.transpose()
+        self.ledger.add("transpose", nbytes)
 
     def started(self, gathered: torch.cuda.Event | None) -> None:
         """The parameters are on their way; `gathered`: when they are there."""
