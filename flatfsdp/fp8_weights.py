@@ -197,6 +197,8 @@ class WeightScales:
                     f"{self._recipe!r}; make them equal"
                 )
 
+    @torch.no_grad()
+    @torch.inference_mode(False)  # A backward may save them.
     def refresh(self) -> None:
         """New scales if a master shard has changed.  Collective then; all ranks step together."""
         if all(group.has_scales for group in self._groups):

@@ -56,7 +56,7 @@ class MasterShard:
     Attributes:
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
         portions: what the optimizer updates; `flat` as a whole unless `optim.param_groups` has cut it.
-        generation: counts loads.  A write by anyone else raises `flat._version`.
+        generation: counts loads, and what replicas take over.  A write by anyone else raises `flat._version`.
     """
 
     def __init__(

@@ -160,6 +160,7 @@ class FlatGroup:
             replica = self.master.flat.detach().to(self.master.device)
             broadcast(replica, self.grid.replicate)
             self.master.flat.data.copy_(replica)
+            self.master.generation += 1
 
     @property
     def name(self) -> str:

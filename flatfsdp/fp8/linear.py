@@ -55,6 +55,7 @@ class LinearCall:
         weight: the parameter to whose main_grad the gradient goes; None without `fuse_wgrad`.
         dtype: of activations and their gradients.
         grad_quantizer: makes the quantizer of dy, when backward comes to it.
+        stored_weight: gives the weight as FlatFSDP keeps it, when backward comes to it; None: it is saved.
         needs_input_grad, needs_weight_grad, needs_bias_grad: what is to be computed in backward.
     """
 
@@ -66,6 +67,7 @@ class LinearCall:
     grad_quantizer: Callable[[], Quantizer]
     fuse_wgrad: FuseWgrad
     is_first_microbatch: bool | None
+    stored_weight: Callable[[], Operand] | None
     needs_input_grad: bool
     needs_weight_grad: bool
     needs_bias_grad: bool
@@ -76,7 +78,7 @@ class LinearSaved(NamedTuple):
 
     Attributes:
         x: for wgrad; empty if the weight gets no gradient.
-        weight: for dgrad; empty if the input gets no gradient.
+        weight: for dgrad; empty if the input gets no gradient, or if FlatFSDP keeps the weight.
     """
 
     x: Operand
@@ -103,7 +105,7 @@ def linear_forward(
     nothing = Operand()
     return out, LinearSaved(
         x.for_backward if call.needs_weight_grad else nothing,
-        weight.for_backward if call.needs_input_grad else nothing,
+        weight.for_backward if call.needs_input_grad and call.stored_weight is None else nothing,
     )
 
 
@@ -137,7 +139,8 @@ class LinearGrads(NamedTuple):
 def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall) -> LinearGrads:
     """Gradients of input, weight and bias; the last one is in `dy`."""
     operand, dbias = dy
-    dx = products.dgrad(operand, saved.weight, call.dtype, call.split) if call.needs_input_grad else None
+    weight = saved.weight if call.stored_weight is None else call.stored_weight()
+    dx = products.dgrad(operand, weight, call.dtype, call.split) if call.needs_input_grad else None
     dweight = weight_grad(operand, saved.x, call) if call.needs_weight_grad else None
     return LinearGrads(dx, dweight, dbias)
 

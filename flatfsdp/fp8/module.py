@@ -184,6 +184,7 @@ class FP8Module(nn.Module):
             grad_quantizer=roles.grad,
             fuse_wgrad=self.fuse_wgrad_accumulation,
             is_first_microbatch=is_first_microbatch,
+            stored_weight=getattr(weight, "fp8_operand", None),
             needs_input_grad=needs_input_grad,
             needs_weight_grad=trains and weight.requires_grad,
             needs_bias_grad=trains and bias is not None and bias.requires_grad,

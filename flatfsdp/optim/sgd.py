@@ -22,7 +22,7 @@ class SGD(FusedOptimizer):
     """Stochastic gradient descent, with momentum or without.
 
     Options and state are those of `torch.optim.SGD`: each loads the other's state dict, and learning rate
-    schedulers work.
+    schedulers work.  Writes through `.data` as in `AdamW`.
 
     Args:
         params: parameters of a FlatFSDP module, groups from `flatfsdp.param_groups`, ordinary parameters, or

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -311,3 +312,42 @@ def summoned(rank: int, world_size: int) -> None:
 
 def test_summoned_parameters() -> None:
     run_ranks(2, summoned)
+
+
+def offloaded_activations(rank: int, world_size: int) -> None:
+    """The transposed weights are not there yet when the forward saves what backward needs."""
+    runs = []
+    for hooks in (nullcontext(), torch.autograd.graph.save_on_cpu()):
+        model = build(True, BF16, True)
+        (x,) = next(batches(rank, 1, 1))
+        x.requires_grad_()
+        with hooks, autocast(recipe=RECIPE):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        runs.append(x.grad)
+    assert runs[0] is not None and torch.equal(runs[0], runs[1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_saved_tensors_may_be_offloaded(world_size: int) -> None:
+    run_ranks(world_size, offloaded_activations)
+
+
+def evaluated_first(rank: int, world_size: int) -> None:
+    net = seeded(Net)
+    for block in net.blocks:
+        block.requires_grad_(False)
+    precision = Precision(compute=BF16, fp8_weights=RECIPE)
+    model = auto_wrap(net, by_class(Block), precision=precision)
+    (x,) = next(batches(rank, 1, 1))
+    with torch.inference_mode(), autocast(recipe=RECIPE):
+        expected = model(x)
+    with autocast(recipe=RECIPE):
+        out = model(x.requires_grad_())
+    out.float().square().mean().backward()
+    assert torch.equal(out, expected) and x.grad is not None
+
+
+def test_inference_mode_before_training() -> None:
+    """Scales of frozen weights are made once."""
+    run_ranks(2, evaluated_first)
