@@ -37,6 +37,11 @@ class Ranks:
             return Ranks(None, 1, 0)
         return Ranks(group, dist.get_world_size(group), dist.get_rank(group))
 
+    @property
+    def name(self) -> str:
+        """Of the process group, the same on all its ranks; empty for a world of one."""
+        return "" if self.group is None else self.group.group_name
+
     def own_communicator(self) -> Ranks:
         """The same ranks over a second communicator, so that two collectives can be under way at once.
 

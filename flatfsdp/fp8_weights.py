@@ -69,7 +69,7 @@ class FP8Weights:
         columnwise: the transposes, of the same layout as the weights.
         amax: FP32 [slots], of this rank's pieces.
         scales: of all slots, of one generation; set by `WeightScales`.
-        measured_version: of the master shard, to which `amax` belongs.
+        measured_version: of the master shard, to which `amax` belongs; kept by the group.
     """
 
     def __init__(
@@ -122,7 +122,6 @@ class FP8Weights:
         self.amax.zero_()
         if sources:
             self._of_pieces(self.amax).copy_(amax)
-        self.measured_version = master.version
         return sum(source.numel() * source.element_size() for source in sources)
 
     def cast(self, shard: Tensor, out: Tensor) -> None:

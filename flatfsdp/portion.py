@@ -9,7 +9,7 @@ An optimizer that knows nothing of this updates the master shard alone; the engi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -53,6 +53,14 @@ class PortionTarget:
         # A weight is in one portion: those are cut between weights.
         return group.fp8.runs(self._start, self._stop)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the parameter, pickled or not, is an ordinary one."""
+        return _no_target, ()
+
     def cast_done(self) -> None:
         if not self._group.master.is_offloaded:
             self._group.portion_done(self._start, self._stop)
+
+
+def _no_target() -> None:
+    return None

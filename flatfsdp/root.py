@@ -114,9 +114,12 @@ class Root:
         if self._backward_failed:
             self.abandon_step()
         self.order.start()
+        self._refresh_scales()
+        self.in_forward = True
+
+    def _refresh_scales(self) -> None:
         for scales in self._weight_scales:
             scales.refresh()
-        self.in_forward = True
 
     def end_forward(self, *, backward_follows: bool) -> None:
         """Frees what was gathered ahead and not used and, without a backward, everything."""
@@ -155,6 +158,8 @@ class Root:
         if self._backward_failed:
             self.abandon_step()
         if not self._in_backward:
+            # Other weights may have been there since the forward.
+            self._refresh_scales()
             callback = _EndOfBackward(self)
             call_at_end_of_backward(callback)
             self._end_of_backward = weakref.ref(callback)

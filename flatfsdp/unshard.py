@@ -181,17 +181,24 @@ class FlatGroup:
     # ---- master shard -> flat buffer --------------------------------------------------------------------
 
     @property
-    def _is_current(self) -> bool:
-        """Whether the compute shard, and a buffer gathered from it, still say what the master says.
+    def _version(self) -> Version:
+        """Of the master shard: in-place writes raise it, so an optimizer step, or a load, is noticed.
 
-        In-place writes raise the master's version, so an optimizer step, or a load, in between is noticed.
+        For frozen FP8 weights it counts loads only, which all ranks make: if a write to one rank's shard
+        counted, that rank would ask for new scales alone.
         """
-        return self._cast_version == self.master.version
+        frozen_fp8 = self.fp8 is not None and not self.trainable
+        return (self.master.generation, -1) if frozen_fp8 else self.master.version
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether the compute shard, and a buffer gathered from it, still say what the master says."""
+        return self._cast_version == self._version
 
     def expire(self) -> None:
         """Casts and gathers anew next time, even if no in-place write to the master was counted.
 
-        Not frozen FP8 weights, which are cast once: of those, only counted writes and loads are noticed.
+        Not frozen FP8 weights, which are cast once a load.
         """
         if self.fp8 is not None and not self.trainable:
             return
@@ -202,19 +209,20 @@ class FlatGroup:
     @property
     def has_scales(self) -> bool:
         """Whether the scales of FP8 weights are those of what the master holds now."""
-        return self._scaled_version == self.master.version
+        return self._scaled_version == self._version
 
     def measure(self) -> None:
         """Takes the amaxes of this rank's pieces of FP8 weights, if the optimizer has not done it."""
         assert self.fp8 is not None
-        if self.fp8.measured_version != self.master.version:
+        if self.fp8.measured_version != self._version:
             self.ledger.add("measure", self.fp8.measure(self.master))
+            self.fp8.measured_version = self._version
 
     def set_scales(self, scales: Scales) -> None:
         """For the FP8 weights as the master holds them now."""
         assert self.fp8 is not None
         self.fp8.scales = scales
-        self._scaled_version = self.master.version
+        self._scaled_version = self._version
         self._cast_version = None
 
     def target(self, portion: Portion) -> PortionTarget:
@@ -223,7 +231,7 @@ class FlatGroup:
 
     def portion_done(self, start: int, stop: int) -> None:
         """The optimizer has updated this portion of the master shard, and written what goes with it."""
-        version = self.master.version
+        version = self._version
         self._done[start, stop] = version
         if all(self._done.get((p.start, p.stop)) == version for p in self.master.portions):
             if self.fp8 is None:
@@ -264,7 +272,7 @@ class FlatGroup:
                 else:
                     self.fp8.cast(master, shard)
             self.ledger.add("cast", nbytes)
-        self._cast_version = self.master.version
+        self._cast_version = self._version
 
     def gather(self) -> None:
         """Collective, unless this rank has everything."""
@@ -301,6 +309,8 @@ class FlatGroup:
     def reshard(self) -> None:
         """Frees the flat buffer; what autograd saved of it becomes valid again with the next unshard."""
         self.wait()
+        if self.fp8 is not None:
+            self.fp8.free()
         if self.state is ShardState.UNSHARDED and self.buffer is not None:
             self._free(self.buffer)
             self.state = ShardState.SHARDED
@@ -308,8 +318,6 @@ class FlatGroup:
     def _free(self, buffer: FlatBuffer) -> None:
         self.params.conceal()
         buffer.free()
-        if self.fp8 is not None:
-            self.fp8.free()
 
     # ---- gradients and whole parameters -----------------------------------------------------------------
 

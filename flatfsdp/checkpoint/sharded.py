@@ -86,6 +86,9 @@ def sharded_state_dict(model: nn.Module) -> dict[str, Any]:
     """
     groups = named_groups(model)
     require_same_ranks((group.master for _, group in groups), "a sharded checkpoint")
+    for _, group in groups:
+        # A load in place may reach the shards of some ranks only; all of them cast and gather anew.
+        group.master.generation += 1
     parameters = {
         prefix + slot.name: _sharded(group.master, slot, group.master.flat.detach())
         for prefix, group in groups

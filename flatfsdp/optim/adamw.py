@@ -25,9 +25,9 @@ class AdamW(FusedOptimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
 
     Options and state are those of `torch.optim.AdamW`: each loads the other's state dict, and learning rate
-    schedulers work.  A parameter is rounded once a step.  What is written to it through `.data` after a step is
-    not seen before the next one: the shard that is gathered next is there already.  Write under
-    `torch.no_grad()` to the parameter itself.
+    schedulers work.  A parameter is rounded once a step.  What is written to it through `.data` after a step
+    is not seen before the next one, as the shard that is gathered next is there already: write to the
+    parameter itself, under `torch.no_grad()`.
 
         no_decay = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
         optimizer = flatfsdp.optim.AdamW(flatfsdp.param_groups(model, [no_decay]), lr=3e-4, max_grad_norm=1.0)

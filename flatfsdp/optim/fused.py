@@ -106,7 +106,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         for parameter in self._parameters():
             main_grad = getattr(parameter, "main_grad", None)
             if main_grad is not None:
-                if set_to_none:
+                # Somebody else's buffer, to which fused weight gradients are added, has to stay.
+                if set_to_none and flat_shard_of(parameter) is not None:
                     parameter.main_grad = None  # type: ignore[attr-defined]
                 else:
                     main_grad.zero_()
@@ -171,8 +172,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         shards = [shard for shard in map(flat_shard_of, self._parameters()) if shard is not None]
         require_same_grid(shard.grid for shard in shards)
         # All ranks take part in the same order, whichever of their portions comes first and has a gradient.
-        for shard in sorted(shards, key=lambda shard: shard.grid.shard.size):
-            grads.setdefault(shard.grid.shard, [])
+        for ranks in sorted({shard.grid.shard for shard in shards}, key=lambda ranks: ranks.name):
+            grads[ranks] = []
         for one in due:
             ranks = ALONE if one.shard is None else one.shard.grid.shard
             grads.setdefault(ranks, []).append(one.grad)

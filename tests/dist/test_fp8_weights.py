@@ -351,3 +351,61 @@ def evaluated_first(rank: int, world_size: int) -> None:
 def test_inference_mode_before_training() -> None:
     """Scales of frozen weights are made once."""
     run_ranks(2, evaluated_first)
+
+
+def swapped(rank: int, world_size: int) -> None:
+    """An evaluation with other weights, which are put back, between a forward and its backward."""
+    grads = []
+    for swaps in (False, True):
+        model = build(True, BF16, True)
+        (x,) = next(batches(rank, 1, 1))
+        with autocast(recipe=RECIPE):
+            loss = model(x.requires_grad_()).float().square().mean()
+        if swaps:
+            kept = [flat.detach().clone() for flat in model.parameters()]
+            with torch.no_grad(), autocast(recipe=RECIPE):
+                for flat in model.parameters():
+                    flat.mul_(37.0)
+                model(x)
+                for flat, before in zip(model.parameters(), kept, strict=True):
+                    flat.copy_(before)
+        loss.backward()
+        grads.append(x.grad)
+    assert grads[0] is not None and torch.equal(grads[0], grads[1])
+
+
+def test_an_evaluation_with_other_weights_before_the_backward() -> None:
+    run_ranks(2, swapped)
+
+
+def loaded_on_one_rank(rank: int, world_size: int) -> None:
+    """In place, into a frozen weight that one rank holds; all ranks have to find out."""
+    net = nn.Sequential(Linear(32, 32), Linear(32, 32))
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad = name.endswith("bias")
+    model = FlatFSDP(net, precision=Precision(compute=BF16, fp8_weights=RECIPE))
+    x = torch.ones(16, 32)
+    with autocast(recipe=RECIPE):
+        before = model(x)
+        state = checkpoint.sharded_state_dict(model)["0.weight"]
+        with torch.no_grad():
+            for shard in state.local_shards():
+                shard.tensor.mul_(4.0)
+        after = model(x)
+    assert not torch.equal(before, after)
+
+
+def test_a_load_into_a_frozen_weight_of_one_rank() -> None:
+    run_ranks(2, loaded_on_one_rank)
+
+
+def transposes(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    model = build(True, BF16, True, **options)
+    train(model, rank, 1)
+    groups = [group for unit in model._root.units for group in unit.groups if group.fp8 is not None]
+    assert groups and not any(group.fp8.columnwise.is_allocated for group in groups)
+
+
+@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (2, {"shard": False}), (2, {})])
+def test_transposes_are_freed_after_the_backward(world_size: int, options: dict[str, Any]) -> None:
+    run_ranks(world_size, transposes, options)
