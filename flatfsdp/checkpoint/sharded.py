@@ -125,7 +125,7 @@ def _load_optimizer(path: str | os.PathLike[str], model: nn.Module, optimizer: t
     masters = trained_masters(model)
     metadata = dcp.FileSystemReader(path).read_metadata()
     states = _saved_states(metadata)
-    shards: dict[tuple[str, str], Tensor] = {}
+    shards: dict[tuple[MasterShard, str], Tensor] = {}
     target: dict[str, Any] = {
         "state": {
             name: {key: _place(about) for key, about in state.values.items()}
@@ -137,7 +137,7 @@ def _load_optimizer(path: str | os.PathLike[str], model: nn.Module, optimizer: t
         for slot in master.layout.slots:
             name = prefix + slot.name
             for key, dtype in states[name].elements.items() if name in states else ():
-                shard = shards.setdefault((prefix, key), torch.zeros_like(master.flat.detach(), dtype=dtype))
+                shard = shards.setdefault((master, key), torch.zeros_like(master.flat.detach(), dtype=dtype))
                 target["state"][name][key] = _sharded(master, slot, shard)
     # Its default planner drops tensors of which this rank has nothing, and then looks for an older format.
     planner = dcp.DefaultLoadPlanner(flatten_sharded_tensors=False)
@@ -147,7 +147,7 @@ def _load_optimizer(path: str | os.PathLike[str], model: nn.Module, optimizer: t
         for name, state in states.items()
     }
     groups = [target["param_groups"][number] for number in sorted(target["param_groups"], key=int)]
-    install(masters, optimizer, loaded, groups, lambda prefix, _, key, __: shards[prefix, key])
+    install(masters, optimizer, loaded, groups, lambda _, master, key, __: shards[master, key])
 
 
 def _saved_states(metadata: Metadata) -> dict[str, SlotState]:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from flatfsdp.copy_counter import CopyCounter, Kind
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import Linear
 from flatfsdp.layout import Role
+from flatfsdp.optim import AdamW
 from tests.dist.ranks import run_ranks
 from tests.unit.fp8.common import TOKENS, WIDTH, Block, Stack, seeded
 
@@ -409,3 +411,35 @@ def transposes(rank: int, world_size: int, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("world_size", "options"), [(1, {}), (2, {"shard": False}), (2, {})])
 def test_transposes_are_freed_after_the_backward(world_size: int, options: dict[str, Any]) -> None:
     run_ranks(world_size, transposes, options)
+
+
+def resumed(rank: int, world_size: int, path: str, own: bool) -> None:
+    """A sharded checkpoint of model and optimizer; a unit has two flat parameters under one prefix."""
+    make = AdamW if own else partial(torch.optim.AdamW, foreach=False)
+
+    def step(model: FlatFSDP, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
+        (x,) = next(batches(rank + 10 * seed, 1, 1))
+        with autocast(recipe=RECIPE):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model = build(True, BF16, True)
+    optimizer = make(model.parameters(), lr=0.05)
+    for seed in range(2):
+        step(model, optimizer, seed)
+    checkpoint.save(path, model, optimizer)
+    expected = [step(model, optimizer, seed) for seed in (2, 3)]
+    other = build(True, BF16, True)
+    other_optimizer = make(other.parameters(), lr=0.05)
+    checkpoint.load(path, other, other_optimizer)
+    losses = [step(other, other_optimizer, seed) for seed in (2, 3)]
+    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
+    assert_equal(parameters(model), parameters(other))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["our AdamW", "torch's"])
+def test_resuming_from_a_sharded_checkpoint(own: bool, tmp_path: Path) -> None:
+    run_ranks(2, resumed, str(tmp_path), own)
