@@ -104,6 +104,7 @@ class FP8Weights:
     def runs(self, first: int, last: int) -> list[tuple[int, int, Tensor]]:
         """Pieces that begin in elements [first, last) of the shard: from where to where each is, counted from
         `first`, and where its amax is to be recorded, FP32 [1], zero now."""
+        self.measured_version = None
         pieces = [piece for piece in self._pieces if first <= piece.shard_offset < last]
         if not pieces:
             return []

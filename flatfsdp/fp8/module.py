@@ -211,7 +211,9 @@ class FP8Module(nn.Module):
         return tuple(
             name
             for name, weight in weights.items()
-            if self.allows_fp8 and weight is not None and not any(n % ALIGNMENT for n in weight.shape)
+            if self.allows_fp8
+            and weight is not None
+            and all(size > 0 and size % ALIGNMENT == 0 for size in weight.shape)
         )
 
     def weight_operand(

@@ -36,7 +36,8 @@ class AdamW(FusedOptimizer):
         params: parameters of a FlatFSDP module, groups from `flatfsdp.param_groups`, ordinary parameters, or
             several of these; groups may have their own `lr`, `betas`, `eps` and `weight_decay`.
         max_grad_norm: clips gradients to this norm over all ranks, while they are read: with FP32 gradients
-            the same bits as `clip_grad_norm_` and then a step.  `step` is collective then.
+            the same bits as `clip_grad_norm_` and then a step.  `step` is collective then, so that one
+            optimizer has to have all parameters of the model.
         moment_dtype: FP32 or bf16, of `exp_avg` and `exp_avg_sq`; None for the parameter's.  In bf16 they
             take 4 bytes less an element, and betas may be 0.99 at most: with 0.999, `exp_avg_sq` would be
             rounded back to what it was, and never decay.
@@ -90,7 +91,7 @@ class AdamW(FusedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also part of `load_state_dict`, which has converted moments to the parameter's dtype."""
         super().__setstate__(state)
-        for of_parameter in self.state.values():
+        for of_parameter in filter(None, self.state.values()):
             # That of a fused torch.optim.AdamW is on the device.
             of_parameter["step"] = torch.tensor(float(of_parameter["step"]))
             if self.moment_dtype is not None:

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP
+from flatfsdp import FlatFSDP, Precision
 from flatfsdp.comm import Grid, Ranks
+from flatfsdp.fp8 import CurrentScaling, autocast
+from flatfsdp.layers import Linear
 from flatfsdp.optim import SGD, AdamW
 
 SHAPES = [(7, 5), (33,), (), (2, 3, 4)]
@@ -447,3 +449,30 @@ def test_gradients_that_do_not_fit_change_nothing() -> None:
         with pytest.raises(ValueError, match=message):
             optimizer.step()
     assert equal(ours, before) and not optimizer.state
+
+
+def test_a_step_that_fails_leaves_the_scales_right() -> None:
+    """It may have begun to measure the weights anew."""
+    layers = nn.Sequential(Linear(32, 32), Linear(32, 32))
+    precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
+    model = FlatFSDP(layers, precision=precision)
+    optimizer = AdamW(model.parameters())
+    x = torch.randn(16, 32)
+    with autocast(recipe=CurrentScaling()):
+        model(x).float().sum().backward()
+        optimizer.step()
+        expected = model(x)
+        expected.float().sum().backward()
+        for parameter in model.parameters():
+            parameter.flat_shard.runs()
+        assert torch.equal(model(x), expected)
+
+
+def test_a_state_that_is_empty() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    optimizer = AdamW([parameter])
+    assert not optimizer.state[parameter]
+    optimizer.load_state_dict(optimizer.state_dict())
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    assert optimizer.state[parameter]["step"] == 1

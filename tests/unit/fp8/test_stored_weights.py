@@ -38,6 +38,10 @@ def test_not_where_the_shape_does_not_suit_products() -> None:
     assert stored(nn.Sequential(Linear(32, 40), LayerNormLinear(40, 32), Linear(32, 32))) == {"2.weight"}
 
 
+def test_not_a_weight_without_elements() -> None:
+    assert stored(nn.Sequential(Linear(32, 32), Linear(32, 0))) == {"0.weight"}
+
+
 def test_not_where_fp8_is_off() -> None:
     layers = nn.Sequential(Linear(32, 32), Linear(32, 32))
     layers[0].allows_fp8 = False
