@@ -57,6 +57,12 @@ class Precision:
             if not isinstance(dtype, torch.dtype) or dtype not in _PLAIN_FLOATS:
                 names = ", ".join(str(d) for d in _PLAIN_FLOATS)
                 raise ValueError(f"Precision.{field} is {dtype!r}; it must be one of {names}")
+        wide = [dtype for dtype in (self.param, self.compute) if dtype == torch.float64]
+        if isinstance(self.fp8_weights, CurrentScaling) and wide:
+            raise ValueError(
+                f"Precision has fp8_weights and param={self.param}, compute={self.compute}; weights are cast to "
+                "FP8 from FP32, bf16 or fp16"
+            )
 
 
 _PLAIN_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

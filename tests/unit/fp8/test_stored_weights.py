@@ -107,6 +107,12 @@ def test_only_current_scaling(value: Any) -> None:
         Precision(fp8_weights=value)
 
 
+@pytest.mark.parametrize("station", ["param", "compute"])
+def test_not_from_float64(station: str) -> None:
+    with pytest.raises(ValueError, match=r"cast to FP8 from FP32, bf16 or fp16"):
+        Precision(fp8_weights=CurrentScaling(), **{station: torch.float64})
+
+
 def test_a_kept_weight_reads_as_nan() -> None:
     """Whoever computes with the parameter itself finds out."""
     model = FlatFSDP(nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION)
