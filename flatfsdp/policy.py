@@ -60,8 +60,8 @@ class Precision:
         wide = [dtype for dtype in (self.param, self.compute) if dtype == torch.float64]
         if isinstance(self.fp8_weights, CurrentScaling) and wide:
             raise ValueError(
-                f"Precision has fp8_weights and param={self.param}, compute={self.compute}; weights are cast to "
-                "FP8 from FP32, bf16 or fp16"
+                f"Precision has fp8_weights and param={self.param}, compute={self.compute}; weights are cast "
+                "to FP8 from FP32, bf16 or fp16"
             )
 
 
