@@ -17,7 +17,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("bytes")
 
 
-@pytest.mark.parametrize(("ranks", "steps"), [(2, 1), (2, 3), (4, 3)])
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 1), (4, 3)])
 def test_fp8_rows_equal_their_formulas(benchmark: ModuleType, ranks: int, steps: int) -> None:
     cases = [(case, steps) for case in benchmark.CASES if case.fp8 and case.runs_here]
     per_rank = benchmark.run_on_ranks(ranks, benchmark.measure_all, cases)

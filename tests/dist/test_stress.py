@@ -7,6 +7,6 @@ import pytest
 from tests.dist.stress import Judge, search
 
 
-@pytest.mark.parametrize(("ranks", "examples"), [(1, 30), (2, 110), (3, 20), (4, 40)])
+@pytest.mark.parametrize(("ranks", "examples"), [(1, 30), (2, 60), (3, 20), (4, 20)])
 def test_flag_off_flag_on_and_plain_agree(ranks: int, examples: int) -> None:
     search(ranks, examples, Judge())

@@ -1,0 +1,320 @@
+"""A pipeline stage whose parameters are sharded: FlatFSDP under schedules of torch.distributed.pipelining.
+
+In:   a part of a model inside FlatFSDP, and its place in the pipeline.
+Out:  a `PipelineStage` for ScheduleGPipe, Schedule1F1B and ScheduleInterleaved1F1B.
+Next: `microbatch.py` holds which backward is the last; `unit.py` reduces in it.
+
+    the schedule calls        in a step     what happens here
+    clear_runtime_states      first         refuses split backwards; drops what a failed step left
+    forward_one_chunk         M times       marks the first microbatch
+    backward_one_chunk        M times       marks the last backward, inside which each unit is reduced
+    perform_reduce_grad       last          scales the reduced gradients, once
+
+The differences between torch 2.11 and 2.13 are in the inference of shapes: 2.11 runs the module without
+gradients; 2.13 runs forward and backward and calls the two methods at the end of `FlatStage`.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    PipelineScheduleSingle,
+    _ComputationType,
+)
+from torch.utils._pytree import tree_map_only
+
+from flatfsdp.fsdp import FlatFSDP, units_in
+from flatfsdp.master import MasterShard
+from flatfsdp.root import Root
+
+SPLIT = {_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT}
+
+Schedule = PipelineScheduleSingle | PipelineScheduleMulti
+Tensors = Tensor | tuple[Tensor, ...]
+
+
+class FlatStage(PipelineStage):
+    """One stage of a pipeline, over FlatFSDP.
+
+        part = auto_wrap(part, by_class(Block), mesh=mesh["dp"], optimize_backward_concat=True)
+        stage = FlatStage(part, mesh.get_local_rank("pp"), mesh["pp"].size(), group=mesh.get_group("pp"))
+        schedule = Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_fn)
+        schedule.step(tokens)
+        optimizer.step()
+
+    Gradients are reduced inside the last microbatch's backward of the stage.  Between microbatches
+    parameters are kept or freed as FlatFSDP's `reshard_after_forward` says.  With the schedule's
+    `scale_grads=True` the gradients of a step are divided by its number of microbatches, after their
+    reduction; gradients that were there before the step are added to, and not divided again.
+
+    After an exception inside a step, `optimizer.zero_grad()` and the next step is clean on this rank.  Others
+    may still wait for what this rank did not send; then all have to leave and to start again.
+
+    Args:
+        submodule: a FlatFSDP module, or a module whose trained parameters are all inside such.  Wrap each
+            stage by itself, over the ranks that have the same stage.
+        stage_index: of this stage, from 0.
+        num_stages: of all ranks together.
+        device: where activations are received; default: that of `submodule`.
+        input_args: tensors of the shapes and dtypes of one microbatch's inputs, on any device.  Together with
+            `output_args` they spare the schedule running the module once to find out.
+        output_args: of what the module returns.
+        group: the ranks of the pipeline; default: all.
+
+    Raises:
+        ValueError: if there is no FlatFSDP in `submodule`, or one that is part of a larger one; for a trained
+            parameter that is in none, whose gradient nobody would reduce; for only one of `input_args` and
+            `output_args`; if ranks of the same stage have built different modules.
+        NotImplementedError: in the first `step` of a zero-bubble schedule, on every rank.
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device | None = None,
+        input_args: Tensors | None = None,
+        output_args: Tensors | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        if (input_args is None) != (output_args is None):
+            raise ValueError(
+                f"stage {stage_index} got only one of input_args and output_args; pass both, or none to let "
+                "the first step find out"
+            )
+        outermost = _outermost(submodule, stage_index)
+        device = outermost[0]._device if device is None else device
+        if stage_index > 0:
+            input_args = _exchanged(input_args)
+        if stage_index < num_stages - 1:
+            output_args = _exchanged(output_args)
+        super().__init__(
+            submodule,
+            stage_index,
+            num_stages,
+            device,
+            input_args=input_args,
+            output_args=output_args,
+            group=group,
+        )
+        self._roots = [_root_of(wrapped, stage_index) for wrapped in outermost]
+        groups = [group for root in self._roots for unit in root.units for group in unit.trained]
+        self._masters = [group.master for group in groups]
+        self._is_under_way = False
+        self._earlier: _EarlierGrads | None = None
+        self._known_schedule: weakref.ref[Schedule] | None = None
+
+    # ---- one step ---------------------------------------------------------------------------------------
+
+    def clear_runtime_states(self) -> None:
+        """A schedule's step begins, and nothing has been sent yet.
+
+        Raises:
+            NotImplementedError: if the schedule splits backwards.  All ranks see the same schedule.
+        """
+        schedule = _calling_schedule()
+        if schedule is not None:
+            self._meet(schedule)
+        if self._is_under_way:
+            for root in self._roots:
+                root.abandon_step()
+            self.bwd_cache.clear()
+        self._is_under_way, self._earlier = False, None
+        super().clear_runtime_states()
+
+    def _meet(self, schedule: Schedule) -> None:
+        """Checks a schedule that is new here, and clears what a step of it that failed has left."""
+        if self._known_schedule is None or self._known_schedule() is not schedule:
+            if _splits_backward(schedule):
+                raise NotImplementedError(_split_message(type(schedule).__name__))
+            self._known_schedule = weakref.ref(schedule)
+        # Losses of a failed step would be taken for those of the next.
+        for name in ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops"):
+            getattr(schedule, name, []).clear()
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Forward of one microbatch."""
+        self._is_under_way = self.has_backward
+        with self._microbatch(is_first=fwd_chunk_id == 0, is_last=True):
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self,
+        bwd_chunk_id: int,
+        loss: Tensor | None = None,
+        full_backward: bool = True,
+        last_backward: bool = False,
+    ) -> None:
+        """Backward of one microbatch; gradients are reduced inside the last one's.
+
+        Raises:
+            NotImplementedError: for a backward of the inputs alone.
+        """
+        if not self.has_backward:
+            return
+        if not full_backward:
+            raise NotImplementedError(_split_message("this schedule"))
+        if last_backward:
+            self._earlier = _EarlierGrads(self._masters)
+        try:
+            with self._microbatch(is_first=bwd_chunk_id == 0, is_last=last_backward):
+                super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        except BaseException:
+            self._add_earlier()
+            raise
+        if last_backward:
+            self._is_under_way = False
+
+    @contextmanager
+    def _microbatch(self, *, is_first: bool, is_last: bool) -> Iterator[None]:
+        """Inside, one microbatch of a step; outside, each backward is a step of its own."""
+        states = [root.microbatch for root in self._roots]
+        for state in states:
+            state.is_first, state.is_last = is_first, is_last
+        try:
+            yield
+        finally:
+            for state in states:
+                state.is_first = state.is_last = True
+
+    # ---- the scale of the gradients ---------------------------------------------------------------------
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """The schedule has run all backwards of the stage; they are reduced already, and only scaled here."""
+        self.scale_grads(grad_scale_factor)
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Divides the reduced gradients of the step that has ended; nothing if that has been done.
+
+        They are this rank's shards, in the master's gradient: `main_grad` has been handed over by now.
+        """
+        if self._earlier is None:
+            return
+        if grad_scale_factor != 1:
+            for grad in (grad for master in self._masters for grad in master.grads):
+                grad.div_(grad_scale_factor)
+        self._add_earlier()
+
+    def _add_earlier(self) -> None:
+        earlier, self._earlier = self._earlier, None
+        if earlier is not None:
+            earlier.put_back()
+
+    # ---- shapes: how torch 2.13 finds out what stages exchange ------------------------------------------
+
+    def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
+        """Tensors like what the module returns, with `requires_grad` but without a graph.
+
+        Received inputs are zeros: what has not been received is arbitrary memory.
+        """
+        if not self.is_first:
+            args = tuple(torch.zeros_like(arg).requires_grad_(arg.requires_grad) for arg in args)
+        outputs = module(*args, **kwargs)
+        for root in self._roots:
+            root.end_forward(backward_follows=False)
+        return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
+
+    def _compute_input_grads(
+        self, outputs: Sequence[Tensor], all_fwd_inputs: Sequence[Tensor], grad_outputs: Any = None
+    ) -> tuple[None, ...]:
+        """None for each input, which stands for a gradient like the input.
+
+        A backward would reduce, on all ranks, gradients of a microbatch that never was.
+        """
+        return (None,) * len(all_fwd_inputs)
+
+
+class _EarlierGrads:
+    """Gradients from before a step, taken away so that its scale does not reach them."""
+
+    def __init__(self, masters: Iterable[MasterShard]) -> None:
+        self._taken: list[tuple[nn.Parameter, str, Tensor]] = []
+        for master in masters:
+            name = master._grad_attribute
+            for portion in master.portions:
+                grad = getattr(portion.parameter, name, None)
+                if grad is not None:
+                    self._taken.append((portion.parameter, name, grad))
+                    setattr(portion.parameter, name, None)
+
+    def put_back(self) -> None:
+        """Adds the step's gradients to them."""
+        for parameter, name, earlier in self._taken:
+            new = getattr(parameter, name, None)
+            setattr(parameter, name, earlier if new is None else earlier.add_(new))
+
+
+def _exchanged(like: Tensors | None) -> Tensors | None:
+    """What stages exchange has a gradient, if it is floating-point; torch 2.13 asks the example for that."""
+    return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), like)
+
+
+def _outermost(module: nn.Module, stage_index: int) -> list[FlatFSDP]:
+    """The FlatFSDP modules in `module` that are in no other, each once."""
+    units = dict.fromkeys(wrapped for _, wrapped in units_in(module))
+    if not units:
+        raise ValueError(
+            f"stage {stage_index}, a {type(module).__name__}, contains no FlatFSDP module; wrap it with "
+            "FlatFSDP or auto_wrap first"
+        )
+    sharded = {parameter for wrapped in units for parameter in wrapped._parameters.values()}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter not in sharded:
+            raise ValueError(
+                f"parameter {name} of stage {stage_index} is in no FlatFSDP module, so nobody would reduce "
+                "its gradient; wrap the whole stage (auto_wrap does)"
+            )
+    inner = {below for wrapped in units for _, below in units_in(wrapped) if below is not wrapped}
+    return [wrapped for wrapped in units if wrapped not in inner]
+
+
+def _root_of(wrapped: FlatFSDP, stage_index: int) -> Root:
+    """Makes `wrapped` the root of what is inside it.  Collective over the ranks that have the same stage."""
+    root = wrapped._init_root()
+    if root.unit is not wrapped._unit:
+        raise ValueError(
+            f"stage {stage_index} is part of a larger FlatFSDP module that has been used already; wrap each "
+            "stage by itself"
+        )
+    return root
+
+
+def _calling_schedule() -> Schedule | None:
+    """The schedule whose step runs; nobody tells a stage in which it is."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, Schedule):
+            return caller
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def _splits_backward(schedule: Schedule) -> bool:
+    """Whether some rank has a backward for inputs and one for weights in `schedule`."""
+    orders = (getattr(schedule, name, None) for name in ("pipeline_order", "pipeline_order_with_comms"))
+    actions = (
+        action for order in orders for of_rank in (order or {}).values() for action in of_rank if action
+    )
+    return any(
+        part.computation_type in SPLIT for action in actions for part in action.sub_actions or (action,)
+    )
+
+
+def _split_message(schedule: str) -> str:
+    return (
+        f"{schedule} splits each backward into one for the inputs and one for the weights (zero bubble), and "
+        "FlatFSDP reduces a unit when one whole backward has brought all its gradients; use ScheduleGPipe, "
+        "Schedule1F1B or ScheduleInterleaved1F1B"
+    )

@@ -1,0 +1,141 @@
+"""Pipeline stages: what is refused, and what an exception inside a step leaves behind."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import tempfile
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
+
+from flatfsdp import FlatFSDP, auto_wrap, by_class
+from flatfsdp.parallel import FlatStage
+from tests.dist.models import Block, same
+from tests.dist.pipelines import MICROBATCHES, Pipeline, loss_of, mesh_of, parts, tokens_of
+from tests.dist.ranks import run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
+
+
+def refuses(rank: int, world_size: int, schedule: type) -> None:
+    pipeline = Pipeline(schedule, 2)
+    if rank == 0:
+        # The other rank sends and receives nothing.
+        with pytest.raises(NotImplementedError, match="splits each backward"):
+            pipeline.step(tokens_of(0)[0])
+    with pytest.raises(NotImplementedError, match="use ScheduleGPipe"):
+        pipeline.step(tokens_of(0)[0])
+
+
+@pytest.mark.parametrize("schedule", [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble])
+def test_zero_bubble_schedules_are_refused_before_anything_is_sent(schedule: type) -> None:
+    run_ranks(2, refuses, schedule)
+
+
+def mistakes(rank: int, world_size: int) -> None:
+    mesh = mesh_of(2, 1)
+    options: dict[str, Any] = {"group": mesh.get_group("pp")}
+    part = parts(2)[rank]
+    with pytest.raises(ValueError, match="contains no FlatFSDP"):
+        FlatStage(part, rank, 2, **options)
+    part.blocks[0] = FlatFSDP(part.blocks[0], mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"parameter \w+.*\.\w+ of stage . is in no FlatFSDP"):
+        FlatStage(part, rank, 2, **options)
+    model = auto_wrap(part, by_class(Block), mesh=mesh["dp"])
+    with pytest.raises(ValueError, match="only one of input_args"):
+        FlatStage(model, rank, 2, input_args=torch.empty(2, 7), **options)
+    with pytest.raises(ValueError, match="Number of microbatches"):
+        Schedule1F1B(FlatStage(model, rank, 2, **options), 1, loss_fn=loss_of)
+    with pytest.raises(ValueError, match="part of a larger FlatFSDP"):
+        FlatStage(model.blocks[1], rank, 2, **options)
+
+
+def test_mistakes_raise_at_construction_on_every_rank() -> None:
+    run_ranks(2, mistakes)
+
+
+class BoomError(RuntimeError):
+    pass
+
+
+def fail_at(count: int, where: str) -> Callable[..., None]:
+    """A forward hook that raises in its `count`-th call, or in the backward of that."""
+    calls = []
+
+    def raise_boom(*_: Any) -> None:
+        raise BoomError
+
+    def hook(_module: nn.Module, _inputs: Any, output: Tensor) -> None:
+        calls.append(None)
+        if len(calls) == count:
+            output.register_hook(raise_boom) if where == "backward" else raise_boom()
+
+    return hook
+
+
+def recovers(rank: int, world_size: int, pp: int, where: str, options: dict[str, Any]) -> None:
+    """With one stage in its second microbatch; of two, in the first's last backward, when all is sent."""
+    dp = world_size // pp
+    pipeline, fresh = (Pipeline(Schedule1F1B, pp, dp, **options) for _ in range(2))
+    first, failing, clean = tokens_of(rank % dp)
+    pipeline.step(first)
+    pipeline.zero_grad()
+    if pp == 1 or rank == 0:
+        hook = fail_at(2 if pp == 1 else MICROBATCHES, where)
+        handle = pipeline.models[0].blocks[1].down.register_forward_hook(hook)
+        if where == "loss":
+            handle.remove()
+            pipeline.loss = lambda logits, tokens: hook(None, None, logits) or loss_of(logits, tokens)
+        with pytest.raises(RuntimeError) as error:
+            pipeline.step(failing)
+        assert isinstance(error.value, BoomError) or isinstance(error.value.__cause__, BoomError)
+        handle.remove()
+        pipeline.loss = loss_of
+    else:
+        pipeline.step(failing)
+    pipeline.zero_grad()
+    assert same(pipeline.step(clean), fresh.step(clean))
+    assert fresh.grads()
+    assert same(pipeline.grads(), fresh.grads())
+
+
+@RESHARD
+@FLAGS
+@pytest.mark.parametrize(("pp", "where"), [(1, "forward"), (1, "loss"), (1, "backward"), (2, "backward")])
+def test_a_failed_microbatch_leaves_the_next_step_clean(
+    pp: int, where: str, flag: bool, reshard: bool
+) -> None:
+    run_ranks(2, recovers, pp, where, {"optimize_backward_concat": flag, "reshard_after_forward": reshard})
+
+
+def fail_on_one_rank(rank: int, store: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=300)
+    )
+    pipeline = Pipeline(Schedule1F1B, 2)
+    if rank == 1:
+        pipeline.models[0].blocks[1].down.register_forward_hook(fail_at(2, "forward"))
+    pipeline.step(tokens_of(0)[0])
+
+
+def test_an_exception_on_one_rank_ends_the_others() -> None:
+    """Nobody waits for the time limit of the process group: the other end of the connection is gone."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [context.Process(target=fail_on_one_rank, args=(r, f"{folder}/store")) for r in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(60)
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+    assert codes == [1, 1]
