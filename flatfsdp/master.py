@@ -167,13 +167,14 @@ class MasterShard:
     # ---- gradients --------------------------------------------------------------------------------------
 
     @property
-    def _grad_attribute(self) -> str:
+    def grad_attribute(self) -> str:
+        """Where the portions have their reduced gradients."""
         return "grad" if self.grad_dtype == self.flat.dtype else "main_grad"
 
     @property
     def grads(self) -> Sequence[Tensor]:
         """The reduced gradients that are there, one a portion."""
-        found = (getattr(portion.parameter, self._grad_attribute, None) for portion in self.portions)
+        found = (getattr(portion.parameter, self.grad_attribute, None) for portion in self.portions)
         return [grad for grad in found if grad is not None]
 
     def add_grad(self, grad: Tensor) -> int:
@@ -184,9 +185,9 @@ class MasterShard:
         """
         added = 0
         for parameter, start, stop in self.portions:
-            present = getattr(parameter, self._grad_attribute, None)
+            present = getattr(parameter, self.grad_attribute, None)
             if present is None:
-                setattr(parameter, self._grad_attribute, grad[start:stop])
+                setattr(parameter, self.grad_attribute, grad[start:stop])
             else:
                 present.add_(grad[start:stop])
                 added += stop - start
@@ -195,7 +196,7 @@ class MasterShard:
     def zero_grad(self, set_to_none: bool = True) -> None:
         if set_to_none:
             for portion in self.portions:
-                setattr(portion.parameter, self._grad_attribute, None)
+                setattr(portion.parameter, self.grad_attribute, None)
         else:
             for grad in self.grads:
                 grad.zero_()

@@ -241,7 +241,7 @@ class _EarlierGrads:
     def __init__(self, masters: Iterable[MasterShard]) -> None:
         self._taken: list[tuple[nn.Parameter, str, Tensor]] = []
         for master in masters:
-            name = master._grad_attribute
+            name = master.grad_attribute
             for portion in master.portions:
                 grad = getattr(portion.parameter, name, None)
                 if grad is not None:
