@@ -10,7 +10,7 @@ BIN := .venv/bin
 .PHONY: demo test lint bench clean
 
 demo: .venv/installed
-	$(BIN)/python -m flatfsdp verify --steps 10 --out out/demo
+	$(BIN)/python -m flatfsdp verify --steps 6 --out out/demo
 
 test: .venv/installed
 	$(BIN)/python -m pytest
