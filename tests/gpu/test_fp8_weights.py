@@ -1,0 +1,76 @@
+"""Weights kept in FP8: the collectives that NCCL runs in one step.  Needs two GPUs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp.fp8 import CurrentScaling, autocast
+from flatfsdp.layers import LayerNormMLP
+from flatfsdp.optim import AdamW
+from tests.dist.ranks import run_ranks
+from tests.gpu.models import WORLD_SIZES
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+LAYERS, MICROBATCHES, HIDDEN, TOKENS = 3, 2, 256, 128
+
+
+def step(model: FlatFSDP, optimizer: AdamW) -> None:
+    batches = [torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(MICROBATCHES)]
+    for x in microbatches(model, batches):
+        with autocast(recipe=CurrentScaling()):
+            loss = model(x).float().square().mean()
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def collectives_of_a_step(rank: int, world_size: int, reshard: bool) -> Counter[str]:
+    """NCCL kernels by operation, after two steps of warm-up."""
+    layers = [
+        LayerNormMLP(HIDDEN, 2 * HIDDEN, activation="swiglu", fuse_wgrad_accumulation=True)
+        for _ in range(LAYERS)
+    ]
+    precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
+    model = auto_wrap(
+        nn.Sequential(*layers, nn.Linear(HIDDEN, 48)),
+        by_class(LayerNormMLP),
+        device="cuda",
+        precision=precision,
+        optimize_backward_concat=True,
+        reshard_after_forward=reshard,
+    )
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        step(model, optimizer)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        step(model, optimizer)
+        torch.cuda.synchronize()
+    operations = ("AllGather", "ReduceScatter", "AllReduce", "SendRecv", "Broadcast", "Reduce_")
+    found = Counter[str]()
+    for event in recorded.events() or ():
+        if event.device_type == torch.autograd.DeviceType.CUDA and event.name.startswith("ncclDevKernel"):
+            found[next((name for name in operations if name in event.name), event.name)] += 1
+    return found
+
+
+@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_one_launch_of_nccl_a_unit_and_direction(world_size: int, reshard: bool) -> None:
+    """FP8 and bf16 parts travel together; the scales of the whole model take one all-reduce a step."""
+    units = LAYERS + 1
+    # The root keeps its own from forward to backward.
+    gathers = (2 * LAYERS + 1) * MICROBATCHES if reshard else units
+    expected = {"AllGather": gathers, "ReduceScatter": units, "AllReduce": 1}
+    for found in run_ranks(world_size, collectives_of_a_step, reshard, backend="nccl"):
+        assert found == expected
