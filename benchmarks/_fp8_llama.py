@@ -40,15 +40,17 @@ class FusedLlama(nn.Module):
         self.config = config
         self.recipe = recipe
         self.rotary = RotaryPositionEmbedding(config.head_dim, config.rope_theta)
+        sizes = config.vocab, config.hidden
+        # First, as in the forward: units are reduced in the reverse of their registration.
+        self.tokens: Embedding | None = None
+        if config.vocab:
+            self.tokens = Embedding(*sizes, fuse_wgrad_accumulation=True, device="meta")
         self.layers = nn.ModuleList(_layer(config) for _ in plain.layers)
         for ours, theirs in zip(self.layers, plain.layers, strict=True):
             _take_over(ours, theirs, OF_LAYER)
-        self.tokens: Embedding | None = None
         self.norm: RMSNorm | None = None
         self.head: Linear | None = None
         if config.vocab:
-            sizes = config.vocab, config.hidden
-            self.tokens = Embedding(*sizes, fuse_wgrad_accumulation=True, device="meta")
             self.norm = RMSNorm(config.hidden, config.norm_eps, device="meta")
             self.head = Linear(*sizes[::-1], bias=False, fuse_wgrad_accumulation=True, device="meta")
             self.head.allows_fp8 = False

@@ -19,6 +19,7 @@ With `grad_sync="last"` there is one reducing backward, so `partial_grad` is not
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -29,6 +30,8 @@ from torch import Tensor
 from flatfsdp.comm import Lane, all_reduce, compute_waits_for, one_launch, reduce_scatter
 from flatfsdp.observe import ByteLedger, span
 from flatfsdp.unshard import FlatGroup
+
+logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 2
 """Reductions under way before the compute stream waits for the oldest: one runs while the next one's
@@ -64,18 +67,33 @@ class Reducer:
         self._ledger = ledger
         self._ready: set[int] = set()
         self._next = 0
+        self._has_warned = False
         self._in_flight: deque[_Reduction] = deque()
         self._reduced: list[tuple[FlatGroup, Tensor]] = []
 
     def ready(self, groups: Sequence[FlatGroup]) -> None:
         """All gradients of a unit have landed: reduces its groups as soon as it is their turn."""
         self._ready.add(self._order.index(groups))
+        first = self._next
         while self._next in self._ready:
             self._launch(self._order[self._next])
             self._next += 1
+        self._warn_if_late(first, held=self._next - first - 1)
+
+    def _warn_if_late(self, first: int, held: int) -> None:
+        """Once, if a unit has held up many others, whose reductions then overlap with no computation."""
+        if held > MAX_IN_FLIGHT and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the gradients of unit %s landed after those of %d units, or not at all, and held them up: "
+                "units are reduced in the reverse of their registration; register modules as they run",
+                self._order[first][0].name,
+                held,
+            )
 
     def finish(self) -> None:
         """Reduces what is left and sets the gradient of every group, adding to one that is there."""
+        self._warn_if_late(self._next, held=len(self._ready) - self._next)
         for groups in self._order[self._next :]:
             self._launch(groups)
         # A nested backward (reentrant checkpointing) may have brought more to a unit that was launched.

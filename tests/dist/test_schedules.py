@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from flatfsdp import FlatFSDP, microbatches
-from tests.dist.models import build, data, grads_of, same
+from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
+from tests.dist.models import Block, Net, build, data, grads_of, same
 from tests.dist.ranks import run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
@@ -161,6 +161,30 @@ def recover_without_loop(rank: int, world_size: int, flag: bool) -> None:
 @FLAGS
 def test_zero_grad_drops_what_was_never_reduced(flag: bool) -> None:
     run_ranks(2, recover_without_loop, flag)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_units_that_run_in_the_reverse_of_their_registration_are_reported(
+    is_reversed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reductions keep one order on all ranks, so that a unit that lands late holds up the others."""
+    net = Net(blocks=5)
+    if is_reversed:
+        net.logits = lambda tokens: _backwards(net, tokens)  # type: ignore[method-assign]
+    model = auto_wrap(net, by_class(Block), optimize_backward_concat=True)
+    for _ in range(2):
+        step(model, next(data(0, 1, 1)))
+    messages = [record.getMessage() for record in caplog.records if "held them up" in record.getMessage()]
+    assert len(messages) == is_reversed
+    if is_reversed:
+        assert "unit blocks.4 landed after those of 4 units" in messages[0]
+
+
+def _backwards(net: Net, tokens: Tensor) -> Tensor:
+    x = net.embedding(tokens)
+    for block in reversed(net.blocks):
+        x = block(x)
+    return net.head(x)
 
 
 def test_a_late_loop_end_does_not_disturb_the_next_loop() -> None:
