@@ -1,0 +1,130 @@
+"""Which ranks share a layer, and which part of each of its parameters a rank has.
+
+In:   a layer's tp_group, tp_size and sequence_parallel, and the sizes of its whole parameters.
+Out:  a `TensorParallel`, and parameters that say how they are split:
+
+    tensor_model_parallel   whether a parameter is split over the ranks of tp_group at all
+    partition_dim           along which dimension; -1 for one that is not split
+    partition_sizes         sizes of the parts of the whole dimension that are each split evenly, such as
+                            (ffn, ffn) for [gate | up]; rank r has the r-th piece of each, one after the other
+    partition_stride        how many they are
+    sequence_parallel       whether the gradient of a parameter that all ranks have is a part of a sum over
+                            them, because each rank has seen other tokens, or other heads
+
+Next: `fp8/linear.py` communicates; FlatFSDP sums, clips and saves by these attributes.  The names are
+Transformer Engine's and Megatron's, but for partition_sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp.comm import Ranks
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """
+    Attributes:
+        ranks: that share a layer; with a size of 1 nothing is split.
+        sequence_parallel: activations between layers are split along dimension 0, the sequence, too.
+    """
+
+    ranks: Ranks
+    sequence_parallel: bool = False
+
+    @staticmethod
+    def of(
+        layer: str, tp_group: dist.ProcessGroup | None, tp_size: int, sequence_parallel: bool
+    ) -> TensorParallel:
+        """
+        Args:
+            tp_size: of the group; may be left out (1) where the group is given.
+
+        Raises:
+            ValueError: if size and group differ, or the group is missing.
+        """
+        ranks = Ranks.of(tp_group)
+        if tp_group is None and tp_size != 1:
+            raise ValueError(f"{layer}: tp_size is {tp_size} without a group; pass tp_group, too")
+        if tp_size not in (1, ranks.size):
+            raise ValueError(
+                f"{layer}: tp_size is {tp_size}, and tp_group has {ranks.size} ranks; leave tp_size out"
+            )
+        # On one rank there is nothing to split, as in Transformer Engine.
+        return TensorParallel(ranks, sequence_parallel and ranks.size > 1)
+
+    def share(self, layer: str, what: str, size: int) -> int:
+        """One rank's part of `size`.
+
+        Raises:
+            ValueError: if the ranks cannot share it equally.
+        """
+        if size % self.ranks.size:
+            raise ValueError(
+                f"{layer}: {what} is {size}, which {self.ranks.size} tensor-parallel ranks cannot share "
+                "equally; choose a multiple, or fewer ranks"
+            )
+        return size // self.ranks.size
+
+
+def declare_split(parameter: nn.Parameter, dim: int, sizes: Sequence[int]) -> None:
+    """Marks a rank's part of a parameter.
+
+    Args:
+        sizes: of the parts of the whole dimension; see above.
+    """
+    _declare(parameter, True, dim, tuple(sizes), False)
+
+
+def declare_whole(parameter: nn.Parameter, *, partial_grad: bool) -> None:
+    """Marks a parameter that every rank has.
+
+    Args:
+        partial_grad: whether its gradients have to be summed over the ranks.
+    """
+    _declare(parameter, False, -1, (), partial_grad)
+
+
+def _declare(
+    parameter: nn.Parameter, is_split: bool, dim: int, sizes: tuple[int, ...], partial_grad: bool
+) -> None:
+    declared: dict[str, Any] = {
+        "tensor_model_parallel": is_split,
+        "partition_dim": dim,
+        "partition_sizes": sizes,
+        "partition_stride": max(1, len(sizes)),
+        "sequence_parallel": partial_grad,
+    }
+    for name, value in declared.items():
+        setattr(parameter, name, value)
+
+
+def part_of(whole: Tensor, dim: int, sizes: Sequence[int], ranks: Ranks) -> Tensor:
+    """This rank's part of a whole tensor: its piece of each of the parts of `sizes`."""
+    pieces = [part.chunk(ranks.size, dim)[ranks.rank] for part in whole.split(list(sizes), dim)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+@torch.no_grad()
+def initialize(parameter: nn.Parameter, init_method: Callable[[Tensor], Any], ranks: Ranks) -> None:
+    """Fills a rank's part with what one process would have there.
+
+    Every rank draws the whole tensor from the default generator and keeps its part, so that neither the model
+    nor what is drawn next depends on the number of ranks.  Seed all ranks alike.
+    """
+    if not getattr(parameter, "tensor_model_parallel", False) or ranks.size == 1:
+        init_method(parameter)
+        return
+    dim, sizes = parameter.partition_dim, parameter.partition_sizes  # type: ignore[attr-defined]
+    shape = list(parameter.shape)
+    shape[dim] = sum(sizes)
+    whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    init_method(whole)
+    parameter.copy_(part_of(whole, dim, sizes, ranks))
