@@ -18,7 +18,7 @@ so one compiled kernel serves lists of any length.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from flatfsdp.kernels._outputs import HIGH_DTYPES, check_scalar, magnitude, raise_amax
@@ -154,10 +154,6 @@ def table_of(columns: Columns, block: int) -> Table:
     ]
     aligned = all(is_aligned(*row) for row in columns.tensors)
     return Table(device_table(rows, columns.params[0].device), blocks, aligned)
-
-
-def triton_dtype(dtype: torch.dtype | None) -> Any:
-    return None if dtype is None else getattr(tl, str(dtype).removeprefix("torch."))
 
 
 @jit

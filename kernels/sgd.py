@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._tiles import find, power_of_two
-from flatfsdp.kernels._triton import jit, on_device_of, tl
+from flatfsdp.kernels._triton import jit, on_device_of, tl, triton_dtype
 from flatfsdp.kernels.runs import (
     Columns,
     Run,
@@ -35,7 +35,6 @@ from flatfsdp.kernels.runs import (
     place_of_program,
     store_rounded,
     table_of,
-    triton_dtype,
     write_rounded,
 )
 from torch import Tensor

@@ -17,7 +17,6 @@ Addresses and sizes travel in one table, as in `flat`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from flatfsdp.kernels._ops import operator
@@ -31,22 +30,9 @@ from flatfsdp.kernels._outputs import (
     write_outputs,
 )
 from flatfsdp.kernels._tiles import find, power_of_two
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl, triton_dtype
 from flatfsdp.kernels.flat import device_table, first_blocks, is_aligned, tensor_of_block
 from torch import Tensor
-
-TRITON_NAMES = {
-    torch.float32: "float32",
-    torch.float16: "float16",
-    torch.bfloat16: "bfloat16",
-    torch.float8_e4m3fn: "float8e4nv",
-    torch.float8_e5m2: "float8e5",
-}
-
-
-def triton_dtype(dtype: torch.dtype) -> Any:
-    """Kernels see the dtypes of arguments, but not of what lies behind addresses in a table."""
-    return getattr(tl, TRITON_NAMES[dtype])
 
 
 def max_abs_reference(amax: Tensor, tensors: list[Tensor], through: torch.dtype) -> None:
