@@ -1,5 +1,6 @@
 """Parallelism beside data parallelism."""
 
 from flatfsdp.parallel.stage import FlatStage
+from flatfsdp.rng import RNGTracker, seeded
 
-__all__ = ["FlatStage"]
+__all__ = ["FlatStage", "RNGTracker", "seeded"]
