@@ -6,6 +6,8 @@ TORCH  ?= torch==2.13.0 triton==3.6.0
 # Where the base Python already has torch (a GPU image, say), the venv borrows it instead of installing one.
 HAS_TORCH := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo yes)
 BIN := .venv/bin
+# Test processes; many tests start two or four ranks of their own.
+WORKERS ?= 2
 
 .PHONY: demo test lint bench clean
 
@@ -13,7 +15,7 @@ demo: .venv/installed
 	$(BIN)/python -m flatfsdp verify --steps 6 --out out/demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: .venv/installed
 	$(BIN)/ruff check .
