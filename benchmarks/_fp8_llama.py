@@ -13,7 +13,7 @@ from _llama import Llama, LlamaConfig, mean_loss
 from torch import Tensor, nn
 
 from flatfsdp.fp8 import Recipe, autocast
-from flatfsdp.layers import Embedding, Linear, RMSNorm, RotaryPositionEmbedding, TransformerLayer
+from flatfsdp.layers import Embedding, LinearCrossEntropy, RMSNorm, RotaryPositionEmbedding, TransformerLayer
 
 OF_LAYER = {
     "self_attention.layernorm_qkv.layer_norm_weight": "norm_attention.weight",
@@ -49,10 +49,10 @@ class FusedLlama(nn.Module):
         for ours, theirs in zip(self.layers, plain.layers, strict=True):
             _take_over(ours, theirs, OF_LAYER)
         self.norm: RMSNorm | None = None
-        self.head: Linear | None = None
+        self.head: LinearCrossEntropy | None = None
         if config.vocab:
             self.norm = RMSNorm(config.hidden, config.norm_eps, device="meta")
-            self.head = Linear(*sizes[::-1], bias=False, fuse_wgrad_accumulation=True, device="meta")
+            self.head = LinearCrossEntropy(*sizes[::-1], fuse_wgrad_accumulation=True, device="meta")
             self.head.allows_fp8 = False
             _take_over(self, plain, {name: name for name in ("tokens.weight", "norm.weight", "head.weight")})
 
@@ -64,7 +64,10 @@ class FusedLlama(nn.Module):
             for layer in self.layers:
                 x_btc = layer(x_btc, rotary_pos_emb=rope)
         if self.norm is not None and self.head is not None:
-            x_btc = self.head(self.norm(x_btc))
+            x_btc = self.norm(x_btc)
+            if self.config.loss == "cross-entropy":
+                return self.head(x_btc, targets_bt)
+            x_btc = self.head(x_btc)
         return mean_loss(self.config, x_btc, targets_bt)
 
     def _region(self) -> AbstractContextManager[None]:

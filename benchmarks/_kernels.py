@@ -14,6 +14,7 @@ from flatfsdp.kernels.activation import activation_backward, activation_forward
 from flatfsdp.kernels.block_cast import Block, block_cast
 from flatfsdp.kernels.cast import cast, max_abs, transpose_many
 from flatfsdp.kernels.column_sum import column_sum
+from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
 from flatfsdp.kernels.dropout import dropout_backward, dropout_forward
 from flatfsdp.kernels.embedding import embedding_grad
 from flatfsdp.kernels.flat import accumulate_many
@@ -190,6 +191,8 @@ class Bench:
         yield self._cast_many()
         yield self._update_scales()
         yield self._embedding_grad()
+        yield self._cross_entropy_statistics()
+        yield self._cross_entropy_grad()
         yield self._block_cast("1x128", self.sizes.tokens, hidden)
         yield self._block_cast("128x128", *self.sizes.weights[-1])
 
@@ -380,6 +383,32 @@ class Bench:
 
         per_element = 2 + 8 * len(ids.unique()) / tokens
         return self._case("embedding_grad", "added", [(tokens, hidden)], per_element, make)
+
+    def _cross_entropy_statistics(self) -> Case:
+        def make() -> Call:
+            return partial(cross_entropy_statistics, *self._logits_and_targets())
+
+        return self._case("cross_entropy_statistics", "read only", [self._logits_shape], 2, make)
+
+    def _cross_entropy_grad(self) -> Case:
+        def make() -> Call:
+            logits, targets = self._logits_and_targets()
+            found = Statistics(*cross_entropy_statistics(logits, targets))
+            scale = torch.ones_like(found.sum)
+            arguments = (logits, targets, found.max, found.sum.log(), scale)
+            return partial(cross_entropy_grad, *arguments, inplace=True)
+
+        return self._case("cross_entropy_grad", "in place", [self._logits_shape], 4, make)
+
+    @property
+    def _logits_shape(self) -> tuple[int, int]:
+        """Half of the tokens, as logits are large."""
+        return self.sizes.tokens // 2, self.sizes.vocabulary
+
+    def _logits_and_targets(self) -> tuple[Tensor, Tensor]:
+        tokens, vocabulary = self._logits_shape
+        targets = torch.randint(vocabulary, (tokens,), device=self.device)
+        return self._normal(tokens, vocabulary), targets
 
     def _block_cast(self, block: Block, rows: int, cols: int) -> Case:
         def make() -> Call:

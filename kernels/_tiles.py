@@ -66,6 +66,8 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("sgd", 4, 65536): Tile(1, 1024, 8),
     ("embedding_grad", 2, 16384): Tile(1, 2048, 4, 2),
     ("embedding_grad, sort", 2, 16384): Tile(16, 512, 4),
+    ("cross_entropy_statistics", 2, 131072): Tile(1, 4096, 8, 3),
+    ("cross_entropy_grad", 2, 131072): Tile(1, 4096, 8),
     ("rope", 2, 16384): Tile(1, 2048, 4),
     ("join_heads", 2, 16384): Tile(1, 4096, 4),
     ("layer_norm", 2, 4096): Tile(1, 4096, 4, 3),
