@@ -154,6 +154,45 @@ def all_gather(full: Tensor, shard: Tensor, ranks: Ranks) -> None:
     _all_gather(full.view(torch.uint8), shard.view(torch.uint8), group=ranks.group)
 
 
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A tensor that a collective may still be writing."""
+
+    tensor: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        """The tensor, for which the compute stream waits (with gloo, the host)."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+def start_all_gather(part: Tensor, ranks: Ranks) -> Pending:
+    """Every rank's `part`, contiguous and of one shape, along dimension 0, in rank order."""
+    whole = part.new_empty(part.shape[0] * ranks.size, *part.shape[1:])
+    if whole.numel() == 0:
+        return Pending(whole, None)
+    # As bytes: gloo knows no FP8.
+    work = _all_gather(whole.view(torch.uint8), part.view(torch.uint8), group=ranks.group, async_op=True)
+    return Pending(whole, work)
+
+
+def start_reduce_scatter(addend: Tensor, ranks: Ranks) -> Pending:
+    """This rank's part, along dimension 0, of the sum over the ranks; `addend` is contiguous."""
+    part = addend.new_empty(addend.shape[0] // ranks.size, *addend.shape[1:])
+    if part.numel() == 0:
+        return Pending(part, None)
+    return Pending(part, _reduce_scatter(part, addend, group=ranks.group, async_op=True))
+
+
+def start_all_reduce(addend: Tensor, ranks: Ranks) -> Pending:
+    """In place: the sum over the ranks."""
+    if addend.numel() == 0:
+        return Pending(addend, None)
+    return Pending(addend, dist.all_reduce(addend, group=ranks.group, async_op=True))
+
+
 def gather(full: Tensor | None, shard: Tensor, ranks: Ranks) -> None:
     """As `all_gather`, on the first rank only; the others pass None."""
     parts = None if full is None else list(full.chunk(ranks.size))
@@ -178,6 +217,12 @@ def reduce_scatter(shard: Tensor, full: Tensor, ranks: Ranks, *, mean: bool) -> 
 def all_reduce(tensor: Tensor, ranks: Ranks, *, mean: bool) -> None:
     """In place: the sum, or mean, of `tensor` over the ranks."""
     dist.all_reduce(tensor, op=_operation(mean), group=ranks.group)
+
+
+def raise_to_largest(amax: Tensor, ranks: Ranks) -> None:
+    """In place: the largest over the ranks of numbers that are not negative, FP32; NaN wins."""
+    # As integers, because the order of the bits puts NaN above infinity on every backend.
+    dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=ranks.group)
 
 
 def _operation(mean: bool) -> dist.ReduceOp.RedOpType:

@@ -18,14 +18,18 @@ Transformer Engine's and Megatron's, but for partition_sizes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp.comm import Ranks
+from flatfsdp.comm import Pending, Ranks, start_all_gather, start_all_reduce, start_reduce_scatter
+
+Mode = Literal["column", "row"]
+"""How a linear map is split: by its weight's rows, which are columns of the result, or by its columns."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,92 @@ class TensorParallel:
             )
         return size // self.ranks.size
 
+    def exchange(self, mode: Mode | None) -> Exchange:
+        """Of a linear map that is split like this; None: it is not."""
+        return Exchange(self.ranks, None if self.ranks.size == 1 else mode, self.sequence_parallel)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What the ranks that share a linear map send each other; all that is sent goes through here.
+
+                column          column, sequence    row             row, sequence
+        x       is whole        gathered            is split        is split
+        y       is split        is split            summed          summed, scattered
+        dy      is split        is split            is whole        gathered
+        dx      summed          summed, scattered   is split        is split
+
+    The sequence is dimension 0, and with it rows of matrices [tokens, features].
+
+    Attributes:
+        mode: None: nothing is exchanged.
+    """
+
+    ranks: Ranks
+    mode: Mode | None
+    sequence_parallel: bool
+
+    @property
+    def gathers_input(self) -> bool:
+        """Whether x is gathered, in forward and, rather than kept, once more in backward."""
+        return self.sequence_parallel and self.mode == "column"
+
+    @property
+    def gathers_grad(self) -> bool:
+        return self.sequence_parallel and self.mode == "row"
+
+    @property
+    def sums_output(self) -> bool:
+        return self.mode == "row"
+
+    @property
+    def sums_input_grad(self) -> bool:
+        return self.mode == "column"
+
+    def start_gather(self, part: Tensor) -> Pending:
+        """All ranks' rows."""
+        return start_all_gather(part, self.ranks)
+
+    def start_sum(self, addend: Tensor) -> Pending:
+        """The sum over ranks; of this rank's rows where the sequence is split."""
+        start = start_reduce_scatter if self.sequence_parallel else start_all_reduce
+        return start(addend, self.ranks)
+
+    def tokens(self, rows: int) -> int:
+        """That the product sees, for an input of so many rows."""
+        return rows * self.ranks.size if self.gathers_input else rows
+
+    def leading_shape(self, layer: str, shape: Sequence[int]) -> tuple[int, ...]:
+        """The output's shape, without its last dimension, for an input of `shape`.
+
+        Raises:
+            ValueError: if there is no sequence, or the ranks cannot share it equally.
+        """
+        if not (self.gathers_input or self.gathers_grad):
+            return tuple(shape[:-1])
+        if len(shape) < 2:
+            raise ValueError(
+                f"{layer}: the input has shape {tuple(shape)}; sequence_parallel needs the sequence in front"
+            )
+        sequence, *others = shape[:-1]
+        if self.gathers_input:
+            return (sequence * self.ranks.size, *others)
+        return (TensorParallel(self.ranks).share(layer, "the sequence length", sequence), *others)
+
+
+class Tracker(Protocol):
+    """Random numbers that differ between tensor-parallel ranks."""
+
+    def fork(self) -> AbstractContextManager[Any]:
+        """Inside, this rank draws numbers of its own."""
+
+
+GetTracker = Callable[[], Tracker]
+
+
+ALONE = Exchange(Ranks.of(None), None, False)
+"""Of a layer that is not split."""
+
 
 def declare_split(parameter: nn.Parameter, dim: int, sizes: Sequence[int]) -> None:
     """Marks a rank's part of a parameter.
@@ -90,6 +180,37 @@ def declare_whole(parameter: nn.Parameter, *, partial_grad: bool) -> None:
         partial_grad: whether its gradients have to be summed over the ranks.
     """
     _declare(parameter, False, -1, (), partial_grad)
+
+
+def declare_map(
+    parallel: TensorParallel,
+    mode: Mode | None,
+    weight: nn.Parameter,
+    bias: nn.Parameter | None,
+    sizes: Sequence[int],
+) -> None:
+    """Marks the parameters of one linear map; of one rank alone nothing is said.
+
+    Args:
+        sizes: of the parts of the split dimension of the whole weight.
+    """
+    if parallel.ranks.size == 1:
+        return
+    if mode is None:
+        declare_whole(weight, partial_grad=parallel.sequence_parallel)
+    else:
+        declare_split(weight, 0 if mode == "column" else 1, sizes)
+    if bias is None:
+        return
+    if mode == "column":
+        declare_split(bias, 0, sizes)
+    else:
+        declare_whole(bias, partial_grad=parallel.sequence_parallel)
+
+
+def declare_norm(parallel: TensorParallel, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
+    """Marks the parameters of a norm, which each rank applies to the tokens that it has."""
+    declare_map(parallel, None, weight, bias, ())
 
 
 def _declare(

@@ -10,24 +10,33 @@ Next: `layers/` composes it with norms and activations inside one autograd Funct
     saved      x for wgrad, w for dgrad: FP8, one byte an element each; a bf16 weight itself
     backward   dy -> Operand   (cast, transposed and summed for the bias in one pass)
                dx = dy w,  dw = dy^T x, accumulated into main_grad or returned
+
+What the ranks of a tensor-parallel layer send each other (`tensor_parallel.Exchange`) is on its way during a
+product where one is left to compute:
+
+    forward    x gathered, y = x w^T, y summed
+    backward   dy gathered, dx = dy w during x gathered once more, dw = dy^T x during dx summed
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from flatfsdp.autograd import receives_gradient
+from flatfsdp.comm import Pending
 from flatfsdp.fp8 import products
+from flatfsdp.fp8.gather import Gathering
 from flatfsdp.fp8.main_grad import claim
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized, Quantizer
 from flatfsdp.fp8.recipe import SplitAccumulator
 from flatfsdp.kernels.column_sum import column_sum as sum_columns
+from flatfsdp.tensor_parallel import Exchange
 
 FuseWgrad = bool | Literal["two_pass"]
 """Whether a layer adds its weight gradient to main_grad itself; "two_pass": in an FP32 product and an
@@ -54,9 +63,12 @@ class LinearCall:
         name: of the weight, for messages.
         weight: the parameter to whose main_grad the gradient goes; None without `fuse_wgrad`.
         dtype: of activations and their gradients.
+        exchange: what is gathered and summed over tensor-parallel ranks.
+        quantizer: of x; of all its rows, where they are gathered.
         grad_quantizer: makes the quantizer of dy, when backward comes to it.
         stored_weight: gives the weight as FlatFSDP keeps it, when backward comes to it; None: it is saved.
         needs_input_grad, needs_weight_grad, needs_bias_grad: what is to be computed in backward.
+        keeps_gathered: whether gathered rows of x are kept for backward, not gathered once more.
     """
 
     name: str
@@ -64,6 +76,8 @@ class LinearCall:
     weight_dtype: torch.dtype
     dtype: torch.dtype
     split: SplitAccumulator
+    exchange: Exchange
+    quantizer: Quantizer
     grad_quantizer: Callable[[], Quantizer]
     fuse_wgrad: FuseWgrad
     is_first_microbatch: bool | None
@@ -71,13 +85,28 @@ class LinearCall:
     needs_input_grad: bool
     needs_weight_grad: bool
     needs_bias_grad: bool
+    keeps_gathered: bool = False
+
+    @property
+    def input_quantizer(self) -> Quantizer:
+        """Of the rows of x that this rank has."""
+        return self.quantizer.for_rows(self.exchange.ranks) if self.exchange.gathers_input else self.quantizer
+
+    @property
+    def wants_columnwise_input(self) -> bool:
+        """Whether the cast of x is to make what wgrad reads, which after a gather is made of all rows."""
+        return self.needs_weight_grad and not self.exchange.gathers_input
+
+    def again(self) -> LinearCall:
+        """For computing the same once more, in backward: no amax is recorded again."""
+        return replace(self, quantizer=self.quantizer.silent(), keeps_gathered=True)
 
 
 class LinearSaved(NamedTuple):
     """What backward reads.
 
     Attributes:
-        x: for wgrad; empty if the weight gets no gradient.
+        x: for wgrad, or this rank's rows of it; empty if the weight gets no gradient.
         weight: for dgrad; empty if the input gets no gradient, or if FlatFSDP keeps the weight.
     """
 
@@ -99,27 +128,46 @@ class LinearSaved(NamedTuple):
 def linear_forward(
     x: Operand, weight: Operand, bias: Tensor | None, call: LinearCall
 ) -> tuple[Tensor, LinearSaved]:
-    """x w^T + b, [tokens, out] in call.dtype."""
+    """x w^T + b, [tokens, out] in call.dtype.
+
+    Args:
+        x: cast by call.input_quantizer.
+    """
+    exchange, nothing = call.exchange, Operand()
     added = None if bias is None else bias.to(call.dtype)
-    out = products.fprop(x, weight, added, call.dtype, call.split)
-    nothing = Operand()
+    saved_x = x.for_backward
+    if exchange.gathers_input:
+        rows, columnwise = x, call.keeps_gathered and call.needs_weight_grad
+        x = Gathering.start(rows, call.quantizer, exchange).wait(rowwise=True, columnwise=columnwise)
+        saved_x = x.for_backward if call.keeps_gathered else rows
+    if exchange.sums_output:
+        # The bias is the same on all ranks, and added once.
+        partial = products.fprop(x, weight, None, call.dtype, call.split)
+        out = exchange.start_sum(partial).wait()
+        out = out if added is None else out.add_(added)
+    else:
+        out = products.fprop(x, weight, added, call.dtype, call.split)
     return out, LinearSaved(
-        x.for_backward if call.needs_weight_grad else nothing,
+        saved_x if call.needs_weight_grad else nothing,
         weight.for_backward if call.needs_input_grad and call.stored_weight is None else nothing,
     )
 
 
 def quantize_grad(dy: Tensor, call: LinearCall) -> Quantized:
-    """dy [tokens, out] as an Operand, empty if no product needs it, and its column sums for the bias."""
+    """dy [tokens, out] as an Operand, empty if no product needs it, and its column sums for the bias.
+
+    Where rows are gathered, the sums are those of this rank's.
+    """
     dy = dy.contiguous()
-    if not (call.needs_input_grad or call.needs_weight_grad):
-        return Quantized(Operand(), sum_columns(dy) if call.needs_bias_grad else None)
-    return call.grad_quantizer().cast(
-        dy,
-        rowwise=call.needs_input_grad,
-        columnwise=call.needs_weight_grad,
-        column_sum=call.needs_bias_grad,
-    )
+    rowwise, columnwise, column_sum = call.needs_input_grad, call.needs_weight_grad, call.needs_bias_grad
+    if not (rowwise or columnwise):
+        return Quantized(Operand(), sum_columns(dy) if column_sum else None)
+    quantizer, exchange = call.grad_quantizer(), call.exchange
+    if not exchange.gathers_grad:
+        return quantizer.cast(dy, rowwise=rowwise, columnwise=columnwise, column_sum=column_sum)
+    rows = quantizer.for_rows(exchange.ranks).cast(dy, rowwise=True, columnwise=False, column_sum=column_sum)
+    gathering = Gathering.start(rows.operand, quantizer, exchange)
+    return Quantized(gathering.wait(rowwise=rowwise, columnwise=columnwise), rows.column_sum)
 
 
 class LinearGrads(NamedTuple):
@@ -139,10 +187,21 @@ class LinearGrads(NamedTuple):
 def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall) -> LinearGrads:
     """Gradients of input, weight and bias; the last one is in `dy`."""
     operand, dbias = dy
+    gathering = None
+    if call.needs_weight_grad and call.exchange.gathers_input and not call.keeps_gathered:
+        gathering = Gathering.start(saved.x, call.quantizer, call.exchange)
+    dx = _start_input_grad(operand, saved, call) if call.needs_input_grad else None
+    dweight = None
+    if call.needs_weight_grad:
+        x = saved.x if gathering is None else gathering.wait(rowwise=False, columnwise=True)
+        dweight = weight_grad(operand, x, call)
+    return LinearGrads(None if dx is None else dx.wait(), dweight, dbias)
+
+
+def _start_input_grad(dy: Operand, saved: LinearSaved, call: LinearCall) -> Pending:
     weight = saved.weight if call.stored_weight is None else call.stored_weight()
-    dx = products.dgrad(operand, weight, call.dtype, call.split) if call.needs_input_grad else None
-    dweight = weight_grad(operand, saved.x, call) if call.needs_weight_grad else None
-    return LinearGrads(dx, dweight, dbias)
+    dx = products.dgrad(dy, weight, call.dtype, call.split)
+    return call.exchange.start_sum(dx) if call.exchange.sums_input_grad else Pending(dx, None)
 
 
 def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:

@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp.autograd import in_backward
@@ -24,12 +25,12 @@ from flatfsdp.fp8.autocast import Region, current_region
 from flatfsdp.fp8.linear import FuseWgrad, LinearCall
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.products import is_blockwise
-from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed, Quantizer, Unquantized
+from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed, Quantizer, Unquantized, with_columnwise
 from flatfsdp.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, SplitAccumulator
 from flatfsdp.fp8.recompute import current_tape, raise_recomputed, records_amax
 from flatfsdp.fp8.state import Direction, Scaling, buffer_names
-from flatfsdp.kernels.cast import transpose
 from flatfsdp.kernels.gemm import ALIGNMENT
+from flatfsdp.tensor_parallel import ALONE, Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class FP8Module(nn.Module):
     Attributes:
         late_buffers: FP32 buffers that appear on first use; they keep their dtype, and loading makes them.
         linear_maps: the names of their weights.
+        exchanges: of those that are split over ranks.
         allows_fp8: False: products are never in FP8, whatever autocast says.
     """
 
@@ -71,6 +73,7 @@ class FP8Module(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.exchanges: dict[str, Exchange] = {}
         self._scalings: dict[Direction, Scaling] = {}
         self._cached_weights: dict[str, tuple[Recipe, Operand]] = {}
         self._last_recipe: Recipe | None = None
@@ -103,6 +106,7 @@ class FP8Module(nn.Module):
 
     def _delayed(self, region: Region, recipe: DelayedScaling, device: torch.device) -> list[Roles]:
         records = records_amax()
+        self._require_shared_scales(region, recipe)
         forward = self._scaling("forward", recipe, device, renew=records)
         backward = self._scaling("backward", recipe, device, renew=records)
         if records:
@@ -133,6 +137,20 @@ class FP8Module(nn.Module):
             Roles(quantizer(2 * i), quantizer(2 * i + 1), grad(i), recipe.split_accumulator, used)
             for i in range(len(self.linear_maps))
         ]
+
+    def _require_shared_scales(self, region: Region, recipe: DelayedScaling) -> None:
+        """
+        Raises:
+            ValueError: if ranks that gather FP8 numbers would have different scales.
+        """
+        for name, exchange in self.exchanges.items():
+            gathers = exchange.gathers_input or exchange.gathers_grad
+            if gathers and not (recipe.reduce_amax and _covers(region.group, exchange.ranks.group)):
+                raise ValueError(
+                    f"{type(self).__name__}.{name}: under sequence_parallel the ranks of tp_group gather FP8 "
+                    "numbers and need equal scales; use reduce_amax=True and an amax_reduction_group with "
+                    "all of them"
+                )
 
     def _scaling(
         self, direction: Direction, recipe: DelayedScaling, device: torch.device, *, renew: bool
@@ -181,6 +199,8 @@ class FP8Module(nn.Module):
             weight_dtype=weight.dtype,
             dtype=dtype,
             split=roles.split,
+            exchange=self.exchanges.get(name, ALONE),
+            quantizer=roles.x,
             grad_quantizer=roles.grad,
             fuse_wgrad=self.fuse_wgrad_accumulation,
             is_first_microbatch=is_first_microbatch,
@@ -369,8 +389,15 @@ def _with_columnwise(operand: Operand, weight: Tensor, quantizer: Quantizer) -> 
     if is_blockwise(operand.rowwise_inv):
         both = quantizer.cast(weight.detach().contiguous(), rowwise=False, columnwise=True).operand
         return operand._replace(columnwise=both.columnwise, columnwise_inv=both.columnwise_inv)
-    assert operand.rowwise is not None
-    return operand._replace(columnwise=transpose(operand.rowwise), columnwise_inv=operand.rowwise_inv)
+    return with_columnwise(operand)
+
+
+@cache
+def _covers(group: dist.ProcessGroup | None, others: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks of `others` are in `group`."""
+    if group is None or others is None:
+        return others is None
+    return set(dist.get_process_group_ranks(others)) <= set(dist.get_process_group_ranks(group))
 
 
 @cache

@@ -6,20 +6,24 @@ Next: `products.py` multiplies operands.
 
 A kernel that produces the matrix (a norm, an activation) can cast it in the same pass if the scale is known
 before: it asks for `fused` and then calls `operand` on what it has written.
+
+Where each of several ranks has rows of one matrix, `for_rows` casts them for the way, and `of_rows` makes of
+all of them, gathered, what the matrix itself would have been cast to.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from flatfsdp.comm import Ranks, raise_to_largest
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.kernels.block_cast import Block, block_cast
-from flatfsdp.kernels.cast import cast, max_abs
+from flatfsdp.kernels.cast import cast, max_abs, transpose
 from flatfsdp.kernels.column_sum import column_sum as sum_columns
 from flatfsdp.kernels.scaling import current_scales
 
@@ -43,6 +47,12 @@ class Quantizer(Protocol):
 
     def silent(self) -> Quantizer:
         """The same casts, and no amax is recorded."""
+
+    def for_rows(self, ranks: Ranks) -> Quantizer:
+        """Casts this rank's rows, of a matrix of which each rank has some, into what is gathered."""
+
+    def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
+        """The operand of all rows; `gathered` has either `high` or `rowwise`."""
 
 
 @dataclass(slots=True)
@@ -69,6 +79,12 @@ class Unquantized:
 
     def silent(self) -> Unquantized:
         return Unquantized()
+
+    def for_rows(self, ranks: Ranks) -> Unquantized:
+        return self
+
+    def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
+        return gathered
 
 
 @dataclass(slots=True)
@@ -107,14 +123,26 @@ class Delayed:
     def silent(self) -> Delayed:
         return Delayed(self.dtype, self.scale, self.scale_inv, None)
 
+    def for_rows(self, ranks: Ranks) -> Delayed:
+        # Ranks that share a layer share its scales.
+        return self
+
+    def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
+        return with_columnwise(gathered) if columnwise else gathered
+
 
 @dataclass(slots=True)
 class Current:
-    """Current scaling: the scale comes from the tensor itself, in a pass of its own."""
+    """Current scaling: the scale comes from the tensor itself, in a pass of its own.
+
+    Attributes:
+        ranks: that have rows of the tensor; None: this one alone.
+    """
 
     dtype: torch.dtype
     epsilon: float
     power_of_two: bool
+    ranks: Ranks | None = None
 
     @property
     def fused(self) -> None:
@@ -124,8 +152,11 @@ class Current:
         raise AssertionError("current scaling casts when the amax is known")
 
     def cast(self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Quantized:
+        amax = max_abs(x)
+        if self.ranks is not None:
+            raise_to_largest(amax, self.ranks)
         scale, scale_inv = current_scales(
-            max_abs(x),
+            amax,
             _fp8_max(self.dtype, x.device),
             epsilon=self.epsilon,
             power_of_two=self.power_of_two,
@@ -136,6 +167,12 @@ class Current:
 
     def silent(self) -> Current:
         return self
+
+    def for_rows(self, ranks: Ranks) -> Current:
+        return replace(self, ranks=ranks)
+
+    def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
+        return with_columnwise(gathered) if columnwise else gathered
 
 
 @dataclass(slots=True)
@@ -163,6 +200,20 @@ class Blockwise:
 
     def silent(self) -> Blockwise:
         return self
+
+    def for_rows(self, ranks: Ranks) -> Unquantized:
+        # Columnwise blocks reach over the rows of several ranks.
+        return Unquantized()
+
+    def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
+        assert gathered.high is not None
+        return self.cast(gathered.high, rowwise=rowwise, columnwise=columnwise).operand
+
+
+def with_columnwise(operand: Operand) -> Operand:
+    """With what the same cast would have made for dgrad or wgrad; there is one scale for the tensor."""
+    assert operand.rowwise is not None
+    return operand._replace(columnwise=transpose(operand.rowwise), columnwise_inv=operand.rowwise_inv)
 
 
 @cache

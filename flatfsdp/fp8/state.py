@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp.comm import Ranks, check_same_on_all_ranks
+from flatfsdp.comm import Ranks, check_same_on_all_ranks, raise_to_largest
 from flatfsdp.fp8.recipe import DelayedScaling
 from flatfsdp.kernels.scaling import Scales, spread, update_scales
 
@@ -84,8 +84,7 @@ class Arena:
     def update(self, recipe: DelayedScaling, group: dist.ProcessGroup | None) -> None:
         """Makes the next generation; `group` takes the largest amax of its ranks first."""
         if group is not None:
-            # As integers, because the order of the bits puts NaN above infinity on every backend.
-            dist.all_reduce(self.history[0].view(torch.int32), op=dist.ReduceOp.MAX, group=group)
+            raise_to_largest(self.history[0], Ranks.of(group))
         self._advance(self.history, recipe)
 
     @torch.no_grad()

@@ -21,10 +21,10 @@ from flatfsdp.fp8.linear import (
     quantize_grad,
 )
 from flatfsdp.fp8.operand import Operand
-from flatfsdp.fp8.quantizers import Quantizer
 from flatfsdp.layers.normalized import NormKind, add_to, normalize, normalize_backward, reset_norm
 from flatfsdp.layers.parameters import new_parameter
 from flatfsdp.layers.projection import LinearOptions, Projection, residual_matrix
+from flatfsdp.tensor_parallel import declare_norm
 
 
 class LayerNormLinear(Projection):
@@ -35,14 +35,14 @@ class LayerNormLinear(Projection):
         normalization: "LayerNorm" or "RMSNorm".
         zero_centered_gamma: the norm's gain is 1 + layer_norm_weight.
         return_layernorm_output: return norm(x) as well.
-        in_features, out_features, bias, options: as `Linear`.
+        in_features, out_features, bias, options: as `Linear`, but for parallel_mode, which cannot be "row".
 
     Attributes:
         layer_norm_weight, layer_norm_bias: [in_features]; RMSNorm has no bias.
         weight, bias: as `Linear`'s.
 
     Raises:
-        ValueError, NotImplementedError: as `Linear`.
+        ValueError: as `Linear`.
     """
 
     def __init__(
@@ -57,6 +57,8 @@ class LayerNormLinear(Projection):
         return_layernorm_output: bool = False,
         **options: Unpack[LinearOptions],
     ) -> None:
+        if options.get("parallel_mode") == "row":
+            raise ValueError("LayerNormLinear: parallel_mode is 'row'; a norm needs all features of a token")
         super().__init__(in_features, out_features, bias, **options)
         self.norm = NormKind.named(normalization, eps, zero_centered_gamma)
         self.return_layernorm_output = return_layernorm_output
@@ -65,6 +67,7 @@ class LayerNormLinear(Projection):
         shift = None if self.norm.rms else new_parameter(in_features, dtype=dtype, device=device)
         self.layer_norm_bias: torch.nn.Parameter | None
         self.register_parameter("layer_norm_bias", shift)
+        declare_norm(self._parallel, self.layer_norm_weight, shift)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -80,7 +83,7 @@ class LayerNormLinear(Projection):
         residual: Tensor | None = None,
         return_residual: bool = False,
     ) -> Any:
-        """[..., in_features] to [..., out_features].
+        """[..., in_features] to [..., out_features], of this rank's part.
 
         Args:
             is_first_microbatch: as `Linear`.
@@ -99,11 +102,11 @@ class LayerNormLinear(Projection):
         norm_weight, norm_bias = self.layer_norm_weight, self.layer_norm_bias
         ready = self.prepare(inp, is_first_microbatch, also_trained=(residual, norm_weight, norm_bias))
         added = residual_matrix(residual, inp, self.in_features, ready.x.dtype, self)
-        spec = _Spec(self.norm, ready.roles.x, ready.call, self.return_layernorm_output)
+        spec = _Spec(self.norm, ready.call, self.return_layernorm_output)
         out, normalized, summed = _LayerNormLinear.apply(
             ready.x, added, norm_weight, norm_bias, ready.weight, ready.added_bias, ready.operand, spec
         )
-        results = [out.view(*inp.shape[:-1], self.out_features)]
+        results = [out.view(ready.out_shape)]
         if self.return_bias:
             results.append(None if ready.bias is None else ready.bias.to(out.dtype))
         if self.return_layernorm_output:
@@ -116,11 +119,10 @@ class LayerNormLinear(Projection):
 class _Spec:
     """What one call of the node needs besides tensors."""
 
-    __slots__ = ("call", "keep", "norm", "quantizer")
+    __slots__ = ("call", "keep", "norm")
 
-    def __init__(self, norm: NormKind, quantizer: Quantizer, call: LinearCall, keep: bool) -> None:
+    def __init__(self, norm: NormKind, call: LinearCall, keep: bool) -> None:
         self.norm = norm
-        self.quantizer = quantizer
         self.call = call
         self.keep = keep
 
@@ -143,9 +145,9 @@ class _LayerNormLinear(torch.autograd.Function):
             norm_weight,
             norm_bias,
             spec.norm,
-            spec.quantizer,
+            spec.call.input_quantizer,
             residual=residual,
-            columnwise=spec.call.needs_weight_grad,
+            columnwise=spec.call.wants_columnwise_input,
             keep=spec.keep,
         )
         out, saved = linear_forward(normalized.operand, operand, bias, spec.call)

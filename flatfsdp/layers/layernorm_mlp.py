@@ -31,7 +31,7 @@ from flatfsdp.fp8.linear import (
 )
 from flatfsdp.fp8.module import FP8Module, Roles, activation_dtype
 from flatfsdp.fp8.operand import Operand
-from flatfsdp.fp8.quantizers import Quantized, Quantizer
+from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
 from flatfsdp.layers.normalized import (
     Normalized,
@@ -41,8 +41,16 @@ from flatfsdp.layers.normalized import (
     normalize_backward,
     reset_norm,
 )
-from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init, require_no_tensor_parallelism
+from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
 from flatfsdp.layers.projection import as_matrix, residual_matrix
+from flatfsdp.tensor_parallel import (
+    GetTracker,
+    Mode,
+    TensorParallel,
+    declare_map,
+    declare_norm,
+    initialize,
+)
 
 
 class LayerNormMLP(FP8Module):
@@ -59,17 +67,20 @@ class LayerNormMLP(FP8Module):
         return_bias: do not add fc2's bias but return (out, bias).
         return_layernorm_output: return norm(x) as well.
         checkpoint: save only the input, and compute norm, fc1 and activation again in backward.
-        set_parallel_mode, tp_group, tp_size, sequence_parallel: only one rank for now.
-        fuse_wgrad_accumulation, params_dtype, device: as `LinearOptions`.
+        set_parallel_mode: the ranks of `tp_group` share fc1 by its rows and fc2 by its columns; both sizes
+            given are those of the whole layer.
+        sequence_parallel: input and output are split over the ranks along dimension 0.
+        fuse_wgrad_accumulation, params_dtype, device, tp_group, tp_size, get_rng_state_tracker: as
+            `LinearOptions`.
 
     Attributes:
+        hidden_size, ffn_hidden_size: the second one is this rank's part.
         layer_norm_weight, layer_norm_bias: [hidden_size]; RMSNorm has no bias.
         fc1_weight: [ffn_hidden_size, hidden_size], twice the rows if gated;  fc1_bias: its rows.
         fc2_weight: [hidden_size, ffn_hidden_size];  fc2_bias: [hidden_size].
 
     Raises:
-        ValueError: for an unknown activation or normalization.
-        NotImplementedError: for tensor parallelism.
+        ValueError: for an unknown activation or normalization, or if ranks cannot share a size equally.
     """
 
     linear_maps = ("fc1_weight", "fc2_weight")
@@ -96,15 +107,22 @@ class LayerNormMLP(FP8Module):
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
+        get_rng_state_tracker: GetTracker | None = None,
     ) -> None:
         super().__init__()
-        require_no_tensor_parallelism(
-            "LayerNormMLP", tp_group=tp_group, tp_size=tp_size, sequence_parallel=sequence_parallel
-        )
         if activation not in NAMES:
             raise ValueError(f"LayerNormMLP: activation is {activation!r}; there are {', '.join(NAMES)}")
+        parallel = TensorParallel.of("LayerNormMLP", tp_group, tp_size, sequence_parallel)
+        modes: tuple[Mode | None, Mode | None] = ("column", "row") if set_parallel_mode else (None, None)
+        self._ranks = parallel.ranks
+        self.exchanges = {
+            name: parallel.exchange(mode) for name, mode in zip(self.linear_maps, modes, strict=True)
+        }
+        ffn = ffn_hidden_size
+        if set_parallel_mode:
+            ffn = parallel.share("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size)
         self.hidden_size = hidden_size
-        self.ffn_hidden_size = ffn_hidden_size
+        self.ffn_hidden_size = ffn
         self.norm = NormKind.named(normalization, eps, zero_centered_gamma)
         self.activation = activation
         self.return_bias = return_bias
@@ -112,7 +130,7 @@ class LayerNormMLP(FP8Module):
         self.checkpoint = checkpoint
         self.fuse_wgrad_accumulation = checked_fuse_wgrad(fuse_wgrad_accumulation, "LayerNormMLP")
         self.init_methods = (init_method or normal_init, output_layer_init_method or normal_init)
-        fc1_rows = ffn_hidden_size * (2 if activation in GATED else 1)
+        parts = 2 if activation in GATED else 1
 
         def parameter(*shape: int) -> torch.nn.Parameter:
             return new_parameter(*shape, dtype=params_dtype, device=device)
@@ -122,10 +140,13 @@ class LayerNormMLP(FP8Module):
         self.fc2_bias: torch.nn.Parameter | None
         self.layer_norm_weight = parameter(hidden_size)
         self.register_parameter("layer_norm_bias", None if self.norm.rms else parameter(hidden_size))
-        self.fc1_weight = parameter(fc1_rows, hidden_size)
-        self.register_parameter("fc1_bias", parameter(fc1_rows) if bias else None)
-        self.fc2_weight = parameter(hidden_size, ffn_hidden_size)
+        self.fc1_weight = parameter(parts * ffn, hidden_size)
+        self.register_parameter("fc1_bias", parameter(parts * ffn) if bias else None)
+        self.fc2_weight = parameter(hidden_size, ffn)
         self.register_parameter("fc2_bias", parameter(hidden_size) if bias else None)
+        declare_norm(parallel, self.layer_norm_weight, self.layer_norm_bias)
+        declare_map(parallel, modes[0], self.fc1_weight, self.fc1_bias, (ffn_hidden_size,) * parts)
+        declare_map(parallel, modes[1], self.fc2_weight, self.fc2_bias, (ffn_hidden_size,))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -139,7 +160,7 @@ class LayerNormMLP(FP8Module):
             strict=True,
         ):
             if not weight.is_meta:
-                init(weight)
+                initialize(weight, init, self._ranks)
                 if bias is not None:
                     bias.zero_()
 
@@ -168,10 +189,13 @@ class LayerNormMLP(FP8Module):
         dtype = activation_dtype(inp, self, self.fc1_weight)
         x = as_matrix(inp, self.hidden_size, dtype, self)
         added = residual_matrix(residual, inp, self.hidden_size, dtype, self)
+        exchange = self.exchanges["fc1_weight"]
+        exchange.leading_shape("LayerNormMLP", inp.shape)
         fc1_roles, fc2_roles = self.roles(inp.device)
         if fc1_roles.is_fp8:
-            self.require_fp8_shape("fc1_weight", x.shape[0], self.hidden_size, self.fc1_weight.shape[0])
-            self.require_fp8_shape("fc2_weight", x.shape[0], self.ffn_hidden_size, self.hidden_size)
+            tokens = exchange.tokens(x.shape[0])
+            self.require_fp8_shape("fc1_weight", tokens, self.hidden_size, self.fc1_weight.shape[0])
+            self.require_fp8_shape("fc2_weight", tokens, self.ffn_hidden_size, self.hidden_size)
         fc2_added = None if self.return_bias else self.fc2_bias
         before_fc1 = (inp, residual, self.layer_norm_weight, self.layer_norm_bias)
         before_fc2 = (*before_fc1, self.fc1_weight, self.fc1_bias)
@@ -186,8 +210,6 @@ class LayerNormMLP(FP8Module):
             self.activation,
             self.checkpoint,
             self.return_layernorm_output,
-            fc1_roles.x,
-            fc2_roles.x,
             fc1,
             fc2,
         )
@@ -239,21 +261,18 @@ class _Spec:
 
     Attributes:
         keep: whether norm(x) is a result, too.
-        fc1_input, fc2_input: how the inputs of the maps are cast.
     """
 
     norm: NormKind
     activation: str
     checkpoint: bool
     keep: bool
-    fc1_input: Quantizer
-    fc2_input: Quantizer
     fc1: LinearCall
     fc2: LinearCall
 
     def again(self) -> _Spec:
-        """For computing the same once more: what was recorded is not recorded again."""
-        return replace(self, keep=False, fc1_input=self.fc1_input.silent(), fc2_input=self.fc2_input.silent())
+        """For computing the same once more, in backward."""
+        return replace(self, keep=False, fc1=self.fc1.again(), fc2=self.fc2.again())
 
 
 class _BeforeFc2(NamedTuple):
@@ -277,13 +296,14 @@ def _before_fc2(
         norm_weight,
         norm_bias,
         spec.norm,
-        spec.fc1_input,
+        spec.fc1.input_quantizer,
         residual=residual,
-        columnwise=spec.fc1.needs_weight_grad,
+        columnwise=spec.fc1.wants_columnwise_input,
         keep=spec.keep,
     )
     fc1_out, saved = linear_forward(normalized.operand, fc1_weight, fc1_bias, spec.fc1)
-    columnwise, fused = spec.fc2.needs_weight_grad, spec.fc2_input.fused
+    quantizer, columnwise = spec.fc2.input_quantizer, spec.fc2.wants_columnwise_input
+    fused = quantizer.fused
     outputs = activation_forward(
         fc1_out,
         spec.activation,
@@ -292,10 +312,10 @@ def _before_fc2(
         **(fused or {}),
     )
     if fused is not None:
-        activated = spec.fc2_input.operand(outputs.rowwise, outputs.columnwise)
+        activated = quantizer.operand(outputs.rowwise, outputs.columnwise)
     else:
         assert outputs.out is not None
-        activated = spec.fc2_input.cast(outputs.out, rowwise=True, columnwise=columnwise).operand
+        activated = quantizer.cast(outputs.out, rowwise=True, columnwise=columnwise).operand
     return _BeforeFc2(normalized, saved, fc1_out, activated)
 
 
@@ -336,7 +356,7 @@ class _LayerNormMLP(torch.autograd.Function):
     def backward(
         ctx: Any, dy: Tensor | None, dnormalized: Tensor | None, dresidual: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        spec: _Spec = ctx.spec
+        spec: _Spec = ctx.spec.again() if ctx.spec.checkpoint else ctx.spec
         saved = _saved(ctx.saved_tensors, spec)
         fc1_dweight = fc1_dbias = fc2_dweight = fc2_dbias = None
         if dy is not None:
@@ -384,7 +404,7 @@ def _saved(tensors: Sequence[Tensor | None], spec: _Spec) -> _Saved:
     assert x is not None and norm_weight is not None
     middle = len(weights) // 2
     fc1_weight, fc2_weight = Operand(*weights[:middle]), Operand(*weights[middle:])
-    before = _before_fc2(x, None, norm_weight, norm_bias, fc1_weight, fc1_bias, spec.again())
+    before = _before_fc2(x, None, norm_weight, norm_bias, fc1_weight, fc1_bias, spec)
     fc2 = LinearSaved(before.activated.for_backward, fc2_weight)
     mean, rstd = before.normalized.mean, before.normalized.rstd
     return _Saved(x, norm_weight, mean, rstd, before.fc1_out, before.fc1, fc2)

@@ -22,7 +22,6 @@ from flatfsdp.fp8.linear import (
     quantize_grad,
 )
 from flatfsdp.fp8.operand import Operand
-from flatfsdp.fp8.quantizers import Quantizer
 from flatfsdp.layers.projection import LinearOptions, Projection
 
 
@@ -41,8 +40,7 @@ class Linear(Projection):
         bias: [out_features], or None.
 
     Raises:
-        ValueError: if options contradict each other.
-        NotImplementedError: for tensor parallelism.
+        ValueError: if options contradict each other, or ranks cannot share a size equally.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class Linear(Projection):
 
     @torch.compiler.disable
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """[..., in_features] to [..., out_features]; with `return_bias`, (that, bias).
+        """[..., in_features] to [..., out_features], of this rank's part; with `return_bias`, (that, bias).
 
         Args:
             is_first_microbatch: FP8 weights are cast in every call (None), or in the first microbatch of a
@@ -94,9 +92,8 @@ class Linear(Projection):
             RuntimeError: if the device has no FP8, or see `FP8Module.weight_operand`.
         """
         ready = self.prepare(inp, is_first_microbatch)
-        out = _Linear.apply(
-            ready.x, ready.weight, ready.added_bias, ready.operand, ready.roles.x, ready.call
-        ).view(*inp.shape[:-1], self.out_features)
+        out = _Linear.apply(ready.x, ready.weight, ready.added_bias, ready.operand, ready.call)
+        out = out.view(ready.out_shape)
         if not self.return_bias:
             return out
         return out, None if ready.bias is None else ready.bias.to(out.dtype)
@@ -110,11 +107,10 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         operand: Operand,
-        quantizer: Quantizer,
         call: LinearCall,
     ) -> Tensor:
-        quantized = quantizer.cast(x, rowwise=True, columnwise=call.needs_weight_grad).operand
-        out, saved = linear_forward(quantized, operand, bias, call)
+        quantized = call.input_quantizer.cast(x, rowwise=True, columnwise=call.wants_columnwise_input)
+        out, saved = linear_forward(quantized.operand, operand, bias, call)
         ctx.call = call
         ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*saved.tensors)
@@ -125,4 +121,4 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = LinearSaved.of(ctx.saved_tensors)
         dx, dweight, dbias = linear_backward(quantize_grad(dy, ctx.call), saved, ctx.call)
-        return dx, dweight, None if dbias is None else dbias.to(ctx.bias_dtype), None, None, None
+        return dx, dweight, None if dbias is None else dbias.to(ctx.bias_dtype), None, None

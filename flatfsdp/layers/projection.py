@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp.fp8.linear import FuseWgrad, LinearCall, checked_fuse_wgrad
-from flatfsdp.fp8.module import FP8Module, Roles, activation_dtype
+from flatfsdp.fp8.module import FP8Module, activation_dtype
 from flatfsdp.fp8.operand import Operand
-from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init, require_no_tensor_parallelism
+from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
+from flatfsdp.tensor_parallel import GetTracker, Mode, TensorParallel, declare_map, initialize
 
 
 class LinearOptions(TypedDict, total=False):
@@ -28,8 +29,15 @@ class LinearOptions(TypedDict, total=False):
             bits with power-of-two scales, through an FP32 temporary.
         parameters_split: the weight's rows, and the bias, as several parameters: names, or names and
             numbers of rows.  Named <name>_weight and <name>_bias.  Not with fuse_wgrad_accumulation.
-        parallel_mode: "column", "row" or None.
-        tp_group, tp_size, sequence_parallel: only one rank for now.
+        parallel_mode: how the ranks of `tp_group` share the weight: "column", by out_features, "row", by
+            in_features, or None, not at all.  Sizes given are those of the whole weight.
+        tp_group: ranks that share the layer.
+        tp_size: their number; may be left out.
+        sequence_parallel: what a column layer is given, and a row layer returns, is split over the ranks
+            along dimension 0, the sequence.
+        partition_sizes: "column": sizes of the parts of out_features of which each rank has its share, such
+            as those of queries, keys and values; default: one part.
+        get_rng_state_tracker: for Transformer Engine's sake: initial values are those of one process.
     """
 
     return_bias: bool
@@ -38,10 +46,12 @@ class LinearOptions(TypedDict, total=False):
     device: torch.device | str | None
     fuse_wgrad_accumulation: FuseWgrad
     parameters_split: Mapping[str, int] | Sequence[str] | None
-    parallel_mode: str | None
+    parallel_mode: Mode | None
     tp_group: dist.ProcessGroup | None
     tp_size: int
     sequence_parallel: bool
+    partition_sizes: Sequence[int] | None
+    get_rng_state_tracker: GetTracker | None
 
 
 class Prepared(NamedTuple):
@@ -51,6 +61,7 @@ class Prepared(NamedTuple):
         x: [tokens, in_features], contiguous, in the dtype of the activations.
         added_bias: the bias that the product adds; None with `return_bias`.
         operand: the weight.
+        out_shape: of the result.
     """
 
     x: Tensor
@@ -58,12 +69,16 @@ class Prepared(NamedTuple):
     bias: Tensor | None
     added_bias: Tensor | None
     operand: Operand
-    roles: Roles
     call: LinearCall
+    out_shape: tuple[int, ...]
 
 
 class Projection(FP8Module):
-    """Holds weight [out_features, in_features] and bias [out_features], in one piece or split by rows."""
+    """Holds weight [out_features, in_features] and bias [out_features], in one piece or split by rows.
+
+    Attributes:
+        in_features, out_features: of this rank's part.
+    """
 
     def __init__(
         self,
@@ -77,16 +92,15 @@ class Projection(FP8Module):
         device: torch.device | str | None = None,
         fuse_wgrad_accumulation: FuseWgrad = False,
         parameters_split: Mapping[str, int] | Sequence[str] | None = None,
-        parallel_mode: str | None = None,
+        parallel_mode: Mode | None = None,
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
+        partition_sizes: Sequence[int] | None = None,
+        get_rng_state_tracker: GetTracker | None = None,
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        require_no_tensor_parallelism(
-            name, tp_group=tp_group, tp_size=tp_size, sequence_parallel=sequence_parallel
-        )
         if parallel_mode not in (None, "column", "row"):
             raise ValueError(
                 f"{name}: parallel_mode is {parallel_mode!r}; it must be None, 'column' or 'row'"
@@ -96,17 +110,28 @@ class Projection(FP8Module):
                 f"{name}: parameters_split with fuse_wgrad_accumulation: one product cannot write to the "
                 "main_grad of several parameters; leave one of them out"
             )
-        self.in_features = in_features
-        self.out_features = out_features
+        self._parallel = TensorParallel.of(name, tp_group, tp_size, sequence_parallel)
+        self._mode: Mode | None = parallel_mode
+        self.exchanges["weight"] = self._parallel.exchange(parallel_mode)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = checked_fuse_wgrad(fuse_wgrad_accumulation, name)
         self.init_method = normal_init if init_method is None else init_method
-        self._prefixes = _rows(name, parameters_split, out_features)
-        for prefix, rows in self._prefixes.items():
-            weight = new_parameter(rows, in_features, dtype=params_dtype, device=device)
+        self.in_features = self._share("in_features", in_features, "row")
+        self.out_features = self._share("out_features", out_features, "column")
+        parts = _rows(name, parameters_split, partition_sizes, out_features)
+        self._prefixes = tuple(parts)
+        for prefix, sizes in parts.items():
+            rows = sum(self._share(f"a part of {prefix}weight", size, "column") for size in sizes)
+            weight = new_parameter(rows, self.in_features, dtype=params_dtype, device=device)
             added = new_parameter(rows, dtype=params_dtype, device=device) if bias else None
+            split = (in_features,) if parallel_mode == "row" else sizes
+            declare_map(self._parallel, parallel_mode, weight, added, split)
             self.register_parameter(f"{prefix}weight", weight)
             self.register_parameter(f"{prefix}bias", added)
+
+    def _share(self, what: str, size: int, mode: Mode) -> int:
+        """This rank's part of a size that `mode` splits."""
+        return self._parallel.share(type(self).__name__, what, size) if self._mode == mode else size
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -114,7 +139,7 @@ class Projection(FP8Module):
         for prefix in self._prefixes:
             weight, bias = getattr(self, f"{prefix}weight"), getattr(self, f"{prefix}bias")
             if not weight.is_meta:
-                self.init_method(weight)
+                initialize(weight, self.init_method, self._parallel.ranks)
                 if bias is not None:
                     bias.zero_()
 
@@ -132,9 +157,12 @@ class Projection(FP8Module):
         assert weight is not None
         dtype = activation_dtype(inp, self, weight)
         x = as_matrix(inp, self.in_features, dtype, self)
+        exchange = self.exchanges["weight"]
+        leading = exchange.leading_shape(type(self).__name__, inp.shape)
         (roles,) = self.roles(inp.device)
         if roles.is_fp8:
-            self.require_fp8_shape("weight", x.shape[0], self.in_features, self.out_features)
+            tokens = exchange.tokens(x.shape[0])
+            self.require_fp8_shape("weight", tokens, self.in_features, self.out_features)
         added = None if self.return_bias else bias
         sources = (inp, *also_trained)
         needs_input_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in sources)
@@ -142,15 +170,17 @@ class Projection(FP8Module):
         operand = self.weight_operand(
             "weight", weight, roles, is_first_microbatch, dtype, columnwise=needs_input_grad
         )
-        return Prepared(x, weight, bias, added, operand, roles, call)
+        return Prepared(x, weight, bias, added, operand, call, (*leading, self.out_features))
 
     def _joined(self, kind: str) -> Tensor | None:
         parts = [getattr(self, prefix + kind) for prefix in self._prefixes]
         return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
 
     def extra_repr(self) -> str:
-        fused = f", fuse_wgrad_accumulation={self.fuse_wgrad_accumulation}"
-        return f"{self.in_features}, {self.out_features}{fused if self.fuse_wgrad_accumulation else ''}"
+        fused, size = self.fuse_wgrad_accumulation, self._parallel.ranks.size
+        options = f", fuse_wgrad_accumulation={fused}" if fused else ""
+        parallel = f", parallel_mode={self._mode!r} of {size}" if size > 1 else ""
+        return f"{self.in_features}, {self.out_features}{options}{parallel}"
 
 
 def as_matrix(inp: Tensor, features: int, dtype: torch.dtype, layer: object) -> Tensor:
@@ -190,14 +220,21 @@ def residual_matrix(
     return as_matrix(residual, features, dtype, layer)
 
 
-def _rows(layer: str, split: Mapping[str, int] | Sequence[str] | None, out_features: int) -> dict[str, int]:
-    """Rows of each weight, by the prefix of its name."""
+def _rows(
+    layer: str,
+    split: Mapping[str, int] | Sequence[str] | None,
+    partition_sizes: Sequence[int] | None,
+    out_features: int,
+) -> dict[str, tuple[int, ...]]:
+    """Sizes of the parts of each weight's rows, by the prefix of its name."""
     if split is None:
-        return {"": out_features}
-    if isinstance(split, Mapping):
-        sizes = dict(split)
-    else:
-        sizes = {name: out_features // len(split) for name in split}
-    if sum(sizes.values()) != out_features:
-        raise ValueError(f"{layer}: parameters_split {sizes} does not add up to {out_features} rows")
-    return {f"{name.removesuffix('_')}_": rows for name, rows in sizes.items()}
+        sizes = (out_features,) if partition_sizes is None else tuple(partition_sizes)
+        if sum(sizes) != out_features:
+            raise ValueError(f"{layer}: partition_sizes {sizes} does not add up to {out_features} rows")
+        return {"": sizes}
+    if partition_sizes is not None:
+        raise ValueError(f"{layer}: parameters_split with partition_sizes: each parameter is one part")
+    rows = split if isinstance(split, Mapping) else {name: out_features // len(split) for name in split}
+    if sum(rows.values()) != out_features:
+        raise ValueError(f"{layer}: parameters_split {dict(rows)} does not add up to {out_features} rows")
+    return {f"{name.removesuffix('_')}_": (size,) for name, size in rows.items()}

@@ -250,8 +250,7 @@ def test_initial_values() -> None:
     [
         ({"activation": "tanh"}, ValueError, "tanh.*swiglu"),
         ({"normalization": "BatchNorm"}, ValueError, "BatchNorm"),
-        ({"tp_size": 4}, NotImplementedError, "tp_size=4"),
-        ({"sequence_parallel": True}, NotImplementedError, "sequence_parallel"),
+        ({"tp_size": 4}, ValueError, "tp_size is 4 without a group"),
     ],
 )
 def test_options_that_do_not_fit(options: Any, error: type, message: str) -> None:

@@ -1,0 +1,143 @@
+"""A layer that ranks share against the same layer on one process: values, gradients, initial parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp.comm import Ranks
+from flatfsdp.fp8 import autocast
+from flatfsdp.tensor_parallel import part_of
+from tests.unit.fp8.common import relative_error
+
+SEQUENCE, BATCH = 16, 4
+
+Kind = Literal["column", "row", "both"]
+"""What is split between layers without sequence parallelism: the output, the input, neither."""
+
+
+class Pair(NamedTuple):
+    """One layer twice, with equal parameters.
+
+    Attributes:
+        whole: of one process, on each rank.
+        split: shared by the ranks.
+        widths: of the whole input and output.
+        sizes: of the parts of a split output.
+    """
+
+    whole: nn.Module
+    split: nn.Module
+    kind: Kind
+    widths: tuple[int, int]
+    sequence_parallel: bool
+    sizes: tuple[int, ...] | None
+
+    def rows(self, whole: Tensor) -> Tensor:
+        """What a rank has of a tensor between layers."""
+        return part_of(whole, 0, (len(whole),), world()) if self.sequence_parallel else whole
+
+    def columns(self, whole: Tensor) -> Tensor:
+        sizes = (whole.shape[-1],) if self.sizes is None else self.sizes
+        return part_of(whole, whole.dim() - 1, sizes, world()).contiguous()
+
+    def input(self, whole: Tensor) -> Tensor:
+        return self.columns(whole) if self.kind == "row" else self.rows(whole)
+
+    def output(self, whole: Tensor) -> Tensor:
+        return self.columns(whole) if self.kind == "column" else self.rows(whole)
+
+
+def world() -> Ranks:
+    return Ranks.of(dist.group.WORLD)
+
+
+def make_pair(
+    make: Callable[..., nn.Module],
+    kind: Kind,
+    widths: tuple[int, int],
+    sequence_parallel: bool,
+    *,
+    dtype: torch.dtype | None = None,
+    sizes: tuple[int, ...] | None = None,
+) -> Pair:
+    """Checks that both begin with equal values, and gives them others, none of them 0 or 1."""
+    options: dict[str, Any] = {"params_dtype": dtype}
+    torch.manual_seed(5)
+    whole = make(**options)
+    torch.manual_seed(5)
+    split = make(**options, tp_group=dist.group.WORLD, sequence_parallel=sequence_parallel)
+    for (name, parameter), part in zip(whole.named_parameters(), split.parameters(), strict=True):
+        assert torch.equal(mine(parameter.detach(), part), part), name
+    with torch.no_grad():
+        for parameter, part in zip(whole.parameters(), split.parameters(), strict=True):
+            parameter.normal_(0.0, 0.3)
+            if parameter.dim() == 1:
+                parameter += 1
+            part.copy_(mine(parameter, part))
+    return Pair(whole, split, kind, widths, sequence_parallel, sizes)
+
+
+def mine(whole: Tensor, parameter: nn.Parameter) -> Tensor:
+    """What this rank has of a parameter, or of its gradient."""
+    if not parameter.tensor_model_parallel:
+        return whole
+    return part_of(whole, parameter.partition_dim, parameter.partition_sizes, world())
+
+
+def complete_grad(parameter: nn.Parameter) -> Tensor:
+    """The sum over ranks where each has a part of it."""
+    grad = getattr(parameter, "main_grad", None)
+    grad = parameter.grad if grad is None else grad
+    assert grad is not None
+    grad = grad.float().clone()
+    if parameter.sequence_parallel:
+        dist.all_reduce(grad)
+    return grad
+
+
+def step(layer: nn.Module, x: Tensor, dy: Tensor, recipe: Any, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Output and input's gradient."""
+    x = x.detach().clone().requires_grad_()
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        out = layer(x, **arguments)
+    out.backward(dy)
+    assert x.grad is not None
+    return out.detach(), x.grad
+
+
+def assert_close(ours: Tensor, exact: Tensor, tolerance: float, what: str) -> None:
+    assert ours.shape == exact.shape, (what, ours.shape, exact.shape)
+    error = relative_error(ours, exact)
+    assert error <= tolerance, f"{what}: relative error {error:.2e}"
+
+
+def compare(
+    pair: Pair,
+    recipe: Any = None,
+    *,
+    steps: int = 1,
+    tolerance: float = 1e-6,
+    grad_tolerance: float = 1e-5,
+    **arguments: Any,
+) -> None:
+    """Output and gradients of the split layer are this rank's part of the whole one's, in each step."""
+    generator = torch.Generator().manual_seed(9)
+    for count in range(steps):
+        dtype = next(pair.whole.parameters()).dtype
+        x = torch.randn(SEQUENCE, BATCH, pair.widths[0], generator=generator) * 2.0**count
+        dy = torch.randn(SEQUENCE, BATCH, pair.widths[1], generator=generator)
+        x, dy = x.to(dtype), dy.to(dtype)
+        pair.whole.zero_grad()
+        pair.split.zero_grad()
+        out, dx = step(pair.whole, x, dy, recipe, **arguments)
+        own_out, own_dx = step(pair.split, pair.input(x), pair.output(dy), recipe, **arguments)
+        assert_close(own_out, pair.output(out), tolerance, "output")
+        assert_close(own_dx, pair.input(dx), grad_tolerance, "gradient of the input")
+        for (name, whole), part in zip(pair.whole.named_parameters(), pair.split.parameters(), strict=True):
+            assert whole.grad is not None
+            assert_close(complete_grad(part), mine(whole.grad, part).float(), grad_tolerance, name)
