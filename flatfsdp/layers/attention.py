@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp.fp8.module import ignore_extra_state
+from flatfsdp.layers.dropout import OwnNumbers
 from flatfsdp.layers.masks import CAUSAL, UNLIMITED, Window, WindowMasks, resolve_window, visible_keys
-from flatfsdp.layers.parameters import require_no_tensor_parallelism
 from flatfsdp.layers.sdpa import attention
+from flatfsdp.tensor_parallel import GetTracker, TensorParallel
 
 _FORMATS = ("sbhd", "bshd")
 
@@ -38,11 +39,16 @@ class DotProductAttention(nn.Module):
             boolean mask of queries x keys, which each module keeps.
         softmax_scale: default: 1 / sqrt(kv_channels).
         layer_number: only a label.
-        tp_group, tp_size, sequence_parallel: only one rank for now.
+        tp_group: ranks that share the heads; numbers given are those of all of them.
+        tp_size: their number; may be left out.
+        sequence_parallel: changes nothing here: each rank attends with some heads over the whole sequence.
+        get_rng_state_tracker: gives what draws the dropout of this rank's heads; default: an `RNGTracker`.
+
+    Attributes:
+        num_attention_heads, num_gqa_groups: of this rank.
 
     Raises:
-        ValueError: if options contradict each other.
-        NotImplementedError: for tensor parallelism.
+        ValueError: if options contradict each other, or ranks cannot share heads or groups equally.
     """
 
     def __init__(
@@ -60,11 +66,11 @@ class DotProductAttention(nn.Module):
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
+        get_rng_state_tracker: GetTracker | None = None,
     ) -> None:
         super().__init__()
-        require_no_tensor_parallelism(
-            "DotProductAttention", tp_group=tp_group, tp_size=tp_size, sequence_parallel=sequence_parallel
-        )
+        name = type(self).__name__
+        parallel = TensorParallel.of(name, tp_group, tp_size, sequence_parallel)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if groups < 1 or num_attention_heads % groups:
             raise ValueError(
@@ -75,8 +81,8 @@ class DotProductAttention(nn.Module):
         if not 0 <= attention_dropout < 1:
             raise ValueError(f"attention_dropout is {attention_dropout}; it must be 0 <= p < 1")
         resolve_window(attn_mask_type, window_size)
-        self.num_attention_heads = num_attention_heads
-        self.num_gqa_groups = groups
+        self.num_attention_heads = parallel.share(name, "num_attention_heads", num_attention_heads)
+        self.num_gqa_groups = parallel.share(name, "num_gqa_groups", groups)
         self.kv_channels = kv_channels
         self.attention_dropout = attention_dropout
         self.qkv_format = qkv_format
@@ -85,6 +91,7 @@ class DotProductAttention(nn.Module):
         self.softmax_scale = softmax_scale
         self.layer_number = layer_number
         self._windows = WindowMasks()
+        self._numbers = OwnNumbers(get_rng_state_tracker, tp_group)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -119,10 +126,11 @@ class DotProductAttention(nn.Module):
         window = resolve_window(mask_type, self.window_size if window_size is None else window_size)
         query, key, value = (self._heads_first(x) for x in (query, key, value))
         mask = self._mask(query, key, attention_mask, mask_type, window)
-        if checkpoint_core_attention and torch.is_grad_enabled():
-            out = checkpoint(self._attend, query, key, value, mask, window, use_reentrant=False)
-        else:
-            out = self._attend(query, key, value, mask, window)
+        with self._numbers.drawn(self.training and self.attention_dropout > 0):
+            if checkpoint_core_attention and torch.is_grad_enabled():
+                out = checkpoint(self._attend, query, key, value, mask, window, use_reentrant=False)
+            else:
+                out = self._attend(query, key, value, mask, window)
         return self._heads_last(out)
 
     def _attend(

@@ -6,14 +6,18 @@ Next: `kernels/dropout.py`.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flatfsdp.kernels.column_sum import column_sum
 from flatfsdp.kernels.dropout import WORDS, counters, dropout_backward, dropout_forward
+from flatfsdp.rng import RNGTracker
+from flatfsdp.tensor_parallel import GetTracker
 
 
 class PhiloxState(NamedTuple):
@@ -36,6 +40,22 @@ class PhiloxState(NamedTuple):
         offset = generator.get_offset()
         generator.set_offset(offset + WORDS * counters(rows, cols))
         return PhiloxState(generator.initial_seed() % 2**63, offset // WORDS)
+
+
+class OwnNumbers:
+    """Random numbers for dropout of what other tensor-parallel ranks do not have.
+
+    Args:
+        get_tracker: gives an object with `fork()`, as Transformer Engine's and Megatron's; default: an
+            `RNGTracker`.
+    """
+
+    def __init__(self, get_tracker: GetTracker | None, tp_group: dist.ProcessGroup | None) -> None:
+        self._tracker = RNGTracker(tp_group) if get_tracker is None else get_tracker()
+
+    def drawn(self, are_drawn: bool) -> AbstractContextManager[Any]:
+        """Inside, this rank's own; nothing happens unless there are any to draw."""
+        return self._tracker.fork() if are_drawn else nullcontext()
 
 
 def bias_dropout_add(

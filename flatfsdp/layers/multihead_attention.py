@@ -20,11 +20,12 @@ from flatfsdp.layers.attention import DotProductAttention
 from flatfsdp.layers.layernorm_linear import LayerNormLinear
 from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.masks import Window
-from flatfsdp.layers.parameters import InitMethod, require_no_tensor_parallelism
+from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.projection import LinearOptions
 from flatfsdp.layers.qk_norm import make_qk_norm
 from flatfsdp.layers.qkv import split_qkv
 from flatfsdp.layers.rotary import RotaryPositionEmbedding, RotaryTables, apply_rotary
+from flatfsdp.tensor_parallel import GetTracker, TensorParallel
 
 Tables = RotaryTables | tuple[Tensor, Tensor]
 
@@ -52,14 +53,17 @@ class MultiheadAttention(nn.Module):
         qkv_format, attn_mask_type, window_size, attention_dropout, layer_number: as `DotProductAttention`.
         bias, fuse_wgrad_accumulation, params_dtype, device: as `Linear`, of both projections.
         attention_type: only "self".
-        set_parallel_mode, tp_group, tp_size, sequence_parallel: only one rank for now.
+        set_parallel_mode: the ranks of `tp_group` share the heads, and with them the rows of the first weight
+            and the columns of the second; sizes given are those of the whole layer.
+        sequence_parallel: input and output are split over the ranks along the sequence, which has to be in
+            front ("sbhd").
+        tp_group, tp_size: as `Linear`;  get_rng_state_tracker: as `DotProductAttention`.
 
     Attributes:
         layernorm_qkv, or qkv; q_norm, k_norm; core_attention; proj: the parts.
 
     Raises:
-        ValueError: if options contradict each other.
-        NotImplementedError: for tensor parallelism.
+        ValueError: if options contradict each other, or ranks cannot share heads or groups equally.
     """
 
     def __init__(
@@ -98,11 +102,16 @@ class MultiheadAttention(nn.Module):
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
+        get_rng_state_tracker: GetTracker | None = None,
     ) -> None:
         super().__init__()
-        require_no_tensor_parallelism(
-            "MultiheadAttention", tp_group=tp_group, tp_size=tp_size, sequence_parallel=sequence_parallel
-        )
+        parallel = TensorParallel.of("MultiheadAttention", tp_group, tp_size, sequence_parallel)
+        if parallel.sequence_parallel and not set_parallel_mode:
+            raise ValueError("sequence_parallel needs set_parallel_mode=True: attention sees whole sequences")
+        if parallel.sequence_parallel and qkv_format != "sbhd":
+            raise ValueError(
+                f"sequence_parallel splits dimension 0, which is the batch with {qkv_format!r}; use 'sbhd'"
+            )
         if attention_type != "self":
             raise ValueError(f"attention_type is {attention_type!r}; there is only 'self'")
         if fuse_wgrad_accumulation and not fuse_qkv_params:
@@ -134,20 +143,28 @@ class MultiheadAttention(nn.Module):
             attn_mask_type,
             window_size,
             layer_number=layer_number,
+            tp_group=tp_group if set_parallel_mode else None,
+            sequence_parallel=sequence_parallel,
+            get_rng_state_tracker=get_rng_state_tracker,
         )
         query_size = num_attention_heads * kv_channels
-        key_size = self.core_attention.num_gqa_groups * kv_channels
+        key_size = (num_gqa_groups or num_attention_heads) * kv_channels
         sizes = {"query": query_size, "key": key_size, "value": key_size}
         options: LinearOptions = {
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params_dtype": params_dtype,
             "device": device,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
         }
+        are_apart = fuse_qkv_params and not self.qkv_weight_interleaved
         joint: LinearOptions = {
             **options,
             "init_method": init_method,
             "parameters_split": None if fuse_qkv_params else sizes,
             "parallel_mode": "column" if set_parallel_mode else None,
+            "partition_sizes": tuple(sizes.values()) if are_apart else None,
         }
         if input_layernorm:
             self.layernorm_qkv = LayerNormLinear(
@@ -166,7 +183,14 @@ class MultiheadAttention(nn.Module):
         if rotary_base is not None:
             self.rotary = RotaryPositionEmbedding(kv_channels, rotary_base, rotary_pos_interleaved)
         self.q_norm, self.k_norm = (
-            make_qk_norm(qk_norm_type, kv_channels, qk_norm_eps, params_dtype=params_dtype, device=device)
+            make_qk_norm(
+                qk_norm_type,
+                kv_channels,
+                qk_norm_eps,
+                is_split=set_parallel_mode and parallel.ranks.size > 1,
+                params_dtype=params_dtype,
+                device=device,
+            )
             for _ in range(2)
         )
         back: LinearOptions = {

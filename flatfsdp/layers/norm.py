@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from flatfsdp.kernels.norm_forward import norm_forward
 from flatfsdp.layers.normalized import NormKind, normalize_backward, reset_norm
 from flatfsdp.layers.parameters import new_parameter
+from flatfsdp.tensor_parallel import declare_whole
 
 
 class _NormLayer(nn.Module):
@@ -42,7 +43,7 @@ class _NormLayer(nn.Module):
         if not self.kind.rms:
             self.bias = new_parameter(*self.normalized_shape, dtype=params_dtype, device=device)
         for parameter in self.parameters():
-            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
+            declare_whole(parameter, partial_grad=sequence_parallel)
         self.reset_parameters()
 
     @torch.no_grad()

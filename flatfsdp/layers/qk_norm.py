@@ -36,10 +36,14 @@ def make_qk_norm(
     channels: int,
     eps: float,
     *,
+    is_split: bool,
     params_dtype: torch.dtype | None,
     device: torch.device | str | None,
 ) -> nn.Module | None:
     """
+    Args:
+        is_split: whether each of several ranks has some of the heads, and so a part of the gradients.
+
     Raises:
         ValueError: for an unknown type.
     """
@@ -48,9 +52,9 @@ def make_qk_norm(
     if qk_norm_type == "L2Normalization":
         return L2Normalization(channels, eps)
     if qk_norm_type == "RMSNorm":
-        return RMSNorm(channels, eps, params_dtype=params_dtype, device=device)
+        return RMSNorm(channels, eps, is_split, params_dtype=params_dtype, device=device)
     if qk_norm_type == "LayerNorm":
-        return LayerNorm(channels, eps, params_dtype=params_dtype, device=device)
+        return LayerNorm(channels, eps, is_split, params_dtype=params_dtype, device=device)
     raise ValueError(
         f"qk_norm_type is {qk_norm_type!r}; it must be None, 'L2Normalization', 'RMSNorm' or 'LayerNorm'"
     )

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp.fp8.linear import FuseWgrad
-from flatfsdp.layers.dropout import bias_dropout_add
+from flatfsdp.layers.dropout import OwnNumbers, bias_dropout_add
 from flatfsdp.layers.layernorm_mlp import LayerNormMLP
 from flatfsdp.layers.masks import Window
 from flatfsdp.layers.multihead_attention import MultiheadAttention, Tables
 from flatfsdp.layers.norm import LayerNorm, RMSNorm
 from flatfsdp.layers.parameters import InitMethod
+from flatfsdp.tensor_parallel import GetTracker, TensorParallel
 
 
 class TransformerLayer(nn.Module):
@@ -45,7 +46,9 @@ class TransformerLayer(nn.Module):
             qk_norm_eps, qk_norm_before_rope: as `MultiheadAttention`.
         fuse_wgrad_accumulation, params_dtype, device: as `Linear`, of all parts.
         layer_type, drop_path_rate: only "encoder", which includes GPTs, and 0.
-        set_parallel_mode, tp_group, tp_size, sequence_parallel: only one rank for now.
+        set_parallel_mode, tp_group, tp_size, sequence_parallel, get_rng_state_tracker: as
+            `MultiheadAttention`, of all parts.  Under sequence_parallel each rank draws the dropout of its
+            part of the sequence.
 
     Attributes:
         self_attention: a MultiheadAttention.
@@ -53,8 +56,7 @@ class TransformerLayer(nn.Module):
         layernorm: the norm at the end with `output_layernorm`.
 
     Raises:
-        ValueError: if options contradict each other.
-        NotImplementedError: for tensor parallelism.
+        ValueError: if options contradict each other, or ranks cannot share a size equally.
     """
 
     def __init__(
@@ -97,8 +99,10 @@ class TransformerLayer(nn.Module):
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
+        get_rng_state_tracker: GetTracker | None = None,
     ) -> None:
         super().__init__()
+        parallel = TensorParallel.of("TransformerLayer", tp_group, tp_size, sequence_parallel)
         if layer_type != "encoder":
             raise ValueError(
                 f"layer_type is {layer_type!r}; there is no cross-attention, so it must be 'encoder'"
@@ -115,6 +119,8 @@ class TransformerLayer(nn.Module):
                 "output_layernorm"
             )
         self.hidden_dropout = hidden_dropout
+        self._splits_sequence = parallel.sequence_parallel
+        self._numbers = OwnNumbers(get_rng_state_tracker, tp_group)
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
         # Without dropout the product adds the bias, and its gradient comes with the cast of dy.
@@ -152,6 +158,7 @@ class TransformerLayer(nn.Module):
             tp_group=tp_group,
             tp_size=tp_size,
             sequence_parallel=sequence_parallel,
+            get_rng_state_tracker=get_rng_state_tracker,
         )
         self.layernorm_mlp = LayerNormMLP(
             hidden_size,
@@ -178,7 +185,7 @@ class TransformerLayer(nn.Module):
             self.layernorm = norm(
                 hidden_size,
                 layernorm_epsilon,
-                sequence_parallel,
+                parallel.sequence_parallel,
                 params_dtype,
                 zero_centered_gamma,
                 device,
@@ -236,4 +243,7 @@ class TransformerLayer(nn.Module):
     def _add(self, out: Tensor, *bias_and_residual: Tensor | None) -> Tensor:
         """Residual + dropout(out + bias); the bias may be missing, or None."""
         *bias, residual = bias_and_residual
-        return bias_dropout_add(out, bias[0] if bias else None, residual, self.hidden_dropout, self.training)
+        with self._numbers.drawn(self._splits_sequence and self.training and self.hidden_dropout > 0):
+            return bias_dropout_add(
+                out, bias[0] if bias else None, residual, self.hidden_dropout, self.training
+            )

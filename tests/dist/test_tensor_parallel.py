@@ -2,67 +2,110 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import nn
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
-from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, MultiheadAttention, TransformerLayer
 from tests.dist.ranks import run_ranks
 from tests.dist.split_layers import Kind, compare, make_pair
 
 WIDTH, OUT, FFN = 64, 96, 128
+HEADS = 8
 JOINT = (32, 16, 16)
 """Queries, keys and values of a joint projection."""
+PARAMETERS = {"query": 32, "key": 16, "value": 16}
 
-LAYERS: dict[str, tuple[Any, Kind, tuple[int, int], Any]] = {
-    "column": (partial(Linear, WIDTH, OUT, parallel_mode="column"), "column", (WIDTH, OUT), None),
-    "row": (partial(Linear, WIDTH, OUT, parallel_mode="row"), "row", (WIDTH, OUT), None),
-    "joint": (
-        partial(Linear, WIDTH, 64, parallel_mode="column", partition_sizes=JOINT),
+
+class Case(NamedTuple):
+    """A layer for `make_pair`.
+
+    Attributes:
+        widths: of the whole input and output.
+        sizes: of the parts of a split output.
+    """
+
+    make: Callable[..., nn.Module]
+    kind: Kind
+    widths: tuple[int, int]
+    sizes: tuple[int, ...] | None = None
+
+
+def inside(layer: type[nn.Module], *sizes: int, **options: Any) -> Case:
+    """A layer that ends as it began."""
+    return Case(partial(layer, *sizes, set_parallel_mode=True, **options), "both", (WIDTH, WIDTH))
+
+
+RMS = {"normalization": "RMSNorm"}
+MAPS = {
+    "column": Case(partial(Linear, WIDTH, OUT, parallel_mode="column"), "column", (WIDTH, OUT)),
+    "row": Case(partial(Linear, WIDTH, OUT, parallel_mode="row"), "row", (WIDTH, OUT)),
+    "joint": Case(
+        partial(Linear, WIDTH, sum(JOINT), parallel_mode="column", partition_sizes=JOINT),
         "column",
-        (WIDTH, 64),
+        (WIDTH, sum(JOINT)),
         JOINT,
     ),
-    "several": (
-        partial(
-            Linear,
-            WIDTH,
-            64,
-            parallel_mode="column",
-            parameters_split={"q": 32, "k": 16, "v": 16},
-            bias=False,
-        ),
+    "several": Case(
+        partial(Linear, WIDTH, sum(JOINT), parallel_mode="column", parameters_split=PARAMETERS),
         "column",
-        (WIDTH, 64),
+        (WIDTH, sum(JOINT)),
         JOINT,
     ),
-    "norm": (partial(LayerNormLinear, WIDTH, OUT, parallel_mode="column"), "column", (WIDTH, OUT), None),
-    "mlp": (partial(LayerNormMLP, WIDTH, FFN, set_parallel_mode=True), "both", (WIDTH, WIDTH), None),
-    "swiglu": (
-        partial(
-            LayerNormMLP, WIDTH, FFN, activation="swiglu", normalization="RMSNorm", set_parallel_mode=True
-        ),
-        "both",
-        (WIDTH, WIDTH),
-        None,
+    "norm": Case(partial(LayerNormLinear, WIDTH, OUT, parallel_mode="column"), "column", (WIDTH, OUT)),
+    "mlp": inside(LayerNormMLP, WIDTH, FFN),
+    "swiglu": inside(LayerNormMLP, WIDTH, FFN, activation="swiglu", bias=False, **RMS),
+    "recomputed": inside(LayerNormMLP, WIDTH, FFN, checkpoint=True),
+}
+GQA = {"num_gqa_groups": 4, "attention_dropout": 0.0}
+ATTENTION = {
+    "heads": inside(MultiheadAttention, WIDTH, HEADS, attention_dropout=0.0, qk_norm_type="RMSNorm"),
+    "groups": inside(MultiheadAttention, WIDTH, HEADS, fuse_qkv_params=True, **GQA),
+    "apart": inside(
+        MultiheadAttention, WIDTH, HEADS, fuse_qkv_params=True, qkv_weight_interleaved=False, **GQA
     ),
-    "recomputed": (
-        partial(LayerNormMLP, WIDTH, FFN, checkpoint=True, set_parallel_mode=True),
-        "both",
-        (WIDTH, WIDTH),
-        None,
+    # Separate keys have a bias whose gradient is zero, and would be compared to nothing.
+    "layer": inside(
+        TransformerLayer, WIDTH, FFN, HEADS, attention_dropout=0.0, hidden_dropout=0.0, fuse_qkv_params=True
+    ),
+    "post": inside(
+        TransformerLayer,
+        WIDTH,
+        FFN,
+        HEADS,
+        hidden_dropout=0.0,
+        output_layernorm=True,
+        bias=False,
+        rotary_base=10000.0,
+        qk_norm_type="RMSNorm",
+        activation="swiglu",
+        **GQA,
+        **RMS,
+    ),
+    "parallel": inside(
+        TransformerLayer,
+        WIDTH,
+        FFN,
+        HEADS,
+        hidden_dropout=0.0,
+        parallel_attention_mlp=True,
+        bias=False,
+        **GQA,
     ),
 }
+CASES = {**MAPS, **ATTENTION}
 
 
 def same_as_one_process(
-    rank: int, world_size: int, names: list[str], recipe: Any, dtype: torch.dtype, **options: Any
+    rank: int, world_size: int, names: list[str], recipe: Any, dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     for name in names:
-        make, kind, widths, sizes = LAYERS[name]
+        make, kind, widths, sizes = CASES[name]
         for sequence_parallel in (False, True):
             pair = make_pair(make, kind, widths, sequence_parallel, dtype=dtype, sizes=sizes)
             try:
@@ -71,9 +114,9 @@ def same_as_one_process(
                 raise AssertionError(f"{name}, sequence_parallel={sequence_parallel}: {error}") from error
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_numbers_of_one_process(world_size: int) -> None:
-    run_ranks(world_size, same_as_one_process, list(LAYERS), None, torch.float32)
+@pytest.mark.parametrize(("world_size", "names"), [(2, list(CASES)), (4, ["joint", "mlp", "groups", "post"])])
+def test_numbers_of_one_process(world_size: int, names: list[str]) -> None:
+    run_ranks(world_size, same_as_one_process, names, None, torch.float32, {})
 
 
 RECIPES = {
@@ -81,13 +124,15 @@ RECIPES = {
     "current": CurrentScaling(),
     "block": BlockScaling(),
 }
-
-
-def in_fp8(rank: int, world_size: int, recipe: Any, dtype: torch.dtype) -> None:
-    tolerances = {"tolerance": 2e-2, "grad_tolerance": 2e-2}
-    same_as_one_process(rank, world_size, list(LAYERS), recipe, dtype, steps=3, **tolerances)
+IN_FP8 = {
+    "delayed": [*MAPS, "layer"],
+    "current": ["column", "row", "mlp", "groups"],
+    "block": ["column", "row", "recomputed"],
+}
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_numbers_of_one_process_in_fp8(recipe: str) -> None:
-    run_ranks(2, in_fp8, RECIPES[recipe], torch.bfloat16)
+    """With activations in FP32, of which few round to FP8 the other way because of another order of sums."""
+    options = {"steps": 3, "tolerance": 1e-3, "grad_tolerance": 2e-3}
+    run_ranks(2, same_as_one_process, IN_FP8[recipe], RECIPES[recipe], torch.float32, options)

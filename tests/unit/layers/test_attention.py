@@ -215,11 +215,6 @@ def test_contradicting_options_are_named(arguments: dict[str, Any], message: str
         DotProductAttention(HEADS, DIM, **arguments)
 
 
-def test_tensor_parallelism_is_not_there_yet() -> None:
-    with pytest.raises(NotImplementedError, match=r"comes with flatfsdp\.parallel"):
-        DotProductAttention(HEADS, DIM, tp_size=2)
-
-
 @pytest.mark.parametrize(
     ("mask_type", "mask", "message"),
     [

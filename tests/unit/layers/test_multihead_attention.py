@@ -281,11 +281,6 @@ def test_contradicting_options_are_named(arguments: dict[str, Any], message: str
         MultiheadAttention(**{"hidden_size": HIDDEN, "num_attention_heads": HEADS, **arguments})
 
 
-def test_tensor_parallelism_is_not_there_yet() -> None:
-    with pytest.raises(NotImplementedError, match=r"comes with flatfsdp\.parallel"):
-        MultiheadAttention(HIDDEN, HEADS, tp_size=2)
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_with_rope_nothing_saved_keeps_the_joint_projection(interleaved: bool) -> None:
     """Its queries and keys would be kept twice, before and after the rotation."""

@@ -282,14 +282,9 @@ def test_initial_values() -> None:
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "parallel_attention_mlp goes neither"),
         ({"fuse_wgrad_accumulation": True}, "needs fuse_qkv_params=True"),
         ({"attn_input_format": "thd"}, "qkv_format is 'thd'"),
+        ({"tp_size": 2}, "tp_size is 2 without a group"),
     ],
 )
 def test_contradicting_options_are_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TransformerLayer(HIDDEN, FFN, HEADS, **arguments)
-
-
-def test_tensor_parallelism_is_not_there_yet() -> None:
-    for arguments in ({"tp_size": 2}, {"sequence_parallel": True}):
-        with pytest.raises(NotImplementedError, match=r"comes with flatfsdp\.parallel"):
-            TransformerLayer(HIDDEN, FFN, HEADS, **arguments)
