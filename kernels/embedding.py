@@ -40,9 +40,10 @@ def tile(dtype: torch.dtype, cols: int) -> Tile:
 
 
 def reference(target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None, first: bool) -> None:
+    kept = ids >= 0
     if padding_idx is not None:
-        kept = ids != padding_idx
-        dy, ids = dy[kept], ids[kept]
+        kept &= ids != padding_idx
+    dy, ids = dy[kept], ids[kept]
     rows, position = ids.long().unique(return_inverse=True)
     # On the CPU this adds one token after the other.
     sums = target.new_zeros(len(rows), target.shape[1]).index_add_(0, position, dy.float())
@@ -138,6 +139,7 @@ def _embedding_kernel(
     begin = tl.program_id(0) // across
     row = tl.load(ids_ptr + begin)
     token = tl.load(tokens_ptr + begin).to(tl.int64)
+    # Never so for ids of -1, which come first.
     is_first_of_row = row != tl.load(ids_ptr + begin - 1, begin > 0, -1)
     if is_first_of_row & (row != padding_idx):
         col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
@@ -183,7 +185,8 @@ def embedding_grad(
     Args:
         target: FP32 [vocabulary, hidden], contiguous.
         dy: [tokens, hidden], gradient of the embedding's result; FP32, fp16 or bf16, contiguous.
-        ids: int64 or int32 [tokens], each at least 0 and below `vocabulary`, as the forward has checked.
+        ids: int64 or int32 [tokens], each below `vocabulary`, as the forward has checked, and at least 0; or
+            -1, for rows that another rank has: these tokens give nothing.
         first: overwrite what the target holds, all of it.
         padding_idx: tokens with this id give nothing.
 

@@ -2,6 +2,9 @@
 
 In:   ids [...], int64 or int32;  out: [..., embedding_dim].
 Next: the first layer of a model.
+
+Tensor-parallel ranks have consecutive rows each.  A rank looks up zeros for the ids of others, and what it
+looks up is summed over the ranks: exactly, as all but one have zeros.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -17,21 +21,28 @@ from flatfsdp.autograd import receives_gradient
 from flatfsdp.fp8.main_grad import claim
 from flatfsdp.kernels.embedding import embedding_grad
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
+from flatfsdp.tensor_parallel import Exchange, TensorParallel, declare_split, initialize
 
 
 class Embedding(nn.Module):
     """One row of `weight` for each id.
 
     Args:
-        num_embeddings, embedding_dim: shape of the table.
+        num_embeddings, embedding_dim: shape of the whole table.
         padding_idx: an id whose row gets no gradient, and starts as zeros.
         init_method: fills the table in place; default: normal with standard deviation 0.023.
         params_dtype, device: of the table.
         fuse_wgrad_accumulation: add the gradient to the FP32 `main_grad` of the table, of which only the rows
             of the batch's ids are touched, instead of giving autograd a gradient of the whole table.
+        tp_group: ranks that share the table's rows.  All of them get the same ids.
+        tp_size: of the group; may be left out.
+        sequence_parallel: each rank returns its part of dimension 0.
 
     Attributes:
-        weight: [num_embeddings, embedding_dim].
+        weight: [num_embeddings / tp_size, embedding_dim].
+
+    Raises:
+        ValueError: if padding_idx is outside of the table, or the ranks cannot share its rows equally.
     """
 
     def __init__(
@@ -44,56 +55,126 @@ class Embedding(nn.Module):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         fuse_wgrad_accumulation: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
     ) -> None:
         super().__init__()
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx is {padding_idx}; the table has {num_embeddings} rows")
+        self.parallel = TensorParallel.of("Embedding", tp_group, tp_size, sequence_parallel)
+        rows = self.parallel.share("Embedding", "num_embeddings", num_embeddings)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.init_method = normal_init if init_method is None else init_method
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self.weight = new_parameter(num_embeddings, embedding_dim, dtype=params_dtype, device=device)
+        self.weight = new_parameter(rows, embedding_dim, dtype=params_dtype, device=device)
+        self._first_row = self.parallel.ranks.rank * rows
+        # The summed rows of a linear map that is split by its input.
+        self._exchange = self.parallel.exchange("row")
+        if self._is_split:
+            declare_split(self.weight, 0, (num_embeddings,))
         self.reset_parameters()
+
+    @property
+    def _is_split(self) -> bool:
+        return self._exchange.sums_output
+
+    @property
+    def _padding_row(self) -> int | None:
+        """Of this rank's rows."""
+        row = -1 if self.padding_idx is None else self.padding_idx - self._first_row
+        return row if 0 <= row < len(self.weight) else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialises the table where it is; nothing on the meta device."""
         if not self.weight.is_meta:
-            self.init_method(self.weight)
-            if self.padding_idx is not None:
-                self.weight[self.padding_idx].zero_()
+            initialize(self.weight, self.init_method, self.parallel.ranks)
+            if self._padding_row is not None:
+                self.weight[self._padding_row].zero_()
 
     def forward(self, ids: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """[...] to [..., embedding_dim], in the table's dtype.
+        """[...] to [..., embedding_dim], in the table's dtype; with `sequence_parallel` part of dimension 0.
 
         Args:
             is_first_microbatch: True overwrites a plain `main_grad`, as in `Linear`.
+
+        Raises:
+            IndexError, RuntimeError: if an id is outside of the table; on a GPU as a failed assertion, later.
+            ValueError: if tensor-parallel ranks cannot share dimension 0 equally.
         """
+        if self._is_split:
+            self._exchange.leading_shape("Embedding", (*ids.shape, self.embedding_dim))
+            ids = self._own_rows(ids)
+        rows = self._look_up(ids, is_first_microbatch)
+        return _Sum.apply(rows, self._exchange) if self._is_split else rows
+
+    def _own_rows(self, ids: Tensor) -> Tensor:
+        """Rows of `weight`, and -1 for the ids of other ranks."""
+        torch._assert_async(
+            ((ids >= 0) & (ids < self.num_embeddings)).all(),
+            f"Embedding: an id is outside of the table of {self.num_embeddings} rows",
+        )
+        row = ids - self._first_row
+        return torch.where((row >= 0) & (row < len(self.weight)), row, -1)
+
+    def _look_up(self, rows: Tensor, is_first_microbatch: bool | None) -> Tensor:
         if self.fuse_wgrad_accumulation and torch.is_grad_enabled() and self.weight.requires_grad:
-            return _Embedding.apply(self.weight, ids, self.padding_idx, is_first_microbatch)
-        return F.embedding(ids, self.weight, self.padding_idx)
+            return _Embedding.apply(self.weight, rows, self._padding_row, self._is_split, is_first_microbatch)
+        return _look_up(self.weight, rows, self._padding_row, self._is_split)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
+def _look_up(weight: Tensor, rows: Tensor, padding_row: int | None, is_split: bool) -> Tensor:
+    """Rows of the weight, and zeros for -1 if the table is split."""
+    if not is_split:
+        return F.embedding(rows, weight, padding_row)
+    found = F.embedding(rows.clamp(min=0), weight, padding_row)
+    return found.masked_fill_((rows < 0).unsqueeze(-1), 0.0)
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, ids: Tensor, padding_idx: int | None, is_first_microbatch: bool | None
+        ctx: Any,
+        weight: Tensor,
+        rows: Tensor,
+        padding_row: int | None,
+        is_split: bool,
+        is_first_microbatch: bool | None,
     ) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.weight, ctx.padding_idx, ctx.is_first_microbatch = weight, padding_idx, is_first_microbatch
-        return F.embedding(ids, weight)
+        ctx.save_for_backward(rows)
+        ctx.weight, ctx.padding_row, ctx.is_first_microbatch = weight, padding_row, is_first_microbatch
+        return _look_up(weight, rows, None, is_split)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, None, None, None]:
-        if not receives_gradient(ctx.weight):
-            return None, None, None, None
-        (ids,) = ctx.saved_tensors
-        slot = claim(ctx.weight, "Embedding.weight", ctx.is_first_microbatch)
-        rows = dy.reshape(-1, dy.shape[-1]).contiguous()
-        embedding_grad(slot.target, rows, ids.reshape(-1), first=slot.first, padding_idx=ctx.padding_idx)
-        return None, None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
+        if receives_gradient(ctx.weight):
+            (rows,) = ctx.saved_tensors
+            slot = claim(ctx.weight, "Embedding.weight", ctx.is_first_microbatch)
+            dy = dy.reshape(-1, dy.shape[-1]).contiguous()
+            embedding_grad(slot.target, dy, rows.reshape(-1), first=slot.first, padding_idx=ctx.padding_row)
+        return None, None, None, None, None
+
+
+class _Sum(torch.autograd.Function):
+    """Sums what ranks have looked up, or gives each its part of the sum."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.exchange = exchange
+        if not exchange.sequence_parallel:
+            ctx.mark_dirty(rows)
+        return exchange.start_sum(rows).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        if ctx.exchange.gathers_grad:
+            dy = ctx.exchange.start_gather(dy.contiguous()).wait()
+        return dy, None

@@ -79,6 +79,19 @@ def test_first_overwrites_nan_and_later_calls_leave_other_rows_alone(run: Any, d
 
 
 @BOTH
+@pytest.mark.parametrize("first", [True, False])
+def test_rows_that_another_rank_has_are_skipped(run: Any, device: str, first: bool) -> None:
+    before, dy, ids = tokens(50, 16, 12, device)
+    ids[:3] = torch.tensor([0, 11, 3])
+    for begin, end in ((0, 6), (6, 12), (12, 15)):
+        is_own = (ids >= begin) & (ids < end)
+        rows = torch.where(is_own, ids - begin, -1)
+        target = before.clone()
+        run(target, dy, rows.int(), None, first)
+        assert torch.equal(target, one_by_one(before, dy[is_own], rows[is_own], first=first))
+
+
+@BOTH
 def test_no_tokens(run: Any, device: str) -> None:
     ids = torch.empty(0, dtype=torch.int64, device=device)
     target = torch.ones(4, 16, device=device)
