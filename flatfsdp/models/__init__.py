@@ -1,0 +1,6 @@
+"""Models made of FlatFSDP's own layers, whole or as one stage of a pipeline."""
+
+from flatfsdp.models.config import PRESETS, LlamaConfig, flops_per_token, stage_layers
+from flatfsdp.models.llama import Llama
+
+__all__ = ["PRESETS", "Llama", "LlamaConfig", "flops_per_token", "stage_layers"]

@@ -1,0 +1,88 @@
+"""Sizes of a Llama, its split into pipeline stages, and the operations that a token costs.
+
+Next: `llama.py` builds it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """
+    Attributes:
+        ffn: width of the gate and of the up projection each.
+        kv_heads: key/value heads, each shared by heads / kv_heads query heads.
+        seq: longest sequence, in tokens.
+        rope_theta: wavelengths of positions are 2 pi to 2 pi * rope_theta tokens.
+        norm_eps: added to the mean square in each norm.
+
+    Raises:
+        ValueError: if a size is not positive, or sizes do not fit each other.
+    """
+
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    seq: int
+    rope_theta: float = 500_000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if not getattr(self, field.name) > 0:
+                raise ValueError(f"{field.name} is {getattr(self, field.name)}; it must be positive")
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"hidden is {self.hidden}; it must be an even multiple of heads, {self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads is {self.heads}; it must be a multiple of kv_heads, {self.kv_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+
+PRESETS: dict[str, LlamaConfig] = {
+    "tiny": LlamaConfig(4, 64, 192, heads=4, kv_heads=2, vocab=256, seq=64),
+    "debug": LlamaConfig(8, 256, 768, heads=8, kv_heads=4, vocab=256, seq=256),
+    "1b": LlamaConfig(16, 2048, 8192, heads=32, kv_heads=8, vocab=128_256, seq=8192),
+    "8b": LlamaConfig(32, 4096, 14_336, heads=32, kv_heads=8, vocab=128_256, seq=8192),
+    "70b": LlamaConfig(80, 8192, 28_672, heads=64, kv_heads=8, vocab=128_256, seq=8192),
+}
+"""Llama 3's shapes, and two for tests on CPU, whose vocabulary is that of bytes."""
+
+
+def stage_layers(layers: int, stages: int) -> list[range]:
+    """The layers of each pipeline stage, in order; as many in each, or one less in some.
+
+    The last stage, which has the head, has no more than any other.
+
+    Raises:
+        ValueError: if a stage would have none.
+    """
+    if not 1 <= stages <= layers:
+        raise ValueError(f"{layers} layers cannot be split into {stages} stages; each needs a layer")
+    ends = [-(-layers * stage // stages) for stage in range(stages + 1)]
+    return [range(begin, end) for begin, end in pairwise(ends)]
+
+
+def flops_per_token(config: LlamaConfig, seq: int | None = None) -> int:
+    """Operations of a forward and backward of the whole model, per token.
+
+    6 per weight of a product (a multiply and an add, in forward, dgrad and wgrad), plus causal attention:
+    6 * layers * hidden * seq, half of what attention without a mask takes.  Embedding, norms, the optimizer
+    and anything computed twice do not count.
+
+    Args:
+        seq: length of the sequences; default: the longest.
+    """
+    key_and_value = 2 * config.kv_heads * config.head_dim
+    attention = config.hidden * (2 * config.hidden + key_and_value)
+    mlp = 3 * config.hidden * config.ffn
+    weights = config.layers * (attention + mlp) + config.hidden * config.vocab
+    return 6 * weights + 6 * config.layers * config.hidden * (config.seq if seq is None else seq)

@@ -1,0 +1,248 @@
+"""A Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU, and a head of its own.
+
+In:   tokens int64 [batch, seq]; in later pipeline stages activations [seq, batch, hidden].
+Out:  activations; of the last stage the mean loss, or logits [seq, batch, vocab].
+Next: FlatFSDP shards it, `parallel.FlatStage` runs it under a schedule.
+
+Shapes in names: b = batch, s = sequence, h = hidden, v = vocabulary.  With sequence parallelism each
+tensor-parallel rank has 1 / tp of the sequence between layers; with tensor parallelism 1 / tp of the logits.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp.fp8 import Recipe, autocast
+from flatfsdp.fp8.linear import FuseWgrad
+from flatfsdp.layers import (
+    Embedding,
+    LinearCrossEntropy,
+    RMSNorm,
+    RotaryPositionEmbedding,
+    TransformerLayer,
+    cross_entropy,
+)
+from flatfsdp.layers.parameters import InitMethod
+from flatfsdp.meta import materialize
+from flatfsdp.models.config import LlamaConfig
+from flatfsdp.rng import seeded
+from flatfsdp.tensor_parallel import TensorParallel
+
+
+class Llama(nn.Module):
+    """The whole model, or some of its layers: one stage of a pipeline.
+
+        config = PRESETS["1b"]
+        model = Llama(config)                                                   # all of it
+        part = Llama(config, stage_layers(config.layers, 2)[mesh.pp_rank])      # one of two stages
+        loss = model(tokens, targets)
+
+    Parameters have the names, and at first the values, that they have in the whole model in one process.
+
+    Args:
+        layers: consecutive ones; default: all.  Those from 0 come with the embedding, those to the end with
+            the last norm and the head.
+        tp_group: ranks that share each layer.
+        sequence_parallel: they share the activations between layers, too.
+        fuse_wgrad_accumulation: add weight gradients to their FP32 `main_grad`; see `Linear`.
+        recipe: how to scale FP8 products, of the layers only; None: they are in the parameters' dtype.
+        amax_group: ranks that share scales: those that have this stage.  Default: all ranks.
+        seed: of the initial values.
+        params_dtype: of the parameters; default: torch's default dtype.
+        device: of the parameters; default: torch's.  On "meta" they get values later: pass `initialize` to
+            FlatFSDP as `param_init_fn`.
+
+    Attributes:
+        embedding, norm, head: None in stages without.
+        layers: by their number in the whole model.
+
+    Raises:
+        ValueError: if `layers` are not layers of the model, or tensor-parallel ranks cannot share a size.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        layers: range | None = None,
+        *,
+        tp_group: dist.ProcessGroup | None = None,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: FuseWgrad = False,
+        recipe: Recipe | None = None,
+        amax_group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        layers = range(config.layers) if layers is None else layers
+        if layers.step != 1 or not 0 <= layers.start <= layers.stop <= config.layers:
+            raise ValueError(f"the model has layers 0 to {config.layers - 1}; {layers} are not some of them")
+        self.config = config
+        self.recipe = recipe
+        self.amax_group = amax_group
+        self.seed = seed
+        self.parallel = TensorParallel.of("Llama", tp_group, 1, sequence_parallel)
+        self.rotary = RotaryPositionEmbedding(config.head_dim, config.rope_theta)
+        new = _Factory(
+            config, tp_group, self.parallel.sequence_parallel, fuse_wgrad_accumulation, params_dtype
+        )
+        # In the order of the forward.
+        self.embedding = new.embedding() if layers.start == 0 else None
+        self.layers = nn.ModuleDict({str(number): new.layer(number) for number in layers})
+        has_head = layers.stop == config.layers
+        self.norm = new.norm() if has_head else None
+        self.head = new.head() if has_head else None
+        self._names = {owner: name for name, owner in self.named_modules()}
+        device = torch.get_default_device() if device is None else torch.device(device)
+        if device.type != "meta":
+            owners = [(name, owner) for owner, name in self._names.items()]
+            materialize(owners, device, self.initialize)
+
+    def initialize(self, owner: nn.Module) -> None:
+        """Fills the parameters that one of the model's modules has, from the seed and its name."""
+        with seeded(self.seed, self._names[owner]):
+            owner.reset_parameters()  # type: ignore[operator]
+
+    def forward(
+        self, inputs: Tensor, targets_bs: Tensor | None = None, is_first_microbatch: bool | None = None
+    ) -> Tensor:
+        """Activations [s, b, h]; in the last stage `loss` with targets, else logits [s, b, v].
+
+        Args:
+            inputs: tokens [b, s] or, in a stage without the embedding, activations.
+            targets_bs: tokens; only for the last stage.
+            is_first_microbatch: FP8 weights are cast in every microbatch (None), or in the first one only.
+
+        Raises:
+            ValueError: if the sequence is longer than `config.seq`.
+        """
+        x_sbh = inputs if self.embedding is None else self._embed(inputs, is_first_microbatch)
+        rope = self.rotary(self.config.seq, x_sbh.device)
+        with self._region():
+            for layer in self.layers.values():
+                x_sbh = layer(x_sbh, is_first_microbatch=is_first_microbatch, rotary_pos_emb=rope)
+        if self.norm is None or self.head is None:
+            return x_sbh
+        x_sbh = self.norm(x_sbh)
+        if targets_bs is None or self.parallel.ranks.size > 1:
+            logits_sbv: Tensor = self.head(x_sbh, is_first_microbatch=is_first_microbatch)
+            return logits_sbv if targets_bs is None else self.loss(logits_sbv, targets_bs)
+        loss: Tensor = self.head(x_sbh, targets_bs.t().contiguous(), is_first_microbatch)
+        return loss
+
+    def loss(self, logits_sbv: Tensor, targets_bs: Tensor) -> Tensor:
+        """The mean cross-entropy in nats, FP32, without dimension; a schedule's `loss_fn`.
+
+        Its gradient is written over the logits: let the schedule not return them (`return_outputs=False`).
+        """
+        return cross_entropy(
+            logits_sbv,
+            targets_bs.t().contiguous(),
+            tp_group=self.parallel.ranks.group,
+            # Leaves are a schedule's, which finds out shapes with them.
+            inplace_backward=not logits_sbv.is_leaf,
+        )
+
+    def _embed(self, tokens_bs: Tensor, is_first_microbatch: bool | None) -> Tensor:
+        assert self.embedding is not None
+        if tokens_bs.shape[1] > self.config.seq:
+            raise ValueError(
+                f"a sequence of {tokens_bs.shape[1]} tokens does not fit the model's {self.config.seq}"
+            )
+        x_sbh: Tensor = self.embedding(tokens_bs.t(), is_first_microbatch)
+        return x_sbh
+
+    def _region(self) -> AbstractContextManager[None]:
+        if self.recipe is None:
+            return nullcontext()
+        return autocast(recipe=self.recipe, amax_reduction_group=self.amax_group)
+
+
+class _Factory:
+    """Makes the parts of a model, without memory for their parameters."""
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        tp_group: dist.ProcessGroup | None,
+        sequence_parallel: bool,
+        fuse_wgrad_accumulation: FuseWgrad,
+        params_dtype: torch.dtype | None,
+    ) -> None:
+        self._config = config
+        self._tp_group = tp_group
+        self._sequence_parallel = sequence_parallel
+        self._fuse_wgrad_accumulation = fuse_wgrad_accumulation
+        self._params_dtype = params_dtype
+        # Products keep the scale of what they are given; what adds to the residual stream starts smaller.
+        self._inner = _normal(config.hidden**-0.5)
+        self._to_residual = _normal((2 * config.layers * config.hidden) ** -0.5)
+
+    def embedding(self) -> Embedding:
+        return Embedding(
+            self._config.vocab,
+            self._config.hidden,
+            init_method=_normal(1.0),
+            params_dtype=self._params_dtype,
+            device="meta",
+            fuse_wgrad_accumulation=bool(self._fuse_wgrad_accumulation),
+            tp_group=self._tp_group,
+            sequence_parallel=self._sequence_parallel,
+        )
+
+    def layer(self, number: int) -> TransformerLayer:
+        config = self._config
+        return TransformerLayer(
+            config.hidden,
+            config.ffn,
+            config.heads,
+            config.kv_heads,
+            config.norm_eps,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            init_method=self._inner,
+            output_layer_init_method=self._to_residual,
+            layer_number=number + 1,
+            bias=False,
+            activation="swiglu",
+            normalization="RMSNorm",
+            fuse_qkv_params=True,
+            fuse_wgrad_accumulation=self._fuse_wgrad_accumulation,
+            params_dtype=self._params_dtype,
+            device="meta",
+            set_parallel_mode=True,
+            tp_group=self._tp_group,
+            sequence_parallel=self._sequence_parallel,
+        )
+
+    def norm(self) -> RMSNorm:
+        return RMSNorm(
+            self._config.hidden,
+            self._config.norm_eps,
+            self._sequence_parallel,
+            self._params_dtype,
+            device="meta",
+        )
+
+    def head(self) -> LinearCrossEntropy:
+        return LinearCrossEntropy(
+            self._config.hidden,
+            self._config.vocab,
+            init_method=self._inner,
+            fuse_wgrad_accumulation=self._fuse_wgrad_accumulation,
+            params_dtype=self._params_dtype,
+            device="meta",
+            parallel_mode="column",
+            tp_group=self._tp_group,
+            sequence_parallel=self._sequence_parallel,
+        )
+
+
+def _normal(std: float) -> InitMethod:
+    return partial(nn.init.normal_, std=std)
