@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -16,6 +16,8 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from flatfsdp.cli import options
 from flatfsdp.cli.gpt import GPTConfig
+from flatfsdp.cli.matrix import MatrixPlan, run_matrix
+from flatfsdp.cli.parallel_training import ParallelSettings
 from flatfsdp.cli.ranks import Device, Launch, Payload, Rank, Result, is_main, run_on_ranks
 from flatfsdp.cli.train import train_on_rank
 from flatfsdp.cli.training import Fusion, PrecisionName, Strategy, TrainSettings
@@ -33,6 +35,7 @@ app = typer.Typer(
 
 @app.command()
 def verify(
+    context: typer.Context,
     precision: Annotated[
         list[PrecisionName],
         typer.Option(
@@ -81,6 +84,17 @@ def verify(
         bool,
         typer.Option("--self-test", help="Damage one bit of one gradient; verify must notice and exit 1."),
     ] = False,
+    matrix: Annotated[
+        bool,
+        typer.Option(
+            "--matrix",
+            help="The flag alone, over tensor, pipeline and data parallel layouts of a Llama; other sizes.",
+        ),
+    ] = False,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(help="With --matrix: rows whose name has this, such as 1F1B; repeat for several."),
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for verify.json and losses.png.")] = Path("out/verify"),
     json: options.Json = False,
 ) -> None:
@@ -90,6 +104,9 @@ def verify(
     cache of FP8 weights.
     Losses, reduced gradients of every step, final parameters and optimizer state are compared on every
     rank. Exits with 1 if anything differs. All gradients are kept in host memory for that.
+
+    With [bold]--matrix[/bold] the rows are layouts over 2 and 4 ranks on CPU, or over 8, 4 or 2 GPUs. Sizes
+    and steps that are left out are smaller there, and --precision, --strategy and --fusion choose rows.
 
     [bold]Examples[/bold]
 
@@ -102,7 +119,16 @@ def verify(
     [green]python -m flatfsdp verify --self-test[/green]
 
     [green]torchrun --nproc-per-node 4 -m flatfsdp verify --json[/green]
+
+    [green]python -m flatfsdp verify --matrix --only "PP 2" --precision fp8-delayed[/green]
+
+    [green]torchrun --nproc-per-node 8 -m flatfsdp verify --matrix[/green]
     """
+    if matrix:
+        with usage_errors():
+            plan = MatrixPlan.of(device, ranks, given(context))
+            check_input_and_output(plan.settings, out)
+        verify_matrix(plan, out, json)
     with usage_errors():
         settings = TrainSettings(
             model=GPTConfig(layers, hidden, heads, seq),
@@ -127,6 +153,35 @@ def verify(
             for line in verdict_lines(report):
                 console.print(line, style="green" if report.equal else "red", highlight=False)
             console.print(f"Wrote {out / 'verify.json'} and {out / 'losses.png'}.", highlight=False)
+    raise typer.Exit(0 if report.equal else 1)
+
+
+def given(context: typer.Context) -> dict[str, Any]:
+    """The options that are on the command line, not left to their defaults."""
+    return {
+        name: value
+        for name, value in context.params.items()
+        # By name, as typer may bring a click of its own.
+        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
+    }
+
+
+def verify_matrix(plan: MatrixPlan, out: Path, json: bool) -> NoReturn:
+    """`verify --matrix`; ends with an exit code."""
+    with reported_failures():
+        report = run_matrix(plan)
+    if is_main():
+        report.write(out)
+        if json:
+            print(report.json())
+        else:
+            console = results_console()
+            console.print(report.table())
+            for line in report.verdict_lines():
+                console.print(line, style="green" if report.equal else "red", highlight=False)
+            for line in plan.left_out_lines():
+                console.print(line, style="dim", highlight=False)
+            console.print(f"Wrote {out / 'verify-matrix.json'}.", highlight=False)
     raise typer.Exit(0 if report.equal else 1)
 
 
@@ -197,16 +252,23 @@ def usage_errors() -> Iterator[None]:
         raise typer.BadParameter(str(error)) from error
 
 
-def check_input_and_output(settings: TrainSettings, out: Path) -> None:
+def check_input_and_output(settings: TrainSettings | ParallelSettings, out: Path) -> None:
     """Reads the data once and makes the output folder, so that no rank fails, or works for nothing."""
     settings.sampler()
     out.mkdir(parents=True, exist_ok=True)
 
 
 def launched(function: Callable[[Rank, Payload], Result], payload: Payload, launch: Launch) -> Result:
-    """`run_on_ranks`; a rank's failure becomes its traceback on stderr and exit code 1."""
-    try:
+    """`run_on_ranks` with `reported_failures`."""
+    with reported_failures():
         return run_on_ranks(function, payload, launch)
+
+
+@contextmanager
+def reported_failures() -> Iterator[None]:
+    """A rank's failure becomes its traceback on stderr and exit code 1."""
+    try:
+        yield
     except (ProcessRaisedException, ProcessExitedException) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error

@@ -1,18 +1,22 @@
 """What `verify` compares: every loss, gradient, parameter and optimizer state of two runs, bit for bit.
 
 In:   a run's `Trained` and the reduced gradients that a `GradientRecorder` kept.
-Out:  for each kind of evidence the first place where two runs differ, or nothing.
+Out:  for each kind of evidence the first place on each rank where two runs differ, or nothing.
+Next: `verify.py` and `matrix.py` make rows of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP
-from flatfsdp.cli.training import Trained
+from flatfsdp.cli.ranks import Rank
+from flatfsdp.cli.report import RunSummary
+from flatfsdp.cli.training import AfterBackward, Trained
 
 KINDS = ("losses", "gradients", "parameters", "optimizer state")
 
@@ -29,13 +33,28 @@ class GradientRecorder:
 
     gradients: NamedTensors = field(default_factory=dict)
 
-    def __call__(self, step: int, model: FlatFSDP) -> None:
+    def __call__(self, step: int, model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if parameter.grad is not None:
                 self.gradients[f"step {step}, {name}"] = parameter.grad.detach().to("cpu", copy=True)
 
 
-def flip_lowest_bit(model: FlatFSDP) -> None:
+@dataclass(frozen=True)
+class Saboteur:
+    """An `AfterBackward` that flips one bit in one step on the last rank, then lets `recorder` see it."""
+
+    recorder: GradientRecorder
+    rank: Rank
+    at_step: int
+
+    def __call__(self, step: int, model: nn.Module) -> None:
+        # One rank alone, and not the one that reports: the verdict must come from all of them.
+        if step == self.at_step and self.rank.index == self.rank.world - 1:
+            flip_lowest_bit(model)
+        self.recorder(step, model)
+
+
+def flip_lowest_bit(model: nn.Module) -> None:
     """Changes one gradient element by the least that FP32 can express: the largest of the first unit."""
     grad = next(p.grad for p in model.parameters() if p.grad is not None)
     grad.view(torch.int32)[grad.abs().argmax()] ^= 1
@@ -52,6 +71,33 @@ def evidence(trained: Trained, gradients: NamedTensors) -> dict[str, NamedTensor
         "gradients": gradients,
         "parameters": {name: p.detach().cpu() for name, p in trained.model.named_parameters()},
         "optimizer state": state,
+    }
+
+
+def observed(
+    run: Callable[[AfterBackward], Trained], rank: Rank, steps: int, *, sabotage: bool
+) -> tuple[RunSummary, dict[str, NamedTensors]]:
+    """One run and its evidence; the model is freed.
+
+    Args:
+        run: trains, and calls its argument after each step's backwards.
+        sabotage: damages one bit of one gradient on the last rank.
+    """
+    recorder = GradientRecorder()
+    trained = run(Saboteur(recorder, rank, at_step=min(1, steps - 1)) if sabotage else recorder)
+    return RunSummary.of(trained), evidence(trained, recorder.gradients)
+
+
+def differences_on_all_ranks(
+    off: dict[str, NamedTensors], on: dict[str, NamedTensors], rank: Rank
+) -> dict[str, list[str]]:
+    """For each kind of evidence, the first difference on each rank that has one; the same on every rank."""
+    mine = {kind: first_difference(off[kind], on[kind]) for kind in KINDS}
+    everyones: list[dict[str, str | None]] = [{}] * rank.world
+    dist.all_gather_object(everyones, mine)
+    return {
+        kind: [f"rank {index}: {found[kind]}" for index, found in enumerate(everyones) if found[kind]]
+        for kind in KINDS
     }
 
 

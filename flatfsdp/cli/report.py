@@ -17,6 +17,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from rich.text import Text
 
 from flatfsdp.cli.ranks import Rank
 from flatfsdp.cli.training import Trained
@@ -78,6 +79,11 @@ def environment(rank: Rank) -> dict[str, Any]:
 def to_json(value: Mapping[str, Any]) -> str:
     """Indented JSON; paths become strings."""
     return json.dumps(value, indent=2, default=str)
+
+
+def verdict(good: bool, yes: str, no: str) -> Text:
+    """A cell of a table."""
+    return Text(yes, style="green") if good else Text(no, style="bold red")
 
 
 def plot_losses(path: Path, title: str, panels: Mapping[str, Mapping[str, list[float]]]) -> None:

@@ -178,12 +178,13 @@ class Trained:
     Attributes:
         local_losses: FP32 [steps, microbatches] on the CPU, of this rank alone.
         bytes_per_parameter: the model's byte ledger for the last step.
+        model: whose parameters are this rank's flat shards.
     """
 
     steps: list[Step]
     local_losses: Tensor
     bytes_per_parameter: dict[str, float]
-    model: FlatFSDP
+    model: nn.Module
     optimizer: torch.optim.Optimizer
 
     def losses(self) -> list[float]:
@@ -194,7 +195,7 @@ class Trained:
         return statistics.median([step.ms for step in self.steps[1:] or self.steps])
 
 
-AfterBackward = Callable[[int, FlatFSDP], None]
+AfterBackward = Callable[[int, nn.Module], None]
 """Called with (step, model) when the reduced gradients of a step are there, before they are clipped."""
 
 
@@ -223,20 +224,20 @@ def train(
                 for microbatch in range(settings.microbatches)
             ]
             model.ledger.reset()
-            start = _now(rank.device)
+            start = now(rank.device)
             with autocast(settings.precision.recipe is not None, recipe=settings.precision.recipe):
                 losses_m = _forward_backward(model, batches, settings)
-            reduced = resumed = _now(rank.device)
+            reduced = resumed = now(rank.device)
             if after_backward is not None:
                 after_backward(index, model)
-                resumed = _now(rank.device)
+                resumed = now(rank.device)
             norm = model.clip_grad_norm_(settings.clip)
             if settings.decays:
                 for group in optimizer.param_groups:
                     group["lr"] = settings.lr * (1 - index / settings.steps)
             optimizer.step()
             optimizer.zero_grad()
-            ms = 1e3 * (_now(rank.device) - resumed + reduced - start)
+            ms = 1e3 * (now(rank.device) - resumed + reduced - start)
             local_losses[index] = losses_m.cpu()
             steps.append(Step(_mean_over_ranks(losses_m, rank.world), float(norm), ms))
             bar.advance(steps[-1].loss, tokens / ms * 1e3)
@@ -265,7 +266,7 @@ def _mean_over_ranks(losses_m: Tensor, world: int) -> float:
     return float(torch.stack(gathered).cpu().mean())
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
     """Seconds, after everything issued so far has run."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

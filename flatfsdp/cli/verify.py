@@ -8,26 +8,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from rich import box
 from rich.table import Table
-from rich.text import Text
 
-from flatfsdp import FlatFSDP
 from flatfsdp.cli.data import Sampler
-from flatfsdp.cli.evidence import (
-    KINDS,
-    GradientRecorder,
-    NamedTensors,
-    evidence,
-    first_difference,
-    flip_lowest_bit,
-)
+from flatfsdp.cli.evidence import KINDS, differences_on_all_ranks, observed
 from flatfsdp.cli.ranks import Rank
-from flatfsdp.cli.report import RunSummary, environment, plot_losses, to_json
+from flatfsdp.cli.report import RunSummary, environment, plot_losses, to_json, verdict
 from flatfsdp.cli.training import Fusion, PrecisionName, Strategy, TrainSettings, train
 
 
@@ -178,21 +169,6 @@ class Report:
         )
 
 
-@dataclass(frozen=True)
-class Saboteur:
-    """An `AfterBackward` that flips one bit in step 1 on the last rank, then lets `recorder` see it."""
-
-    recorder: GradientRecorder
-    rank: Rank
-    at_step: int
-
-    def __call__(self, step: int, model: FlatFSDP) -> None:
-        # One rank alone, and not the one that reports: the verdict must come from all of them.
-        if step == self.at_step and self.rank.index == self.rank.world - 1:
-            flip_lowest_bit(model)
-        self.recorder(step, model)
-
-
 def verify_on_rank(rank: Rank, job: VerifyJob) -> Report:
     """Runs all of it; every rank must call it, and all get the same verdict."""
     sampler = job.settings.sampler()
@@ -203,29 +179,15 @@ def verify_on_rank(rank: Rank, job: VerifyJob) -> Report:
 
 
 def _compare(rank: Rank, switch: Switch, settings: TrainSettings, sampler: Sampler, self_test: bool) -> Row:
-    off_settings, on_settings = switch.settings(settings)
-    off, off_evidence = _run(rank, off_settings, sampler, False)
-    on, on_evidence = _run(rank, on_settings, sampler, self_test)
-    mine = {kind: first_difference(off_evidence[kind], on_evidence[kind]) for kind in KINDS}
-    everyones: list[dict[str, str | None]] = [{}] * rank.world
-    dist.all_gather_object(everyones, mine)
-    differences = {
-        kind: [f"rank {index}: {found[kind]}" for index, found in enumerate(everyones) if found[kind]]
-        for kind in KINDS
-    }
+    (off, off_evidence), (on, on_evidence) = (
+        observed(partial(train, ends, sampler, rank), rank, settings.steps, sabotage=sabotage)
+        for ends, sabotage in zip(switch.settings(settings), (False, self_test), strict=True)
+    )
+    differences = differences_on_all_ranks(off_evidence, on_evidence, rank)
     precision, strategy = settings.precision, settings.strategy
     is_named = precision.has_own_layers and switch is not Switch.fusion and settings.fusion != Fusion.fused
     fusion = f"wgrad {settings.fusion.value}" if is_named else ""
     return Row(precision.value, strategy.value, switch.value, fusion, off, on, differences)
-
-
-def _run(
-    rank: Rank, settings: TrainSettings, sampler: Sampler, sabotage: bool
-) -> tuple[RunSummary, dict[str, NamedTensors]]:
-    recorder = GradientRecorder()
-    hook = Saboteur(recorder, rank, at_step=min(1, settings.steps - 1)) if sabotage else recorder
-    trained = train(settings, sampler, rank, hook)
-    return RunSummary.of(trained), evidence(trained, recorder.gradients)
 
 
 def table(report: Report) -> Table:
@@ -249,15 +211,11 @@ def table(report: Report) -> Table:
             f"{row.off.final_loss_hex}\n{row.on.final_loss_hex}",
             f"{row.off.ms:.1f}\n{row.on.ms:.1f}",
             f"{row.off.local_bytes:.2f}\n{row.on.local_bytes:.2f}",
-            *(_verdict(not row.differences[kind], "equal", "DIFFER") for kind in KINDS),
-            _verdict(row.on.falling, "yes", "NO"),
+            *(verdict(not row.differences[kind], "equal", "DIFFER") for kind in KINDS),
+            verdict(row.on.falling, "yes", "NO"),
             end_section=row is not report.rows[-1],
         )
     return result
-
-
-def _verdict(good: bool, yes: str, no: str) -> Text:
-    return Text(yes, style="green") if good else Text(no, style="bold red")
 
 
 def verdict_lines(report: Report) -> list[str]:

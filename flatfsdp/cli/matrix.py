@@ -1,0 +1,341 @@
+"""`verify --matrix`: layouts of one model over ranks, each with the flag off and on, compared bit for bit.
+
+In:   the options of `verify`, of which a `MatrixPlan` makes rows, and numbers of ranks that they fit.
+Out:  a `MatrixReport`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich import box
+from rich.table import Table
+
+from flatfsdp.cli.data import Sampler
+from flatfsdp.cli.evidence import KINDS, differences_on_all_ranks, observed
+from flatfsdp.cli.llama_stage import LlamaConfig
+from flatfsdp.cli.parallel_training import Layout, Meshes, ParallelSettings, Schedule, train_parallel
+from flatfsdp.cli.progress import StepBar
+from flatfsdp.cli.ranks import Device, Launch, Rank, run_on_ranks, under_torchrun
+from flatfsdp.cli.report import RunSummary, environment, to_json, verdict
+from flatfsdp.cli.training import Fusion, PrecisionName, Strategy
+from flatfsdp.cli.verify import Switch
+
+ON_CPU = ParallelSettings(model=LlamaConfig(4, 64, 128, 4, 2, seq=32), steps=4)
+ON_GPUS = ParallelSettings(model=LlamaConfig(8, 1024, 2816, 16, 4, seq=1024), microbatches=8, lr=1e-3)
+"""What the rows train: sizes for which a row takes seconds."""
+
+BF16, FP8 = PrecisionName.bf16, PrecisionName.fp8_delayed
+PIPELINES = (Schedule.gpipe, Schedule.one_f_one_b, Schedule.interleaved)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One configuration."""
+
+    layout: Layout
+    precision: PrecisionName
+    strategy: Strategy = Strategy.zero3
+    fusion: Fusion = Fusion.fused
+
+    @property
+    def name(self) -> str:
+        """Such as "TP 2+SP x PP 2 x DP 2, 1F1B, bf16, zero3, wgrad two-pass"."""
+        fusion = "" if self.fusion is Fusion.fused else f", wgrad {self.fusion.value}"
+        return f"{self.layout.name}, {self.precision.value}, {self.strategy.value}{fusion}"
+
+    def applied(self, settings: ParallelSettings, flag: bool) -> ParallelSettings:
+        """
+        Raises:
+            ValueError: if the settings do not suit this row.
+        """
+        return replace(
+            settings,
+            layout=self.layout,
+            precision=self.precision,
+            reshard=self.strategy is Strategy.zero3,
+            fusion=self.fusion,
+            optimize_backward_concat=flag,
+        )
+
+    def obstacle(self, settings: ParallelSettings, worlds: Sequence[int]) -> str | None:
+        """Why it cannot run on any of these numbers of ranks, if so."""
+        if self.layout.world not in worlds:
+            return f"as they need {self.layout.world} ranks"
+        if self.layout.tp > 1:
+            return "as tensor parallelism is to come"
+        try:
+            self.applied(settings, True)
+        except ValueError as error:
+            return f"because {error}"
+        return None
+
+
+def all_rows() -> list[Row]:
+    """The reference for 8 ranks: bf16 and FP8, every schedule, parameters freed and kept.  Halved for 4 and
+    for 2, where there are other precisions and fusions as well."""
+    return [*_rows_for_8(), *_rows_for_4(), *_rows_for_2()]
+
+
+def _rows_for_8() -> Iterable[Row]:
+    for precision in (BF16, FP8):
+        for strategy in (Strategy.zero3, Strategy.zero2):
+            for schedule in PIPELINES:
+                yield Row(Layout(2, 2, 2, schedule, True), precision, strategy)
+            yield Row(Layout(2, 1, 4, sequence_parallel=True), precision, strategy)
+    yield Row(Layout(2, 2, 2, Schedule.one_f_one_b), FP8, Strategy.zero2)
+    yield Row(Layout(2, 2, 2, Schedule.interleaved, True), PrecisionName.fp8_weights)
+
+
+def _rows_for_4() -> Iterable[Row]:
+    for precision in (BF16, FP8):
+        for schedule in PIPELINES:
+            yield Row(Layout(2, 2, 1, schedule, True), precision)
+        for schedule in PIPELINES:
+            keeps = schedule is Schedule.one_f_one_b
+            yield Row(Layout(1, 2, 2, schedule), precision, Strategy.zero2 if keeps else Strategy.zero3)
+        for strategy in (Strategy.zero3, Strategy.zero2):
+            yield Row(Layout(2, 1, 2, sequence_parallel=True), precision, strategy)
+    yield Row(Layout(1, 2, 2, Schedule.one_f_one_b), PrecisionName.fp32, fusion=Fusion.off)
+    yield Row(Layout(1, 2, 2, Schedule.one_f_one_b), PrecisionName.fp8_weights)
+
+
+def _rows_for_2() -> Iterable[Row]:
+    for precision in (PrecisionName.fp32, BF16, FP8):
+        for schedule in PIPELINES:
+            yield Row(Layout(1, 2, 1, schedule), precision)
+        for sequence_parallel in (False, True):
+            yield Row(Layout(2, 1, 1, sequence_parallel=sequence_parallel), precision)
+        yield Row(Layout(1, 1, 2), precision)
+    for fusion in (Fusion.off, Fusion.two_pass):
+        yield Row(Layout(1, 2, 1, Schedule.interleaved), BF16, fusion=fusion)
+    for precision in (PrecisionName.fp8_current, PrecisionName.fp8_weights):
+        yield Row(Layout(1, 2, 1, Schedule.interleaved), precision, Strategy.zero2)
+
+
+@dataclass(frozen=True)
+class MatrixPlan:
+    """What to run, and on how many ranks.
+
+    Attributes:
+        rows: that run; each on the launch with as many ranks.
+        left_out: those that cannot run here, by the reason.
+        settings: what they train, but for the fields that a row decides.
+        self_test: damage one bit of one gradient in the runs with the flag on.
+    """
+
+    rows: tuple[Row, ...]
+    left_out: dict[str, list[Row]]
+    settings: ParallelSettings
+    launches: tuple[Launch, ...]
+    self_test: bool = False
+
+    @staticmethod
+    def of(device: Device, ranks: int | None, given: dict[str, Any]) -> MatrixPlan:
+        """
+        Args:
+            ranks: None for torchrun's, or 2 and 4 on a CPU, or as many as there are GPUs for.
+            given: options of `verify` by name, without those that are left to their defaults.
+
+        Raises:
+            ValueError: if the options make no sense, or leave no row.
+        """
+        launches = _launches(device, ranks)
+        settings = _settings(ON_GPUS if launches[0].use_cuda() else ON_CPU, given)
+        worlds = [launch.world for launch in launches]
+        rows: list[Row] = []
+        left_out: dict[str, list[Row]] = defaultdict(list)
+        for row in _wanted(all_rows(), given):
+            obstacle = row.obstacle(settings, worlds)
+            if obstacle is None:
+                rows.append(row)
+            else:
+                left_out[obstacle].append(row)
+        if not rows:
+            reasons = "; ".join(left_out) or "as none has such a name, precision, strategy and fusion"
+            raise ValueError(f"no row of the matrix can run here, {reasons}")
+        return MatrixPlan(tuple(rows), dict(left_out), settings, launches, "self_test" in given)
+
+    def left_out_lines(self) -> list[str]:
+        """One for each reason, with the layouts and how many rows each has."""
+        counted = {why: Counter(row.layout.sizes for row in rows) for why, rows in self.left_out.items()}
+        return [
+            f"Left out, {why}: {', '.join(f'{sizes} ({rows})' for sizes, rows in of_why.items())}."
+            for why, of_why in counted.items()
+        ]
+
+
+def _launches(device: Device, ranks: int | None) -> tuple[Launch, ...]:
+    if under_torchrun() or ranks is not None:
+        return (Launch(ranks, device, deterministic=True),)
+    gpus = 0 if device is Device.cpu else torch.cuda.device_count()
+    sizes = next(((size,) for size in (8, 4, 2) if size <= gpus), (2, 4))
+    return tuple(Launch(size, device, deterministic=True) for size in sizes)
+
+
+def _settings(usual: ParallelSettings, given: dict[str, Any]) -> ParallelSettings:
+    of_model: dict[str, int] = {
+        name: given[name] for name in ("layers", "hidden", "heads", "seq") if name in given
+    }
+    if "hidden" in given:
+        of_model["ffn"] = 2 * given["hidden"]
+    if "heads" in given:
+        of_model["kv_heads"] = max(1, given["heads"] // 2)
+    others = ("batch", "microbatches", "steps", "lr", "seed", "data")
+    of_run = {name: given[name] for name in others if name in given}
+    return replace(usual, model=replace(usual.model, **of_model), **of_run)
+
+
+def _wanted(rows: Iterable[Row], given: dict[str, Any]) -> list[Row]:
+    """Those with the given precisions, strategies and fusions, and one of the words of --only."""
+    if set(given.get("switch", ())) - {Switch.flag}:
+        raise ValueError("--matrix switches the flag alone; leave --switch out")
+    return [
+        row
+        for row in rows
+        if row.precision in given.get("precision", PrecisionName)
+        and row.strategy in given.get("strategy", Strategy)
+        and row.fusion in given.get("fusion", Fusion)
+        and any(word in row.name for word in given.get("only", [""]))
+    ]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """One row that has run.
+
+    Attributes:
+        differences: for each kind of evidence, the first difference on each rank that has one.
+    """
+
+    row: Row
+    off: RunSummary
+    on: RunSummary
+    differences: dict[str, list[str]]
+
+    @property
+    def equal(self) -> bool:
+        return not any(self.differences.values())
+
+    def described(self) -> dict[str, Any]:
+        """For JSON."""
+        verdicts = {"equal": self.equal, "falling": self.on.falling}
+        return {"name": self.row.name, "ranks": self.row.layout.world, **asdict(self), **verdicts}
+
+
+@dataclass(frozen=True)
+class MatrixReport:
+    """All rows that have run; `equal` only if each is."""
+
+    compared: list[Compared]
+    environments: list[dict[str, Any]]
+    plan: MatrixPlan = field(repr=False)
+
+    @property
+    def equal(self) -> bool:
+        return all(found.equal for found in self.compared)
+
+    def json(self) -> str:
+        options = asdict(self.plan.settings)
+        for varied in ("layout", "precision", "reshard", "fusion", "optimize_backward_concat"):
+            del options[varied]
+        return to_json(
+            {
+                "equal": self.equal,
+                "environments": self.environments,
+                "options": {**options, "self_test": self.plan.self_test},
+                "rows": [found.described() for found in self.compared],
+                "left_out": {why: [row.name for row in rows] for why, rows in self.plan.left_out.items()},
+            }
+        )
+
+    def write(self, folder: Path) -> None:
+        """Writes `verify-matrix.json`."""
+        folder.joinpath("verify-matrix.json").write_text(self.json() + "\n")
+
+    def table(self) -> Table:
+        """One row a configuration; off above on within a cell."""
+        result = Table(
+            box=box.SIMPLE_HEAD,
+            title="optimize_backward_concat off and on: the same bits?",
+            pad_edge=False,
+            collapse_padding=True,
+        )
+        for heading in ("layout", "precision", "final loss,\noff and on"):
+            result.add_column(heading)
+        for heading in ("ms\na step", "bytes copied\na parameter"):
+            result.add_column(heading, justify="right")
+        for heading in KINDS:
+            result.add_column(heading.replace(" ", "\n"))
+        for found in self.compared:
+            row, off, on = found.row, found.off, found.on
+            schedule = "" if row.layout.schedule is Schedule.plain else row.layout.schedule.value
+            fusion = "" if row.fusion is Fusion.fused else f", {row.fusion.value}"
+            result.add_row(
+                f"{row.layout.sizes}\n{schedule}",
+                f"{row.precision.value}\n{row.strategy.value}{fusion}",
+                f"{off.final_loss_hex}\n{on.final_loss_hex}",
+                f"{off.ms:.1f}\n{on.ms:.1f}",
+                f"{off.local_bytes:.2f}\n{on.local_bytes:.2f}",
+                *(verdict(not found.differences[kind], "equal", "DIFFER") for kind in KINDS),
+                end_section=found is not self.compared[-1],
+            )
+        return result
+
+    def verdict_lines(self) -> list[str]:
+        """Where the runs differ, or one line that says that they do not."""
+        if self.equal:
+            worlds = " and ".join(str(about["world_size"]) for about in self.environments)
+            settings = self.plan.settings
+            return [
+                f"On equals off, bit for bit: {len(self.compared)} configurations on {worlds} ranks, "
+                f"{settings.steps} steps of {settings.microbatches} microbatches each."
+            ]
+        return [
+            f"{found.row.name}, {kind}: first difference on {place}"
+            for found in self.compared
+            for kind in KINDS
+            for place in found.differences[kind]
+        ]
+
+
+def run_matrix(plan: MatrixPlan) -> MatrixReport:
+    """
+    Raises:
+        torch.multiprocessing.ProcessRaisedException, ProcessExitedException: as `run_on_ranks`.
+    """
+    compared, environments = [], []
+    for launch in plan.launches:
+        rows = tuple(row for row in plan.rows if row.layout.world == launch.world)
+        if rows:
+            found, about = run_on_ranks(matrix_on_rank, replace(plan, rows=rows), launch)
+            compared += found
+            environments.append(about)
+    return MatrixReport(compared, environments, plan)
+
+
+def matrix_on_rank(rank: Rank, plan: MatrixPlan) -> tuple[list[Compared], dict[str, Any]]:
+    """Runs all rows, which fit the world size; every rank must call it, and all get the same verdicts."""
+    sampler, meshes = plan.settings.sampler(), Meshes(rank.device)
+    return [_compare(rank, row, plan, sampler, meshes) for row in plan.rows], environment(rank)
+
+
+def _compare(rank: Rank, row: Row, plan: MatrixPlan, sampler: Sampler, meshes: Meshes) -> Compared:
+    steps = plan.settings.steps
+    with StepBar(row.name, 2 * steps, visible=rank.index == 0) as bar:
+        (off, off_evidence), (on, on_evidence) = (
+            observed(
+                partial(train_parallel, row.applied(plan.settings, flag), sampler, rank, meshes, bar.advance),
+                rank,
+                steps,
+                sabotage=flag and plan.self_test,
+            )
+            for flag in (False, True)
+        )
+    return Compared(row, off, on, differences_on_all_ranks(off_evidence, on_evidence, rank))

@@ -1,0 +1,123 @@
+"""`python -m flatfsdp verify --matrix`: which rows run, what they compare, and what is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flatfsdp.cli.app import app
+from flatfsdp.cli.matrix import FP8, Compared, MatrixPlan, Row, all_rows, matrix_on_rank
+from flatfsdp.cli.parallel_training import Layout, Schedule
+from flatfsdp.cli.ranks import Device, Rank
+from flatfsdp.cli.training import Fusion, PrecisionName
+from tests.dist.ranks import run_ranks
+
+KINDS = ["losses", "gradients", "parameters", "optimizer state"]
+STEPS = 3
+
+
+def compared(rank: int, world_size: int, rows: list[Row]) -> list[Compared]:
+    plan = MatrixPlan.of(Device.cpu, world_size, {"steps": STEPS})
+    found, _ = matrix_on_rank(Rank(rank, world_size, torch.device("cpu")), replace(plan, rows=tuple(rows)))
+    return found
+
+
+def rows_of(world_size: int, *words: str) -> list[Row]:
+    return [row for row in all_rows() if row.layout.world == world_size and any(w in row.name for w in words)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words", "number"),
+    [(2, ["PP 2, interleaved, bf16", "1F1B, fp8-delayed"], 4), (4, ["PP 2 x DP 2, 1F1B, fp8"], 2)],
+)
+def test_rows_are_equal_and_every_rank_knows_it(world_size: int, words: list[str], number: int) -> None:
+    rows = rows_of(world_size, *words)
+    assert len(rows) == number
+    first, *others = run_ranks(world_size, compared, rows)
+    for found in first:
+        assert found.differences == {kind: [] for kind in KINDS}
+        assert len(found.on.losses) == STEPS
+        assert found.on.losses == found.off.losses
+        assert found.on.falling
+        # Otherwise nothing has been switched.
+        if found.row.precision is not PrecisionName.fp8_weights:
+            assert found.on.bytes_per_parameter.get("concat", 0) == 0
+            assert found.on.local_bytes < found.off.local_bytes
+    verdicts = [(found.row, found.differences, found.on.losses) for found in first]
+    for theirs in others:
+        assert [(found.row, found.differences, found.on.losses) for found in theirs] == verdicts
+
+
+def test_the_reference_is_there() -> None:
+    names = {row.name for row in rows_of(8, "")}
+    for precision in ("bf16", "fp8-delayed"):
+        for schedule in ("GPipe", "1F1B", "interleaved"):
+            assert f"TP 2+SP x PP 2 x DP 2, {schedule}, {precision}, zero3" in names
+        assert f"TP 2+SP x DP 4, {precision}, zero3" in names
+    everything = [row.name for row in all_rows()]
+    assert len(everything) == len(set(everything))
+
+
+def test_a_plan_takes_the_rows_that_fit_and_says_why_others_do_not() -> None:
+    plan = MatrixPlan.of(Device.cpu, 2, {"layers": 2, "only": ["PP 2, "], "precision": [FP8], "steps": 7})
+    assert [row.name for row in plan.rows] == [
+        "PP 2, GPipe, fp8-delayed, zero3",
+        "PP 2, 1F1B, fp8-delayed, zero3",
+    ]
+    assert (plan.settings.steps, plan.settings.model.layers) == (7, 2)
+    reasons = " ".join(plan.left_out_lines())
+    assert "they need 4 ranks: TP 2+SP x PP 2 (3)." in reasons
+    assert "4 pipeline stages (PP 2, interleaved) cannot share equally" in reasons
+    fused = MatrixPlan.of(Device.cpu, 2, {"fusion": [Fusion.two_pass]})
+    assert [row.layout for row in fused.rows] == [Layout(1, 2, 1, Schedule.interleaved)]
+
+
+def run_cli(*options: str) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+    command = [sys.executable, "-m", "flatfsdp", "verify", "--matrix", "--device", "cpu", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment)
+
+
+def test_one_damaged_bit_is_noticed_and_files_are_written(tmp_path: Path) -> None:
+    options = ("--ranks", "2", "--steps", "2", "--only", "PP 2, 1F1B, fp32", "--out", str(tmp_path))
+    done = run_cli(*options, "--self-test", "--json")
+    assert done.returncode == 1, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "verify-matrix.json").read_text())
+    (row,) = report["rows"]
+    assert row["name"] == "PP 2, 1F1B, fp32, zero3"
+    assert row["row"]["layout"]["schedule"] == "1F1B"
+    assert (report["options"]["steps"], report["environments"][0]["world_size"]) == (2, 2)
+    assert not row["equal"] and not report["equal"]
+    # The last rank has stage 1 alone.
+    (damaged,) = row["differences"]["gradients"]
+    assert damaged.startswith("rank 1: step 1, stage 1.")
+    assert " 1 of " in damaged
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--switch", "fusion"], "switches the flag alone"),
+        (["--only", "PP 3"], "no row of the matrix can run here"),
+        (["--ranks", "3"], "as they need 4 ranks"),
+        (["--steps", "0"], "--steps"),
+    ],
+)
+def test_senseless_options_are_explained(options: list[str], message: str, tmp_path: Path) -> None:
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    result = runner.invoke(
+        app, ["verify", "--matrix", "--device", "cpu", "--out", str(tmp_path / "out"), *options]
+    )
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not (tmp_path / "out").exists()
