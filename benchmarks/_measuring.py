@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _breakdown import Breakdown, breakdown, spans_of
 from _engines import PLAIN, Variant, adamw, position, shard
 from _llama import SHAPES, Llama, LlamaConfig
 from torch import Tensor
@@ -23,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import FlatFSDP, microbatches
 from flatfsdp.cli.ranks import Rank
+from flatfsdp.trace import Breakdown, breakdown, spans_of
 
 SEED = 0
 LEARNING_RATE = 1e-4

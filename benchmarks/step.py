@@ -24,7 +24,6 @@ from typing import Annotated, Any
 
 import matplotlib as mpl
 import typer
-from _breakdown import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
 from _common import RESULTS, environment
 from _engines import FP8, PLAIN, Engine, Variant
 from _llama import SHAPES, flops_per_token
@@ -33,6 +32,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flatfsdp.cli.ranks import Device, Launch, is_main, run_on_ranks, under_torchrun
+from flatfsdp.timeline import COLORS
+from flatfsdp.trace import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
 
 
 def summary(row: Row, rows: list[Row], job: Job) -> dict[str, Any]:
@@ -173,7 +174,7 @@ def _title(job: Job, ranks: int) -> str:
     return f"Training step of {job.shape}, {ranks} ranks, M = {job.microbatches}, parameters {zero}"
 
 
-COLORS = {
+ENGINE_COLORS = {
     Engine.flat_off: "#76b7b2",
     Engine.flat_on: "#4e79a7",
     Engine.fsdp2: "#f28e2b",
@@ -213,7 +214,7 @@ def draw(payload: dict[str, Any], job: Job, ranks: int, path: Path) -> None:
 
 
 def _draw_times(axis: Any, rows: list[dict[str, Any]], job: Job) -> None:
-    colors = {variant.label: COLORS[variant.engine] for variant in job.variants}
+    colors = {variant.label: ENGINE_COLORS[variant.engine] for variant in job.variants}
     for row in rows:
         axis.barh(row["label"], row["ms"], color=colors[row["label"]], height=0.7)
         compared = "".join(
@@ -227,11 +228,9 @@ def _draw_times(axis: Any, rows: list[dict[str, Any]], job: Job) -> None:
 
 OVERLAP, GAPS = "two classes or more", "gaps"
 CLASS_COLORS = {
-    GEMM: "#4e79a7",
-    ATTENTION: "#f28e2b",
-    MEMORY: "#76b7b2",
+    **{name: COLORS[name] for name in (GEMM, ATTENTION, MEMORY)},
     OVERLAP: "#edc948",
-    COMMUNICATION: "#e15759",
+    COMMUNICATION: COLORS[COMMUNICATION],
     GAPS: "#bab0ac",
 }
 

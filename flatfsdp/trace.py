@@ -1,7 +1,8 @@
 """What a GPU did during one step: time by class of kernel, and time without any.
 
 In:   a torch.profiler recording of one rank's step.
-Out:  a `Breakdown`.
+Out:  spans, and a `Breakdown` of them.
+Next: `timeline.py` draws the spans.
 
     |--- GEMM ---|   |-- memory-bound --|                    busy: length of the union of a class's kernels
              |------ communication ------|                   alone: the part of it beside no other class
@@ -16,27 +17,33 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import profile
 
 COMMUNICATION, ATTENTION, GEMM, MEMORY = "communication", "attention", "GEMM", "memory-bound"
 CLASSES = (GEMM, ATTENTION, MEMORY, COMMUNICATION)
 
 PATTERNS = (
-    (COMMUNICATION, r"nccl"),
+    (COMMUNICATION, r"nccl|gloo|^c10d::"),
     # Inductor names its kernels after what they replace, such as casts for `_scaled_mm`.
     (MEMORY, r"^triton_(poi|red|per|for)_"),
     (ATTENTION, r"sdpa|fmha|flash|attention|cudnn::fusion"),
-    (GEMM, r"gemm|nvjet|cutlass|xmma|splitk|^triton_tem_"),
+    (GEMM, r"gemm|nvjet|cutlass|xmma|splitk|^triton_tem_|^aten::((add|b|_scaled_)?mm|matmul|linear)$"),
 )
-"""The first that is found in a kernel's name says its class; all others are memory-bound."""
+"""The first that is found in the name of a kernel, or of a CPU's operator, says its class; all others are
+memory-bound."""
 
 
 class Span(NamedTuple):
-    """One kernel, or one copy by the GPU; times in microseconds."""
+    """One kernel, or one copy by the GPU; times in microseconds.
+
+    `lane` is the number of its stream; of what ran on a CPU, that of its thread.
+    """
 
     name: str
     start: float
     end: float
+    lane: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,10 +88,24 @@ def kernel_class(name: str) -> str:
 def spans_of(recorded: profile) -> list[Span]:
     """Everything that ran on the GPU; the profiler lists annotations there, too."""
     return [
-        Span(event.name, event.time_range.start, event.time_range.end)
+        Span(event.name, event.time_range.start, event.time_range.end, event.device_resource_id or 0)
         for event in recorded.events() or ()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
+
+
+def cpu_spans_of(recorded: profile) -> list[Span]:
+    """The outermost operators that ran on the CPU: instead of kernels, where there is no GPU."""
+    return [
+        Span(event.name, event.time_range.start, event.time_range.end, event.thread)
+        for event in recorded.events() or ()
+        if _is_operator(event) and not _is_operator(event.cpu_parent)
+    ]
+
+
+def _is_operator(event: FunctionEvent | None) -> bool:
+    """Neither a range nor a node of autograd."""
+    return event is not None and not event.is_async and re.match(r"\w+::|gloo:", event.name) is not None
 
 
 def breakdown(spans: Sequence[Span], longest: int = 12) -> Breakdown | None:
