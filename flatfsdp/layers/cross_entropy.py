@@ -58,12 +58,10 @@ def cross_entropy(
         RuntimeError: if a target is no id of the vocabulary; on a GPU as a failed assertion, later.
     """
     how = Reduction(ignore_index, reduction)
-    matrix, ids = logits_and_ids("cross_entropy", logits, targets)
-    if inplace_backward and torch.is_grad_enabled() and logits.is_leaf and logits.requires_grad:
-        raise ValueError(
-            "cross_entropy: inplace_backward would write the gradient of a leaf over its values; the logits "
-            "have to be the result of an operation"
-        )
+    ids = ids_of("cross_entropy", logits, targets)
+    if inplace_backward:
+        _require_result(logits)
+    matrix = logits.reshape(ids.numel(), logits.shape[-1]).contiguous()
     loss: Tensor = _CrossEntropy.apply(matrix, ids, how, Ranks.of(tp_group), inplace_backward)
     return loss.view_as(targets) if reduction == "none" else loss
 
@@ -157,8 +155,8 @@ class Reduction:
         return dloss.expand(targets.shape).contiguous()
 
 
-def logits_and_ids(function: str, rows: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """[..., n] and [...] as contiguous [tokens, n] and [tokens].
+def ids_of(function: str, rows: Tensor, targets: Tensor) -> Tensor:
+    """`targets` as contiguous [tokens], for `rows` [..., n].
 
     Raises:
         ValueError: if there is not one target for each row.
@@ -168,4 +166,17 @@ def logits_and_ids(function: str, rows: Tensor, targets: Tensor) -> tuple[Tensor
             f"{function}: targets have shape {tuple(targets.shape)}; {tuple(rows.shape)} needs "
             f"{tuple(rows.shape[:-1])}"
         )
-    return rows.reshape(targets.numel(), rows.shape[-1]).contiguous(), targets.reshape(-1).contiguous()
+    return targets.reshape(-1).contiguous()
+
+
+def _require_result(logits: Tensor) -> None:
+    """
+    Raises:
+        ValueError: if they are a leaf, or a view of one.
+    """
+    owner = logits if logits._base is None else logits._base
+    if torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad:
+        raise ValueError(
+            "cross_entropy: inplace_backward would write the gradient of a leaf over its values; the logits "
+            "have to be the result of an operation"
+        )

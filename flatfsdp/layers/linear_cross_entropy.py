@@ -25,7 +25,7 @@ from flatfsdp.fp8.main_grad import MainGradSlot, claim
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
-from flatfsdp.layers.cross_entropy import Reduction, ReductionKind, logits_and_ids
+from flatfsdp.layers.cross_entropy import Reduction, ReductionKind, ids_of
 from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.projection import LinearOptions
 
@@ -75,9 +75,10 @@ class LinearCrossEntropy(Linear):
             raise ValueError(
                 f"LinearCrossEntropy: chunk_tokens is {chunk_tokens}; it must be positive, or None"
             )
-        self.how = Reduction(ignore_index, reduction)
-        self.chunk_tokens = chunk_tokens
+        how = Reduction(ignore_index, reduction)
         super().__init__(in_features, out_features, False, **options)
+        self.how = how
+        self.chunk_tokens = chunk_tokens
 
     @torch.compiler.disable
     def forward(  # targets come second, as in any loss
@@ -97,7 +98,7 @@ class LinearCrossEntropy(Linear):
         if targets is None:
             logits: Tensor = super().forward(inp, is_first_microbatch)
             return logits
-        _, ids = logits_and_ids(type(self).__name__, inp, targets)
+        ids = ids_of(type(self).__name__, inp, targets)
         ready = self.prepare(inp, is_first_microbatch)
         loss: Tensor = _LinearCrossEntropy.apply(
             ready.x, ready.weight, ids, ready.operand, ready.call, self.how, self.chunk_tokens
