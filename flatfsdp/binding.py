@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from flatfsdp.layout import FlatLayout, ParamSpec, Role
+from flatfsdp.placement import partition_of, placement_of
 from flatfsdp.wrapper import ModuleWrapper
 
 
@@ -69,7 +70,16 @@ class Binding:
                     f"a parameter of shape {tuple(parameter.shape)} is not registered below "
                     f"{type(module).__name__}; pass parameters of the module that is wrapped"
                 )
-        layout = FlatLayout.pack(ParamSpec(sites[0].name, tuple(p.shape), role) for p, sites in found.items())
+        layout = FlatLayout.pack(
+            ParamSpec(
+                sites[0].name,
+                tuple(p.shape),
+                role,
+                placement=placement_of(p),
+                partition=partition_of(p),
+            )
+            for p, sites in found.items()
+        )
         return Binding(layout, [tuple(sites) for sites in found.values()])
 
     def parameters(self) -> list[nn.Parameter]:

@@ -42,6 +42,24 @@ class Ranks:
         """Of the process group, the same on all its ranks; empty for a world of one."""
         return "" if self.group is None else self.group.group_name
 
+    @property
+    def global_ranks(self) -> list[int]:
+        """In the default process group."""
+        return [] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def require_apart(self, data_parallel: Ranks) -> None:
+        """
+        Raises:
+            ValueError: if some rank besides this one is in both.
+        """
+        both = sorted(set(self.global_ranks) & set(data_parallel.global_ranks))
+        if len(both) > 1:
+            raise ValueError(
+                f"ranks {', '.join(map(str, both))} are in tp_group and in the group that FlatFSDP shards or "
+                "replicates over; pass mesh= or process_group= of the data-parallel ranks, which have the "
+                "same part of each layer"
+            )
+
     def own_communicator(self) -> Ranks:
         """The same ranks over a second communicator, so that two collectives can be under way at once.
 
@@ -63,45 +81,74 @@ _second_communicators: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] =
 before the group is destroyed."""
 
 
+ALONE = Ranks(None, 1, 0)
+
+
 @dataclass(frozen=True)
 class Grid:
-    """Parameters are sharded over `shard` and replicated over `replicate`."""
+    """Parameters are sharded over `shard` and replicated over `replicate`: together, the data-parallel ranks.
+
+    `tensor` are the ranks that have other parts of the same parameters (tensor parallelism).
+    """
 
     shard: Ranks
     replicate: Ranks
+    tensor: Ranks = ALONE
 
     @property
     def num_ranks(self) -> int:
+        """That the parameters of this tensor-parallel rank are spread over."""
         return self.shard.size * self.replicate.size
 
+    @property
+    def dimensions(self) -> tuple[Ranks, ...]:
+        return self.shard, self.replicate, self.tensor
+
     @staticmethod
-    def of(process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, shard: bool) -> Grid:
+    def of(
+        process_group: dist.ProcessGroup | None,
+        mesh: DeviceMesh | None,
+        shard: bool,
+        tp_group: dist.ProcessGroup | None = None,
+    ) -> Grid:
         """Resolves the constructor's arguments.
 
         `mesh` is 1-D (shard) or 2-D (replicate, shard).  With neither argument it is the default process
         group, or one rank where torch.distributed is not initialised.  `shard=False` replicates over all.
 
         Raises:
-            ValueError: for both a mesh and a process group, or a mesh of another number of dimensions.
+            ValueError: for both a mesh and a process group, or a mesh of another number of dimensions; if
+                other ranks are in tp_group and data-parallel, too.
         """
         if isinstance(process_group, DeviceMesh):
             raise TypeError("process_group is a DeviceMesh; pass it as mesh=")
-        if mesh is not None and process_group is not None:
-            raise ValueError("pass either process_group or mesh, not both: a mesh brings its own groups")
-        if mesh is not None and mesh.ndim == 2:
-            if not shard:
-                raise ValueError(
-                    "shard=False replicates over one group; pass a 1-D mesh, not (replicate, shard)"
-                )
-            return Grid(Ranks.of(mesh.get_group(1)), Ranks.of(mesh.get_group(0)))
-        if mesh is not None:
-            if mesh.ndim != 1:
-                raise ValueError(f"mesh has {mesh.ndim} dimensions; pass (shard,) or (replicate, shard)")
-            process_group = mesh.get_group()
-        if process_group is None and dist.is_available() and dist.is_initialized():
-            process_group = dist.group.WORLD
-        every, alone = Ranks.of(process_group), Ranks.of(None)
-        return Grid(every, alone) if shard else Grid(alone, every)
+        if isinstance(tp_group, DeviceMesh):
+            raise TypeError("tp_group is a DeviceMesh; pass its process group, mesh['tp'].get_group()")
+        shard_ranks, replicate_ranks = _data_parallel(process_group, mesh, shard)
+        grid = Grid(shard_ranks, replicate_ranks, Ranks.of(tp_group))
+        grid.tensor.require_apart(shard_ranks)
+        grid.tensor.require_apart(replicate_ranks)
+        return grid
+
+
+def _data_parallel(
+    process_group: dist.ProcessGroup | None, mesh: DeviceMesh | None, shard: bool
+) -> tuple[Ranks, Ranks]:
+    """The ranks to shard over, and those to replicate over."""
+    if mesh is not None and process_group is not None:
+        raise ValueError("pass either process_group or mesh, not both: a mesh brings its own groups")
+    if mesh is not None and mesh.ndim == 2:
+        if not shard:
+            raise ValueError("shard=False replicates over one group; pass a 1-D mesh, not (replicate, shard)")
+        return Ranks.of(mesh.get_group(1)), Ranks.of(mesh.get_group(0))
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(f"mesh has {mesh.ndim} dimensions; pass (shard,) or (replicate, shard)")
+        process_group = mesh.get_group()
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    every = Ranks.of(process_group)
+    return (every, ALONE) if shard else (ALONE, every)
 
 
 class Lane:
@@ -261,24 +308,33 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def check_same_on_all_ranks(lines: Sequence[str], ranks: Ranks, device: torch.device) -> None:
+def check_same_on_all_ranks(lines: Sequence[str], dimensions: Sequence[Ranks], device: torch.device) -> None:
     """Raises RuntimeError on every rank, naming the first difference, unless all ranks pass equal `lines`.
 
-    Costs one all-reduce of two integers where the ranks agree.
+    Costs one all-reduce of two integers a dimension where the ranks agree.
+
+    Args:
+        dimensions: of a grid of ranks; all ranks of the grid raise, or none.
     """
-    if ranks.size == 1:
+    dimensions = [ranks for ranks in dimensions if ranks.size > 1]
+    if not dimensions:
         return
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=ranks.group)
+    for ranks in dimensions:
+        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=ranks.group)
     largest, negated_smallest = extremes.tolist()
     if largest == -negated_smallest:
         return
-    everyone = all_gather_object(list(lines), ranks, device)
-    for rank, theirs in enumerate(everyone):
-        for expected, found in zip_longest(everyone[0], theirs, fillvalue="nothing"):
+    everyone = {dist.get_rank(): list(lines)}
+    for ranks in dimensions:
+        for theirs in all_gather_object(everyone, ranks, device):
+            everyone.update(theirs)
+    first, *others = sorted(everyone)
+    for rank in others:
+        for expected, found in zip_longest(everyone[first], everyone[rank], fillvalue="nothing"):
             if expected != found:
                 raise RuntimeError(
-                    f"the model is not the same on all ranks: rank 0 has [{expected}] where rank {rank} has "
-                    f"[{found}]; build it from the same configuration on every rank"
+                    f"the model is not the same on all ranks: rank {first} has [{expected}] where rank "
+                    f"{rank} has [{found}]; build it from the same configuration on every rank"
                 )

@@ -7,6 +7,7 @@ Next: its `forward` drives `unit.py`; to follow one parameter, start at `layout.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ from flatfsdp.meta import ParamInit, is_on_meta, materialize
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger
 from flatfsdp.optim import clip_grad_norm
+from flatfsdp.placement import Placement, check_placement, placement_of
 from flatfsdp.policy import Division, GradSync, Policy, Precision, Prefetch
 from flatfsdp.root import Root
 from flatfsdp.summon import Gathering, whole_parameters
@@ -63,6 +65,9 @@ class FlatFSDP(ModuleWrapper):
             replicas of a 2-D mesh they are reduced in the last one either way.
         prefetch: units to gather ahead.
         cpu_offload: master shards, their gradients and so the optimizer stay in host memory.
+        tp_group: ranks over which the layers inside are split (tensor parallelism); pass the data-parallel
+            ranks, which have the same parts, as mesh or process_group.  What no layer has declared to be
+            split is taken to have the same value and the same gradient on all of tp_group.
         param_init_fn: initialises the tensors that a module on the meta device owns directly; default: its
             `reset_parameters()`.  Seed all ranks alike.
         poison_on_free: debug mode: freed buffers read as NaN.  Costs the memory that freeing would save.
@@ -74,7 +79,8 @@ class FlatFSDP(ModuleWrapper):
 
     Raises:
         ValueError: for parameters that cannot be sharded, naming them: not floating point, tied to one in
-            another unit, on a device that the backend cannot reach, on the meta device and not initialised.
+            another unit, on a device that the backend cannot reach, on the meta device and not initialised,
+            split over other ranks than tp_group.  If ranks of tp_group are data-parallel, too.
     """
 
     def __init__(
@@ -91,6 +97,7 @@ class FlatFSDP(ModuleWrapper):
         grad_sync: GradSync = "last",
         prefetch: Prefetch | None = None,
         cpu_offload: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
         param_init_fn: ParamInit | None = None,
         poison_on_free: bool = False,
     ) -> None:
@@ -105,8 +112,10 @@ class FlatFSDP(ModuleWrapper):
             cpu_offload,
             poison_on_free,
         )
-        grid = Grid.of(process_group, mesh, shard)
+        grid = Grid.of(process_group, mesh, shard, tp_group)
         parameters = parameters_to_take(module)
+        for name, parameter in parameters.items():
+            check_placement(name, parameter, grid.tensor)
         device = _resolve_device(device, module, parameters, grid)
         taken = list(parameters.items())
         if any(is_on_meta(owner) for _, owner in _own_modules(module)):
@@ -263,8 +272,7 @@ class FlatFSDP(ModuleWrapper):
                 group.prefix = prefix
         groups = [group for wrapped in inside for group in wrapped._unit.groups]
         lines = [line for group in groups for line in group.describe()]
-        for ranks in (self._grid.shard, self._grid.replicate):
-            check_same_on_all_ranks(lines, ranks, self._device)
+        check_same_on_all_ranks(lines, self._grid.dimensions, self._device)
         wants_fp8 = any(group.policy.precision.fp8_weights is not None for group in groups)
         if wants_fp8 and not any(group.layout.role is Role.FP8 for group in groups):
             raise ValueError(
@@ -275,6 +283,8 @@ class FlatFSDP(ModuleWrapper):
             name = prefix.rstrip(".")
             if wrapped._device != self._device:
                 raise ValueError(f"unit {name} is on {wrapped._device}, but its root on {self._device}")
+            if wrapped._grid.tensor != self._grid.tensor:
+                raise ValueError(f"unit {name} has another tp_group than its root; pass the same one to both")
             for what in ("grad_sync", "prefetch"):
                 ours, theirs = (getattr(m._policy, what) for m in (self, wrapped))
                 if theirs != ours:
@@ -418,14 +428,15 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _bindings(module: nn.Module, parameters: Iterable[nn.Parameter], *, fp8: bool) -> list[Binding]:
-    """Parameters that are treated alike together: trained and frozen ones, those stored in FP8 and others."""
+    """Parameters that are treated alike together: trained and frozen ones, those stored in FP8 and others,
+    those that tensor-parallel ranks have parts of and those that all of them have."""
     stored = roles(module, parameters) if fp8 else dict.fromkeys(parameters, Role.COMPUTE)
-    chosen: dict[tuple[bool, Role], list[nn.Parameter]] = {
-        (trained, role): [] for trained in (True, False) for role in Role
+    chosen: dict[tuple[bool, Role, Placement], list[nn.Parameter]] = {
+        each: [] for each in itertools.product((True, False), Role, Placement)
     }
     for parameter, role in stored.items():
-        chosen[parameter.requires_grad, role].append(parameter)
-    return [Binding.of(module, members, role) for (_, role), members in chosen.items() if members]
+        chosen[parameter.requires_grad, role, placement_of(parameter)].append(parameter)
+    return [Binding.of(module, members, role) for (_, role, _), members in chosen.items() if members]
 
 
 def _tied_message(name: str, other: str) -> str:
@@ -459,7 +470,7 @@ def _resolve_device(
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    for ranks in (grid.shard, grid.replicate):
+    for ranks in grid.dimensions:
         if ranks.group is not None and device.type == "cpu" and str(dist.get_backend(ranks.group)) == "nccl":
             raise ValueError(
                 "the process group is NCCL's and the parameters are on the CPU; pass device='cuda'"

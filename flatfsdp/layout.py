@@ -20,6 +20,8 @@ from enum import Enum
 
 from torch import Tensor
 
+from flatfsdp.placement import Partition, Placement
+
 ELEMENT_ALIGNMENT = 16
 """Every slot and every shard starts on a multiple of this many elements: 16 bytes even at one byte an
 element, which is what vector loads, TMA and FP8 GEMMs ask for."""
@@ -59,17 +61,26 @@ class ParamSpec:
     shape: tuple[int, ...]
     role: Role = Role.COMPUTE
     align: Align = Align.ELEMENTS
+    placement: Placement = Placement.EQUAL
+    partition: Partition | None = None
 
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """The place of one parameter in a flat buffer; `offset` and `numel` are in elements."""
+    """The place of one parameter in a flat buffer; `offset` and `numel` are in elements.
+
+    Attributes:
+        shape: of this tensor-parallel rank's part, if it is split.
+        partition: how it is split; None if it is not.
+    """
 
     name: str
     shape: tuple[int, ...]
     role: Role
     align: Align
     offset: int
+    placement: Placement = Placement.EQUAL
+    partition: Partition | None = None
 
     @property
     def numel(self) -> int:
@@ -78,6 +89,11 @@ class ParamSlot:
     @property
     def end(self) -> int:
         return self.offset + self.numel
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of all tensor-parallel ranks together."""
+        return self.shape if self.partition is None else self.partition.whole_shape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -127,7 +143,13 @@ class FlatLayout:
                 )
             unit = spec.align.unit(spec.shape)
             slot = ParamSlot(
-                spec.name, tuple(spec.shape), spec.role, spec.align, offset=_round_up(cursor, unit)
+                spec.name,
+                tuple(spec.shape),
+                spec.role,
+                spec.align,
+                _round_up(cursor, unit),
+                spec.placement,
+                spec.partition,
             )
             slots.append(slot)
             cursor, multiple = slot.end, math.lcm(multiple, unit)
@@ -137,6 +159,11 @@ class FlatLayout:
     def role(self) -> Role:
         """Of all slots; a buffer has one."""
         return self.slots[0].role
+
+    @property
+    def placement(self) -> Placement:
+        """Of all slots, where FlatFSDP has packed them."""
+        return self.slots[0].placement
 
     def shard_numel(self, num_shards: int) -> int:
         """Length of each of `num_shards` equal shards, in elements."""

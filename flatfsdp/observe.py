@@ -22,6 +22,7 @@ Traffic = Literal[
     "amax",
     "reduce",
     "all_reduce",
+    "tp_all_reduce",
 ]
 
 
@@ -42,9 +43,11 @@ class ByteLedger:
         amax: all-reduce of the FP8 weights' amaxes, one FP32 number a weight.
         reduce: reduce-scatter of gradients, (N - 1) / N of the full size.
         all_reduce: of gradients across R replicas, 2 (R - 1) / R of what a rank holds.
+        tp_all_reduce: across T tensor-parallel ranks, of gradients of which each has a part of a sum,
+            2 (T - 1) / T of what a rank holds.
 
     Attributes:
-        parameters: number of parameters of the model, all ranks together.
+        parameters: number of parameters of the model, all data-parallel ranks together.
         bytes: total by kind of traffic.
         calls: number of operations by kind of traffic.
     """

@@ -1,7 +1,7 @@
 """Gradients on their way from `main_grad` to the master shard's `.grad`.
 
 In:   units whose last gradient of a reducing backward has landed (`unit.py`).
-Out:  the master's gradient: this rank's shard of the mean over all ranks.
+Out:  the master's gradient: this rank's shard of the mean over all data-parallel ranks.
 Next: `optim.clip_grad_norm_` and the optimizer.
 
 Every rank launches the reductions in one fixed order, whatever order the gradients land in: the reverse of
@@ -12,7 +12,8 @@ enough: gathers and reductions then come in another order on some rank, and rank
 all ranks have to use the same modules.)
 
     main_grad --reduce-scatter inside the shard group--> partial_grad, summed over the reducing backwards
-              --all-reduce across replicas, in the last backward--> master.grad
+              --all-reduce across replicas, in the last backward
+              --all-reduce across tensor-parallel ranks, where each has a part of a sum--> master.grad
 
 With `grad_sync="last"` there is one reducing backward, so `partial_grad` is nothing to keep.
 """
@@ -164,7 +165,7 @@ class Reducer:
             reduced = self._add_to_partial(group, reduced)
         if is_last:
             group.partial_grad = None
-            reduced = self._all_reduce(group, reduced)
+            reduced = self._tp_all_reduce(group, self._all_reduce(group, reduced))
         return reduced
 
     def _add_to_partial(self, group: FlatGroup, reduced: Tensor) -> Tensor:
@@ -186,6 +187,18 @@ class Reducer:
             self._ledger.add("all_reduce", nbytes)
         if division is not None:
             reduced.div_(division.after)
+        return reduced
+
+    def _tp_all_reduce(self, group: FlatGroup, reduced: Tensor) -> Tensor:
+        """In FP32 at least; once a step."""
+        ranks = group.reduce_grid.tensor
+        if ranks.size == 1:
+            return reduced
+        reduced = self._cast(reduced, torch.promote_types(reduced.dtype, torch.float32))
+        nbytes = 2 * reduced.numel() * reduced.element_size() * (ranks.size - 1) // ranks.size
+        with span("tp_all_reduce", group.name, group.microbatch.index, nbytes):
+            all_reduce(reduced, ranks, mean=False)
+        self._ledger.add("tp_all_reduce", nbytes)
         return reduced
 
     def _retire(self) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from flatfsdp.binding import Binding
 from flatfsdp.buffers import FlatBuffer, MainGrad
-from flatfsdp.comm import Grid, Lane, all_gather, broadcast, compute_waits_for, one_launch
+from flatfsdp.comm import ALONE, Grid, Lane, all_gather, broadcast, compute_waits_for, one_launch
 from flatfsdp.fp8_weights import FP8_DTYPE, FP8Weights
 from flatfsdp.kernels.scaling import Scales
 from flatfsdp.layout import Role
@@ -32,6 +32,7 @@ from flatfsdp.master import MasterShard, Portion, Version
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger, span
 from flatfsdp.params import Leaves, Views
+from flatfsdp.placement import Placement
 from flatfsdp.policy import Division, Policy
 from flatfsdp.portion import PortionTarget
 
@@ -151,14 +152,22 @@ class FlatGroup:
             self._cast()
 
     def attach(self, microbatch: Microbatch, ledger: ByteLedger) -> None:
-        """Joins a root: its microbatch and its ledger from now on.  Collective: replicas become equal."""
+        """Joins a root: its microbatch and its ledger from now on.  Collective: replicas become equal, and
+        what all tensor-parallel ranks have."""
         self.microbatch, self.ledger = microbatch, ledger
         if self.main_grad is not None:
             self.main_grad.microbatch, self.main_grad.ledger = microbatch, ledger
-        self.reduce_grid = Grid(self.grid.shard.own_communicator(), self.grid.replicate.own_communicator())
-        if self.grid.replicate.size > 1:
+        placement, tensor = self.layout.placement, self.grid.tensor
+        self.reduce_grid = Grid(
+            self.grid.shard.own_communicator(),
+            self.grid.replicate.own_communicator(),
+            tensor.own_communicator() if placement is Placement.PARTIAL else ALONE,
+        )
+        same = [self.grid.replicate, *([] if placement is Placement.SPLIT else [tensor])]
+        if any(ranks.size > 1 for ranks in same):
             replica = self.master.flat.detach().to(self.master.device)
-            broadcast(replica, self.grid.replicate)
+            for ranks in same:
+                broadcast(replica, ranks)
             self.master.flat.data.copy_(replica)
             self.master.generation += 1
 
@@ -175,7 +184,12 @@ class FlatGroup:
     @property
     def flat_name(self) -> str:
         """Of the flat parameter, among those of its unit."""
-        kinds = ("" if self.trainable else "frozen_", "fp8_" if self.layout.role is Role.FP8 else "")
+        placement = self.layout.placement
+        kinds = (
+            "" if self.trainable else "frozen_",
+            "fp8_" if self.layout.role is Role.FP8 else "",
+            "" if self.grid.tensor.size == 1 or placement is Placement.SPLIT else f"{placement.value}_",
+        )
         return f"{''.join(kinds)}flat_param"
 
     # ---- master shard -> flat buffer --------------------------------------------------------------------
@@ -346,7 +360,12 @@ class FlatGroup:
         kind = "trained" if self.trainable else "frozen"
         for slot in self.layout.slots:
             role = "" if slot.role is Role.COMPUTE else f" in {slot.role.value}"
-            yield f"{self.name}: {kind} {slot.name} {list(slot.shape)} at {slot.offset}{role}"
+            place = f"{list(slot.shape)} at {slot.offset}{role}"
+            if self.grid.tensor.size > 1:
+                place += f", {slot.placement.value}"
+            if slot.partition is not None:
+                place += f" from {list(slot.whole_shape)} in {slot.partition.sizes}"
+            yield f"{self.name}: {kind} {slot.name} {place}"
         yield f"{self.name}: {self.policy}"
 
 

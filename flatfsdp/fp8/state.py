@@ -76,7 +76,7 @@ class Arena:
         """The first time over `group`: raises RuntimeError on every rank unless all have the same layers."""
         if self._agreed is not group:
             layers = [scaling.label for scaling in self.members]
-            check_same_on_all_ranks(layers, Ranks.of(group), self.scale.device)
+            check_same_on_all_ranks(layers, [Ranks.of(group)], self.scale.device)
             self._agreed = group
 
     @torch.no_grad()
