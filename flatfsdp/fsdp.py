@@ -202,20 +202,22 @@ class FlatFSDP(ModuleWrapper):
         """Scales the reduced gradients of this module so that their norm is at most `max_norm`.
 
         Call it on the root, for the norm of the whole model.  Collective.
-        `torch.nn.utils.clip_grad_norm_` would see this rank's shards only.
+        `torch.nn.utils.clip_grad_norm_` would see this rank's shards only.  For the norm of several stages of
+        a pipeline: `flatfsdp.parallel.clip_grad_norm_`.
 
         Returns:
             The norm over all ranks before scaling, 0-dim, in FP32 at least.
 
         Raises:
             RuntimeError: if the norm is not finite and `error_if_nonfinite`, on all ranks.
-            ValueError: if max_norm is negative or norm_type not positive; if a unit is spread over fewer
-                ranks than this module.
+            ValueError: if max_norm is negative or norm_type not positive; if some units are spread over fewer
+                ranks than others.
         """
-        if not (max_norm >= 0 and norm_type > 0):
-            raise ValueError(f"max_norm is {max_norm!r} and norm_type {norm_type!r}; >= 0 and > 0 make sense")
         masters = [group.master for _, group in named_groups(self) if group.trainable]
-        return clip_grad_norm(masters, self._grid, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+        grids = [wrapped._grid for _, wrapped in units_in(self)]
+        return clip_grad_norm(
+            masters, grids, self._device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drops what was accumulated and not reduced, which `optimizer.zero_grad()` cannot see."""

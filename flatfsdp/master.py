@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from flatfsdp.comm import Grid, all_gather, broadcast, gather, scatter
 from flatfsdp.layout import FlatLayout, ParamSlot
+from flatfsdp.placement import Placement
 
 
 def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
@@ -163,6 +164,11 @@ class MasterShard:
     @property
     def is_first_rank(self) -> bool:
         return self.grid.shard.rank == 0 and self.grid.replicate.rank == 0
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank counts the gradient in a norm, and not another one that has the same."""
+        return self.layout.placement is Placement.SPLIT or self.grid.tensor.rank == 0
 
     # ---- gradients --------------------------------------------------------------------------------------
 

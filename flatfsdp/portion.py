@@ -32,6 +32,10 @@ class PortionTarget:
         return self._group.grid
 
     @property
+    def is_counted(self) -> bool:
+        return self._group.master.is_counted
+
+    @property
     def device(self) -> torch.device:
         return self._group.master.device
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp.kernels.adamw import Numbers, adamw
@@ -38,6 +39,7 @@ class AdamW(FusedOptimizer):
         max_grad_norm: clips gradients to this norm over all ranks, while they are read: with FP32 gradients
             the same bits as `clip_grad_norm_` and then a step.  `step` is collective then, so that one
             optimizer has to have all parameters of the model.
+        pp_group: ranks that have the other stages of a pipeline, whose gradients count in that norm, too.
         moment_dtype: FP32 or bf16, of `exp_avg` and `exp_avg_sq`; None for the parameter's.  In bf16 they
             take 4 bytes less an element, and betas may be 0.99 at most: with 0.999, `exp_avg_sq` would be
             rounded back to what it was, and never decay.
@@ -58,6 +60,7 @@ class AdamW(FusedOptimizer):
         weight_decay: float = 1e-2,
         *,
         max_grad_norm: float | None = None,
+        pp_group: dist.ProcessGroup | None = None,
         moment_dtype: torch.dtype | None = None,
     ) -> None:
         if moment_dtype is not None and moment_dtype not in MOMENT_DTYPES:
@@ -67,7 +70,7 @@ class AdamW(FusedOptimizer):
             )
         self.moment_dtype = moment_dtype
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, max_grad_norm)
+        super().__init__(params, defaults, max_grad_norm, pp_group)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "eps", "weight_decay"):

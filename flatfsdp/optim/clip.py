@@ -1,6 +1,6 @@
-"""Between reduction and optimizer: the norm of gradients that are sharded.
+"""Between reduction and optimizer: the norm of gradients that are sharded, split, and in several stages.
 
-In:   gradients, by the ranks over which they are sharded.
+In:   gradients, by the ranks over which they are spread.
 Out:  their norm over all ranks, and what to multiply them by; `fused.py` does that where it reads them.
 Next: any torch.optim optimizer over the same shards.
 """
@@ -12,49 +12,64 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.comm import Grid, Ranks
+from flatfsdp.comm import ALONE, Grid, Ranks, all_gather
 from flatfsdp.master import MasterShard
 
 
 def clip_grad_norm(
     masters: Sequence[MasterShard],
-    grid: Grid,
+    grids: Iterable[Grid],
+    device: torch.device,
     max_norm: float,
     norm_type: float = 2.0,
     *,
+    stages: Ranks = ALONE,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Scales the gradients of all shards by min(1, max_norm / (norm + 1e-6)), norm taken over all ranks.
 
-    As `torch.nn.utils.clip_grad_norm_`.  Padding is zero in every gradient and adds nothing.
+    As `torch.nn.utils.clip_grad_norm_`.  Padding is zero in every gradient and adds nothing.  What all ranks
+    of a tensor-parallel group have counts once.
 
     Args:
-        masters: of one model; shards over different groups of the grid's ranks are summed group by group.
-        grid: all ranks of the model.
+        masters: of one model; shards over different groups of ranks are summed group by group.
+        grids: of all FlatFSDP modules of the model.
+        device: where the model computes.
+        stages: ranks that have other parts of the model; they have to call this, too.
 
     Returns:
-        The norm before scaling, 0-dim, FP32 at least, where the model computes; zero without gradients.
+        The norm before scaling, 0-dim, FP32 at least, on `device`, with the same bits on all ranks; zero
+        without gradients.
 
     Raises:
         RuntimeError: if the norm is not finite and `error_if_nonfinite`, on all ranks.
-        ValueError: if a shard belongs to other ranks than the model, so that no rank knows the whole norm.
+        ValueError: if max_norm is negative or norm_type not positive; if a module is spread over fewer ranks
+            than others, so that no rank knows the whole norm.
     """
-    require_same_grid([grid, *(master.grid for master in masters)])
-    if not masters:
-        return torch.zeros(())
-    by_ranks: dict[Ranks, list[Tensor]] = {}
+    if not (max_norm >= 0 and norm_type > 0):
+        raise ValueError(f"max_norm is {max_norm!r} and norm_type {norm_type!r}; >= 0 and > 0 make sense")
+    require_same_grid(grids)
+    counted: dict[Spread, list[Tensor]] = {}
     for master in masters:
-        by_ranks.setdefault(master.grid.shard, []).extend(master.grads)
-    norm = grad_norm(by_ranks, masters[0].device, norm_type)
+        counted.setdefault(spread(master.grid), []).extend(master.grads if master.is_counted else ())
+    norm = grad_norm(counted, device, norm_type, stages)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the gradient norm is {norm.item()}; look for NaN or overflow in the last backward"
         )
-    scale_grads([grad for grads in by_ranks.values() for grad in grads], clip_coefficient(norm, max_norm))
+    scale_grads([grad for master in masters for grad in master.grads], clip_coefficient(norm, max_norm))
     return norm
+
+
+Spread = tuple[Ranks, ...]
+"""Groups of ranks, each of which has another part of some gradients: of a grid of ranks, its dimensions."""
+
+
+def spread(grid: Grid) -> Spread:
+    """Over which ranks gradients are spread that are sharded, and may be split, on this grid."""
+    return grid.shard, grid.tensor
 
 
 def require_same_grid(grids: Iterable[Grid]) -> None:
@@ -70,21 +85,29 @@ def require_same_grid(grids: Iterable[Grid]) -> None:
         )
 
 
-def grad_norm(grads: Mapping[Ranks, list[Tensor]], device: torch.device, norm_type: float = 2.0) -> Tensor:
+def grad_norm(
+    grads: Mapping[Spread, list[Tensor]],
+    device: torch.device,
+    norm_type: float = 2.0,
+    stages: Ranks = ALONE,
+) -> Tensor:
     """(sum over all gradients |.|^p)^(1/p), or the largest magnitude for an infinite p.  Collective.
 
     Args:
-        grads: by the ranks over which they are sharded; all ranks pass the same keys in the same order, also
-            those that have no gradient for one.
+        grads: by the ranks over which they are spread; all these ranks pass the same keys in the same order,
+            also those that have no gradient for one.
         device: where to communicate.
+        stages: ranks with further gradients, by other keys.
 
     Returns:
         0-dim, FP32 at least, on `device`.
     """
-    norms = [_norm_over(ranks, of_ranks, device, norm_type) for ranks, of_ranks in grads.items()]
-    if not norms:
-        return torch.zeros((), device=device)
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norms = [
+        _norm_over(ranks, _local_norm(of_ranks, device, norm_type), norm_type)
+        for ranks, of_ranks in grads.items()
+    ]
+    norm = norms[0] if len(norms) == 1 else _norm_of(norms, device, norm_type)
+    return _norm_over((stages,), norm, norm_type)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -98,16 +121,28 @@ def scale_grads(grads: list[Tensor], coefficient: Tensor) -> None:
         torch._foreach_mul_(grads, coefficient.to(grads[0].device))
 
 
-def _norm_over(ranks: Ranks, grads: list[Tensor], device: torch.device, norm_type: float) -> Tensor:
+def _local_norm(grads: list[Tensor], device: torch.device, norm_type: float) -> Tensor:
     # In FP32 at least: 16 bits overflow, or lose digits, in the powers.
     dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
-    norms = torch._foreach_norm(grads, norm_type, dtype=dtype) if grads else [torch.zeros((), dtype=dtype)]
-    norm = torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
-    if ranks.size == 1:
+    return _norm_of(torch._foreach_norm(grads, norm_type, dtype=dtype) if grads else [], device, norm_type)
+
+
+def _norm_of(norms: Sequence[Tensor], device: torch.device, norm_type: float) -> Tensor:
+    if not norms:
+        return torch.zeros((), device=device)
+    return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
+
+
+def _norm_over(spread: Spread, norm: Tensor, norm_type: float) -> Tensor:
+    """Of what all these ranks together have, from each one's norm."""
+    several = [ranks for ranks in spread if ranks.size > 1]
+    if not several:
         return norm
-    if math.isinf(norm_type):
-        dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=ranks.group)
-        return norm
-    powers = norm**norm_type
-    dist.all_reduce(powers, group=ranks.group)
-    return powers ** (1.0 / norm_type)
+    powers = norm if math.isinf(norm_type) else norm**norm_type
+    for ranks in several:
+        # Gathered, so that all ranks, of whatever groups, add in the same order: their norms have the same
+        # bits, and what several of them have stays equal.
+        everyones = powers.new_empty(ranks.size)
+        all_gather(everyones, powers.reshape(1), ranks)
+        powers = everyones.amax() if math.isinf(norm_type) else everyones.sum()
+    return powers if math.isinf(norm_type) else powers ** (1.0 / norm_type)

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp.comm import Ranks
 from flatfsdp.kernels.runs import Run
-from flatfsdp.optim.clip import clip_coefficient, grad_norm, require_same_grid
+from flatfsdp.optim.clip import Spread, clip_coefficient, grad_norm, require_same_grid, spread
 from flatfsdp.optim.target import FlatShard, flat_shard_of
 
 
@@ -54,6 +55,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             several of these.
         defaults: options of parameter groups.
         max_grad_norm: gradients are scaled to a norm, over all ranks, of at most this while they are read.
+        pp_group: ranks that have other pipeline stages, whose gradients count in the norm, too.
 
     Attributes:
         max_grad_norm: may be changed between steps.
@@ -63,10 +65,20 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         ValueError: if an option is out of its range, or a parameter is not a real floating-point tensor.
     """
 
-    def __init__(self, params: Any, defaults: dict[str, Any], max_grad_norm: float | None) -> None:
+    # A copy has none: process groups cannot be copied.
+    pp_group: dist.ProcessGroup | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        max_grad_norm: float | None,
+        pp_group: dist.ProcessGroup | None,
+    ) -> None:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm is {max_grad_norm!r}; it must be positive, or None not to clip")
         self.max_grad_norm = max_grad_norm
+        self.pp_group = pp_group
         self.grad_norm: Tensor | None = None
         super().__init__(params, defaults)
 
@@ -168,17 +180,21 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self.grad_norm = None
         if self.max_grad_norm is None:
             return None
-        grads: dict[Ranks, list[Tensor]] = {}
+        grads: dict[Spread, list[Tensor]] = {}
         shards = [shard for shard in map(flat_shard_of, self._parameters()) if shard is not None]
         require_same_grid(shard.grid for shard in shards)
         # All ranks take part in the same order, whichever of their portions comes first and has a gradient.
-        for ranks in sorted({shard.grid.shard for shard in shards}, key=lambda ranks: ranks.name):
-            grads[ranks] = []
+        spreads = {spread(shard.grid) for shard in shards}
+        for each in sorted(spreads, key=lambda each: [ranks.name for ranks in each]):
+            grads[each] = []
         for one in due:
-            ranks = ALONE if one.shard is None else one.shard.grid.shard
-            grads.setdefault(ranks, []).append(one.grad)
+            if one.shard is None:
+                grads.setdefault((), []).append(one.grad)
+            elif one.shard.is_counted:
+                grads[spread(one.shard.grid)].append(one.grad)
         devices = [shard.device for shard in shards] or [one.grad.device for one in due]
-        self.grad_norm = grad_norm(grads, devices[0] if devices else torch.device("cpu"))
+        device = devices[0] if devices else torch.device("cpu")
+        self.grad_norm = grad_norm(grads, device, stages=Ranks.of(self.pp_group))
         return clip_coefficient(self.grad_norm, self.max_grad_norm)
 
     def _runs(self, due: Due) -> tuple[Kind, Iterable[Run]]:
@@ -206,10 +222,6 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             )
             for start, stop, amax in covering(values.numel(), shard.runs())
         )
-
-
-ALONE = Ranks.of(None)
-"""An ordinary parameter's ranks: whoever has it has all of it."""
 
 
 def grad_of(parameter: Tensor) -> Tensor | None:

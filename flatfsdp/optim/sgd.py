@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp.kernels.runs import Run
@@ -29,6 +30,7 @@ class SGD(FusedOptimizer):
             several of these; groups may have options of their own.
         max_grad_norm: clips gradients to this norm over all ranks, while they are read: with FP32 gradients
             the same bits as `clip_grad_norm_` and then a step.  `step` is collective then.
+        pp_group: ranks that have the other stages of a pipeline, whose gradients count in that norm, too.
 
     Attributes:
         grad_norm: of the last step, before clipping: 0-dim, on the device; None without `max_grad_norm`.
@@ -47,6 +49,7 @@ class SGD(FusedOptimizer):
         nesterov: bool = False,
         *,
         max_grad_norm: float | None = None,
+        pp_group: dist.ProcessGroup | None = None,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -55,7 +58,7 @@ class SGD(FusedOptimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
         }
-        super().__init__(params, defaults, max_grad_norm)
+        super().__init__(params, defaults, max_grad_norm, pp_group)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "momentum", "weight_decay"):

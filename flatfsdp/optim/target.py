@@ -20,7 +20,12 @@ class FlatShard(Protocol):
 
     @property
     def grid(self) -> Grid:
-        """The ranks over which the buffer is sharded, and those that have the same part."""
+        """The ranks over which the buffer is sharded, those that have the same part, and those that have
+        other parts of the same parameters."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank counts the gradient in a norm: of ranks that have the same one, one does."""
 
     @property
     def device(self) -> torch.device:

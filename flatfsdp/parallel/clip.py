@@ -1,0 +1,57 @@
+"""The gradient norm of a model in several stages, on one rank and on others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+from flatfsdp.comm import Ranks
+from flatfsdp.fsdp import named_groups, units_in
+from flatfsdp.optim import clip_grad_norm
+
+Part = nn.Module | PipelineStage
+
+
+def clip_grad_norm_(
+    parts: Part | Sequence[Part],
+    max_norm: float,
+    pp_group: dist.ProcessGroup | None = None,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scales the reduced gradients of a whole model so that their norm is at most `max_norm`.  Collective.
+
+        schedule.step(tokens)
+        norm = clip_grad_norm_(stages, 1.0, mesh.pp_group)
+        optimizer.step()
+
+    Args:
+        parts: all stages of this rank, or the FlatFSDP modules in them, each once.
+        pp_group: the ranks of the pipeline, which have the other stages.
+
+    Returns:
+        The norm of the whole model before scaling, 0-dim, with the same bits on all ranks.
+
+    Raises:
+        RuntimeError: if the norm is not finite and `error_if_nonfinite`, on all ranks.
+        ValueError: if there is no part, or no FlatFSDP in one; if max_norm is negative or norm_type not
+            positive; if some units are spread over fewer ranks than others.
+    """
+    of_rank = [parts] if isinstance(parts, (nn.Module, PipelineStage)) else list(parts)
+    if not of_rank:
+        raise ValueError("clip_grad_norm_ got no stages; pass all those that this rank has")
+    modules = [part.submod if isinstance(part, PipelineStage) else part for part in of_rank]
+    groups = [group for module in modules for _, group in named_groups(module)]
+    units = [wrapped for module in modules for _, wrapped in units_in(module)]
+    return clip_grad_norm(
+        [group.master for group in groups if group.trainable],
+        [wrapped._grid for wrapped in units],
+        units[0]._device,
+        max_norm,
+        norm_type,
+        stages=Ranks.of(pp_group),
+        error_if_nonfinite=error_if_nonfinite,
+    )
