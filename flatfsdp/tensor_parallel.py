@@ -216,15 +216,30 @@ def declare_norm(parallel: TensorParallel, weight: nn.Parameter, bias: nn.Parame
 def _declare(
     parameter: nn.Parameter, is_split: bool, dim: int, sizes: tuple[int, ...], partial_grad: bool
 ) -> None:
-    declared: dict[str, Any] = {
-        "tensor_model_parallel": is_split,
-        "partition_dim": dim,
-        "partition_sizes": sizes,
-        "partition_stride": max(1, len(sizes)),
-        "sequence_parallel": partial_grad,
-    }
-    for name, value in declared.items():
-        setattr(parameter, name, value)
+    values = (is_split, dim, sizes, max(1, len(sizes)), partial_grad)
+    vars(parameter).update(zip(_MARKS, values, strict=True))
+
+
+_MARKS = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_sizes",
+    "partition_stride",
+    "sequence_parallel",
+)
+
+
+class Declaring(nn.Module):
+    """A layer whose parameters stay marked when they get memory: `to_empty` makes others in their place."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Declaring:
+        before = dict(self._parameters)
+        super()._apply(fn, recurse)
+        for name, parameter in self._parameters.items():
+            if parameter is not None and parameter is not before[name]:
+                marks = {key: value for key, value in vars(before[name]).items() if key in _MARKS}
+                vars(parameter).update(marks)
+        return self
 
 
 def part_of(whole: Tensor, dim: int, sizes: Sequence[int], ranks: Ranks) -> Tensor:

@@ -30,7 +30,7 @@ from flatfsdp.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, Re
 from flatfsdp.fp8.recompute import current_tape, raise_recomputed, records_amax
 from flatfsdp.fp8.state import Direction, Scaling, buffer_names
 from flatfsdp.kernels.gemm import ALIGNMENT
-from flatfsdp.tensor_parallel import ALONE, Exchange
+from flatfsdp.tensor_parallel import ALONE, Declaring, Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Roles:
         return self.recipe is not None
 
 
-class FP8Module(nn.Module):
+class FP8Module(Declaring):
     """A layer with one or more linear maps.
 
     Attributes:

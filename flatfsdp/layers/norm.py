@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flatfsdp.kernels.norm_forward import norm_forward
 from flatfsdp.layers.normalized import NormKind, normalize_backward, reset_norm
 from flatfsdp.layers.parameters import new_parameter
-from flatfsdp.tensor_parallel import declare_whole
+from flatfsdp.tensor_parallel import Declaring, declare_whole
 
 
-class _NormLayer(nn.Module):
+class _NormLayer(Declaring):
     """What both norms have in common."""
 
     normalization: ClassVar[str]
