@@ -104,6 +104,11 @@ class Grid:
     def dimensions(self) -> tuple[Ranks, ...]:
         return self.shard, self.replicate, self.tensor
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first one in all dimensions."""
+        return all(ranks.rank == 0 for ranks in self.dimensions)
+
     @staticmethod
     def of(
         process_group: dist.ProcessGroup | None,
@@ -282,12 +287,12 @@ def broadcast(tensor: Tensor, ranks: Ranks) -> None:
         dist.broadcast(tensor, group=ranks.group, group_src=0)
 
 
-def broadcast_object(value: Any, grid: Grid, device: torch.device) -> Any:
-    """What the grid's first rank passes, which has to be picklable.  Collective over the whole grid."""
+def broadcast_object(value: Any, dimensions: Sequence[Ranks], device: torch.device) -> Any:
+    """What the first rank of a grid of these dimensions passes, which has to be picklable.  Collective."""
     box = [value]
     with on_device(device):
-        # Along the first rank's replicas, then inside each replica.
-        for ranks in (grid.replicate, grid.shard):
+        # Along the first rank's line, then from each rank of that.
+        for ranks in dimensions:
             if ranks.size > 1:
                 dist.broadcast_object_list(box, group=ranks.group, group_src=0)
     return box[0]

@@ -8,7 +8,7 @@ Next: its `forward` drives `unit.py`; to follow one parameter, start at `layout.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
@@ -513,7 +513,15 @@ def _whole(units: list[FlatFSDP], gathering: Gathering, *, writeback: bool) -> I
                     unit._parameters[name] = flat
 
 
-def named_groups(model: nn.Module) -> list[tuple[str, FlatGroup]]:
+Model = nn.Module | Sequence[nn.Module]
+"""A model, or the stages of one that this rank has, in which layers have the names of the whole model."""
+
+
+def parts_of(model: Model) -> list[nn.Module]:
+    return [model] if isinstance(model, nn.Module) else list(model)
+
+
+def named_groups(model: Model) -> list[tuple[str, FlatGroup]]:
     """Every flat group in `model` once, in registration order, with the prefix of its names.
 
     Collective the first time, if `model` has not been used yet.
@@ -522,10 +530,12 @@ def named_groups(model: nn.Module) -> list[tuple[str, FlatGroup]]:
         ValueError: if there is no FlatFSDP module.
     """
     units: dict[FlatFSDP, str] = {}
-    for prefix, wrapped in units_in(model):
-        units.setdefault(wrapped, prefix)
-    if not units:
-        raise ValueError(f"{type(model).__name__} contains no FlatFSDP module; wrap it first")
+    for part in parts_of(model):
+        found = list(units_in(part))
+        if not found:
+            raise ValueError(f"{type(part).__name__} contains no FlatFSDP module; wrap it first")
+        for prefix, wrapped in found:
+            units.setdefault(wrapped, prefix)
     for wrapped in units:
         wrapped._init_root()
     return [(prefix, group) for wrapped, prefix in units.items() for group in wrapped._unit.groups]

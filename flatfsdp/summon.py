@@ -109,7 +109,9 @@ def _write_from_rank0(
     if not groups:
         return
     master = groups[0].master
-    problem = broadcast_object(None if failure is None else repr(failure), master.grid, master.device)
+    problem = broadcast_object(
+        None if failure is None else repr(failure), master.grid.dimensions[:2], master.device
+    )
     if problem is None:
         for group, full in zip(groups, fulls, strict=True):
             group.master.store_from_rank0(None if full is None else full.to(group.master.device))

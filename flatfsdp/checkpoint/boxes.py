@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate, product
 from typing import NamedTuple
+
+from flatfsdp.placement import Partition
 
 
 class Box(NamedTuple):
@@ -48,3 +51,46 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator
     base = index * math.prod(shape[1:])
     for box in boxes(shape[1:], start - base, stop - base):
         yield Box((index, *box.offsets), (1, *box.sizes), base + box.start)
+
+
+def boxes_of_part(
+    shape: Sequence[int], start: int, stop: int, partition: Partition, rank: int, count: int
+) -> Iterator[Box]:
+    """As `boxes`, of elements of one rank's part of a split tensor, at their places in the whole tensor.
+
+    Args:
+        shape: of the part.
+        partition: of the whole tensor over `count` ranks.
+    """
+    dim, cursor = partition.dim, 0
+    runs = []
+    for size, first in zip(partition.sizes, accumulate(partition.sizes, initial=0), strict=False):
+        length = size // count
+        runs.append((cursor, cursor + length, first + rank * length - cursor))
+        cursor += length
+    for box in boxes(shape, start, stop):
+        for low, high, shift in runs:
+            yield from _moved(box, dim, low, high, shift)
+
+
+def _moved(box: Box, dim: int, low: int, high: int, shift: int) -> Iterator[Box]:
+    """What is in [low, high) of dimension `dim`, moved by `shift`."""
+    begin, end = box.offsets[dim], box.offsets[dim] + box.sizes[dim]
+    low, high = max(low, begin), min(high, end)
+    if low >= high:
+        return
+    offsets = (*box.offsets[:dim], low + shift, *box.offsets[dim + 1 :])
+    sizes = (*box.sizes[:dim], high - low, *box.sizes[dim + 1 :])
+    row = math.prod(box.sizes[dim + 1 :])
+    if (low, high) == (begin, end):
+        yield Box(offsets, sizes, box.start)
+        return
+    # A part of each of several rows is not contiguous: one box a row.
+    rows = product(*(range(size) for size in box.sizes[:dim]))
+    for number, index in enumerate(rows):
+        leading = tuple(offset + i for offset, i in zip(box.offsets, index, strict=False))
+        yield Box(
+            (*leading, *offsets[dim:]),
+            (*(1 for _ in index), *sizes[dim:]),
+            box.start + (number * box.sizes[dim] + low - begin) * row,
+        )

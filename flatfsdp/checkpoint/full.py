@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from flatfsdp.checkpoint.whole import joined, own_part, scattered_part
 from flatfsdp.comm import broadcast_object
 from flatfsdp.fsdp import keys_of_slots, named_groups, units_in
 from flatfsdp.layout import ParamSlot
@@ -20,6 +21,8 @@ def full_state_dict(
     model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False
 ) -> dict[str, Any]:
     """As `model.state_dict()`, with a say in where the tensors go.  Collective.
+
+    Of a tensor-parallel model these are whole tensors, too, where `state_dict()` has this rank's parts.
 
     Args:
         rank0_only: the other ranks get an empty dict.
@@ -37,7 +40,18 @@ def full_state_dict(
             root.state_dict_gathering = gathering
     if rank0_only and not all(group.master.is_first_rank for _, group in groups):
         return {}
-    return tree_map_only(Tensor, torch.Tensor.cpu, dict(state)) if cpu_offload else state
+    if cpu_offload:
+        state = tree_map_only(Tensor, torch.Tensor.cpu, dict(state))
+    _join_parts(state, model, rank0_only)
+    return {} if rank0_only and not groups[0][1].grid.is_first else state
+
+
+def _join_parts(state: dict[str, Any], model: nn.Module, rank0_only: bool) -> None:
+    """Puts whole tensors in the place of this tensor-parallel rank's parts.  Collective over these ranks."""
+    for (group, slot), keys in keys_of_slots(model).items():
+        whole = joined(state[keys[0]].detach(), slot, group.grid, group.master.device, rank0_only=rank0_only)
+        if slot.partition is not None and whole is not None:
+            state.update(dict.fromkeys(keys, whole))
 
 
 def load_full_state_dict(
@@ -45,34 +59,46 @@ def load_full_state_dict(
 ) -> None:
     """Loads what `full_state_dict`, or the unwrapped model's `state_dict()`, has returned.
 
+    Of a tensor-parallel model, each rank takes its parts of whole tensors.
+
     Args:
         from_rank0: only the first rank's dict counts; the others pass {}.  Collective.  No rank but the first
-            ever holds a whole parameter.
+            ever holds a whole parameter of a model without tensor parallelism, or all parts of one with it.
 
     Raises:
         RuntimeError: on every rank, for missing or unexpected keys (if `strict`) or wrong shapes.
     """
+    keys = keys_of_slots(model)
     if not from_rank0:
-        model.load_state_dict(state_dict, strict)
+        own = {
+            key: own_part(state_dict[key], slot, group.grid.tensor)
+            for (group, slot), of_slot in keys.items()
+            for key in of_slot
+            if key in state_dict
+        }
+        model.load_state_dict({**state_dict, **own}, strict)
         return
-    groups, keys = named_groups(model), keys_of_slots(model)
+    groups = named_groups(model)
     require_same_ranks((group.master for _, group in groups), "loading from one rank")
     first = groups[0][1].master
     problems: list[str] = []
     rest: dict[str, Any] = {}
-    if first.is_first_rank:
+    if first.grid.is_first:
         problems = _problems(state_dict, keys, strict)
         taken = {key for of_slot in keys.values() for key in of_slot}
         rest = {key: value for key, value in state_dict.items() if key not in taken}
-    problems, rest = broadcast_object((problems, rest), first.grid, first.device)
+    given = list(state_dict) if first.grid.is_first else []
+    problems, rest, given = broadcast_object(
+        (problems, rest, given), first.grid.dimensions[::-1], first.device
+    )
     _raise_if(problems)
     missing, unexpected = model.load_state_dict(rest, strict=False)
     if strict:
         taken = {key for of_slot in keys.values() for key in of_slot}
         _raise_if([f"Missing key: {key}" for key in missing if key not in taken])
         _raise_if([f"Unexpected key: {key}" for key in unexpected])
-    for prefix, group in groups:
-        group.master.store_from_rank0(_whole_buffer(prefix, group, state_dict, keys))
+    for _, group in groups:
+        group.master.store_from_rank0(_whole_buffer(group, state_dict, set(given), keys))
 
 
 def _problems(
@@ -85,9 +111,9 @@ def _problems(
                 found += [f"Missing key: {key}"] if strict else []
             elif not isinstance(state_dict[key], Tensor):
                 found.append(f"{key} is no tensor, but {type(state_dict[key]).__name__}")
-            elif tuple(state_dict[key].shape) != slot.shape:
-                shape = tuple(state_dict[key].shape)
-                found.append(f"size mismatch for {key}: {shape} in the checkpoint, {slot.shape} in the model")
+            elif tuple(state_dict[key].shape) != slot.whole_shape:
+                shapes = f"{tuple(state_dict[key].shape)} in the checkpoint, {slot.whole_shape} in the model"
+                found.append(f"size mismatch for {key}: {shapes}")
     return found
 
 
@@ -97,17 +123,25 @@ def _raise_if(problems: list[str]) -> None:
 
 
 def _whole_buffer(
-    prefix: str,
     group: FlatGroup,
     state_dict: dict[str, Any],
+    given: set[str],
     keys: dict[tuple[FlatGroup, ParamSlot], list[str]],
 ) -> Tensor | None:
-    """On the first rank the padded buffer with what is in `state_dict`; elsewhere None.  Collective."""
+    """On the first data-parallel rank the padded buffer with what is in `state_dict`; elsewhere None.
+
+    Collective.
+
+    Args:
+        state_dict: of the first of all ranks.
+        given: its keys, on all ranks.
+    """
     full = group.master.gather(rank0_only=True)
     if full is None:
         return None
     for slot, view in zip(group.layout.slots, group.layout.views(full), strict=True):
         for key in keys[group, slot]:
-            if key in state_dict:
-                view.copy_(state_dict[key])
+            if key in given:
+                value = state_dict[key] if group.grid.is_first else None
+                view.copy_(scattered_part(value, slot, group.grid, view))
     return full

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from flatfsdp.fsdp import keys_of_slots, named_groups
 from flatfsdp.layout import FlatLayout, ParamSpec
+from flatfsdp.placement import Partition
 from flatfsdp.unshard import FlatGroup
 from flatfsdp.wrapper import ModuleWrapper
 
@@ -57,8 +58,15 @@ def local_metadata(model: nn.Module) -> dict[str, Any]:
             key: {
                 "rank": group.grid.shard.rank,
                 "num_shards": group.grid.shard.size,
+                "tensor_rank": group.grid.tensor.rank,
+                "tensor_size": group.grid.tensor.size,
                 "parameters": [
-                    {"names": keys[group, slot], "shape": list(slot.shape)} for slot in group.layout.slots
+                    {
+                        "names": keys[group, slot],
+                        "shape": list(slot.shape),
+                        "partition": slot.partition and [slot.partition.dim, list(slot.partition.sizes)],
+                    }
+                    for slot in group.layout.slots
                 ],
             }
             for key, group in _shards(model)
@@ -88,14 +96,34 @@ def consolidate(
     keys = metadata[0]["shards"]
     full: dict[str, Tensor] = {}
     for key, about in keys.items():
-        flat = _join(key, about, state_dicts, metadata)
         specs = [ParamSpec(entry["names"][0], tuple(entry["shape"])) for entry in about["parameters"]]
-        views = FlatLayout.pack(specs).views(flat)
-        for entry, view in zip(about["parameters"], views, strict=True):
-            tensor = view.clone()
+        layout = FlatLayout.pack(specs)
+        views = [layout.views(flat) for flat in _of_tensor_ranks(key, about, state_dicts, metadata)]
+        for entry, *parts in zip(about["parameters"], *views, strict=True):
+            partition = entry.get("partition")
+            tensor = Partition(*partition).join(parts) if partition else parts[0].clone()
             full.update((name, tensor) for name in entry["names"])
     buffers = {key: value for key, value in state_dicts[0].items() if key not in keys}
     return {**full, **buffers}
+
+
+def _of_tensor_ranks(
+    key: str,
+    about: dict[str, Any],
+    state_dicts: Sequence[dict[str, Tensor]],
+    metadata: Sequence[dict[str, Any]],
+) -> list[Tensor]:
+    """The whole padded buffer of one flat group of each tensor-parallel rank."""
+    found: dict[int, list[int]] = {rank: [] for rank in range(about.get("tensor_size", 1))}
+    for index, of_rank in enumerate(metadata):
+        found.setdefault(of_rank["shards"].get(key, {}).get("tensor_rank", 0), []).append(index)
+    missing = [rank for rank, indices in found.items() if not indices]
+    if missing:
+        raise ValueError(f"{key}: tensor-parallel rank {missing[0]} is missing; pass the files of all ranks")
+    return [
+        _join(key, about, [state_dicts[i] for i in indices], [metadata[i] for i in indices])
+        for _, indices in sorted(found.items())
+    ]
 
 
 def _join(

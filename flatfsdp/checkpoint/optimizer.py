@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatfsdp.checkpoint.optimizer_state import (
     SlotState,
@@ -15,20 +15,23 @@ from flatfsdp.checkpoint.optimizer_state import (
     state_shard,
     trained_masters,
 )
-from flatfsdp.comm import broadcast_object
+from flatfsdp.checkpoint.whole import joined, own_part, parts
+from flatfsdp.comm import broadcast_object, scatter
+from flatfsdp.fsdp import Model
 from flatfsdp.master import MasterShard, require_same_ranks
 
 
 def full_optimizer_state_dict(
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     *,
     rank0_only: bool = False,
     cpu_offload: bool = False,
 ) -> dict[str, Any]:
-    """The optimizer's state, gathered.  Collective.
+    """The optimizer's state, gathered, also over tensor-parallel ranks.  Collective.
 
     Args:
+        model: or the stages of a pipeline that this rank has.
         rank0_only: the other ranks get an empty dict.
         cpu_offload: tensors in host memory; the device holds one state of one unit at a time.
 
@@ -53,17 +56,19 @@ def full_optimizer_state_dict(
             for slot, view in zip(master.layout.slots, master.layout.views(full), strict=True):
                 state = states.get(prefix + slot.name)
                 if state is not None and key in state.elements:
-                    whole[prefix + slot.name][key] = (
-                        view.to("cpu", copy=True) if cpu_offload else view.clone()
-                    )
-    if rank0_only and not all(master.is_first_rank for _, master in masters):
+                    tensor = joined(view, slot, master.grid, master.device, rank0_only=rank0_only)
+                    if tensor is not None:
+                        whole[prefix + slot.name][key] = (
+                            tensor.to("cpu", copy=True) if cpu_offload else tensor.clone()
+                        )
+    if rank0_only and not masters[0][1].grid.is_first:
         return {}
     state_by_name = {name: state for name, state in whole.items() if state}
     return {"state": state_by_name, "param_groups": groups_by_name(optimizer, states)}
 
 
 def load_full_optimizer_state_dict(
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     state_dict: dict[str, Any],
     *,
@@ -80,14 +85,18 @@ def load_full_optimizer_state_dict(
     masters = trained_masters(model)
     if from_rank0:
         require_same_ranks((master for _, master in masters), "loading from one rank")
-        state_dict = state_dict if masters[0][1].is_first_rank else {}
-    shapes = {prefix + slot.name: slot.shape for prefix, master in masters for slot in master.layout.slots}
+        state_dict = state_dict if masters[0][1].grid.is_first else {}
+    shapes = {
+        prefix + slot.name: slot.whole_shape for prefix, master in masters for slot in master.layout.slots
+    }
     problem = _misfit(state_dict, shapes) if state_dict or not from_rank0 else None
     states = _described(state_dict.get("state", {}))
     groups = state_dict.get("param_groups", [])
     if from_rank0:
         first = masters[0][1]
-        problem, states, groups = broadcast_object((problem, states, groups), first.grid, first.device)
+        problem, states, groups = broadcast_object(
+            (problem, states, groups), first.grid.dimensions[::-1], first.device
+        )
     if problem is not None:
         raise ValueError(problem)
 
@@ -96,7 +105,9 @@ def load_full_optimizer_state_dict(
         if from_rank0:
             full = _whole_buffer(prefix, master, key, dtype, whole) if master.is_first_rank else None
             return master.scattered(full, dtype)
-        return master.cut(lambda slot: whole.get(prefix + slot.name, {}).get(key), dtype)
+        return master.cut(
+            lambda slot: own_part(whole.get(prefix + slot.name, {}).get(key), slot, master.grid.tensor), dtype
+        )
 
     install(masters, optimizer, states, groups, shard_of)
 
@@ -137,11 +148,18 @@ def _misfit(state_dict: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> s
 def _whole_buffer(
     prefix: str, master: MasterShard, key: str, dtype: torch.dtype, whole: dict[str, dict[str, Any]]
 ) -> Tensor:
-    """The padded buffer of one state, from whole tensors."""
-    numel = master.layout.padded_numel(master.grid.shard.size)
-    full = torch.zeros(numel, dtype=dtype, device=master.device)
-    for slot, view in zip(master.layout.slots, master.layout.views(full), strict=True):
+    """The padded buffer of one state, from the whole tensors of the first tensor-parallel rank.
+
+    Collective over these ranks.
+    """
+    layout, ranks = master.layout, master.grid.tensor
+    full = torch.zeros(layout.padded_numel(master.grid.shard.size), dtype=dtype, device=master.device)
+    everyones = full.new_zeros(ranks.size, full.numel()) if ranks.rank == 0 else None
+    for number, slot in enumerate(layout.slots if everyones is not None else ()):
         value = whole.get(prefix + slot.name, {}).get(key)
         if value is not None:
-            view.copy_(value)
+            assert everyones is not None
+            for of_rank, part in zip(everyones, parts(value, slot, ranks), strict=True):
+                layout.views(of_rank)[number].copy_(part)
+    scatter(full, None if everyones is None else everyones.view(-1), ranks)
     return full

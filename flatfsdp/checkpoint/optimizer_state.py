@@ -8,7 +8,7 @@ Next: `optimizer.py` joins the shards to whole tensors, `sharded.py` leaves them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm import all_gather_object
-from flatfsdp.fsdp import named_groups
+from flatfsdp.fsdp import Model, named_groups
 from flatfsdp.layout import ParamSlot
 from flatfsdp.master import MasterShard, Portion
 
@@ -36,7 +36,7 @@ class SlotState:
     values: dict[str, Any]
 
 
-def trained_masters(model: nn.Module) -> list[tuple[str, MasterShard]]:
+def trained_masters(model: Model) -> list[tuple[str, MasterShard]]:
     """The master shard of every trained flat group, with the prefix of its names."""
     return [(prefix, group.master) for prefix, group in named_groups(model) if group.trainable]
 
@@ -143,6 +143,32 @@ def groups_by_name(optimizer: torch.optim.Optimizer, states: dict[str, SlotState
         {**group, "params": [name for name, state in states.items() if state.group == index]}
         for index, group in enumerate(optimizer.param_groups)
     ]
+
+
+def merged_groups(of_stages: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """The parameter groups of all stages of a pipeline: those with the same options become one.
+
+    Args:
+        of_stages: as `groups_by_name` returns them.
+    """
+    merged: list[dict[str, Any]] = []
+    for groups in of_stages:
+        taken: set[int] = set()
+        for index, group in enumerate(groups):
+            # That of the same number first: a stage may have several with the same options.
+            candidates = sorted(set(range(len(merged))) - taken, key=lambda number: number != index)
+            number = next((n for n in candidates if _same_options(merged[n], group)), len(merged))
+            if number == len(merged):
+                merged.append({**group, "params": []})
+            merged[number]["params"] += group["params"]
+            taken.add(number)
+    return merged
+
+
+def _same_options(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    return ours.keys() == theirs.keys() and all(
+        bool(ours[option] == theirs[option]) for option in ours if option != "params"
+    )
 
 
 def install(

@@ -1,0 +1,66 @@
+"""Tensor-parallel parts to whole tensors, and back: full checkpoints do not depend on tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatfsdp.comm import Grid, Ranks, all_gather, gather, scatter
+from flatfsdp.layout import ParamSlot
+from flatfsdp.tensor_parallel import part_of
+
+
+def joined(
+    part: Tensor, slot: ParamSlot, grid: Grid, device: torch.device, *, rank0_only: bool
+) -> Tensor | None:
+    """The whole tensor, where `part` is.  Collective over the tensor-parallel ranks if the slot is split.
+
+    Args:
+        part: this rank's, of the slot's shape.
+        device: where to communicate.
+        rank0_only: the first tensor-parallel rank gets it, the others None.
+    """
+    ranks = grid.tensor
+    if slot.partition is None or ranks.size == 1:
+        return None if rank0_only and ranks.rank != 0 else part
+    own = part.to(device).reshape(-1).contiguous()
+    everyones = None if rank0_only and ranks.rank != 0 else own.new_empty(ranks.size * own.numel())
+    if rank0_only:
+        gather(everyones, own, ranks)
+    else:
+        assert everyones is not None
+        all_gather(everyones, own, ranks)
+    if everyones is None:
+        return None
+    return slot.partition.join(everyones.view(ranks.size, *slot.shape).unbind()).to(part.device)
+
+
+def own_part(value: Any, slot: ParamSlot, ranks: Ranks) -> Any:
+    """This rank's part, a copy or a view, of a whole tensor; what is none is left as it is."""
+    is_whole = slot.partition is not None and ranks.size > 1
+    if not is_whole or not isinstance(value, Tensor) or tuple(value.shape) != slot.whole_shape:
+        return value
+    assert slot.partition is not None
+    return part_of(value, slot.partition.dim, slot.partition.sizes, ranks)
+
+
+def parts(value: Tensor, slot: ParamSlot, ranks: Ranks) -> list[Tensor]:
+    """Every rank's part of a whole tensor."""
+    return [own_part(value, slot, Ranks(ranks.group, ranks.size, rank)) for rank in range(ranks.size)]
+
+
+def scattered_part(value: Tensor | None, slot: ParamSlot, grid: Grid, like: Tensor) -> Tensor:
+    """This rank's part of the whole tensor that the first tensor-parallel rank passes; the others pass None.
+    Collective over these.
+
+    Args:
+        like: of the part's shape, where to communicate.
+    """
+    own = torch.empty_like(like).view(-1)
+    full = None
+    if value is not None:
+        full = torch.cat([part.to(own).reshape(-1) for part in parts(value, slot, grid.tensor)])
+    scatter(own, full, grid.tensor)
+    return own.view(like.shape)
