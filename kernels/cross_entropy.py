@@ -40,6 +40,16 @@ def tile(kernel: str, dtype: torch.dtype, cols: int) -> Tile:
     return block._replace(cols=width, warps=min(block.warps, width // 256))
 
 
+def is_shifted(*tensors: Tensor) -> bool:
+    """Whether rows of these, which are alike, begin within 16 bytes, and all bytes come in such vectors.
+
+    Then each row is read from the vector in which it begins to the one in which it ends.
+    """
+    vector, cols = vector_of(tensors[0]), tensors[0].shape[1]
+    are_whole = all(tensor.numel() % vector == 0 and tensor.data_ptr() % 16 == 0 for tensor in tensors)
+    return cols % vector != 0 and are_whole
+
+
 def statistics_reference(logits: Tensor, targets: Tensor, first: int, out: Tensor) -> None:
     x = logits.float()
     largest = x.amax(1, keepdim=True).clamp_(min=LOWEST)
@@ -57,6 +67,17 @@ def _exp(x):
 
 
 @jit
+def _load_row(row_ptr, at, cols, shift, other, VECTOR: tl.constexpr, IS_SHIFTED: tl.constexpr):
+    """FP32; `other` where `at` is before or after the row, which begins at `shift`."""
+    if IS_SHIFTED:
+        x = tl.load(row_ptr + at, at // VECTOR * VECTOR < cols + shift, other).to(tl.float32)
+        x = tl.where((at >= shift) & (at < cols + shift), x, other)
+    else:
+        x = tl.load(row_ptr + at, at < cols, other).to(tl.float32)
+    return x
+
+
+@jit
 def _statistics_kernel(
     logits_ptr,
     targets_ptr,
@@ -66,16 +87,19 @@ def _statistics_kernel(
     first,
     BLOCK_COLS: tl.constexpr,
     VECTOR: tl.constexpr,
+    IS_SHIFTED: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + token * cols
+    begin = token * cols
+    shift = (begin % VECTOR).to(tl.int32) if IS_SHIFTED else 0
+    row_ptr = logits_ptr + (begin // VECTOR * VECTOR if IS_SHIFTED else begin)
     # The lowest number, not -infinity, whose difference with itself would be NaN.
     largest = tl.full([BLOCK_COLS // VECTOR], -3.4028234663852886e38, tl.float32)
     total = tl.zeros([BLOCK_COLS // VECTOR], tl.float32)
-    for start in tl.range(0, cols, BLOCK_COLS, num_stages=STAGES):
-        col = start + tl.arange(0, BLOCK_COLS)
-        x = tl.load(row_ptr + col, col < cols, float("-inf")).to(tl.float32)
+    for start in tl.range(0, cols + shift, BLOCK_COLS, num_stages=STAGES):
+        at = start + tl.arange(0, BLOCK_COLS)
+        x = _load_row(row_ptr, at, cols, shift, float("-inf"), VECTOR, IS_SHIFTED)
         x = tl.reshape(x, [BLOCK_COLS // VECTOR, VECTOR])
         raised = tl.maximum(largest, tl.max(x, axis=1))
         total = total * _exp(largest - raised) + tl.sum(_exp(x - raised[:, None]), axis=1)
@@ -84,7 +108,7 @@ def _statistics_kernel(
     tl.store(out_ptr + token, row_max)
     tl.store(out_ptr + tokens + token, tl.sum(total * _exp(largest - row_max), axis=0))
     index = tl.load(targets_ptr + token) - first
-    target = tl.load(row_ptr + index, (index >= 0) & (index < cols), 0.0)
+    target = tl.load(logits_ptr + begin + index, (index >= 0) & (index < cols), 0.0)
     tl.store(out_ptr + 2 * tokens + token, target.to(tl.float32))
 
 
@@ -95,7 +119,8 @@ def statistics_launch(logits: Tensor, targets: Tensor, first: int, out: Tensor) 
     block = tile("cross_entropy_statistics", logits.dtype, cols)
     with on_device_of(logits):
         _statistics_kernel[(tokens,)](
-            *(logits, targets, out, tokens, cols, first, block.cols, vector_of(logits), block.stages),
+            *(logits, targets, out, tokens, cols, first),
+            *(block.cols, vector_of(logits), is_shifted(logits), block.stages),
             **block.options,
         )
 
@@ -137,24 +162,35 @@ def _grad_kernel(
     cols,
     first,
     ignore_index,
+    across,
     BLOCK_COLS: tl.constexpr,
+    VECTOR: tl.constexpr,
+    IS_SHIFTED: tl.constexpr,
 ):
-    across = tl.cdiv(cols, BLOCK_COLS)
     token = tl.program_id(0) // across
-    start = (tl.program_id(0) % across) * BLOCK_COLS
-    col = start + tl.arange(0, BLOCK_COLS)
-    mask = col < cols
-    index = token.to(tl.int64) * cols + col
+    begin = token.to(tl.int64) * cols
+    shift = (begin % VECTOR).to(tl.int32) if IS_SHIFTED else 0
+    row = begin // VECTOR * VECTOR if IS_SHIFTED else begin
+    at = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     target = tl.load(targets_ptr + token)
     if target == ignore_index:
-        tl.store(out_ptr + index, tl.zeros([BLOCK_COLS], out_ptr.dtype.element_ty), mask)
+        grad = tl.zeros([BLOCK_COLS], tl.float32)
     else:
-        x = tl.load(logits_ptr + index, mask, 0.0).to(tl.float32)
+        x = _load_row(logits_ptr + row, at, cols, shift, 0.0, VECTOR, IS_SHIFTED)
         x -= tl.load(largest_ptr + token)
-        here = (target - first).to(tl.int32)
-        grad = _exp(x - tl.load(log_sum_ptr + token)) - (col == here).to(tl.float32)
+        here = (target - first).to(tl.int32) + shift
+        grad = _exp(x - tl.load(log_sum_ptr + token)) - (at == here).to(tl.float32)
         grad *= tl.load(scale_ptr + token)
-        tl.store(out_ptr + index, grad.to(out_ptr.dtype.element_ty), mask)
+    grad = grad.to(out_ptr.dtype.element_ty)
+    end = cols + shift
+    if IS_SHIFTED:
+        # Vectors that two rows share are written element by element.
+        vector = at // VECTOR * VECTOR
+        is_shared = (vector < shift) | (vector + VECTOR > end)
+        tl.store(out_ptr + row + at, grad, is_shared & (at >= shift) & (at < end))
+        tl.store(out_ptr + row + at, grad, ~is_shared)
+    else:
+        tl.store(out_ptr + row + at, grad, at < end)
 
 
 def grad_launch(
@@ -172,9 +208,13 @@ def grad_launch(
         return
     block = tile("cross_entropy_grad", out.dtype, cols)
     source = out if logits is None else logits
+    shifted = is_shifted(out, source)
+    vector = vector_of(out)
+    across = cdiv(cols + (vector - 1 if shifted else 0), block.cols)
     with on_device_of(out):
-        _grad_kernel[(tokens * cdiv(cols, block.cols),)](
-            *(out, source, targets, largest, log_sum, scale, cols, first, ignore_index, block.cols),
+        _grad_kernel[(tokens * across,)](
+            *(out, source, targets, largest, log_sum, scale, cols, first, ignore_index, across),
+            *(block.cols, vector, shifted),
             **block.options,
         )
 
