@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
+from flatfsdp.fsdp import units_in
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama, LlamaConfig, stage_layers
 from flatfsdp.parallel import FlatStage, ParallelMesh, make_mesh
@@ -25,11 +26,13 @@ def mesh_of(pp: int, tp: int) -> ParallelMesh:
 
 
 class Trace(NamedTuple):
-    """Losses where the last stage is; gradients of all steps, and the parameters at the end, as shards."""
+    """Losses where the last stage is; gradients of all steps, and the parameters at the end, as shards; whole
+    gradients of the first step by name."""
 
     losses: list[Tensor]
     grads: list[Tensor]
     parameters: list[Tensor]
+    first_grads: dict[str, Tensor]
 
 
 class LlamaPipeline:
@@ -41,15 +44,13 @@ class LlamaPipeline:
     """
 
     def __init__(self, schedule: type, mesh: ParallelMesh, options: dict[str, Any], **fsdp: Any) -> None:
-        self.mesh = mesh
+        self.mesh, self.options = mesh, options
         is_multi = schedule is ScheduleInterleaved1F1B
         total = mesh.pp_size * (2 if is_multi else 1)
         split = stage_layers(CONFIG.layers, total)
         self.indices = range(mesh.pp_rank, total, mesh.pp_size)
-        parts = [
-            Llama(CONFIG, split[index], tp_group=mesh.tp_group, amax_group=mesh.stage_group, **options)
-            for index in self.indices
-        ]
+        self.ranges = [split[index] for index in self.indices]
+        parts = [self.part(layers) for layers in self.ranges]
         fsdp = {"mesh": mesh.dp, "poison_on_free": True, **fsdp}
         if mesh.tp_size > 1:
             fsdp["tp_group"] = mesh.tp_group
@@ -60,6 +61,10 @@ class LlamaPipeline:
         ]
         self.is_first, self.is_last = 0 in self.indices, total - 1 in self.indices
         self.schedule: Any = schedule(stages if is_multi else stages[0], MICROBATCHES, loss_fn=parts[-1].loss)
+
+    def part(self, layers: range, device: str | None = None) -> Llama:
+        groups = {"tp_group": self.mesh.tp_group, "amax_group": self.mesh.stage_group}
+        return Llama(CONFIG, layers, device=device, **groups, **self.options)
 
     def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """Losses of the microbatches, on the ranks that have the last stage."""
@@ -73,17 +78,33 @@ class LlamaPipeline:
         return [loss.detach() for loss in losses]
 
     def train(self) -> Trace:
-        """A few steps of AdamW."""
+        """A few steps of SGD, in which small errors stay small."""
         flats = [p for model in self.models for p in model.parameters()]
-        optimizer = torch.optim.AdamW(flats, lr=1e-2)
-        trace = Trace([], [], [])
+        optimizer = torch.optim.SGD(flats, lr=0.3)
+        trace = Trace([], [], [], {})
         for tokens, targets in samples(self.mesh.dp_rank):
             trace.losses.extend(self.step(tokens, targets))
             trace.grads.extend(p.grad.clone() for p in flats if p.grad is not None)
+            if not trace.first_grads:
+                trace.first_grads.update(self.named_grads())
             optimizer.step()
             optimizer.zero_grad()
         trace.parameters.extend(p.detach().clone() for p in flats)
         return trace
+
+    def named_grads(self) -> dict[str, Tensor]:
+        """Whole gradients, by names in the whole model.  Collective over the stage."""
+        found = {}
+        for layers, model in zip(self.ranges, self.models, strict=True):
+            like = self.part(layers, "meta")
+            for prefix, wrapped in units_in(model):
+                for group in wrapped._unit.trained:
+                    full = group.master.gather(group.master.flat.grad)
+                    assert full is not None
+                    for slot, grad in zip(group.layout.slots, group.layout.views(full), strict=True):
+                        name = prefix + slot.name
+                        found[name] = joined(grad, like.get_parameter(name), self.mesh.tp_group)
+        return found
 
 
 def samples(replica: int) -> list[tuple[Tensor, Tensor]]:
@@ -114,7 +135,7 @@ def joined(part: Tensor, like: nn.Parameter, group: dist.ProcessGroup) -> Tensor
 def in_one_process(replica: int, replicas: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses of one replica in all steps, and the gradients of the first, by name."""
     model = Llama(CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     losses: list[Tensor] = []
     first: dict[str, Tensor] = {}
     for batches in zip(*(samples(r) for r in range(replicas)), strict=True):

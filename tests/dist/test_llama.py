@@ -13,6 +13,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from flatfsdp import Precision
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.models import Llama, stage_layers
+from flatfsdp.parallel import ParallelMesh
 from tests.dist.llamas import CONFIG, LlamaPipeline, Trace, in_one_process, joined, mesh_of, samples
 from tests.dist.models import same
 from tests.dist.ranks import run_ranks
@@ -21,33 +22,39 @@ SCHEDULES = [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B]
 BF16 = {"precision": Precision(compute=torch.bfloat16)}
 
 
-def off_and_on(mesh: Any, schedule: type, options: dict[str, Any], **fsdp: Any) -> Trace:
+def off_and_on(mesh: ParallelMesh, schedule: type, options: dict[str, Any], **fsdp: Any) -> Trace:
     off, on = (
         LlamaPipeline(schedule, mesh, options, optimize_backward_concat=flag, **fsdp).train()
         for flag in (False, True)
     )
     assert off.grads
-    for field in Trace._fields:
+    for field in ("losses", "grads", "parameters"):
         assert same(getattr(off, field), getattr(on, field)), (schedule.__name__, field, options, fsdp)
     return on
 
 
-def pipelines(rank: int, world_size: int) -> None:
-    mesh = mesh_of(pp=2, tp=1)
-    losses, _ = in_one_process(mesh.dp_rank, mesh.dp_size)
-    fused: dict[str, Any] = {"fuse_wgrad_accumulation": True}
+def pipelines(rank: int, world_size: int, tp: int) -> None:
+    """In FP32 as one process; in bf16 and FP8 the same bits flag off and on."""
+    mesh = mesh_of(pp=2, tp=tp)
+    losses, grads = in_one_process(mesh.dp_rank, mesh.dp_size)
+    fused: dict[str, Any] = {"fuse_wgrad_accumulation": True, "sequence_parallel": tp > 1}
+    delayed, current = DelayedScaling(amax_history_len=4), CurrentScaling()
     for schedule in SCHEDULES:
-        on = off_and_on(mesh, schedule, fused)
-        if on.losses:
-            torch.testing.assert_close(torch.stack(on.losses), torch.stack(losses), rtol=1e-6, atol=0)
+        for options in (fused, {}) if tp > 1 else (fused,):
+            on = off_and_on(mesh, schedule, options)
+            if on.losses:
+                torch.testing.assert_close(torch.stack(on.losses), torch.stack(losses), rtol=1e-6, atol=0)
+            assert on.first_grads.keys() < grads.keys()
+            for name, grad in on.first_grads.items():
+                assert (grad - grads[name]).norm() / grads[name].norm() < 1e-5, name
         off_and_on(mesh, schedule, fused, reshard_after_forward=False, **BF16)
-        off_and_on(mesh, schedule, {**fused, "recipe": DelayedScaling(amax_history_len=4)}, **BF16)
-        off_and_on(mesh, schedule, {"recipe": CurrentScaling()}, **BF16)
+        off_and_on(mesh, schedule, {**fused, "recipe": delayed}, **BF16)
+        off_and_on(mesh, schedule, {"recipe": current}, **BF16)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_pipelines(world_size: int) -> None:
-    run_ranks(world_size, pipelines)
+@pytest.mark.parametrize("tp", [1, 2], ids=["dp2-pp2", "tp2-pp2"])
+def test_pipelines_are_one_process_and_the_flag_changes_no_bit(tp: int) -> None:
+    run_ranks(4, pipelines, tp)
 
 
 FOUR_GROUPS = replace(CONFIG, kv_heads=4)
