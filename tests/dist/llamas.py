@@ -43,14 +43,22 @@ class LlamaPipeline:
         fsdp: of FlatFSDP.
     """
 
-    def __init__(self, schedule: type, mesh: ParallelMesh, options: dict[str, Any], **fsdp: Any) -> None:
-        self.mesh, self.options = mesh, options
+    def __init__(
+        self,
+        schedule: type,
+        mesh: ParallelMesh,
+        options: dict[str, Any],
+        config: LlamaConfig = CONFIG,
+        **fsdp: Any,
+    ) -> None:
+        self.mesh, self.config, self.options = mesh, config, options
+        self.device = mesh.device_mesh.device_type
         is_multi = schedule is ScheduleInterleaved1F1B
         total = mesh.pp_size * (2 if is_multi else 1)
-        split = stage_layers(CONFIG.layers, total)
+        split = stage_layers(config.layers, total)
         self.indices = range(mesh.pp_rank, total, mesh.pp_size)
         self.ranges = [split[index] for index in self.indices]
-        parts = [self.part(layers) for layers in self.ranges]
+        parts = [self.part(layers, self.device) for layers in self.ranges]
         fsdp = {"mesh": mesh.dp, "poison_on_free": True, **fsdp}
         if mesh.tp_size > 1:
             fsdp["tp_group"] = mesh.tp_group
@@ -62,9 +70,9 @@ class LlamaPipeline:
         self.is_first, self.is_last = 0 in self.indices, total - 1 in self.indices
         self.schedule: Any = schedule(stages if is_multi else stages[0], MICROBATCHES, loss_fn=parts[-1].loss)
 
-    def part(self, layers: range, device: str | None = None) -> Llama:
+    def part(self, layers: range, device: str) -> Llama:
         groups = {"tp_group": self.mesh.tp_group, "amax_group": self.mesh.stage_group}
-        return Llama(CONFIG, layers, device=device, **groups, **self.options)
+        return Llama(self.config, layers, device=device, **groups, **self.options)
 
     def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """Losses of the microbatches, on the ranks that have the last stage."""
@@ -82,8 +90,8 @@ class LlamaPipeline:
         flats = [p for model in self.models for p in model.parameters()]
         optimizer = torch.optim.SGD(flats, lr=0.3)
         trace = Trace([], [], [], {})
-        for tokens, targets in samples(self.mesh.dp_rank):
-            trace.losses.extend(self.step(tokens, targets))
+        for tokens, targets in samples(self.mesh.dp_rank, self.config):
+            trace.losses.extend(self.step(tokens.to(self.device), targets.to(self.device)))
             trace.grads.extend(p.grad.clone() for p in flats if p.grad is not None)
             if not trace.first_grads:
                 trace.first_grads.update(self.named_grads())
@@ -107,17 +115,11 @@ class LlamaPipeline:
         return found
 
 
-def samples(replica: int) -> list[tuple[Tensor, Tensor]]:
+def samples(replica: int, config: LlamaConfig = CONFIG) -> list[tuple[Tensor, Tensor]]:
     """Tokens and targets of each step, [batch, seq]."""
     generator = torch.Generator().manual_seed(100 + replica)
-    shape = (2 * MICROBATCHES, CONFIG.seq)
-    return [
-        (
-            torch.randint(0, CONFIG.vocab, shape, generator=generator),
-            torch.randint(0, CONFIG.vocab, shape, generator=generator),
-        )
-        for _ in range(STEPS)
-    ]
+    shape = (2, 2 * MICROBATCHES, config.seq)
+    return [tuple(torch.randint(0, config.vocab, shape, generator=generator)) for _ in range(STEPS)]  # type: ignore[misc]
 
 
 def joined(part: Tensor, like: nn.Parameter, group: dist.ProcessGroup) -> Tensor:
@@ -132,14 +134,17 @@ def joined(part: Tensor, like: nn.Parameter, group: dist.ProcessGroup) -> Tensor
     return torch.cat([of_rank[k] for k in range(len(sizes)) for of_rank in pieces], dim)
 
 
-def in_one_process(replica: int, replicas: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+def in_one_process(
+    replica: int, replicas: int, device: str = "cpu"
+) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses of one replica in all steps, and the gradients of the first, by name."""
-    model = Llama(CONFIG)
+    model = Llama(CONFIG, device=device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     losses: list[Tensor] = []
     first: dict[str, Tensor] = {}
     for batches in zip(*(samples(r) for r in range(replicas)), strict=True):
-        for owner, (tokens, targets) in enumerate(batches):
+        for owner, batch in enumerate(batches):
+            tokens, targets = (x.to(device) for x in batch)
             for part, wanted in zip(tokens.chunk(MICROBATCHES), targets.chunk(MICROBATCHES), strict=True):
                 loss = model(part, wanted)
                 (loss / MICROBATCHES / replicas).backward()

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from flatfsdp import Precision
+from flatfsdp import Precision, auto_wrap, by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
+from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama, stage_layers
 from flatfsdp.parallel import ParallelMesh
 from tests.dist.llamas import CONFIG, LlamaPipeline, Trace, in_one_process, joined, mesh_of, samples
@@ -75,6 +76,19 @@ def starts_alike(rank: int, world_size: int) -> None:
 
 def test_initial_values_depend_neither_on_tp_nor_on_pp() -> None:
     run_ranks(4, starts_alike)
+
+
+def starts_late(rank: int, world_size: int) -> None:
+    flats = []
+    for device in ("cpu", "meta"):
+        model = Llama(CONFIG, range(2, 4), seed=3, device=device)
+        wrapped = auto_wrap(model, by_class(TransformerLayer), device="cpu", param_init_fn=model.initialize)
+        flats.append([p.detach() for p in wrapped.parameters()])
+    assert same(*flats)
+
+
+def test_flatfsdp_gives_values_to_what_was_built_on_meta() -> None:
+    run_ranks(2, starts_late)
 
 
 def splits(rank: int, world_size: int) -> None:

@@ -1,0 +1,68 @@
+"""Pipelines of a Llama over NCCL, with tensor or data parallelism: the flag changes no bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from flatfsdp import Precision
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling
+from flatfsdp.models import LlamaConfig
+from tests.dist.llamas import LlamaPipeline, in_one_process, mesh_of
+from tests.dist.models import same
+from tests.dist.ranks import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices"),
+]
+TP = pytest.mark.parametrize("tp", [1, 2], ids=["dp2-pp2", "tp2-pp2"])
+SCHEDULES = [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B]
+LARGER = LlamaConfig(4, 1024, 2816, heads=8, kv_heads=4, vocab=4096, seq=512)
+BF16 = Precision(compute=torch.bfloat16)
+
+
+def off_and_on(rank: int, world_size: int, tp: int) -> None:
+    mesh = mesh_of(pp=2, tp=tp)
+    fused: dict[str, Any] = {"fuse_wgrad_accumulation": True, "sequence_parallel": True}
+    for schedule in SCHEDULES:
+        for options in (
+            fused,
+            {**fused, "recipe": DelayedScaling(amax_history_len=4)},
+            {**fused, "recipe": CurrentScaling(), "sequence_parallel": False},
+        ):
+            off, on, again = (
+                LlamaPipeline(
+                    schedule, mesh, options, LARGER, optimize_backward_concat=flag, precision=BF16
+                ).train()
+                for flag in (False, True, True)
+            )
+            assert all(torch.isfinite(grad).all() for grad in on.grads)
+            for field in ("losses", "grads", "parameters"):
+                assert same(getattr(on, field), getattr(again, field)), ("again", schedule.__name__, field)
+                assert same(getattr(off, field), getattr(on, field)), (schedule.__name__, field, options)
+
+
+@TP
+def test_the_flag_changes_no_bit(tp: int) -> None:
+    run_ranks(4, off_and_on, tp, backend="nccl")
+
+
+def as_one_process(rank: int, world_size: int, tp: int) -> None:
+    mesh = mesh_of(pp=2, tp=tp)
+    losses, grads = in_one_process(mesh.dp_rank, mesh.dp_size, "cuda")
+    options = {"fuse_wgrad_accumulation": True, "sequence_parallel": True}
+    for schedule in SCHEDULES:
+        found = LlamaPipeline(schedule, mesh, options).train()
+        if found.losses:
+            torch.testing.assert_close(torch.stack(found.losses), torch.stack(losses), rtol=1e-5, atol=0)
+        for name, grad in found.first_grads.items():
+            assert (grad - grads[name]).norm() / grads[name].norm() < 1e-4, name
+
+
+@TP
+def test_fp32_gradients_are_those_of_one_gpu(tp: int) -> None:
+    run_ranks(4, as_one_process, tp, backend="nccl")
