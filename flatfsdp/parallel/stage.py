@@ -216,14 +216,21 @@ class FlatStage(PipelineStage):
     def _compute_outputs(self, *args: Tensor, module: nn.Module, **kwargs: Any) -> Any:
         """Tensors like what the module returns, with `requires_grad` but without a graph.
 
-        Received inputs are zeros: what has not been received is arbitrary memory.
+        Received inputs are zeros: what has not been received is arbitrary memory.  As for torch 2.11, this is
+        a run without gradients, which records no amax for FP8 and waits for no backward.
         """
+        has_gradients = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (*args, *module.parameters())
+        )
         if not self.is_first:
-            args = tuple(torch.zeros_like(arg).requires_grad_(arg.requires_grad) for arg in args)
-        outputs = module(*args, **kwargs)
-        for root in self._roots:
-            root.end_forward(backward_follows=False)
-        return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), outputs)
+            args = tuple(torch.zeros_like(arg) for arg in args)
+        with torch.no_grad():
+            outputs = module(*args, **kwargs)
+        return tree_map_only(
+            Tensor,
+            lambda t: t.detach().requires_grad_(has_gradients and t.is_floating_point()),
+            outputs,
+        )
 
     def _compute_input_grads(
         self, outputs: Sequence[Tensor], all_fwd_inputs: Sequence[Tensor], grad_outputs: Any = None

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
-from flatfsdp import FlatFSDP, auto_wrap, by_class
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.fsdp import units_in
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama, LlamaConfig, stage_layers
@@ -40,6 +40,7 @@ class LlamaPipeline:
 
     Args:
         options: of `Llama`.
+        knows_shapes: the schedule need not run the model to find out what stages exchange.
         fsdp: of FlatFSDP.
     """
 
@@ -49,10 +50,12 @@ class LlamaPipeline:
         mesh: ParallelMesh,
         options: dict[str, Any],
         config: LlamaConfig = CONFIG,
+        knows_shapes: bool = False,
         **fsdp: Any,
     ) -> None:
         self.mesh, self.config, self.options = mesh, config, options
         self.device = mesh.device_mesh.device_type
+        self.dtype = fsdp.get("precision", Precision()).compute
         is_multi = schedule is ScheduleInterleaved1F1B
         total = mesh.pp_size * (2 if is_multi else 1)
         split = stage_layers(config.layers, total)
@@ -64,11 +67,29 @@ class LlamaPipeline:
             fsdp["tp_group"] = mesh.tp_group
         self.models: list[FlatFSDP] = [auto_wrap(part, by_class(TransformerLayer), **fsdp) for part in parts]
         stages: Any = [
-            FlatStage(model, index, total, group=mesh.pp_group)
+            FlatStage(
+                model,
+                index,
+                total,
+                group=mesh.pp_group,
+                **(self._shapes(parts[0], index, total) if knows_shapes else {}),
+            )
             for index, model in zip(self.indices, self.models, strict=True)
         ]
         self.is_first, self.is_last = 0 in self.indices, total - 1 in self.indices
         self.schedule: Any = schedule(stages if is_multi else stages[0], MICROBATCHES, loss_fn=parts[-1].loss)
+
+    def _shapes(self, part: Llama, index: int, total: int) -> dict[str, Tensor]:
+        """Of one microbatch."""
+        config, tp = self.config, self.mesh.tp_size
+        seq = config.seq // (tp if part.parallel.sequence_parallel else 1)
+        between = torch.empty(seq, 2, config.hidden, dtype=self.dtype)
+        tokens = torch.empty(2, config.seq, dtype=torch.int64)
+        logits = torch.empty(config.seq, 2, config.vocab // tp, dtype=self.dtype)
+        return {
+            "input_args": tokens if index == 0 else between,
+            "output_args": logits if index == total - 1 else between,
+        }
 
     def part(self, layers: range, device: str) -> Llama:
         groups = {"tp_group": self.mesh.tp_group, "amax_group": self.mesh.stage_group}

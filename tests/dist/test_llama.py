@@ -19,7 +19,6 @@ from tests.dist.llamas import CONFIG, LlamaPipeline, Trace, in_one_process, join
 from tests.dist.models import same
 from tests.dist.ranks import run_ranks
 
-SCHEDULES = [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B]
 BF16 = {"precision": Precision(compute=torch.bfloat16)}
 
 
@@ -35,12 +34,16 @@ def off_and_on(mesh: ParallelMesh, schedule: type, options: dict[str, Any], **fs
 
 
 def pipelines(rank: int, world_size: int, tp: int) -> None:
-    """In FP32 as one process; in bf16 and FP8 the same bits flag off and on."""
+    """In FP32 as one process; in bf16 and FP8, too, the same bits flag off and on."""
     mesh = mesh_of(pp=2, tp=tp)
     losses, grads = in_one_process(mesh.dp_rank, mesh.dp_size)
     fused: dict[str, Any] = {"fuse_wgrad_accumulation": True, "sequence_parallel": tp > 1}
-    delayed, current = DelayedScaling(amax_history_len=4), CurrentScaling()
-    for schedule in SCHEDULES:
+    low: dict[type, dict[str, Any]] = {
+        ScheduleGPipe: {},
+        Schedule1F1B: {"recipe": CurrentScaling()},
+        ScheduleInterleaved1F1B: {"recipe": DelayedScaling(amax_history_len=4)},
+    }
+    for schedule in low:
         for options in (fused, {}) if tp > 1 else (fused,):
             on = off_and_on(mesh, schedule, options)
             if on.losses:
@@ -48,14 +51,27 @@ def pipelines(rank: int, world_size: int, tp: int) -> None:
             assert on.first_grads.keys() < grads.keys()
             for name, grad in on.first_grads.items():
                 assert (grad - grads[name]).norm() / grads[name].norm() < 1e-5, name
-        off_and_on(mesh, schedule, fused, reshard_after_forward=False, **BF16)
-        off_and_on(mesh, schedule, {**fused, "recipe": delayed}, **BF16)
-        off_and_on(mesh, schedule, {"recipe": current}, **BF16)
+        off_and_on(mesh, schedule, {**fused, **low[schedule]}, reshard_after_forward=False, **BF16)
 
 
 @pytest.mark.parametrize("tp", [1, 2], ids=["dp2-pp2", "tp2-pp2"])
 def test_pipelines_are_one_process_and_the_flag_changes_no_bit(tp: int) -> None:
     run_ranks(4, pipelines, tp)
+
+
+def finds_out_shapes(rank: int, world_size: int) -> None:
+    mesh = mesh_of(pp=2, tp=2)
+    options = {"recipe": DelayedScaling(amax_history_len=4), "sequence_parallel": True}
+    found, known = (
+        LlamaPipeline(Schedule1F1B, mesh, options, knows_shapes=known, **BF16).train()
+        for known in (False, True)
+    )
+    for field in ("losses", "grads", "parameters"):
+        assert same(getattr(found, field), getattr(known, field)), field
+
+
+def test_a_run_that_finds_out_shapes_leaves_the_scales_alone() -> None:
+    run_ranks(4, finds_out_shapes)
 
 
 FOUR_GROUPS = replace(CONFIG, kv_heads=4)
