@@ -17,7 +17,7 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
-from flatfsdp.kernels._tiles import Tile, find
+from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from torch import Tensor
 
@@ -188,13 +188,6 @@ def fold(value, ROWS: tl.constexpr):
     return tl.sum(tl.reshape(value, [value.shape[0] // ROWS, ROWS, value.shape[1]]), axis=0)
 
 
-@jit
-def peaks(value, VECTOR: tl.constexpr):
-    """The largest magnitudes among neighbours, [rows, cols / VECTOR]: what a thread finds by itself."""
-    bits = magnitude(value)
-    return tl.max(tl.reshape(bits, [value.shape[0], value.shape[1] // VECTOR, VECTOR]), axis=2)
-
-
 def rows_at_once(tile: Tile, vector: int) -> int:
     """Rows of a tile that the threads of a program hold side by side, with `vector` elements each."""
     return min(tile.rows, max(1, 32 * tile.warps * vector // tile.cols))
@@ -240,6 +233,7 @@ def sum_bands(bands: Tensor, out: Tensor) -> None:
     """Sums FP32 [.., n, cols] over n into [.., cols], both contiguous."""
     n, cols = bands.shape[-2:]
     tile, is_early = find("sum_bands", bands.dtype, cols), starts_early(bands.device)
+    tile = tile._replace(rows=min(tile.rows, power_of_two(n)))
     with on_device_of(bands):
         _sum_bands_kernel[(cdiv(cols, tile.cols), out.numel() // cols if cols else 0)](
             *(bands, out, n, cols, is_early, tile.rows, tile.cols), **tile.options, launch_pdl=is_early

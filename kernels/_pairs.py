@@ -27,7 +27,7 @@ def larger_magnitude(left, right):
 
 
 @jit
-def _widened(x):
+def widened(x):
     """To FP32; bf16 by its bits, as Triton's own conversion takes three instructions for two numbers."""
     if x.dtype == tl.bfloat16:
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
@@ -35,14 +35,37 @@ def _widened(x):
 
 
 @jit
-def load_row_pairs(ptr, cols, rows_left, cols_left, PAIRS: tl.constexpr, COLS: tl.constexpr):
-    """Upper and lower rows, FP32, of a tile of [rows, cols]; zeros where there is nothing."""
+def read_row_pairs(ptr, cols, rows_left, cols_left, PAIRS: tl.constexpr, COLS: tl.constexpr):
+    """Upper and lower rows, as they are stored, of a tile of [rows, cols]; zeros where there is nothing."""
     row = 2 * tl.arange(0, PAIRS)[:, None]
     col = tl.arange(0, COLS)[None, :]
     at = ptr + row * cols + col
     upper = tl.load(at, (row < rows_left) & (col < cols_left), 0.0)
     lower = tl.load(at + cols, (row + 1 < rows_left) & (col < cols_left), 0.0)
-    return _widened(upper), _widened(lower)
+    return upper, lower
+
+
+@jit
+def load_row_pairs(ptr, cols, rows_left, cols_left, PAIRS: tl.constexpr, COLS: tl.constexpr):
+    """The same in FP32."""
+    upper, lower = read_row_pairs(ptr, cols, rows_left, cols_left, PAIRS, COLS)
+    return widened(upper), widened(lower)
+
+
+@jit
+def store_column_sums(upper, lower, ptr, cols_left):
+    """Stores FP32 sums over the rows of a tile, which is as it was read.
+
+    16-bit numbers are added by a matrix product with ones, which is exact but for its FP32 additions: the
+    sums of a column then need no exchange between threads.
+    """
+    if upper.dtype == tl.float32:
+        sums = tl.sum(upper + lower, axis=0)
+    else:
+        ones = tl.full([16, upper.shape[0]], 1.0, tl.float32).to(upper.dtype)
+        sums = tl.max(tl.dot(ones, lower, tl.dot(ones, upper)), axis=0)  # of 16 rows, which are all alike
+    col = tl.arange(0, upper.shape[1])
+    tl.store(ptr + col, sums, col < cols_left)
 
 
 @jit

@@ -39,10 +39,10 @@ class Tile(NamedTuple):
 
 TILES: dict[tuple[str, int, int], Tile] = {
     # kernel, bytes of an element, columns at most
-    ("cast", 2, 16384): Tile(64, 64, 4, 1, 2),
-    ("cast, sum", 2, 4096): Tile(64, 64, 4, 1, 12, 80),
-    ("cast, sum", 2, 16384): Tile(64, 64, 4, 1, 22, 80),
-    ("cast, sum", 4, 16384): Tile(64, 64, 8, 1, 16, 80),
+    ("cast", 2, 16384): Tile(128, 64, 4),
+    ("cast", 4, 16384): Tile(64, 64, 4),
+    ("cast, sum", 2, 16384): Tile(128, 64, 4),
+    ("cast, sum", 4, 16384): Tile(64, 64, 4),
     ("column_sum", 2, 6144): Tile(256, 32, 4, 4),
     ("column_sum", 2, 16384): Tile(128, 64, 8, 4),
     ("max_abs", 2, 16384): Tile(1, 16384, 8),
@@ -65,7 +65,7 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("adamw", 4, 65536): Tile(1, 1024, 8),
     ("sgd", 4, 65536): Tile(1, 1024, 8),
     ("embedding_grad", 2, 16384): Tile(1, 2048, 4, 2),
-    ("embedding_grad, sort", 2, 16384): Tile(16, 512, 4),
+    ("embedding_grad, sort", 2, 16384): Tile(16, 512, 2),
     ("cross_entropy_statistics", 2, 131072): Tile(1, 4096, 8),
     ("cross_entropy_grad", 2, 131072): Tile(1, 2048, 4),
     ("rope", 2, 16384): Tile(1, 2048, 4),

@@ -6,9 +6,8 @@
     amax       = max(amax, max |x|) before scaling; NaN wins
     column_sum = sum over rows of float(x)
 
-Bytes per element, x of p bytes: p + 1 for each layout; column sums add 8 for each band of rows, which are
-a few hundred high.  The amax is a maximum of integers (the bits of |x|), which no order of programs changes.
-The clamp is explicit, because PyTorch before 2.13 turns what is too large into NaN.
+Bytes per element, x of p bytes: p + 1 for each layout; column sums add 8 for each band of rows, the height of
+a tile.  The amax is a maximum of integers (the bits of |x|), which no order of programs changes.
 
 As Transformer Engine's cast + transpose + dbias.
 
@@ -29,15 +28,18 @@ from flatfsdp.kernels._outputs import (
     FP8_DTYPES,
     check_input,
     check_scalar,
-    fold,
-    peaks,
-    raise_amax,
     record_amax,
-    rows_at_once,
-    saturate,
+    starts_early,
     sum_bands,
-    vector_of,
     write_outputs,
+)
+from flatfsdp.kernels._pairs import (
+    WHOLE_ROWS,
+    larger_magnitude,
+    read_row_pairs,
+    store_column_sums,
+    store_pairs,
+    widened,
 )
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
@@ -86,53 +88,29 @@ def _cast_kernel(
     band_sums_ptr,
     rows,
     cols,
-    BLOCK_ROWS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    STAGES: tl.constexpr,
-    STEPS: tl.constexpr,
-    VECTOR: tl.constexpr,
-    SUM_ROWS: tl.constexpr,
 ):
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
     across = tl.cdiv(cols, BLOCK_COLS)
     band = (tl.program_id(0) // across).to(tl.int64)
-    top = band * STEPS * BLOCK_ROWS
-    row = tl.arange(0, BLOCK_ROWS)
-    col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
-    col_mask = col < cols
-    # Pointers walk down and indices stay: a step has little to compute, and few registers hold it.
-    index = row[:, None] * cols + col[None, :]
-    turned_index = col[:, None].to(tl.int64) * rows + row[None, :]
-    rows_left = rows - top.to(tl.int32)
-    x_ptr += top * cols
-    if rowwise_ptr is not None:
-        rowwise_ptr += top * cols
-    if columnwise_ptr is not None:
-        columnwise_ptr += top
-    scale = tl.load(scale_ptr)
-    sums = tl.zeros([SUM_ROWS, BLOCK_COLS], tl.float32)
-    largest = tl.zeros([BLOCK_ROWS, BLOCK_COLS // VECTOR], tl.int32)
-    for _ in tl.range(0, STEPS, num_stages=STAGES):
-        mask = (row < rows_left)[:, None] & col_mask[None, :]
-        x = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
-        if band_sums_ptr is not None:
-            sums += fold(x, SUM_ROWS)
-        if amax_ptr is not None:
-            largest = tl.maximum(largest, peaks(x, VECTOR))
-        scaled = x * scale
-        if rowwise_ptr is not None:
-            tl.store(rowwise_ptr + index, saturate(scaled, rowwise_ptr.dtype.element_ty), mask)
-            rowwise_ptr += BLOCK_ROWS * cols
-        if columnwise_ptr is not None:
-            # A conversion of its own, as in `store_outputs`.
-            turned = tl.trans(scaled.to(columnwise_ptr.dtype.element_ty))
-            tl.store(columnwise_ptr + turned_index, turned, tl.trans(mask))
-            columnwise_ptr += BLOCK_ROWS
-        x_ptr += BLOCK_ROWS * cols
-        rows_left -= BLOCK_ROWS
-    if amax_ptr is not None:
-        raise_amax(amax_ptr, tl.max(largest))
+    row = band * (2 * PAIRS)
+    col = (tl.program_id(0) % across) * BLOCK_COLS
+    rows_left, cols_left = (rows - row).to(tl.int32), cols - col
+    upper, lower = read_row_pairs(x_ptr + row * cols + col, cols, rows_left, cols_left, PAIRS, BLOCK_COLS)
     if band_sums_ptr is not None:
-        tl.store(band_sums_ptr + band * cols + col, tl.sum(sums, axis=0), col_mask)
+        store_column_sums(upper, lower, band_sums_ptr + band * cols + col, cols_left)
+    upper = widened(upper)
+    lower = widened(lower)
+    if amax_ptr is not None:
+        record_amax(amax_ptr, larger_magnitude(upper, lower))
+    store_pairs(
+        *(upper, lower, row, col, rows, cols, rows_left, cols_left),
+        *(None, rowwise_ptr, columnwise_ptr, tl.load(scale_ptr), WHOLE),
+    )
 
 
 def launch(
@@ -144,15 +122,18 @@ def launch(
     column_sum: Tensor | None,
 ) -> None:
     rows, cols = x.shape
-    tile = find("cast" if column_sum is None else "cast, sum", x.dtype, cols)
-    vector = vector_of(x, rowwise)
-    bands = cdiv(rows, tile.rows * tile.steps)
+    tile, is_early = (
+        find("cast" if column_sum is None else "cast, sum", x.dtype, cols),
+        starts_early(x.device),
+    )
+    bands = cdiv(rows, tile.rows)
     band_sums = None if column_sum is None else column_sum.new_empty(bands, cols)
     with on_device_of(x):
         _cast_kernel[(bands * cdiv(cols, tile.cols),)](
             *(x, scale, rowwise, columnwise, amax, band_sums, rows, cols),
-            *(tile.rows, tile.cols, tile.stages, tile.steps, vector, rows_at_once(tile, vector)),
+            *(is_early, rows % WHOLE_ROWS == 0, tile.rows // 2, tile.cols),
             **tile.options,
+            launch_pdl=is_early,
         )
     if band_sums is not None and column_sum is not None:
         sum_bands(band_sums, column_sum)

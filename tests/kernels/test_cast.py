@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from flatfsdp.kernels import cast as module
-from flatfsdp.kernels._outputs import rows_at_once
 from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels.cast import (
     cast,
@@ -24,15 +23,6 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2])
 INPUTS = pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32])
-
-
-@pytest.fixture(autouse=True)
-def _few_steps(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer for the interpreter: a program takes all of its steps, also those below the last row."""
-    if device == "cpu":
-        monkeypatch.setattr(
-            module, "find", lambda *key: (tile := find(*key))._replace(steps=min(tile.steps, 2))
-        )
 
 
 def run_all(
@@ -123,6 +113,17 @@ def test_nan_stays_nan_and_wins_the_amax(run: Any, dtype: torch.dtype, device: s
     assert torch.equal(out["columnwise"].float().isnan(), x.isnan().t())
     again = run_all(run, torch.ones(2, 2, device=device), 1.0, dtype, old_amax=torch.nan)
     assert again["amax"].isnan().all()
+
+
+@BOTH
+@INPUTS
+@pytest.mark.filterwarnings("ignore:All-NaN slice|invalid value:RuntimeWarning")  # by the interpreter
+def test_sums_of_a_column_do_not_reach_others(run: Any, x_dtype: torch.dtype, device: str) -> None:
+    x = torch.ones(150, 70, device=device, dtype=x_dtype)
+    x[3, 65], x[149, 0], x[149, 1], x[2, 1] = torch.nan, -torch.inf, torch.inf, -torch.inf
+    sums = run_all(run, x, 1.0, E5M2)["column_sum"]
+    assert sums[65].isnan() and sums[0] == -torch.inf and sums[1].isnan()
+    assert (sums[2:65] == 150).all() and (sums[66:] == 150).all()
 
 
 @BOTH
@@ -292,7 +293,8 @@ def test_compiled_and_faked_calls_go_through_the_operators() -> None:
 
 
 def compiled_cast(x_type: str, is_summed: bool, aligned: tuple[str, ...]) -> tuple[Compiled, Tile]:
-    tile = find("cast, sum" if is_summed else "cast", torch.bfloat16, 4096)
+    x_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[x_type]
+    tile = find("cast, sum" if is_summed else "cast", x_dtype, 4096)
     sums = {"band_sums_ptr": "*fp32"} if is_summed else {}
     compiled = compile_for_hopper(
         "cast",
@@ -305,8 +307,8 @@ def compiled_cast(x_type: str, is_summed: bool, aligned: tuple[str, ...]) -> tup
         },
         {
             **({} if is_summed else {"band_sums_ptr": None}),
-            **{"BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages},
-            **{"STEPS": tile.steps, "VECTOR": 16, "SUM_ROWS": rows_at_once(tile, 16)},
+            **{"IS_EARLY": True, "WHOLE": "rows" in aligned, "PAIRS": tile.rows // 2},
+            **{"BLOCK_COLS": tile.cols},
         },
         num_warps=tile.warps,
         aligned=aligned,
@@ -319,13 +321,11 @@ def compiled_cast(x_type: str, is_summed: bool, aligned: tuple[str, ...]) -> tup
 def test_cast_compiles_for_hopper_without_spills(x_type: str, is_summed: bool) -> None:
     compiled, tile = compiled_cast(x_type, is_summed, ("rows", "cols"))
     assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
-    # All 16 bytes wide: the input, unless it goes to shared memory first, and both outputs.
+    # The input and both outputs, all 16 bytes wide.
     per_thread = tile.rows * tile.cols // (32 * tile.warps)
-    if tile.stages == 1:
-        assert compiled.ptx.count("ld.global.v4.b32") == per_thread // {"bf16": 8, "fp32": 4}[x_type]
-    else:
-        assert "cp.async.cg.shared.global" in compiled.ptx
+    assert compiled.ptx.count("ld.global.v4.b32") == per_thread // {"bf16": 8, "fp32": 4}[x_type]
     assert compiled.ptx.count("st.global.v4.b32") == 2 * per_thread // 16
+    assert ("mma.sync" in compiled.ptx) == (is_summed and x_type == "bf16")
     assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.ptx
     assert compiled.ptx.count("atom.global") == 1, "one for a program"
     assert not endangered_pairs(compiled.ptx)

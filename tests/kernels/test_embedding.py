@@ -104,10 +104,12 @@ def test_no_tokens(run: Any, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("n", [1, 16, 700, 1024])
 def test_ids_are_sorted_as_torch_does(n: int, dtype: torch.dtype, device: str) -> None:
-    ids = torch.randint(0, 2**24, (n,), device=device)
+    largest = embedding.LARGEST_ID
+    ids = torch.randint(0, largest, (n,), device=device)
     ids[torch.rand(n, device=device) < 0.5] %= 5
+    ids[n // 3], ids[-1] = -1, largest - 1
     expected, tokens = ids.sort(stable=True)
-    for vocabulary in (2**24, 2**24 + 1):
+    for vocabulary in (largest, largest + 1):
         ours = embedding.sort_ids(ids.to(dtype), vocabulary)
         assert torch.equal(ours[0], expected.int()) and torch.equal(ours[1].long(), tokens)
 
@@ -189,7 +191,7 @@ def test_the_sort_compiles_for_hopper_without_spills(ids_type: str) -> None:
         "embedding",
         "_rank_kernel",
         {"ids_ptr": f"*{ids_type}", "sorted_ptr": "*i32", "tokens_ptr": "*i32", "n": "i32"},
-        {"BLOCK_TOKENS": tile.rows, "BLOCK_OTHERS": tile.cols, "STAGES": tile.stages},
+        {"BLOCK_TOKENS": tile.rows, "BLOCK_OTHERS": tile.cols, "STAGES": tile.stages, "IS_EARLY": True},
         num_warps=tile.warps,
         aligned=("n",),
     )
