@@ -104,6 +104,21 @@ class Grid:
     def dimensions(self) -> tuple[Ranks, ...]:
         return self.shard, self.replicate, self.tensor
 
+    def make_group(self, device: torch.device) -> dist.ProcessGroup | None:
+        """A group of all ranks of the grid; None if that is one.  Collective.
+
+        Args:
+            device: where to communicate.
+        """
+        several = [ranks for ranks in self.dimensions if ranks.size > 1]
+        if len(several) < 2:
+            return several[0].group if several else None
+        members = [dist.get_rank()]
+        for ranks in several:
+            members = [each for theirs in all_gather_object(members, ranks, device) for each in theirs]
+        backend = dist.get_backend(several[0].group)
+        return dist.new_group(sorted(members), backend=backend, use_local_synchronization=True)
+
     @property
     def is_first(self) -> bool:
         """Whether this rank is the first one in all dimensions."""

@@ -8,9 +8,10 @@ Next: `module.py` makes quantizers from a region.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -40,6 +41,12 @@ class Region:
         self._used: dict[Scaling, None] = {}
         self._used_backward: dict[Scaling, None] = {}
         self._backward = -1
+
+    @property
+    def reduces(self) -> bool:
+        """Whether ranks communicate when scales are updated."""
+        is_delayed = isinstance(self.recipe, DelayedScaling) and self.recipe.reduce_amax
+        return is_delayed and self.group is not None and (self.enabled or self.calibrating)
 
     def use(self, scaling: Scaling) -> None:
         """A forward records amaxes in it."""
@@ -75,6 +82,60 @@ def current_region() -> Region | None:
     return _current.get()
 
 
+@dataclass(frozen=True)
+class StageRanks:
+    """A pipeline stage's.
+
+    Attributes:
+        others: ranks that have other stages.  A reduction with them would never end: they wait for what this
+            rank computes after it.
+        make_group: a group of the ranks that have this stage; None for this one alone.  Collective.
+    """
+
+    others: frozenset[int]
+    make_group: Callable[[], dist.ProcessGroup | None]
+
+    def check(self, region: Region) -> None:
+        """
+        Raises:
+            ValueError: if the region reduces amaxes over other stages.
+        """
+        if region.reduces and self.others & set(dist.get_process_group_ranks(region.group)):
+            raise ValueError(
+                "an fp8.autocast in a pipeline shares scales with ranks that have other stages, and ranks "
+                "would wait for each other; enter it in the forward of the stage's module, or pass "
+                "amax_reduction_group: the ranks that have the same stages (ParallelMesh.stage_group)"
+            )
+
+
+_stage: ContextVar[StageRanks | None] = ContextVar("flatfsdp_stage_ranks", default=None)
+
+
+@contextmanager
+def inside_stage(ranks: StageRanks) -> Iterator[None]:
+    """Regions inside share scales with the ranks that have this stage, unless they are given others.
+
+    Raises:
+        ValueError: at once, or for a region inside, that is given ranks of other stages.
+    """
+    outer = _current.get()
+    if outer is not None:
+        ranks.check(outer)
+    token = _stage.set(ranks)
+    try:
+        yield
+    finally:
+        _stage.reset(token)
+
+
+def _shared_by(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """The ranks that share scales, if a region is given `group`."""
+    if group is not None or not (dist.is_available() and dist.is_initialized()):
+        return group
+    stage = _stage.get()
+    return dist.group.WORLD if stage is None or not stage.others else stage.make_group()
+
+
 @contextmanager
 def entered(region: Region | None) -> Iterator[None]:
     """Makes `region` the current one, without an update at its end."""
@@ -108,21 +169,23 @@ def autocast(
         calibrating: with enabled=False: record amaxes, for a later FP8 run, while computing without FP8.
         recipe: DelayedScaling() if not given.
         amax_reduction_group: ranks that hold parts of the same tensors, such as all data-parallel ranks;
-            default: all ranks, where torch.distributed is initialised.
+            default: all ranks, where torch.distributed is initialised; in the forward of a pipeline stage
+            (`FlatStage`) those that have this stage.
 
     Raises:
         TypeError: if `recipe` is no recipe.
+        ValueError: in a pipeline stage, if amax_reduction_group has ranks of other stages.
     """
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise TypeError(
             f"recipe is {recipe!r}; pass a DelayedScaling, a CurrentScaling or a BlockScaling of flatfsdp.fp8"
         )
-    group = amax_reduction_group
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
     outer = _current.get()
-    region = Region(recipe, enabled, calibrating and not enabled, group)
+    region = Region(recipe, enabled, calibrating and not enabled, _shared_by(amax_reduction_group))
+    stage = _stage.get()
+    if stage is not None:
+        stage.check(region)
     if outer is not None:
         # One update, at the end of the outermost region.
         region._used = outer._used

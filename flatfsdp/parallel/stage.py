@@ -20,6 +20,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils._pytree import tree_map_only
 
+from flatfsdp.fp8.autocast import StageRanks, inside_stage
 from flatfsdp.fsdp import FlatFSDP, units_in
 from flatfsdp.master import MasterShard
 from flatfsdp.root import Root
@@ -111,6 +113,7 @@ class FlatStage(PipelineStage):
         self._roots = [_root_of(wrapped, stage_index) for wrapped in outermost]
         groups = [group for root in self._roots for unit in root.units for group in unit.trained]
         self._masters = [group.master for group in groups]
+        self._stage_ranks = _stage_ranks(outermost[0], self.group)
         self._is_under_way = False
         self._earlier: _EarlierGrads | None = None
         self._known_schedule: weakref.ref[Schedule] | None = None
@@ -121,8 +124,12 @@ class FlatStage(PipelineStage):
         """A schedule's step begins, and nothing has been sent yet.
 
         Raises:
-            NotImplementedError: if the schedule splits backwards.  All ranks see the same schedule.
+            NotImplementedError: if the schedule splits backwards.
+            ValueError: if the step runs in an `fp8.autocast` over several stages.
+            All ranks see the same schedule and region.
         """
+        with inside_stage(self._stage_ranks):
+            pass
         schedule = _calling_schedule()
         if schedule is not None:
             self._meet(schedule)
@@ -146,7 +153,10 @@ class FlatStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Forward of one microbatch."""
         self._is_under_way = self.has_backward
-        with self._microbatch(is_first=fwd_chunk_id == 0, is_last=True):
+        with (
+            self._microbatch(is_first=fwd_chunk_id == 0, is_last=True),
+            inside_stage(self._stage_ranks),
+        ):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
@@ -224,7 +234,7 @@ class FlatStage(PipelineStage):
         )
         if not self.is_first:
             args = tuple(torch.zeros_like(arg) for arg in args)
-        with torch.no_grad():
+        with torch.no_grad(), inside_stage(self._stage_ranks):
             outputs = module(*args, **kwargs)
         return tree_map_only(
             Tensor,
@@ -265,6 +275,18 @@ class _EarlierGrads:
 def _exchanged(like: Tensors | None) -> Tensors | None:
     """What stages exchange has a gradient, if it is floating-point; torch 2.13 asks the example for that."""
     return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), like)
+
+
+def _stage_ranks(wrapped: FlatFSDP, pipeline: dist.ProcessGroup | None) -> StageRanks:
+    """Whom FP8 regions in the stage share scales with."""
+    ranks = dist.get_process_group_ranks(pipeline)
+    others = frozenset(ranks) - {dist.get_rank()}
+
+    @cache
+    def make_group() -> dist.ProcessGroup | None:
+        return wrapped._grid.make_group(wrapped._device)
+
+    return StageRanks(others, make_group)
 
 
 def _outermost(module: nn.Module, stage_index: int) -> list[FlatFSDP]:

@@ -1,0 +1,213 @@
+"""FP8 in pipeline stages: scales are shared by the ranks that have a stage, and by no others."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
+from flatfsdp.fp8.autocast import inside_stage
+from flatfsdp.parallel import FlatStage, ParallelMesh
+from tests.dist.llamas import mesh_of
+from tests.dist.models import same
+from tests.dist.ranks import run_ranks
+from tests.dist.test_fp8 import counted_reductions
+from tests.unit.fp8.common import TOKENS, WIDTH, Block, fp8_state
+
+MICROBATCHES, STEPS = 4, 3
+DELAYED, CURRENT = DelayedScaling(amax_history_len=4), CurrentScaling()
+SCHEDULES = pytest.mark.parametrize(
+    "schedule", [Schedule1F1B, ScheduleInterleaved1F1B], ids=lambda each: each.__name__
+)
+
+
+class Part(nn.Module):
+    """Some of four blocks.
+
+    Args:
+        recipe: of a region in the forward; None: there is none.
+        group: that the region is given.
+    """
+
+    def __init__(self, numbers: range, recipe: Any, group: Any) -> None:
+        super().__init__()
+        blocks = {}
+        for number in numbers:
+            torch.manual_seed(number)
+            blocks[str(number)] = Block()
+        self.blocks = nn.ModuleDict(blocks)
+        self.recipe, self.group = recipe, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        region: AbstractContextManager[None] = nullcontext()
+        if self.recipe is not None:
+            region = autocast(recipe=self.recipe, amax_reduction_group=self.group)
+        with region:
+            for block in self.blocks.values():
+                x = block(x)
+        return x
+
+
+class Trace(NamedTuple):
+    losses: list[Tensor]
+    grads: list[Tensor]
+    parameters: list[Tensor]
+    scales: list[Tensor]
+
+
+class Pipeline:
+    """This rank's stages over all blocks.
+
+    Args:
+        around: a region around each step.
+        static: the schedule is told what stages exchange.
+    """
+
+    def __init__(
+        self,
+        schedule: type,
+        mesh: ParallelMesh,
+        recipe: Any = None,
+        group: Any = None,
+        around: Any = nullcontext,
+        static: bool = False,
+        **options: Any,
+    ) -> None:
+        is_multi = schedule is ScheduleInterleaved1F1B
+        total = 2 * mesh.pp_size if is_multi else mesh.pp_size
+        per_stage, indices = 4 // total, range(mesh.pp_rank, total, mesh.pp_size)
+        parts = [Part(range(per_stage * i, per_stage * (i + 1)), recipe, group) for i in indices]
+        self.models: list[FlatFSDP] = [
+            auto_wrap(part, by_class(Block), mesh=mesh.dp, poison_on_free=True, **options) for part in parts
+        ]
+        example = torch.empty(TOKENS, WIDTH)
+        shapes = {"input_args": example, "output_args": example} if static else {}
+        stages: Any = [
+            FlatStage(model, index, total, group=mesh.pp_group, **shapes)
+            for index, model in zip(indices, self.models, strict=True)
+        ]
+        self.schedule: Any = schedule(stages if is_multi else stages[0], MICROBATCHES, loss_fn=_loss)
+        self.around, self.is_first, self.is_last = around, 0 in indices, total - 1 in indices
+        self.dp_rank = mesh.dp_rank
+
+    def step(self, number: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(10 * self.dp_rank + number)
+        x = torch.randn(MICROBATCHES * TOKENS, WIDTH, generator=generator)
+        losses: list[Tensor] = []
+        with self.around():
+            self.schedule.step(
+                *([x] if self.is_first else []), target=x if self.is_last else None, losses=losses
+            )
+        return [loss.detach() for loss in losses]
+
+    def train(self, steps: int = STEPS) -> Trace:
+        flats = [p for model in self.models for p in model.parameters()]
+        optimizer = torch.optim.SGD(flats, lr=1e-2)
+        trace = Trace([], [], [], [])
+        for number in range(steps):
+            trace.losses.extend(self.step(number))
+            trace.grads.extend(p.grad.clone() for p in flats if p.grad is not None)
+            optimizer.step()
+            optimizer.zero_grad()
+        trace.parameters.extend(p.detach().clone() for p in flats)
+        trace.scales.extend(value for model in self.models for value in fp8_state(model).values())
+        return trace
+
+
+def _loss(x: Tensor, target: Tensor) -> Tensor:
+    return (x - target).square().mean()
+
+
+def assert_same(*traces: Trace) -> None:
+    assert traces[0].grads
+    for other in traces[1:]:
+        for field in Trace._fields:
+            assert same(getattr(traces[0], field), getattr(other, field)), field
+
+
+def stored_weights(rank: int, world_size: int, schedule: type) -> None:
+    mesh = mesh_of(pp=2, tp=1)
+    traces = []
+    for flag, reshard, weights in ((0, 1, CURRENT), (1, 1, CURRENT), (1, 0, CURRENT), (1, 1, "in_layers")):
+        pipeline = Pipeline(
+            schedule,
+            mesh,
+            CURRENT,
+            optimize_backward_concat=bool(flag),
+            reshard_after_forward=bool(reshard),
+            precision=Precision(compute=torch.bfloat16, fp8_weights=weights),
+        )
+        traces.append(pipeline.train())
+        if weights is CURRENT and mesh.dp_size > 1:
+            # One a step, and one when the schedule finds out about shapes.
+            assert {model.ledger.calls["amax"] for model in pipeline.models} == {STEPS + 1}
+    assert_same(*traces)
+
+
+@SCHEDULES
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_weights_stored_in_fp8(schedule: type, world_size: int) -> None:
+    run_ranks(world_size, stored_weights, schedule)
+
+
+def delayed(rank: int, world_size: int, schedule: type) -> None:
+    mesh = mesh_of(pp=2, tp=1)
+
+    def around() -> AbstractContextManager[None]:
+        return autocast(recipe=DELAYED, amax_reduction_group=mesh.stage_group)
+
+    stages = 2 if schedule is ScheduleInterleaved1F1B else 1
+    # In the forward: one reduction a forward and one a backward.  Around: one a step and one a backward.
+    for options, in_a_step in (
+        ({"recipe": DELAYED}, 2 * stages * MICROBATCHES),
+        ({"around": around}, 1 + stages * MICROBATCHES),
+    ):
+        off = Pipeline(schedule, mesh, **options).train()
+        on = Pipeline(schedule, mesh, optimize_backward_concat=True, **options)
+        with counted_reductions() as calls:
+            trace = on.train(STEPS - 1)
+        before = sum(op == dist.ReduceOp.MAX for _, op in calls)
+        with counted_reductions() as calls:
+            on.step(STEPS - 1)
+        again = Pipeline(schedule, mesh, optimize_backward_concat=True, static=True, **options)
+        assert_same(off, again.train())
+        assert trace.scales and before > len(calls)
+        assert sum(op == dist.ReduceOp.MAX for _, op in calls) == (in_a_step if mesh.dp_size > 1 else 0)
+        # All that have a stage have its scales, whatever they were given.
+        for scale in (scale for model in on.models for scale in fp8_state(model).values()):
+            everyones = [torch.empty_like(scale) for _ in range(mesh.dp_size)]
+            dist.all_gather(everyones, scale.contiguous(), group=mesh.dp_group)
+            assert same(everyones, [scale] * mesh.dp_size)
+
+
+@SCHEDULES
+def test_scales_are_those_of_a_stage_by_default(schedule: type) -> None:
+    run_ranks(4, delayed, schedule)
+
+
+def refuses(rank: int, world_size: int) -> None:
+    mesh = mesh_of(pp=2, tp=1)
+    around = Pipeline(Schedule1F1B, mesh, around=lambda: autocast(recipe=DELAYED))
+    with pytest.raises(ValueError, match="shares scales with ranks that have other stages"):
+        around.step(0)
+    # What reduces nothing is no problem.
+    for recipe in (CURRENT, DelayedScaling(reduce_amax=False)):
+        Pipeline(Schedule1F1B, mesh, around=lambda: autocast(recipe=recipe)).step(0)  # noqa: B023
+    # In a step the first stage raises, and the others wait for it.
+    stage = Pipeline(Schedule1F1B, mesh, DELAYED, dist.group.WORLD).schedule._stage
+    with (
+        pytest.raises(ValueError, match="shares scales with ranks that have other stages"),
+        inside_stage(stage._stage_ranks),
+    ):
+        stage.submod(torch.zeros(TOKENS, WIDTH))
+
+
+def test_regions_over_several_stages_are_refused() -> None:
+    run_ranks(4, refuses)
