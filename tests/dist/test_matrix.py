@@ -18,7 +18,9 @@ from flatfsdp.cli.app import app
 from flatfsdp.cli.matrix import FP8, Compared, MatrixPlan, Row, all_rows, matrix_on_rank
 from flatfsdp.cli.parallel_training import Layout, Schedule
 from flatfsdp.cli.ranks import Device, Rank
-from flatfsdp.cli.training import Fusion, PrecisionName
+from flatfsdp.cli.training import Fusion
+from flatfsdp.models import LlamaConfig, LlamaPipeline
+from flatfsdp.parallel import make_mesh
 from tests.dist.ranks import run_ranks
 
 KINDS = ["losses", "gradients", "parameters", "optimizer state"]
@@ -37,7 +39,10 @@ def rows_of(world_size: int, *words: str) -> list[Row]:
 
 @pytest.mark.parametrize(
     ("world_size", "words", "number"),
-    [(2, ["PP 2, interleaved, bf16", "1F1B, fp8-delayed"], 4), (4, ["PP 2 x DP 2, 1F1B, fp8"], 2)],
+    [
+        (2, ["PP 2, interleaved, bf16", "TP 2, fp8-delayed", "TP 2+SP, fp8-weights"], 3),
+        (4, ["PP 2 x DP 2, 1F1B, fp8-delayed", "TP 2+SP x PP 2, GPipe, bf16"], 2),
+    ],
 )
 def test_rows_are_equal_and_every_rank_knows_it(world_size: int, words: list[str], number: int) -> None:
     rows = rows_of(world_size, *words)
@@ -49,9 +54,9 @@ def test_rows_are_equal_and_every_rank_knows_it(world_size: int, words: list[str
         assert found.on.losses == found.off.losses
         assert found.on.falling
         # Otherwise nothing has been switched.
-        if found.row.precision is not PrecisionName.fp8_weights:
-            assert found.on.bytes_per_parameter.get("concat", 0) == 0
-            assert found.on.local_bytes < found.off.local_bytes
+        assert found.on.bytes_per_parameter.get("concat", 0) == 0
+        assert found.off.bytes_per_parameter["concat"] > 0
+        assert found.on.local_bytes < found.off.local_bytes
     verdicts = [(found.row, found.differences, found.on.losses) for found in first]
     for theirs in others:
         assert [(found.row, found.differences, found.on.losses) for found in theirs] == verdicts
@@ -61,8 +66,9 @@ def test_the_reference_is_there() -> None:
     names = {row.name for row in rows_of(8, "")}
     for precision in ("bf16", "fp8-delayed"):
         for schedule in ("GPipe", "1F1B", "interleaved"):
-            assert f"TP 2+SP x PP 2 x DP 2, {schedule}, {precision}, zero3" in names
-        assert f"TP 2+SP x DP 4, {precision}, zero3" in names
+            assert f"TP 2+SP x PP 2 x DP 2, {schedule}, {precision}, zero2" in names
+            assert f"TP 2+SP x PP 2 x DP 2, {schedule}, {precision}, zero3, wgrad off" in names
+        assert f"TP 2+SP x DP 4, {precision}, zero2" in names
     everything = [row.name for row in all_rows()]
     assert len(everything) == len(set(everything))
 
@@ -70,15 +76,32 @@ def test_the_reference_is_there() -> None:
 def test_a_plan_takes_the_rows_that_fit_and_says_why_others_do_not() -> None:
     plan = MatrixPlan.of(Device.cpu, 2, {"layers": 2, "only": ["PP 2, "], "precision": [FP8], "steps": 7})
     assert [row.name for row in plan.rows] == [
-        "PP 2, GPipe, fp8-delayed, zero3",
+        "PP 2, GPipe, fp8-delayed, zero3, wgrad off",
         "PP 2, 1F1B, fp8-delayed, zero3",
     ]
     assert (plan.settings.steps, plan.settings.model.layers) == (7, 2)
     reasons = " ".join(plan.left_out_lines())
     assert "they need 4 ranks: TP 2+SP x PP 2 (3)." in reasons
-    assert "4 pipeline stages (PP 2, interleaved) cannot share equally" in reasons
+    assert "2 layers cannot be split into 4 stages" in reasons
     fused = MatrixPlan.of(Device.cpu, 2, {"fusion": [Fusion.two_pass]})
-    assert [row.layout for row in fused.rows] == [Layout(1, 2, 1, Schedule.interleaved)]
+    assert {row.layout for row in fused.rows} == {Layout(1, 2, 1, Schedule.interleaved)}
+
+
+def refuses(rank: int, world_size: int) -> None:
+    sizes = LlamaConfig(2, 32, 64, heads=2, kv_heads=2, vocab=256, seq=16)
+    mesh = make_mesh(pp=2)
+    with pytest.raises(ValueError, match=r"schedule is 'zero'; it must be one of \('gpipe', "):
+        LlamaPipeline(sizes, mesh, "zero", microbatches=2, batch=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="2 layers cannot be split into 4 stages"):
+        LlamaPipeline(sizes, mesh, "interleaved", microbatches=2, batch=1)
+    pipeline = LlamaPipeline(sizes, mesh, microbatches=2, batch=1)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    with pytest.raises(ValueError, match="there are 3 batches, and the pipeline is for 2"):
+        pipeline.forward_backward([(tokens, tokens)] * 3)
+
+
+def test_a_pipeline_that_cannot_run_raises_on_every_rank() -> None:
+    run_ranks(2, refuses)
 
 
 def run_cli(*options: str) -> subprocess.CompletedProcess[str]:
@@ -111,6 +134,7 @@ def test_one_damaged_bit_is_noticed_and_files_are_written(tmp_path: Path) -> Non
         (["--only", "PP 3"], "no row of the matrix can run here"),
         (["--ranks", "3"], "as they need 4 ranks"),
         (["--steps", "0"], "--steps"),
+        (["--heads", "1", "--only", "TP 2,"], "kv_heads is 1, which 2 tensor-parallel ranks cannot share"),
     ],
 )
 def test_senseless_options_are_explained(options: list[str], message: str, tmp_path: Path) -> None:

@@ -1,0 +1,265 @@
+"""Pretrain a Llama of any size on real text, spread over ranks in every way that FlatFSDP has.
+
+    python examples/pretrain_llama.py --help
+
+The text is bytes, one a token.  A run that was killed goes on from its last checkpoint when the same command
+starts it again, and has the same losses, bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import shutil
+import time
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from flatfsdp import Precision, checkpoint, param_groups
+from flatfsdp.cli.data import Sampler, load_corpus
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
+from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
+from flatfsdp.optim import AdamW
+from flatfsdp.parallel import make_mesh
+from flatfsdp.timeline import draw_timeline
+from flatfsdp.trace import cpu_spans_of, spans_of
+
+RECIPES = {
+    "fp32": None,
+    "bf16": None,
+    "fp8-delayed": DelayedScaling(amax_history_len=16),
+    "fp8-current": CurrentScaling(),
+    "fp8-block": BlockScaling(),
+}
+Preset = Enum("Preset", {name: name for name in PRESETS}, type=str)
+Products = Enum("Products", {name: name for name in RECIPES}, type=str)
+Schedule = Enum("Schedule", {name: name for name in ("gpipe", "1f1b", "interleaved")}, type=str)
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Folders step-00000100, ... with the model and the optimizer, readable with any other parallelism."""
+
+    folder: Path
+    keep: int = 2
+
+    def all(self) -> list[Path]:
+        """The complete ones, oldest first; .metadata is written at the end."""
+        return sorted(path.parent for path in self.folder.glob("step-*/.metadata"))
+
+    def save(self, step: int, model: LlamaPipeline, optimizer: AdamW) -> None:
+        checkpoint.save(self.folder / f"step-{step:08}", model.stages, optimizer)
+        if dist.get_rank() == 0:
+            for path in self.all()[: -self.keep]:
+                shutil.rmtree(path)
+
+    def resume(self, model: LlamaPipeline, optimizer: AdamW) -> int:
+        """Loads the latest; returns the number of steps that it has."""
+        found = self.all()
+        # Nobody goes on, and saves, before all have looked.
+        dist.barrier()
+        if not found:
+            return 0
+        checkpoint.load(found[-1], model.stages, optimizer)
+        return int(found[-1].name.removeprefix("step-"))
+
+
+def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth."""
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+class Report:
+    """Of each step: a progress bar on stderr, or one line of JSON on stdout; on the first rank."""
+
+    def __init__(self, as_json: bool, first: int, steps: int) -> None:
+        self.is_main, self.as_json = dist.get_rank() == 0, as_json
+        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
+        self.bar = Progress(*columns, console=Console(stderr=True), disable=as_json or not self.is_main)
+        self.task = self.bar.add_task("", total=steps, completed=first)
+
+    def title(self, *lines: Any) -> None:
+        if not self.bar.disable:
+            self.bar.console.print(*lines, highlight=False)
+
+    def step(self, **figures: float) -> None:
+        if self.as_json and self.is_main:
+            print(json.dumps(figures), flush=True)
+        text = (
+            "loss {loss:.4f}  gradient norm {grad_norm:.2f}  {tokens_per_s:,.0f} tokens/s  "
+            "{tflops_per_rank:.3g} TFLOP/s a rank  {peak_gib:.1f} GiB"
+        )
+        self.bar.update(self.task, completed=figures["step"], description=text.format(**figures))
+
+
+def start_ranks() -> torch.device:
+    """Joins the other ranks that torchrun has started, on GPUs if there are enough; or is alone."""
+    local, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    on_gpu = torch.cuda.device_count() >= local_world
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group("nccl" if on_gpu else "gloo", **alone)
+    return device
+
+
+def peak_gib(device: torch.device) -> float:
+    """Memory that this process has had at most, on the GPU or, without one, on the host."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def mean_loss(losses: list[Tensor], model: LlamaPipeline, device: torch.device) -> float:
+    """Over microbatches and data-parallel ranks, known on every rank."""
+    mean = torch.zeros((), device=device)
+    if model.has_last and model.mesh.tp_rank == 0:
+        mean += torch.stack(losses).mean() / model.mesh.dp_size
+    dist.all_reduce(mean)
+    return mean.item()
+
+
+app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
+
+
+@app.command()
+def main(
+    preset: Annotated[Preset, typer.Option(help="Sizes of the model.")] = Preset["tiny"],
+    config: Annotated[Path | None, typer.Option(help="JSON file with the sizes instead.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: the preset's.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a microbatch, of a replica.")] = 2,
+    microbatches: Annotated[int, typer.Option(min=1, help="In one step.")] = 4,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")] = 1,
+    sequence_parallel: Annotated[bool, typer.Option(help="They share the sequence as well.")] = False,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 1,
+    schedule: Annotated[Schedule, typer.Option(help="Of the pipeline.")] = Schedule["1f1b"],
+    stages_per_rank: Annotated[int, typer.Option(min=2, help="With --schedule interleaved.")] = 2,
+    dp_shard: Annotated[int, typer.Option(help="Ranks that share parameters; -1: all the others.")] = -1,
+    dp_replicate: Annotated[int, typer.Option(min=1, help="Replicas of each set of shards.")] = 1,
+    zero: Annotated[int, typer.Option(min=2, max=3, help="3 frees parameters after use.")] = 3,
+    precision: Annotated[Products, typer.Option(help="Of matrix products.")] = Products["bf16"],
+    fp8_weights: Annotated[bool, typer.Option(help="Weights are FP8 in the flat buffers.")] = False,
+    optimize_backward_concat: Annotated[bool, typer.Option(help="The flag.")] = True,
+    lr: Annotated[float, typer.Option(help="Peak of the learning rate.")] = 1e-3,
+    warmup: Annotated[int, typer.Option(min=0, help="Steps up to it.")] = 10,
+    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.1,
+    clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of initial values, and of the order of the text.")] = 0,
+    data: Annotated[Path | None, typer.Option(help="File or folder; default: Python's sources.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for what is written.")] = Path("out/pretrain"),
+    save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0: none.")] = 50,
+    trace: Annotated[bool, typer.Option("--trace", help="Draw the third step, or the last.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A line of JSON a step.")] = False,
+) -> None:
+    """Pretrain a Llama of any size on real text; started again after it was killed, it goes on.
+
+    [bold]Examples[/bold]
+
+    [green]python examples/pretrain_llama.py[/green]
+
+    [green]torchrun --nproc-per-node 4 examples/pretrain_llama.py --tp 2 --pp 2 --schedule interleaved[/green]
+
+    [green]torchrun --nproc-per-node 8 examples/pretrain_llama.py --preset 1b --seq 4096 --tp 2
+    --sequence-parallel --pp 2 --microbatches 16 --precision fp8-delayed --fp8-weights --trace[/green]
+    """
+    sizes = PRESETS[preset.value] if config is None else LlamaConfig(**json.loads(config.read_text()))
+    sizes = replace(sizes, seq=seq or sizes.seq)
+    text = Sampler(load_corpus(data), batch, sizes.seq, seed)
+    device = start_ranks()
+    mesh = make_mesh(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
+    model = LlamaPipeline(
+        sizes,
+        mesh,
+        schedule.value,
+        microbatches=microbatches,
+        batch=batch,
+        device=device,
+        stages_per_rank=stages_per_rank,
+        precision=Precision(
+            compute=torch.float32 if precision.value == "fp32" else torch.bfloat16,
+            fp8_weights=CurrentScaling() if fp8_weights else None,
+        ),
+        sequence_parallel=sequence_parallel,
+        recipe=RECIPES[precision.value],
+        seed=seed,
+        reshard_after_forward=zero == 3,
+        optimize_backward_concat=optimize_backward_concat,
+    )
+    norms = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
+    optimizer = AdamW(
+        param_groups(model.stages, [norms]),
+        lr,
+        betas=(0.9, 0.95),
+        weight_decay=weight_decay,
+        max_grad_norm=clip,
+        pp_group=mesh.pp_group,
+    )
+
+    def train(step: int) -> float:
+        batches = [
+            tuple(part.to(device) for part in text.sample(step, microbatch, mesh.dp_rank))
+            for microbatch in range(microbatches)
+        ]
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, steps, lr, warmup)
+        losses = model.forward_backward(batches)
+        optimizer.step()
+        optimizer.zero_grad()
+        return mean_loss(losses, model, device)
+
+    def traced(step: int) -> float:
+        """A step that leaves trace.json, for a browser, and step.png, a picture of what ran when."""
+        on_gpu = device.type == "cuda"
+        kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+        with profile(activities=kinds) as recorded:
+            loss = train(step)
+        recorded.export_chrome_trace(str(out / "trace.json"))
+        spans, lane = (spans_of(recorded), "stream") if on_gpu else (cpu_spans_of(recorded), "thread")
+        draw_timeline(spans, out / "step.png", f"{mesh}, {precision.value}, step {step + 1}", lane)
+        return loss
+
+    out.mkdir(parents=True, exist_ok=True)
+    checkpoints = Checkpoints(out / "checkpoints")
+    first = checkpoints.resume(model, optimizer)
+    report = Report(as_json, first, steps)
+    report.title(f"{mesh}, {device.type}, {text.corpus.source}", mesh.table())
+    tokens = mesh.dp_size * microbatches * batch * sizes.seq
+    with report.bar:
+        for step in range(first, steps):
+            start = time.perf_counter()
+            is_drawn = trace and report.is_main and step == min(first + 2, steps - 1)
+            run = traced if is_drawn else train
+            loss = run(step)
+            per_s = tokens / (time.perf_counter() - start)
+            report.step(
+                step=step + 1,
+                loss=loss,
+                grad_norm=float(optimizer.grad_norm),
+                tokens_per_s=per_s,
+                tflops_per_rank=per_s * flops_per_token(sizes) / dist.get_world_size() / 1e12,
+                peak_gib=peak_gib(device),
+            )
+            if save_every and (step + 1) % save_every == 0:
+                checkpoints.save(step + 1, model, optimizer)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    app()

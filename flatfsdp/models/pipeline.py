@@ -1,0 +1,172 @@
+"""This rank's stages of a Llama, sharded, and the schedule that runs them.
+
+In:   the microbatches of a step.
+Out:  their losses, and reduced gradients.
+Next: any optimizer over `parameters()`; `flatfsdp.checkpoint` saves `stages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from flatfsdp.fp8 import Recipe
+from flatfsdp.fp8.linear import FuseWgrad
+from flatfsdp.fsdp import FlatFSDP
+from flatfsdp.layers import TransformerLayer
+from flatfsdp.microbatch import microbatches
+from flatfsdp.models.config import LlamaConfig, stage_layers
+from flatfsdp.models.llama import Llama
+from flatfsdp.parallel import FlatStage, ParallelMesh
+from flatfsdp.policy import Precision
+from flatfsdp.wrap import auto_wrap, by_class
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
+SCHEDULES: dict[ScheduleName, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved": ScheduleInterleaved1F1B,
+}
+
+
+class LlamaPipeline:
+    """A Llama over pipeline, data and tensor parallel ranks; each transformer layer is a unit.
+
+        model = LlamaPipeline(PRESETS["1b"], make_mesh(pp=2, tp=2), "1f1b", microbatches=8, batch=1)
+        optimizer = AdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0, pp_group=model.mesh.pp_group)
+        losses = model.forward_backward(batches)
+        optimizer.step()
+
+    With one pipeline rank there is one stage, and microbatches run one after the other, without a schedule.
+
+    Args:
+        schedule: "interleaved" has several stages on each rank.
+        microbatches: in one step.
+        batch: sequences in one microbatch of one data-parallel rank, all of `config.seq` tokens.
+        device: where the model is; default: the CPU.
+        stages_per_rank: with the interleaved schedule.
+        precision: as of `FlatFSDP`.
+        sequence_parallel, fuse_wgrad_accumulation, recipe, seed: as of `Llama`.
+        fsdp_options: further ones of `FlatFSDP`.
+
+    Attributes:
+        stages: of this rank, in the order of the model.
+        numbers: which ones of all stages they are.
+        has_first, has_last: whether the first, or last, stage of the model is among them.
+
+    Raises:
+        ValueError: if the schedule is unknown or does not suit the number of microbatches; if there are fewer
+            layers than stages; as `Llama`.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        mesh: ParallelMesh,
+        schedule: ScheduleName = "1f1b",
+        *,
+        microbatches: int,
+        batch: int,
+        device: torch.device | str = "cpu",
+        stages_per_rank: int = 2,
+        precision: Precision | None = None,
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: FuseWgrad = True,
+        recipe: Recipe | None = None,
+        seed: int = 0,
+        **fsdp_options: Any,
+    ) -> None:
+        if schedule not in SCHEDULES:
+            raise ValueError(f"schedule is {schedule!r}; it must be one of {get_args(ScheduleName)}")
+        self.config = config
+        self.mesh = mesh
+        self.microbatches = microbatches
+        precision = Precision() if precision is None else precision
+        is_interleaved = mesh.pp_size > 1 and schedule == "interleaved"
+        total = mesh.pp_size * (stages_per_rank if is_interleaved else 1)
+        layers = stage_layers(config.layers, total)
+        numbers = self.numbers = range(mesh.pp_rank, total, mesh.pp_size)
+        self.stages: list[FlatFSDP] = []
+        for number in numbers:
+            part = Llama(
+                config,
+                layers[number],
+                tp_group=mesh.tp_group,
+                sequence_parallel=sequence_parallel,
+                fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+                recipe=recipe,
+                amax_group=mesh.stage_group,
+                seed=seed,
+                device="meta",
+            )
+            # On the meta device up to here: no device ever has more than one whole unit.
+            fsdp_options |= {"device": device, "precision": precision, "param_init_fn": part.initialize}
+            wrapped = auto_wrap(
+                part, by_class(TransformerLayer), mesh=mesh.dp, tp_group=mesh.tp_group, **fsdp_options
+            )
+            self.stages.append(wrapped)
+        self.has_first, self.has_last = 0 in numbers, total - 1 in numbers
+        self._schedule: Any = None
+        if mesh.pp_size > 1:
+            length = config.seq // mesh.tp_size if sequence_parallel else config.seq
+            tokens = torch.empty(batch, config.seq, dtype=torch.int64, device="meta")
+            hidden = _example(length, batch, config.hidden, precision)
+            logits = _example(config.seq, batch, config.vocab // mesh.tp_size, precision)
+            stages = [
+                FlatStage(
+                    stage,
+                    number,
+                    total,
+                    # Known, so that no forward of zeros has to find out, which would move FP8 scales.
+                    input_args=tokens if number == 0 else hidden,
+                    output_args=logits if number == total - 1 else hidden,
+                    group=mesh.pp_group,
+                )
+                for number, stage in zip(numbers, self.stages, strict=True)
+            ]
+            some: Any = stages if is_interleaved else stages[0]
+            self._schedule = SCHEDULES[schedule](some, microbatches, loss_fn=self.stages[-1].loss)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The flat shards of all of this rank's stages."""
+        return (parameter for stage in self.stages for parameter in stage.parameters())
+
+    def forward_backward(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Runs the microbatches of a step; gradients, divided by their number, are reduced in the last
+        backward of each stage.
+
+        Args:
+            batches: tokens and targets, int64 [batch, seq] each, of this data-parallel rank.
+
+        Returns:
+            The loss of each microbatch, FP32, without dimensions, on ranks that have the last stage; else
+            nothing.
+
+        Raises:
+            ValueError: if there are not `microbatches` of them.
+        """
+        if len(batches) != self.microbatches:
+            raise ValueError(f"there are {len(batches)} batches, and the pipeline is for {self.microbatches}")
+        losses: list[Tensor] = []
+        if self._schedule is None:
+            (model,) = self.stages
+            for tokens_bs, targets_bs in microbatches(model, batches):
+                losses.append(model(tokens_bs, targets_bs))
+                (losses[-1] / len(batches)).backward()
+        else:
+            tokens_bs, targets_bs = (torch.cat(parts) for parts in zip(*batches, strict=True))
+            self._schedule.step(
+                *([tokens_bs] if self.has_first else []),
+                target=targets_bs if self.has_last else None,
+                losses=losses,
+                return_outputs=False,
+            )
+        return [loss.detach() for loss in losses]
+
+
+def _example(length: int, batch: int, width: int, precision: Precision) -> Tensor:
+    return torch.empty(length, batch, width, dtype=precision.compute, device="meta")
