@@ -67,14 +67,9 @@ def _exp(x):
 
 
 @jit
-def _load_row(row_ptr, at, cols, shift, other, VECTOR: tl.constexpr, IS_SHIFTED: tl.constexpr):
-    """FP32; `other` where `at` is before or after the row, which begins at `shift`."""
-    if IS_SHIFTED:
-        x = tl.load(row_ptr + at, at // VECTOR * VECTOR < cols + shift, other).to(tl.float32)
-        x = tl.where((at >= shift) & (at < cols + shift), x, other)
-    else:
-        x = tl.load(row_ptr + at, at < cols, other).to(tl.float32)
-    return x
+def _is_read(at, end, VECTOR: tl.constexpr, IS_SHIFTED: tl.constexpr):
+    """Elements before the end of a row, or those of vectors that begin before it."""
+    return (at // VECTOR * VECTOR if IS_SHIFTED else at) < end
 
 
 @jit
@@ -93,13 +88,16 @@ def _statistics_kernel(
     token = tl.program_id(0).to(tl.int64)
     begin = token * cols
     shift = (begin % VECTOR).to(tl.int32) if IS_SHIFTED else 0
+    end = cols + shift
     row_ptr = logits_ptr + (begin // VECTOR * VECTOR if IS_SHIFTED else begin)
     # The lowest number, not -infinity, whose difference with itself would be NaN.
     largest = tl.full([BLOCK_COLS // VECTOR], -3.4028234663852886e38, tl.float32)
     total = tl.zeros([BLOCK_COLS // VECTOR], tl.float32)
-    for start in tl.range(0, cols + shift, BLOCK_COLS, num_stages=STAGES):
+    for start in tl.range(0, end, BLOCK_COLS, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK_COLS)
-        x = _load_row(row_ptr, at, cols, shift, float("-inf"), VECTOR, IS_SHIFTED)
+        x = tl.load(row_ptr + at, _is_read(at, end, VECTOR, IS_SHIFTED), float("-inf")).to(tl.float32)
+        if IS_SHIFTED:
+            x = tl.where((at >= shift) & (at < end), x, float("-inf"))
         x = tl.reshape(x, [BLOCK_COLS // VECTOR, VECTOR])
         raised = tl.maximum(largest, tl.max(x, axis=1))
         total = total * _exp(largest - raised) + tl.sum(_exp(x - raised[:, None]), axis=1)
@@ -170,25 +168,27 @@ def _grad_kernel(
     token = tl.program_id(0) // across
     begin = token.to(tl.int64) * cols
     shift = (begin % VECTOR).to(tl.int32) if IS_SHIFTED else 0
+    end = cols + shift
     row = begin // VECTOR * VECTOR if IS_SHIFTED else begin
-    at = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    start = (tl.program_id(0) % across) * BLOCK_COLS
+    at = start + tl.arange(0, BLOCK_COLS)
     target = tl.load(targets_ptr + token)
     if target == ignore_index:
         grad = tl.zeros([BLOCK_COLS], tl.float32)
     else:
-        x = _load_row(logits_ptr + row, at, cols, shift, 0.0, VECTOR, IS_SHIFTED)
+        x = tl.load(logits_ptr + row + at, _is_read(at, end, VECTOR, IS_SHIFTED), 0.0).to(tl.float32)
         x -= tl.load(largest_ptr + token)
         here = (target - first).to(tl.int32) + shift
         grad = _exp(x - tl.load(log_sum_ptr + token)) - (at == here).to(tl.float32)
         grad *= tl.load(scale_ptr + token)
     grad = grad.to(out_ptr.dtype.element_ty)
-    end = cols + shift
     if IS_SHIFTED:
-        # Vectors that two rows share are written element by element.
+        # Vectors that rows share, at both ends, are written element by element.
         vector = at // VECTOR * VECTOR
-        is_shared = (vector < shift) | (vector + VECTOR > end)
-        tl.store(out_ptr + row + at, grad, is_shared & (at >= shift) & (at < end))
-        tl.store(out_ptr + row + at, grad, ~is_shared)
+        is_whole = (vector >= shift) & (vector + VECTOR <= end)
+        tl.store(out_ptr + row + at, grad, is_whole)
+        if (start == 0) | (start + BLOCK_COLS > end):
+            tl.store(out_ptr + row + at, grad, ~is_whole & (at >= shift) & (at < end))
     else:
         tl.store(out_ptr + row + at, grad, at < end)
 
