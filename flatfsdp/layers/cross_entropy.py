@@ -14,6 +14,7 @@ With the vocabulary split over tensor-parallel ranks, each rank reads its own co
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -58,7 +59,7 @@ def cross_entropy(
         RuntimeError: if a target is no id of the vocabulary; on a GPU as a failed assertion, later.
     """
     how = Reduction(ignore_index, reduction)
-    ids = ids_of("cross_entropy", logits, targets)
+    ids = ids_of("cross_entropy", logits.shape[:-1], targets)
     if inplace_backward:
         _require_result(logits)
     matrix = logits.reshape(ids.numel(), logits.shape[-1]).contiguous()
@@ -155,16 +156,15 @@ class Reduction:
         return dloss.expand(targets.shape).contiguous()
 
 
-def ids_of(function: str, rows: Tensor, targets: Tensor) -> Tensor:
-    """`targets` as contiguous [tokens], for `rows` [..., n].
+def ids_of(function: str, shape: Sequence[int], targets: Tensor) -> Tensor:
+    """`targets`, one for each of the tokens [...] of `shape`, as contiguous [tokens].
 
     Raises:
-        ValueError: if there is not one target for each row.
+        ValueError: if they are of another shape.
     """
-    if rows.dim() == 0 or rows.shape[:-1] != targets.shape:
+    if targets.shape != tuple(shape):
         raise ValueError(
-            f"{function}: targets have shape {tuple(targets.shape)}; {tuple(rows.shape)} needs "
-            f"{tuple(rows.shape[:-1])}"
+            f"{function}: targets have shape {tuple(targets.shape)}; it has to be the tokens', {tuple(shape)}"
         )
     return targets.reshape(-1).contiguous()
 

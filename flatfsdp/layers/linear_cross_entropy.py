@@ -6,12 +6,15 @@ Next: `cross_entropy.py` has the loss, `fp8/linear.py` the products.
     chunk_tokens   forward                     kept for backward      backward
     None           all logits, statistics      x, w, logits           their gradient, over the logits
     n              n tokens' logits at a time  x, w                   n tokens' logits again, and over them
+
+With the vocabulary split over tensor-parallel ranks, those are each rank's columns of the logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,13 +22,14 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from flatfsdp.autograd import receives_gradient
+from flatfsdp.comm import Ranks
 from flatfsdp.fp8 import products
 from flatfsdp.fp8.linear import LinearCall, LinearGrads, LinearSaved, linear_backward, linear_forward
 from flatfsdp.fp8.main_grad import MainGradSlot, claim
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized
-from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
-from flatfsdp.layers.cross_entropy import Reduction, ReductionKind, ids_of
+from flatfsdp.kernels.cross_entropy import cross_entropy_grad, cross_entropy_statistics
+from flatfsdp.layers.cross_entropy import Reduction, ReductionKind, ids_of, joined
 from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.projection import LinearOptions
 
@@ -43,14 +47,15 @@ class LinearCrossEntropy(Linear):
             writes their gradient over them.  A number keeps none: forward and backward each compute those of
             so many tokens at a time.  That costs a third product of the head, and without
             fuse_wgrad_accumulation an FP32 gradient of the weight, to which chunks are added in order.
-        options: see `LinearOptions`.
+        options: see `LinearOptions`.  parallel_mode="column" splits the vocabulary over `tp_group`; all its
+            ranks are given the same targets, and get the same loss.
 
     Attributes:
         weight: [out_features, in_features], as a `Linear` has it.
 
     Raises:
-        ValueError: if options contradict each other.
-        NotImplementedError: for a bias or tensor parallelism.
+        ValueError: if options contradict each other, or ranks cannot share the vocabulary equally.
+        NotImplementedError: for a bias, several parts of the weight, or parallel_mode="row".
     """
 
     allows_fp8 = False
@@ -66,10 +71,15 @@ class LinearCrossEntropy(Linear):
         chunk_tokens: int | None = None,
         **options: Unpack[LinearOptions],
     ) -> None:
-        if bias or options.get("return_bias") or options.get("parameters_split") is not None:
+        parts = {"return_bias": False, "parameters_split": None, "partition_sizes": None}
+        if bias or any(options.get(name, default) != default for name, default in parts.items()):
             raise NotImplementedError(
-                "LinearCrossEntropy has one weight and no bias: leave out bias, return_bias and "
-                "parameters_split, or use Linear and cross_entropy"
+                "LinearCrossEntropy has one weight and no bias: leave out bias, return_bias, "
+                "parameters_split and partition_sizes, or use Linear and cross_entropy"
+            )
+        if options.get("parallel_mode") == "row":
+            raise NotImplementedError(
+                "LinearCrossEntropy: parallel_mode is 'row'; ranks share a vocabulary by 'column'"
             )
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(
@@ -84,10 +94,10 @@ class LinearCrossEntropy(Linear):
     def forward(  # targets come second, as in any loss
         self, inp: Tensor, targets: Tensor | None = None, is_first_microbatch: bool | None = None
     ) -> Tensor:
-        """Logits [..., out_features] without targets; with them the loss.
+        """Logits [..., out_features], of this rank's part, without targets; with them the loss.
 
         Args:
-            targets: int64 [...].
+            targets: int64 [...]; of the whole sequence where `inp` has this rank's part of it.
             is_first_microbatch: True overwrites a plain `main_grad`, as in `Linear`.
 
         Raises:
@@ -98,8 +108,8 @@ class LinearCrossEntropy(Linear):
         if targets is None:
             logits: Tensor = super().forward(inp, is_first_microbatch)
             return logits
-        ids = ids_of(type(self).__name__, inp, targets)
         ready = self.prepare(inp, is_first_microbatch)
+        ids = ids_of(type(self).__name__, ready.out_shape[:-1], targets)
         loss: Tensor = _LinearCrossEntropy.apply(
             ready.x, ready.weight, ids, ready.operand, ready.call, self.how, self.chunk_tokens
         )
@@ -122,18 +132,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         how: Reduction,
         chunk_tokens: int | None,
     ) -> Tensor:
-        how.require_ids(targets, weight.shape[0])
+        # Without a split of the vocabulary each rank has a loss of its own.
+        ranks = call.exchange.ranks if call.exchange.mode == "column" else Ranks.of(None)
+        first = ranks.rank * weight.shape[0]
+        how.require_ids(targets, ranks.size * weight.shape[0])
         logits = None
         if chunk_tokens is None:
             logits, saved = linear_forward(Operand(x), operand, None, call)
-            statistics = cross_entropy_statistics(logits, targets)
+            statistics = cross_entropy_statistics(logits, targets, first=first)
         else:
             saved = LinearSaved(Operand(x), operand)
-            chunks = zip(x.split(chunk_tokens), targets.split(chunk_tokens), strict=True)
-            # A function's logits are gone when the next ones come.
-            statistics = torch.cat([_statistics(part, ids, operand, call) for part, ids in chunks], 1)
-        found = Statistics(*statistics)
-        ctx.call, ctx.how, ctx.chunk_tokens, ctx.is_spent = call, how, chunk_tokens, False
+            chunks = zip(_gathered(x, call).split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+            statistics = torch.cat([_statistics(part, ids, first, operand, call) for part, ids in chunks], 1)
+        found = joined(statistics, ranks)
+        ctx.call, ctx.how, ctx.first = call, how, first
+        ctx.chunk_tokens, ctx.is_spent = chunk_tokens, False
         ctx.save_for_backward(targets, found.max, found.sum.log(), logits, *saved.tensors)
         return how.loss(found.loss, targets)
 
@@ -147,50 +160,79 @@ class _LinearCrossEntropy(torch.autograd.Function):
             )
         targets, largest, log_sum, logits, *tensors = ctx.saved_tensors
         saved = LinearSaved.of(tensors)
-        per_token = PerToken(targets, largest, log_sum, ctx.how.scale(dloss, targets))
+        to_grad = ToGrad(targets, largest, log_sum, ctx.how.scale(dloss, targets), ctx.first, ctx.how)
         if logits is None:
-            grads = _chunked_backward(per_token, saved, ctx.call, ctx.how, ctx.chunk_tokens)
+            grads = _chunked_backward(to_grad, saved, ctx.call, ctx.chunk_tokens)
         else:
             ctx.is_spent = True
-            grads = linear_backward(Quantized(_grad(logits, per_token, ctx.how), None), saved, ctx.call)
+            grads = linear_backward(Quantized(to_grad.over(logits), None), saved, ctx.call)
         return grads.x, grads.weight, None, None, None, None, None
 
 
-class PerToken(NamedTuple):
-    """[tokens] each; see `cross_entropy_grad`."""
+@dataclass
+class ToGrad:
+    """What turns logits into their gradient; see `cross_entropy_grad`.
+
+    Attributes:
+        targets, largest, log_sum, scale: [tokens].
+        first: the id of the first column.
+    """
 
     targets: Tensor
     largest: Tensor
     log_sum: Tensor
     scale: Tensor
+    first: int
+    how: Reduction
 
-    def split(self, size: int) -> Iterator[PerToken]:
-        return map(PerToken, *(tensor.split(size) for tensor in self))
+    def over(self, logits: Tensor) -> Operand:
+        """The gradient, written over the logits."""
+        return Operand(
+            cross_entropy_grad(
+                logits.detach(),
+                self.targets,
+                self.largest,
+                self.log_sum,
+                self.scale,
+                first=self.first,
+                ignore_index=self.how.ignore_index,
+                inplace=True,
+            )
+        )
+
+    def split(self, tokens: int) -> Iterator[ToGrad]:
+        of_tokens = (self.targets, self.largest, self.log_sum, self.scale)
+        chunks = (tensor.split(tokens) for tensor in of_tokens)
+        for targets, largest, log_sum, scale in zip(*chunks, strict=True):
+            yield ToGrad(targets, largest, log_sum, scale, self.first, self.how)
 
 
-def _statistics(x: Tensor, targets: Tensor, weight: Operand, call: LinearCall) -> Tensor:
-    logits, _ = linear_forward(Operand(x), weight, None, call)
-    return cross_entropy_statistics(logits, targets)
+def _gathered(x: Tensor, call: LinearCall) -> Tensor:
+    """All ranks' rows where the sequence is split."""
+    return call.exchange.start_gather(x).wait() if call.exchange.gathers_input else x
 
 
-def _grad(logits: Tensor, per_token: PerToken, how: Reduction) -> Operand:
-    """Over the logits."""
-    return Operand(
-        cross_entropy_grad(logits.detach(), *per_token, ignore_index=how.ignore_index, inplace=True)
-    )
+def _logits(x: Tensor, weight: Operand, call: LinearCall) -> Tensor:
+    return products.fprop(Operand(x), weight, None, call.dtype, call.split)
+
+
+def _statistics(x: Tensor, targets: Tensor, first: int, weight: Operand, call: LinearCall) -> Tensor:
+    """Of logits that are gone when the next chunk's come."""
+    return cross_entropy_statistics(_logits(x, weight, call), targets, first=first)
 
 
 def _chunked_backward(
-    per_token: PerToken, saved: LinearSaved, call: LinearCall, how: Reduction, chunk_tokens: int
+    to_grad: ToGrad, saved: LinearSaved, call: LinearCall, chunk_tokens: int
 ) -> LinearGrads:
     """Computes logits again, of one chunk after the other, which all add to one FP32 gradient."""
     x, weight = saved.x.high, saved.weight.high
     assert x is not None and weight is not None
     slot = _weight_grad_slot(weight, call)
     dx = []
-    for chunk, of_chunk in zip(x.split(chunk_tokens), per_token.split(chunk_tokens), strict=True):
-        logits, _ = linear_forward(Operand(chunk), saved.weight, None, call)
-        dy = _grad(logits, of_chunk, how)
+    for chunk, of_chunk in zip(
+        _gathered(x, call).split(chunk_tokens), to_grad.split(chunk_tokens), strict=True
+    ):
+        dy = of_chunk.over(_logits(chunk, saved.weight, call))
         if call.needs_input_grad:
             dx.append(products.dgrad(dy, saved.weight, call.dtype, call.split))
         if slot is not None:
@@ -199,10 +241,15 @@ def _chunked_backward(
                 slot.target, dy, Operand(chunk), call.split, first=slot.first, two_passes=two_passes
             )
             slot = slot._replace(first=False)
-        # The next chunk's come into their place.
-        del logits, dy
+        # The next chunk's come into its place.
+        del dy
     dweight = slot.target.to(call.weight_dtype) if slot is not None and call.weight is None else None
-    return LinearGrads(torch.cat(dx) if dx else None, dweight, None)
+    return LinearGrads(_summed(torch.cat(dx), call) if dx else None, dweight, None)
+
+
+def _summed(dx: Tensor, call: LinearCall) -> Tensor:
+    """Over the ranks that share the vocabulary."""
+    return call.exchange.start_sum(dx).wait() if call.exchange.sums_input_grad else dx
 
 
 def _weight_grad_slot(weight: Tensor, call: LinearCall) -> MainGradSlot | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.layers import Embedding, Linear, LinearCrossEntropy, cross_entropy
 from tests.dist.models import Trace, grads_of, same_trace
 from tests.dist.ranks import run_ranks
+from tests.dist.split_layers import assert_close, mine
 
 VOCAB, WIDTH = 64, 24
 
@@ -79,6 +80,79 @@ def wrong_target(rank: int, world_size: int) -> None:
 
 def test_a_target_outside_of_all_parts_raises_on_every_rank() -> None:
     run_ranks(2, wrong_target)
+
+
+# ---- the head of a split vocabulary ------------------------------------------------------------------------
+
+
+class Shared(NamedTuple):
+    """A head that ranks share, and one that they all have; the same values."""
+
+    split: LinearCrossEntropy
+    whole: LinearCrossEntropy
+
+
+def heads(dtype: torch.dtype, **options: Any) -> Shared:
+    options["params_dtype"] = dtype
+    torch.manual_seed(3)
+    split = LinearCrossEntropy(WIDTH, VOCAB, parallel_mode="column", **options, tp_group=dist.group.WORLD)
+    options.pop("sequence_parallel", None)
+    torch.manual_seed(3)
+    whole = LinearCrossEntropy(WIDTH, VOCAB, **options)
+    assert torch.equal(split.weight, mine(whole.weight, split.weight))
+    for layer in (split, whole):
+        layer.weight.data.mul_(30)
+        layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    return Shared(split, whole)
+
+
+def split_head(rank: int, world_size: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(8, 3, WIDTH, generator=generator).to(dtype)
+    targets = torch.randint(VOCAB, (8, 3), generator=generator)
+    targets[2, 1] = -100
+    rounding = 2e-6 if dtype == torch.float32 else 1e-2
+    for sequence_parallel, chunk_tokens, fused, reduction in (
+        (False, None, True, "mean"),
+        (True, None, False, "mean"),
+        (False, 5, False, "none"),
+        (True, 5, True, "sum"),
+    ):
+        options = {"chunk_tokens": chunk_tokens, "fuse_wgrad_accumulation": fused, "reduction": reduction}
+        layers = heads(dtype, sequence_parallel=sequence_parallel, **options)
+        leaf = x.clone().requires_grad_()
+        expected = layers.whole(leaf, targets)
+        part = x.chunk(world_size)[rank] if sequence_parallel else x
+        own = part.clone().requires_grad_()
+        logits = layers.split(own)
+        assert logits.shape == (8, 3, VOCAB // world_size)
+        loss = layers.split(own, targets)
+        assert torch.allclose(loss, expected, rtol=1e-6, atol=1e-6)
+        dloss = torch.arange(1.0, 1 + loss.numel()).view_as(loss)
+        loss.backward(dloss)
+        expected.backward(dloss)
+        dx = leaf.grad.chunk(world_size)[rank] if sequence_parallel else leaf.grad
+        ours, theirs = (layer.weight.main_grad if fused else layer.weight.grad for layer in layers)
+        assert_close(own.grad, dx, rounding, "gradient of the input")
+        assert_close(ours, mine(theirs, layers.split.weight), rounding, "gradient of the weight")
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_that_ranks_share_has_the_numbers_of_one(world_size: int, dtype: torch.dtype) -> None:
+    run_ranks(world_size, split_head, dtype)
+
+
+def whole_head(rank: int, world_size: int) -> None:
+    """Ranks that share other layers, but not the head, have a loss each."""
+    torch.manual_seed(rank)
+    layer = LinearCrossEntropy(WIDTH, VOCAB, tp_group=dist.group.WORLD)
+    x, targets = torch.randn(4, WIDTH), torch.randint(VOCAB, (4,))
+    assert torch.equal(layer(x, targets), cross_entropy(layer(x), targets))
+
+
+def test_a_head_that_ranks_do_not_share() -> None:
+    run_ranks(2, whole_head)
 
 
 # ---- the head and its loss in FlatFSDP ---------------------------------------------------------------------

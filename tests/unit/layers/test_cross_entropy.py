@@ -115,7 +115,7 @@ def test_a_plain_backward_can_run_twice() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     x = torch.randn(6, VOCAB)
-    with pytest.raises(ValueError, match=r"targets have shape \(5,\); \(6, 50\) needs \(6,\)"):
+    with pytest.raises(ValueError, match=r"targets have shape \(5,\); it has to be the tokens', \(6,\)"):
         cross_entropy(x, ids(5))
     with pytest.raises(ValueError, match="reduction is 'max'"):
         cross_entropy(x, ids(6), reduction="max")  # type: ignore[arg-type]
@@ -313,14 +313,17 @@ def test_its_weight_is_a_heads() -> None:
 
 
 def test_options_that_contradict_each_other() -> None:
-    for options in ({"bias": True}, {"return_bias": True}, {"parameters_split": ("a", "b")}):
+    parts = ({"parameters_split": ("a", "b")}, {"partition_sizes": (20, 30)})
+    for options in ({"bias": True}, {"return_bias": True}, *parts):
         with pytest.raises(NotImplementedError, match="one weight and no bias"):
             head(**options)
+    with pytest.raises(NotImplementedError, match="parallel_mode is 'row'"):
+        head(parallel_mode="row")
     with pytest.raises(ValueError, match="chunk_tokens is 0"):
         head(chunk_tokens=0)
     with pytest.raises(ValueError, match="reduction is 'max'"):
         head(reduction="max")
-    with pytest.raises(ValueError, match=r"targets have shape \(5,\); \(9, 24\) needs \(9,\)"):
+    with pytest.raises(ValueError, match=r"targets have shape \(5,\); it has to be the tokens', \(9,\)"):
         head()(torch.randn(9, WIDTH), ids(5))
     with pytest.raises(RuntimeError, match="outside of the vocabulary"):
         head()(torch.randn(1, WIDTH), torch.tensor([VOCAB]))
