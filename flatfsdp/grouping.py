@@ -31,7 +31,8 @@ def param_groups(model: nn.Module, groups: Sequence[dict[str, Any]]) -> list[dic
     Args:
         model: a FlatFSDP module, or one that contains some.  Collective when it is first used.
         groups: options of torch.optim, and "params": a predicate of (name, shape) or a collection of names.
-            A parameter belongs to the first group that selects it; of a tied one, the first name counts.
+            A parameter belongs to the first group that selects it; of a tied one, the first name counts; of
+            one that is split over tensor-parallel ranks, the shape of the whole.
 
     Returns:
         As many groups, and a last one without options for what none has selected, if there is any.  A group
@@ -43,7 +44,9 @@ def param_groups(model: nn.Module, groups: Sequence[dict[str, Any]]) -> list[dic
     """
     groups_of_model = [(prefix, group) for prefix, group in named_groups(model) if group.trainable]
     trained = [(prefix, group.master) for prefix, group in groups_of_model]
-    shapes = {prefix + slot.name: slot.shape for prefix, master in trained for slot in master.layout.slots}
+    shapes = {
+        prefix + slot.name: slot.whole_shape for prefix, master in trained for slot in master.layout.slots
+    }
     chosen = _choose(shapes, [_selected(group, shapes) for group in groups])
     if any(master.grads for _, master in trained):
         raise ValueError("there are gradients already; call zero_grad() before param_groups")

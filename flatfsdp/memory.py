@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.buffers import FlatBuffer
+from flatfsdp.placement import Placement
 from flatfsdp.policy import Prefetch
 from flatfsdp.unit import Unit
 from flatfsdp.unshard import FlatGroup
@@ -23,10 +24,15 @@ ALWAYS = "always"
 
 
 class Size(NamedTuple):
-    """Of one buffer."""
+    """Of one buffer.
+
+    Attributes:
+        placement: on tensor-parallel ranks; None without them.
+    """
 
     numel: int
     dtype: torch.dtype
+    placement: Placement | None = None
 
     @property
     def nbytes(self) -> int:
@@ -35,9 +41,10 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """Buffers of one kind and dtype on this rank.
+    """Buffers of one kind, dtype and placement on this rank.
 
     Attributes:
+        placement: on tensor-parallel ranks, of what the buffers are for; None without them.
         count: of buffers.
         total: bytes of all of them.
         at_a_time: bytes of those that are there together, at most.
@@ -51,6 +58,11 @@ class Row:
     total: int
     at_a_time: int
     lives: str
+    placement: Placement | None = None
+
+    @property
+    def label(self) -> str:
+        return self.buffer if self.placement is None else f"{self.buffer}, {self.placement.value}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ class MemoryReport:
         heads = ("buffer", "owner", "dtype", "count", "GiB", "at a time", "lives")
         lines = [
             (
-                *(row.buffer, row.owner, str(row.dtype).removeprefix("torch."), str(row.count)),
+                *(row.label, row.owner, str(row.dtype).removeprefix("torch."), str(row.count)),
                 *(f"{nbytes / GIB:.3f}" for nbytes in (row.total, row.at_a_time)),
                 row.lives,
             )
@@ -107,8 +119,8 @@ def memory_report(
     device_masters = [group for group in groups if not group.master.is_offloaded]
     ahead = max(prefetch.forward, prefetch.backward)
     rows = [
-        *_rows("master shard", "MasterShard", ALWAYS, [_size(g.master.flat) for g in device_masters]),
-        *_rows("compute shard", "FlatGroup", ALWAYS, [_size(g.compute_shard) for g in groups if g.casts]),
+        *_rows("master shard", "MasterShard", ALWAYS, [_size(g.master.flat, g) for g in device_masters]),
+        *_rows("compute shard", "FlatGroup", ALWAYS, [_size(g.compute_shard, g) for g in groups if g.casts]),
         *_rows("optimizer state", "the optimizer", ALWAYS, state),
         *_unsharded("flat buffer", "FlatGroup", "unshard to reshard", units, ahead, _gathered),
         *_unsharded(
@@ -119,14 +131,26 @@ def memory_report(
             "reduced gradient",
             "the optimizer",
             "reduction to zero_grad",
-            [Size(g.master.flat.numel(), g.master.grad_dtype) for g in trained if not g.master.is_offloaded],
+            [
+                Size(g.master.flat.numel(), g.master.grad_dtype, _placement(g))
+                for g in trained
+                if not g.master.is_offloaded
+            ],
         ),
     ]
     return MemoryReport(tuple(rows))
 
 
-def _size(tensor: Tensor) -> Size:
-    return Size(tensor.numel(), tensor.dtype)
+def _size(tensor: Tensor, group: FlatGroup | None = None) -> Size:
+    """
+    Args:
+        group: for whose parameters it is.
+    """
+    return Size(tensor.numel(), tensor.dtype, None if group is None else _placement(group))
+
+
+def _placement(group: FlatGroup) -> Placement | None:
+    return None if group.grid.tensor.size == 1 else group.layout.placement
 
 
 def _state_on(device: torch.device, optimizer: torch.optim.Optimizer) -> Iterator[Size]:
@@ -137,17 +161,17 @@ def _state_on(device: torch.device, optimizer: torch.optim.Optimizer) -> Iterato
 
 
 def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size]) -> Iterator[Row]:
-    """One a dtype, of buffers that all live at the same time."""
-    by_dtype: dict[torch.dtype, list[int]] = {}
+    """One a dtype and placement, of buffers that all live at the same time."""
+    by_kind: dict[tuple[torch.dtype, Placement | None], list[int]] = {}
     for size in sizes:
-        by_dtype.setdefault(size.dtype, []).append(size.nbytes)
-    for dtype, found in by_dtype.items():
-        yield Row(buffer, owner, dtype, len(found), sum(found), sum(found), lives)
+        by_kind.setdefault(size[1:], []).append(size.nbytes)
+    for (dtype, placement), found in by_kind.items():
+        yield Row(buffer, owner, dtype, len(found), sum(found), sum(found), lives, placement)
 
 
 def _main_grad(group: FlatGroup) -> Size:
     numel = group.layout.padded_numel(group.grid.shard.size)
-    return Size(numel, group.policy.precision.accumulate)
+    return Size(numel, group.policy.precision.accumulate, _placement(group))
 
 
 def _gathered(group: FlatGroup) -> FlatBuffer | None:
@@ -169,11 +193,12 @@ def _unsharded(
     """Of the root all the time, and of a unit and those gathered ahead of it; of all units if they stay until
     the last microbatch."""
     sizes = [
-        [_size(found.tensor) for group in unit.groups if (found := buffer_of(group)) is not None]
+        [_size(found.tensor, group) for group in unit.groups if (found := buffer_of(group)) is not None]
         for unit in units
     ]
     for row in _rows(buffer, owner, lives, [size for of_unit in sizes for size in of_unit]):
-        each = [sum(size.nbytes for size in of_unit if size.dtype == row.dtype) for of_unit in sizes]
+        kind = (row.dtype, row.placement)
+        each = [sum(size.nbytes for size in of_unit if size[1:] == kind) for of_unit in sizes]
         at_a_time = sum(each)
         if any(group.policy.reshard_after_forward for unit in units for group in unit.groups):
             inner = each[1:]

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import FlatFSDP, Precision, microbatches
+from flatfsdp import FlatFSDP, Precision, microbatches, param_groups
 from flatfsdp.comm import Ranks
 from flatfsdp.layout import FlatLayout
+from flatfsdp.placement import Placement
 from flatfsdp.tensor_parallel import declare_split, declare_whole
 from tests.dist.models import Trace, data, same_trace
 from tests.dist.ranks import run_ranks
@@ -217,3 +218,27 @@ def wrong_groups(rank: int, world_size: int) -> None:
 
 def test_groups_that_do_not_fit_are_named() -> None:
     run_ranks(4, wrong_groups)
+
+
+def reports(rank: int, world_size: int) -> None:
+    mesh = tp_mesh(2, 2)
+    model = build_tp(mesh)
+    rows = [row for row in model.memory_report().rows if row.buffer == "master shard"]
+    found = {row.placement: row.total for row in rows}
+    sizes = {name.rpartition(".")[2]: 0 for name, _ in model.named_parameters()}
+    for name, flat in model.named_parameters():
+        sizes[name.rpartition(".")[2]] += 4 * flat.numel()
+    assert found == {
+        Placement.SPLIT: sizes["flat_param"],
+        Placement.EQUAL: sizes["equal_flat_param"],
+        Placement.PARTIAL: sizes["partial_flat_param"],
+    }
+    text = str(model.memory_report())
+    assert "master shard, split" in text and "flat buffer, equal" in text
+    shapes: dict[str, tuple[int, ...]] = {}
+    param_groups(model, [{"params": lambda name, shape: shapes.setdefault(name, shape) is not None}])
+    assert shapes == {name: tuple(p.shape) for name, p in ParallelNet().named_parameters()}
+
+
+def test_reports_tell_placements_apart_and_groups_are_chosen_by_whole_shapes() -> None:
+    run_ranks(4, reports)
