@@ -67,7 +67,8 @@ class FlatFSDP(ModuleWrapper):
         cpu_offload: master shards, their gradients and so the optimizer stay in host memory.
         tp_group: ranks over which the layers inside are split (tensor parallelism); pass the data-parallel
             ranks, which have the same parts, as mesh or process_group.  What no layer has declared to be
-            split is taken to have the same value and the same gradient on all of tp_group.
+            split is taken to have the same value and the same gradient on all of tp_group.  `state_dict()`
+            and `summon_full_params()` have this rank's parts; `checkpoint.full_state_dict` has the whole.
         param_init_fn: initialises the tensors that a module on the meta device owns directly; default: its
             `reset_parameters()`.  Seed all ranks alike.
         poison_on_free: debug mode: freed buffers read as NaN.  Costs the memory that freeing would save.

@@ -5,18 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint
 from flatfsdp.comm import Ranks
-from flatfsdp.fp8 import DelayedScaling
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.fsdp import units_in
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import FlatStage, clip_grad_norm_
+from flatfsdp.placement import Placement
 from tests.dist.llamas import CONFIG, LlamaPipeline, mesh_of, samples
 from tests.dist.models import WIDTH, same
 from tests.dist.ranks import run_ranks
@@ -117,3 +119,39 @@ def test_a_split_and_staged_fp8_model_is_read_by_others(tmp_path: Path) -> None:
     expected = {**parts[0], **parts[2]}
     for world_size in (1, 2):
         run_ranks(world_size, load, str(tmp_path), expected)
+
+
+def stored_weights(rank: int, world_size: int, sequence_parallel: bool) -> None:
+    """In the flat buffer a weight's scale is that of this rank's part, as in its layer."""
+    mesh = mesh_of(pp=1, tp=2)
+    states = []
+    for flag, weights in ((False, "in_layers"), (False, CurrentScaling()), (True, CurrentScaling())):
+        llama = Llama(
+            CONFIG,
+            recipe=CurrentScaling(),
+            tp_group=mesh.tp_group,
+            sequence_parallel=sequence_parallel,
+            fuse_wgrad_accumulation=True,
+        )
+        model = auto_wrap(
+            llama,
+            by_class(TransformerLayer),
+            mesh=mesh.dp,
+            tp_group=mesh.tp_group,
+            optimize_backward_concat=flag,
+            precision=Precision(compute=torch.bfloat16, fp8_weights=weights),
+        )
+        optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
+        for tokens, targets in samples(mesh.dp_rank):
+            model(tokens, targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(dict(model.state_dict()))
+        for group in (group for unit in model._init_root().units for group in unit.groups):
+            assert group.fp8 is None or group.layout.placement is Placement.SPLIT
+    assert equal(states[0], states[1]) and equal(states[0], states[2])
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_weights_of_split_layers_stored_in_fp8(sequence_parallel: bool) -> None:
+    run_ranks(4, stored_weights, sequence_parallel)
