@@ -3,7 +3,7 @@
     python examples/pretrain_llama.py --help
 
 The text is bytes, one a token.  A run that was killed goes on from its last checkpoint when the same command
-starts it again, and has the same losses, bit for bit.
+starts it again, and has the same losses, bit for bit; on GPUs with --deterministic.
 """
 
 from __future__ import annotations
@@ -107,8 +107,12 @@ class Report:
         self.bar.update(self.task, completed=figures["step"], description=text.format(**figures))
 
 
-def start_ranks() -> torch.device:
+def start_ranks(deterministic: bool) -> torch.device:
     """Joins the other ranks that torchrun has started, on GPUs if there are enough; or is alone."""
+    if deterministic:
+        # cuBLAS reads it when CUDA starts.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     local, local_world = int(os.environ.get("LOCAL_RANK", 0)), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     on_gpu = torch.cuda.device_count() >= local_world
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -162,6 +166,7 @@ def main(
     weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.1,
     clip: Annotated[float, typer.Option(help="Largest norm of the gradient.")] = 1.0,
     seed: Annotated[int, typer.Option(help="Of initial values, and of the order of the text.")] = 0,
+    deterministic: Annotated[bool, typer.Option("--deterministic", help="The same bits on GPUs.")] = False,
     data: Annotated[Path | None, typer.Option(help="File or folder; default: Python's sources.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for what is written.")] = Path("out/pretrain"),
     save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0: none.")] = 50,
@@ -182,7 +187,7 @@ def main(
     sizes = PRESETS[preset.value] if config is None else LlamaConfig(**json.loads(config.read_text()))
     sizes = replace(sizes, seq=seq or sizes.seq)
     text = Sampler(load_corpus(data), batch, sizes.seq, seed)
-    device = start_ranks()
+    device = start_ranks(deterministic)
     mesh = make_mesh(pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp)
     model = LlamaPipeline(
         sizes,
