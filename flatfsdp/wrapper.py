@@ -126,6 +126,11 @@ class ModuleWrapper(nn.Module, ABC):
                 f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
                 f"the shape in current model is {torch.Size(slot.shape)}."
             )
+            if tuple(value.shape) == slot.whole_shape:
+                error_msgs[-1] += (
+                    " That is a part of what the checkpoint has: load whole tensors with "
+                    "flatfsdp.checkpoint.load_full_state_dict."
+                )
         else:
             with torch.no_grad():
                 self._load_slot(binding, slot, value)

@@ -128,6 +128,10 @@ def misfits(rank: int, world_size: int) -> list[str]:
     with pytest.raises(ValueError, match=r"of blocks\.0\.up_bias has shape") as raised:
         checkpoint.load_full_optimizer_state_dict(model, optimizer, bad if rank == 0 else {}, from_rank0=True)
     messages.append(str(raised.value))
+    with pytest.raises(
+        RuntimeError, match=r"blocks\.0\.up_bias.* load whole tensors with flatfsdp\.checkpoint"
+    ):
+        model.load_state_dict({**model.state_dict(), "blocks.0.up_bias": whole["blocks.0.up_bias"]})
     assert equal(full_state(model, optimizer), before)
     return messages
 
