@@ -11,14 +11,14 @@ from typing import Any
 
 from torch import nn
 
-from flatfsdp.fsdp import named_groups
+from flatfsdp.fsdp import Model, named_groups
 from flatfsdp.master import MasterShard, Portion
 
 Selection = Callable[[str, tuple[int, ...]], bool] | Iterable[str]
 """Which parameters: a predicate of (name, shape), or names as in the state dict."""
 
 
-def param_groups(model: nn.Module, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups for any element-wise torch.optim optimizer.
 
     The optimizer's parameters are *portions* of the flat shards, one for each run of neighbouring parameters
@@ -29,7 +29,8 @@ def param_groups(model: nn.Module, groups: Sequence[dict[str, Any]]) -> list[dic
         optimizer = torch.optim.AdamW(param_groups(model, [no_decay]), lr=3e-4)
 
     Args:
-        model: a FlatFSDP module, or one that contains some.  Collective when it is first used.
+        model: a FlatFSDP module, or one that contains some, or the stages of a pipeline that this rank has.
+            Collective when it is first used.
         groups: options of torch.optim, and "params": a predicate of (name, shape) or a collection of names.
             A parameter belongs to the first group that selects it; of a tied one, the first name counts; of
             one that is split over tensor-parallel ranks, the shape of the whole.

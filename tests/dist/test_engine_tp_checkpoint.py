@@ -163,20 +163,15 @@ class Stage(nn.Module):
 
 
 def stages(
-    parts: list[list[int]], shift: float, no_decay: str = "bias", **options: Any
+    parts: list[list[int]], shift: float, **options: Any
 ) -> tuple[list[FlatFSDP], torch.optim.Optimizer]:
     """After one step of each of this rank's stages, alone; the parameters are moved by `shift`."""
     models = [
         flatfsdp.auto_wrap(Stage(part), flatfsdp.by_class(Block), optimize_backward_concat=True, **options)
         for part in parts
     ]
-    groups: dict[int, dict[str, Any]] = {}
-    for model in models:
-        chosen = {"params": lambda name, shape: no_decay in name, "weight_decay": 0.0}
-        for number, group in enumerate(flatfsdp.param_groups(model, [chosen])):
-            params = groups.get(number, {"params": []})["params"] + group["params"]
-            groups[number] = {**group, "params": params}
-    optimizer = torch.optim.AdamW(list(groups.values()), lr=1e-2)
+    chosen = {"params": lambda name, shape: "bias" in name, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW(flatfsdp.param_groups(models, [chosen]), lr=1e-2)
     for model in models:
         model(torch.randn(1, 20)).square().sum().backward()
     optimizer.step()
