@@ -38,21 +38,27 @@ class TensorParallel:
     Attributes:
         ranks: that share a layer; with a size of 1 nothing is split.
         sequence_parallel: activations between layers are split along dimension 0, the sequence, too.
+        overlap: what products wait for is sent in chunks, which are multiplied as they come.
     """
 
     ranks: Ranks
     sequence_parallel: bool = False
+    overlap: bool = False
 
     @staticmethod
     def of(
-        layer: str, tp_group: dist.ProcessGroup | None, tp_size: int, sequence_parallel: bool
+        layer: str,
+        tp_group: dist.ProcessGroup | None,
+        tp_size: int,
+        sequence_parallel: bool,
+        overlap: bool = False,
     ) -> TensorParallel:
         """
         Args:
             tp_size: of the group; may be left out (1) where the group is given.
 
         Raises:
-            ValueError: if size and group differ, or the group is missing.
+            ValueError: if size and group differ, or the group is missing, or there is nothing to overlap.
         """
         ranks = Ranks.of(tp_group)
         if tp_group is None and tp_size != 1:
@@ -61,8 +67,11 @@ class TensorParallel:
             raise ValueError(
                 f"{layer}: tp_size is {tp_size}, and tp_group has {ranks.size} ranks; leave tp_size out"
             )
+        if overlap and ranks.size > 1 and not sequence_parallel:
+            raise ValueError(f"{layer}: tp_overlap cuts what sequence_parallel=True sends; set that, too")
         # On one rank there is nothing to split, as in Transformer Engine.
-        return TensorParallel(ranks, sequence_parallel and ranks.size > 1)
+        is_shared = ranks.size > 1
+        return TensorParallel(ranks, sequence_parallel and is_shared, overlap and is_shared)
 
     def share(self, layer: str, what: str, size: int) -> int:
         """One rank's part of `size`.
@@ -79,7 +88,8 @@ class TensorParallel:
 
     def exchange(self, mode: Mode | None) -> Exchange:
         """Of a linear map that is split like this; None: it is not."""
-        return Exchange(self.ranks, None if self.ranks.size == 1 else mode, self.sequence_parallel)
+        mode = None if self.ranks.size == 1 else mode
+        return Exchange(self.ranks, mode, self.sequence_parallel, self.overlap)
 
 
 @dataclass(frozen=True)
@@ -101,6 +111,7 @@ class Exchange:
     ranks: Ranks
     mode: Mode | None
     sequence_parallel: bool
+    overlap: bool = False
 
     @property
     def gathers_input(self) -> bool:

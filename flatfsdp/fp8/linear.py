@@ -29,7 +29,7 @@ from torch import Tensor
 
 from flatfsdp.autograd import receives_gradient
 from flatfsdp.comm import Pending
-from flatfsdp.fp8 import products
+from flatfsdp.fp8 import overlapped, products
 from flatfsdp.fp8.gather import Gathering
 from flatfsdp.fp8.main_grad import claim
 from flatfsdp.fp8.operand import Operand
@@ -68,6 +68,7 @@ class LinearCall:
         grad_quantizer: makes the quantizer of dy, when backward comes to it.
         stored_weight: gives the weight as FlatFSDP keeps it, when backward comes to it; None: it is saved.
         needs_input_grad, needs_weight_grad, needs_bias_grad: what is to be computed in backward.
+        overlaps: whether products that wait for something sent begin with its first chunk.
         keeps_gathered: whether gathered rows of x are kept for backward, not gathered once more.
     """
 
@@ -85,6 +86,7 @@ class LinearCall:
     needs_input_grad: bool
     needs_weight_grad: bool
     needs_bias_grad: bool
+    overlaps: bool = False
     keeps_gathered: bool = False
 
     @property
@@ -133,41 +135,50 @@ def linear_forward(
     Args:
         x: cast by call.input_quantizer.
     """
-    exchange, nothing = call.exchange, Operand()
+    nothing = Operand()
     added = None if bias is None else bias.to(call.dtype)
-    saved_x = x.for_backward
-    if exchange.gathers_input:
-        rows, columnwise = x, call.keeps_gathered and call.needs_weight_grad
-        x = Gathering.start(rows, call.quantizer, exchange).wait(rowwise=True, columnwise=columnwise)
-        saved_x = x.for_backward if call.keeps_gathered else rows
-    if exchange.sums_output:
-        # The bias is the same on all ranks, and added once.
-        partial = products.fprop(x, weight, None, call.dtype, call.split)
-        out = exchange.start_sum(partial).wait()
-        out = out if added is None else out.add_(added)
-    else:
-        out = products.fprop(x, weight, added, call.dtype, call.split)
+    out, saved_x = _multiply(x, weight, added, call)
     return out, LinearSaved(
         saved_x if call.needs_weight_grad else nothing,
         weight.for_backward if call.needs_input_grad and call.stored_weight is None else nothing,
     )
 
 
+def _multiply(x: Operand, weight: Operand, bias: Tensor | None, call: LinearCall) -> tuple[Tensor, Operand]:
+    """The result, and what is kept of x for wgrad."""
+    exchange, dtype, split = call.exchange, call.dtype, call.split
+    if exchange.gathers_input:
+        columnwise = call.keeps_gathered and call.needs_weight_grad
+        if call.overlaps:
+            out, gathered = overlapped.gather_and_fprop(x, weight, bias, dtype, split, exchange.ranks)
+            whole = call.quantizer.of_rows(gathered, rowwise=True, columnwise=columnwise)
+        else:
+            whole = Gathering.start(x, call.quantizer, exchange).wait(rowwise=True, columnwise=columnwise)
+            out = products.fprop(whole, weight, bias, dtype, split)
+        return out, whole.for_backward if call.keeps_gathered else x
+    if not exchange.sums_output:
+        return products.fprop(x, weight, bias, dtype, split), x.for_backward
+    if call.overlaps:
+        out = overlapped.fprop_and_scatter(x, weight, dtype, split, exchange.ranks)
+    else:
+        out = exchange.start_sum(products.fprop(x, weight, None, dtype, split)).wait()
+    # All ranks have the same bias, which is added once.
+    return out if bias is None else out.add_(bias), x.for_backward
+
+
 def quantize_grad(dy: Tensor, call: LinearCall) -> Quantized:
     """dy [tokens, out] as an Operand, empty if no product needs it, and its column sums for the bias.
 
-    Where rows are gathered, the sums are those of this rank's.
+    Where ranks have rows of dy each, so do the operand and the sums.
     """
     dy = dy.contiguous()
-    rowwise, columnwise, column_sum = call.needs_input_grad, call.needs_weight_grad, call.needs_bias_grad
+    rowwise, columnwise = call.needs_input_grad, call.needs_weight_grad
     if not (rowwise or columnwise):
-        return Quantized(Operand(), sum_columns(dy) if column_sum else None)
-    quantizer, exchange = call.grad_quantizer(), call.exchange
-    if not exchange.gathers_grad:
-        return quantizer.cast(dy, rowwise=rowwise, columnwise=columnwise, column_sum=column_sum)
-    rows = quantizer.for_rows(exchange.ranks).cast(dy, rowwise=True, columnwise=False, column_sum=column_sum)
-    gathering = Gathering.start(rows.operand, quantizer, exchange)
-    return Quantized(gathering.wait(rowwise=rowwise, columnwise=columnwise), rows.column_sum)
+        return Quantized(Operand(), sum_columns(dy) if call.needs_bias_grad else None)
+    quantizer = call.grad_quantizer()
+    if call.exchange.gathers_grad:
+        quantizer, rowwise, columnwise = quantizer.for_rows(call.exchange.ranks), True, False
+    return quantizer.cast(dy, rowwise=rowwise, columnwise=columnwise, column_sum=call.needs_bias_grad)
 
 
 class LinearGrads(NamedTuple):
@@ -187,11 +198,13 @@ class LinearGrads(NamedTuple):
 def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall) -> LinearGrads:
     """Gradients of input, weight and bias; the last one is in `dy`."""
     operand, dbias = dy
-    gathering = None
+    gathering = dx = dweight = None
     if call.needs_weight_grad and call.exchange.gathers_input and not call.keeps_gathered:
         gathering = Gathering.start(saved.x, call.quantizer, call.exchange)
-    dx = _start_input_grad(operand, saved, call) if call.needs_input_grad else None
-    dweight = None
+    if call.exchange.gathers_grad and (call.needs_input_grad or call.needs_weight_grad):
+        operand, dx = _gather_and_start_input_grad(operand, saved, call)
+    elif call.needs_input_grad:
+        dx = _start_input_grad(operand, saved, call)
     if call.needs_weight_grad:
         x = saved.x if gathering is None else gathering.wait(rowwise=False, columnwise=True)
         dweight = weight_grad(operand, x, call)
@@ -199,9 +212,27 @@ def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall) -> Line
 
 
 def _start_input_grad(dy: Operand, saved: LinearSaved, call: LinearCall) -> Pending:
-    weight = saved.weight if call.stored_weight is None else call.stored_weight()
-    dx = products.dgrad(dy, weight, call.dtype, call.split)
+    dx = products.dgrad(dy, _weight(saved, call), call.dtype, call.split)
     return call.exchange.start_sum(dx) if call.exchange.sums_input_grad else Pending(dx, None)
+
+
+def _gather_and_start_input_grad(
+    rows: Operand, saved: LinearSaved, call: LinearCall
+) -> tuple[Operand, Pending | None]:
+    """dy of all ranks' rows, for wgrad, and dx if that is needed."""
+    quantizer, exchange = call.grad_quantizer(), call.exchange
+    rowwise, columnwise = call.needs_input_grad, call.needs_weight_grad
+    if call.overlaps and rowwise:
+        dx, gathered = overlapped.gather_and_dgrad(
+            rows, _weight(saved, call), call.dtype, call.split, exchange.ranks
+        )
+        return quantizer.of_rows(gathered, rowwise=False, columnwise=columnwise), Pending(dx, None)
+    dy = Gathering.start(rows, quantizer, exchange).wait(rowwise=rowwise, columnwise=columnwise)
+    return dy, _start_input_grad(dy, saved, call) if rowwise else None
+
+
+def _weight(saved: LinearSaved, call: LinearCall) -> Operand:
+    return saved.weight if call.stored_weight is None else call.stored_weight()
 
 
 def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:

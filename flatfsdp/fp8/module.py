@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp.autograd import in_backward
+from flatfsdp.fp8 import overlapped
 from flatfsdp.fp8.autocast import Region, current_region
 from flatfsdp.fp8.linear import FuseWgrad, LinearCall
 from flatfsdp.fp8.operand import Operand
@@ -192,6 +193,9 @@ class FP8Module(Declaring):
         needs_input_grad: bool,
     ) -> LinearCall:
         """What the linear primitive has to know about this call of the map with this weight."""
+        exchange = self.exchanges.get(name, ALONE)
+        # Block scaling casts after a gather.
+        can_overlap = overlapped.is_available(weight.device) and not isinstance(roles.recipe, BlockScaling)
         trains = torch.is_grad_enabled()
         return LinearCall(
             name=f"{type(self).__name__}.{name}",
@@ -199,7 +203,7 @@ class FP8Module(Declaring):
             weight_dtype=weight.dtype,
             dtype=dtype,
             split=roles.split,
-            exchange=self.exchanges.get(name, ALONE),
+            exchange=exchange,
             quantizer=roles.x,
             grad_quantizer=roles.grad,
             fuse_wgrad=self.fuse_wgrad_accumulation,
@@ -208,6 +212,7 @@ class FP8Module(Declaring):
             needs_input_grad=needs_input_grad,
             needs_weight_grad=trains and weight.requires_grad,
             needs_bias_grad=trains and bias is not None and bias.requires_grad,
+            overlaps=exchange.overlap and can_overlap,
         )
 
     def require_fp8_shape(self, name: str, tokens: int, in_features: int, out_features: int) -> None:

@@ -70,8 +70,8 @@ class LayerNormMLP(FP8Module):
         set_parallel_mode: the ranks of `tp_group` share fc1 by its rows and fc2 by its columns; both sizes
             given are those of the whole layer.
         sequence_parallel: input and output are split over the ranks along dimension 0.
-        fuse_wgrad_accumulation, params_dtype, device, tp_group, tp_size, get_rng_state_tracker: as
-            `LinearOptions`.
+        fuse_wgrad_accumulation, params_dtype, device, tp_group, tp_size, tp_overlap, get_rng_state_tracker:
+            as `LinearOptions`.
 
     Attributes:
         hidden_size, ffn_hidden_size: the second one is this rank's part.
@@ -107,12 +107,13 @@ class LayerNormMLP(FP8Module):
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
+        tp_overlap: bool = False,
         get_rng_state_tracker: GetTracker | None = None,
     ) -> None:
         super().__init__()
         if activation not in NAMES:
             raise ValueError(f"LayerNormMLP: activation is {activation!r}; there are {', '.join(NAMES)}")
-        parallel = TensorParallel.of("LayerNormMLP", tp_group, tp_size, sequence_parallel)
+        parallel = TensorParallel.of("LayerNormMLP", tp_group, tp_size, sequence_parallel, tp_overlap)
         modes: tuple[Mode | None, Mode | None] = ("column", "row") if set_parallel_mode else (None, None)
         self._ranks = parallel.ranks
         self.exchanges = {

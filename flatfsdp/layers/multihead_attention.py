@@ -57,7 +57,7 @@ class MultiheadAttention(nn.Module):
             and the columns of the second; sizes given are those of the whole layer.
         sequence_parallel: input and output are split over the ranks along the sequence, which has to be in
             front ("sbhd").
-        tp_group, tp_size: as `Linear`;  get_rng_state_tracker: as `DotProductAttention`.
+        tp_group, tp_size, tp_overlap: as `Linear`;  get_rng_state_tracker: as `DotProductAttention`.
 
     Attributes:
         layernorm_qkv, or qkv; q_norm, k_norm; core_attention; proj: the parts.
@@ -102,6 +102,7 @@ class MultiheadAttention(nn.Module):
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
+        tp_overlap: bool = False,
         get_rng_state_tracker: GetTracker | None = None,
     ) -> None:
         super().__init__()
@@ -157,6 +158,7 @@ class MultiheadAttention(nn.Module):
             "tp_group": tp_group,
             "tp_size": tp_size,
             "sequence_parallel": sequence_parallel,
+            "tp_overlap": tp_overlap,
         }
         are_apart = fuse_qkv_params and not self.qkv_weight_interleaved
         joint: LinearOptions = {

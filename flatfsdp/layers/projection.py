@@ -35,6 +35,8 @@ class LinearOptions(TypedDict, total=False):
         tp_size: their number; may be left out.
         sequence_parallel: what a column layer is given, and a row layer returns, is split over the ranks
             along dimension 0, the sequence.
+        tp_overlap: on GPUs, with sequence_parallel: cut into chunks what would have to be sent before a
+            product, or after it, and multiply the one while the other is sent; see `fp8.overlapped`.
         partition_sizes: "column": sizes of the parts of out_features of which each rank has its share, such
             as those of queries, keys and values; default: one part.
         get_rng_state_tracker: for Transformer Engine's sake: initial values are those of one process.
@@ -50,6 +52,7 @@ class LinearOptions(TypedDict, total=False):
     tp_group: dist.ProcessGroup | None
     tp_size: int
     sequence_parallel: bool
+    tp_overlap: bool
     partition_sizes: Sequence[int] | None
     get_rng_state_tracker: GetTracker | None
 
@@ -96,6 +99,7 @@ class Projection(FP8Module):
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
+        tp_overlap: bool = False,
         partition_sizes: Sequence[int] | None = None,
         get_rng_state_tracker: GetTracker | None = None,
     ) -> None:
@@ -110,7 +114,7 @@ class Projection(FP8Module):
                 f"{name}: parameters_split with fuse_wgrad_accumulation: one product cannot write to the "
                 "main_grad of several parameters; leave one of them out"
             )
-        self._parallel = TensorParallel.of(name, tp_group, tp_size, sequence_parallel)
+        self._parallel = TensorParallel.of(name, tp_group, tp_size, sequence_parallel, tp_overlap)
         self._mode: Mode | None = parallel_mode
         self.exchanges["weight"] = self._parallel.exchange(parallel_mode)
         self.return_bias = return_bias

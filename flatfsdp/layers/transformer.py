@@ -46,7 +46,7 @@ class TransformerLayer(nn.Module):
             qk_norm_eps, qk_norm_before_rope: as `MultiheadAttention`.
         fuse_wgrad_accumulation, params_dtype, device: as `Linear`, of all parts.
         layer_type, drop_path_rate: only "encoder", which includes GPTs, and 0.
-        set_parallel_mode, tp_group, tp_size, sequence_parallel, get_rng_state_tracker: as
+        set_parallel_mode, tp_group, tp_size, sequence_parallel, tp_overlap, get_rng_state_tracker: as
             `MultiheadAttention`, of all parts.  Under sequence_parallel each rank draws the dropout of its
             part of the sequence.
 
@@ -99,6 +99,7 @@ class TransformerLayer(nn.Module):
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,
         sequence_parallel: bool = False,
+        tp_overlap: bool = False,
         get_rng_state_tracker: GetTracker | None = None,
     ) -> None:
         super().__init__()
@@ -158,6 +159,7 @@ class TransformerLayer(nn.Module):
             tp_group=tp_group,
             tp_size=tp_size,
             sequence_parallel=sequence_parallel,
+            tp_overlap=tp_overlap,
             get_rng_state_tracker=get_rng_state_tracker,
         )
         self.layernorm_mlp = LayerNormMLP(
@@ -179,6 +181,7 @@ class TransformerLayer(nn.Module):
             tp_group=tp_group,
             tp_size=tp_size,
             sequence_parallel=sequence_parallel,
+            tp_overlap=tp_overlap,
         )
         if output_layernorm:
             norm = RMSNorm if normalization == "RMSNorm" else LayerNorm

@@ -62,15 +62,20 @@ def make_pair(
     widths: tuple[int, int],
     sequence_parallel: bool,
     *,
-    dtype: torch.dtype | None = None,
     sizes: tuple[int, ...] | None = None,
+    split_options: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Pair:
-    """Checks that both begin with equal values, and gives them others, none of them 0 or 1."""
-    options: dict[str, Any] = {"params_dtype": dtype}
+    """Checks that both begin with equal values, and gives them others, none of them 0 or 1.
+
+    Args:
+        options: of both layers;  split_options: of the one that is split.
+    """
     torch.manual_seed(5)
     whole = make(**options)
     torch.manual_seed(5)
-    split = make(**options, tp_group=dist.group.WORLD, sequence_parallel=sequence_parallel)
+    group = {"tp_group": dist.group.WORLD, "sequence_parallel": sequence_parallel}
+    split = make(**options, **group, **(split_options or {}))
     for (name, parameter), part in zip(whole.named_parameters(), split.parameters(), strict=True):
         assert torch.equal(mine(parameter.detach(), part), part), name
     with torch.no_grad():
@@ -128,10 +133,10 @@ def compare(
     """Output and gradients of the split layer are this rank's part of the whole one's, in each step."""
     generator = torch.Generator().manual_seed(9)
     for count in range(steps):
-        dtype = next(pair.whole.parameters()).dtype
+        like = next(pair.whole.parameters())
         x = torch.randn(SEQUENCE, BATCH, pair.widths[0], generator=generator) * 2.0**count
         dy = torch.randn(SEQUENCE, BATCH, pair.widths[1], generator=generator)
-        x, dy = x.to(dtype), dy.to(dtype)
+        x, dy = x.to(like), dy.to(like)
         pair.whole.zero_grad()
         pair.split.zero_grad()
         out, dx = step(pair.whole, x, dy, recipe, **arguments)

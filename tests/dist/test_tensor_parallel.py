@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from torch import nn
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
@@ -102,21 +101,26 @@ CASES = {**MAPS, **ATTENTION}
 
 
 def same_as_one_process(
-    rank: int, world_size: int, names: list[str], recipe: Any, dtype: torch.dtype, options: dict[str, Any]
+    rank: int, world_size: int, names: list[str], recipe: Any, tolerances: dict[str, Any], **options: Any
 ) -> None:
+    """
+    Args:
+        tolerances: and other arguments of `compare`.
+        options: of the layers.
+    """
     for name in names:
         make, kind, widths, sizes = CASES[name]
         for sequence_parallel in (False, True):
-            pair = make_pair(make, kind, widths, sequence_parallel, dtype=dtype, sizes=sizes)
+            pair = make_pair(make, kind, widths, sequence_parallel, sizes=sizes, **options)
             try:
-                compare(pair, recipe, **options)
+                compare(pair, recipe, **tolerances)
             except AssertionError as error:
                 raise AssertionError(f"{name}, sequence_parallel={sequence_parallel}: {error}") from error
 
 
 @pytest.mark.parametrize(("world_size", "names"), [(2, list(CASES)), (4, ["joint", "mlp", "groups", "post"])])
 def test_numbers_of_one_process(world_size: int, names: list[str]) -> None:
-    run_ranks(world_size, same_as_one_process, names, None, torch.float32, {})
+    run_ranks(world_size, same_as_one_process, names, None, {})
 
 
 RECIPES = {
@@ -134,5 +138,5 @@ IN_FP8 = {
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_numbers_of_one_process_in_fp8(recipe: str) -> None:
     """With activations in FP32, of which few round to FP8 the other way because of another order of sums."""
-    options = {"steps": 3, "tolerance": 1e-3, "grad_tolerance": 2e-3}
-    run_ranks(2, same_as_one_process, IN_FP8[recipe], RECIPES[recipe], torch.float32, options)
+    tolerances = {"steps": 3, "tolerance": 1e-3, "grad_tolerance": 2e-3}
+    run_ranks(2, same_as_one_process, IN_FP8[recipe], RECIPES[recipe], tolerances)

@@ -11,12 +11,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from flatfsdp.kernels.gemm import scaled_mm
 from torch import Tensor, nn
 
 from flatfsdp import fp8
-from flatfsdp.comm import Pending
+from flatfsdp.comm import Pending, Ranks, start_all_gather, start_reduce_scatter
 from flatfsdp.copy_counter import CopyCounter
-from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast, products
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast, overlapped, products
 from flatfsdp.layers import (
     DotProductAttention,
     LayerNormLinear,
@@ -36,6 +37,7 @@ from tests.dist.split_layers import (
     make_pair,
     mine,
     step,
+    world,
 )
 
 WIDTH, OUT, FFN, HEADS = 64, 96, 128, 8
@@ -148,6 +150,105 @@ def order(rank: int, world_size: int) -> None:
 
 def test_backward_multiplies_while_things_are_sent() -> None:
     run_ranks(2, order)
+
+
+class InOrder:
+    """PyTorch's operators, which exist on GPUs only, without any overlap.
+
+    Attributes:
+        calls: names.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.calls: list[str] = []
+
+    def fused_all_gather_matmul(self, a: Tensor, bs: list[Tensor], dim: int, group: str) -> Any:
+        self._note("gather", dim, group)
+        whole = start_all_gather(a, self._ranks).wait()
+        return whole, [whole @ b for b in bs]
+
+    def fused_all_gather_scaled_matmul(
+        self,
+        a: Tensor,
+        bs: list[Tensor],
+        a_inv: Tensor,
+        b_invs: list[Tensor],
+        dim: int,
+        group: str,
+        biases: list[Tensor | None],
+        result_scales: list[Tensor | None],
+        dtypes: list[torch.dtype],
+        fast: list[bool],
+    ) -> Any:
+        self._note("gather scaled", dim, group)
+        whole = start_all_gather(a, self._ranks).wait()
+        (b,), (b_inv,), (bias,), (dtype,), (is_fast,) = bs, b_invs, biases, dtypes, fast
+        assert result_scales == [None]
+        product = scaled_mm(
+            whole, b.t(), a_inv, b_inv, bias=bias, out_dtype=dtype, split_accumulator=not is_fast
+        )
+        return whole, [product]
+
+    def fused_matmul_reduce_scatter(self, a: Tensor, b: Tensor, op: str, dim: int, group: str) -> Tensor:
+        self._note("scatter", dim, group)
+        assert op == "sum"
+        return start_reduce_scatter(a @ b, self._ranks).wait()
+
+    def fused_scaled_matmul_reduce_scatter(
+        self,
+        a: Tensor,
+        b: Tensor,
+        a_inv: Tensor,
+        b_inv: Tensor,
+        op: str,
+        dim: int,
+        dim_of_matrix: int,
+        group: str,
+        shape: list[int],
+        *,
+        out_dtype: torch.dtype,
+        use_fast_accum: bool,
+    ) -> Tensor:
+        self._note("scatter scaled", dim, group)
+        assert (op, dim_of_matrix, shape) == ("sum", 0, [a.shape[0], b.shape[1]])
+        product = scaled_mm(
+            a, b.t(), a_inv, b_inv, bias=None, out_dtype=out_dtype, split_accumulator=not use_fast_accum
+        )
+        return start_reduce_scatter(product, self._ranks).wait()
+
+    def _note(self, call: str, dim: int, group: str) -> None:
+        assert (dim, group) == (0, self._ranks.name)
+        self.calls.append(call)
+
+
+def in_chunks(rank: int, world_size: int) -> None:
+    operators = InOrder(world())
+    with (
+        mock.patch.object(overlapped, "is_available", return_value=True),
+        mock.patch.object(overlapped, "_ops", return_value=operators),
+    ):
+        for make, kind, width in (
+            (COLUMN, "column", OUT),
+            (ROW, "row", OUT),
+            (MLP, "both", WIDTH),
+            (partial(MLP, checkpoint=True), "both", WIDTH),
+        ):
+            for recipe in (None, SHORT):
+                pair = make_pair(make, kind, (WIDTH, width), True, split_options={"tp_overlap": True})
+                operators.calls.clear()
+                compare(pair, recipe, tolerance=1e-3, grad_tolerance=2e-3)
+                kinds = {"column": ["gather"], "row": ["scatter", "gather"]}
+                expected = kinds.get(kind, ["gather", "scatter", "gather"])
+                if kind == "both" and make is not MLP:
+                    # Once more, in backward.
+                    expected = ["gather", "scatter", "gather", "gather"]
+                suffix = "" if recipe is None else " scaled"
+                assert operators.calls == [call + suffix for call in expected]
+
+
+def test_overlapped_products() -> None:
+    run_ranks(2, in_chunks)
 
 
 # ---- what may be asked of a call ---------------------------------------------------------------------------
@@ -331,11 +432,12 @@ def misfits(rank: int, world_size: int) -> None:
             partial(TransformerLayer, WIDTH, FFN, HEADS, set_parallel_mode=True, attn_input_format="bshd"),
             "use 'sbhd'",
         ),
+        (partial(Linear, WIDTH, OUT, sequence_parallel=False, tp_overlap=True), "sequence_parallel=True"),
         (partial(Linear, WIDTH, OUT, tp_size=4), "tp_size is 4, and tp_group has 2 ranks"),
     ]
     for make, message in constructors:
         with pytest.raises(ValueError, match=message):
-            make(**whole_group())
+            make(**{**whole_group(), **make.keywords})
     row, column = ROW(**whole_group()), COLUMN(**whole_group())
     uncovered = DelayedScaling(reduce_amax=False)
     with CopyCounter(min_numel=1) as counter:

@@ -1,0 +1,104 @@
+"""Layers that ranks share, over NCCL and over symmetric memory.  Needs two GPUs."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
+from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
+from tests.dist.ranks import run_ranks
+from tests.dist.split_layers import assert_close, complete_grad, make_pair, step
+from tests.dist.test_tensor_parallel import CASES, same_as_one_process
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+WORLD_SIZES = [size for size in (2, 4) if size <= torch.cuda.device_count()]
+SHORT = DelayedScaling(amax_history_len=4)
+RECIPES = {"delayed": SHORT, "current": CurrentScaling(), "block": BlockScaling()}
+
+
+def on_gpus(rank: int, world_size: int, recipe: Any, dtype: torch.dtype, tolerances: dict[str, Any]) -> None:
+    # Block scaling needs blocks of 128; other cases have sizes for FP8 on two ranks.
+    names = [name for name in CASES if not isinstance(recipe, BlockScaling) or name in ("mlp", "recomputed")]
+    same_as_one_process(rank, world_size, names, recipe, tolerances, params_dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_numbers_of_one_gpu(world_size: int, dtype: torch.dtype, error: float) -> None:
+    tolerances = {"tolerance": error, "grad_tolerance": 3 * error}
+    run_ranks(world_size, on_gpus, None, dtype, tolerances, backend="nccl")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_numbers_of_one_gpu_in_fp8(recipe: str) -> None:
+    tolerances = {"steps": 2, "tolerance": 2e-2, "grad_tolerance": 3e-2}
+    run_ranks(2, on_gpus, RECIPES[recipe], torch.float32, tolerances, backend="nccl")
+
+
+HIDDEN, FFN = 1024, 2048
+OVERLAPPED = {
+    "column": (partial(Linear, HIDDEN, FFN, parallel_mode="column"), "column", (HIDDEN, FFN)),
+    "row": (partial(Linear, FFN, HIDDEN, parallel_mode="row"), "row", (FFN, HIDDEN)),
+    "norm": (partial(LayerNormLinear, HIDDEN, FFN, parallel_mode="column"), "column", (HIDDEN, FFN)),
+    "mlp": (
+        partial(LayerNormMLP, HIDDEN, FFN, activation="swiglu", set_parallel_mode=True),
+        "both",
+        (HIDDEN, HIDDEN),
+    ),
+    "layer": (
+        partial(
+            TransformerLayer,
+            HIDDEN,
+            FFN,
+            16,
+            hidden_dropout=0.0,
+            attention_dropout=0.0,
+            fuse_qkv_params=True,
+            set_parallel_mode=True,
+        ),
+        "both",
+        (HIDDEN, HIDDEN),
+    ),
+}
+
+
+def in_chunks(rank: int, world_size: int, recipe: Any, error: float) -> None:
+    """Beside the same layer without chunks; and the same bits twice."""
+    dtype = {"params_dtype": torch.bfloat16, "device": "cuda"}
+    for name, (make, kind, widths) in OVERLAPPED.items():
+        found = []
+        for overlap in (False, True, True):
+            options = {"tp_overlap": overlap}
+            pair = make_pair(make, kind, widths, True, split_options=options, **dtype)
+            with torch.no_grad():
+                for parameter in pair.split.parameters():
+                    parameter *= 0.1
+            generator = torch.Generator().manual_seed(4)
+            x, dy = (
+                torch.randn(256, 4, width, generator=generator).to("cuda", torch.bfloat16) for width in widths
+            )
+            results = []
+            for _ in range(2):
+                pair.split.zero_grad()
+                results += step(pair.split, pair.input(x), pair.output(dy), recipe)
+            results += [complete_grad(parameter) for parameter in pair.split.parameters()]
+            found.append(results)
+        apart, together, again = found
+        for index, (a, b) in enumerate(zip(together, apart, strict=True)):
+            assert_close(a, b, error, f"{name}, result {index}")
+        assert all(torch.equal(a, b) for a, b in zip(together, again, strict=True)), name
+
+
+@pytest.mark.parametrize("recipe", [None, "delayed", "current"])
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_overlapped_products(world_size: int, recipe: str | None) -> None:
+    scaling = None if recipe is None else RECIPES[recipe]
+    run_ranks(world_size, in_chunks, scaling, 1e-2 if recipe is None else 5e-2, backend="nccl")
