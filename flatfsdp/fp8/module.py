@@ -194,8 +194,6 @@ class FP8Module(Declaring):
     ) -> LinearCall:
         """What the linear primitive has to know about this call of the map with this weight."""
         exchange = self.exchanges.get(name, ALONE)
-        # Block scaling casts after a gather.
-        can_overlap = overlapped.is_available(weight.device) and not isinstance(roles.recipe, BlockScaling)
         trains = torch.is_grad_enabled()
         return LinearCall(
             name=f"{type(self).__name__}.{name}",
@@ -212,7 +210,7 @@ class FP8Module(Declaring):
             needs_input_grad=needs_input_grad,
             needs_weight_grad=trains and weight.requires_grad,
             needs_bias_grad=trains and bias is not None and bias.requires_grad,
-            overlaps=exchange.overlap and can_overlap,
+            overlaps=exchange.overlap and _can_overlap(weight.device, roles.recipe),
         )
 
     def require_fp8_shape(self, name: str, tokens: int, in_features: int, out_features: int) -> None:
@@ -395,6 +393,11 @@ def _with_columnwise(operand: Operand, weight: Tensor, quantizer: Quantizer) -> 
         both = quantizer.cast(weight.detach().contiguous(), rowwise=False, columnwise=True).operand
         return operand._replace(columnwise=both.columnwise, columnwise_inv=both.columnwise_inv)
     return with_columnwise(operand)
+
+
+def _can_overlap(device: torch.device, recipe: Recipe | None) -> bool:
+    # Block scaling casts after a gather.
+    return overlapped.is_available(device) and not isinstance(recipe, BlockScaling)
 
 
 @cache
