@@ -136,6 +136,9 @@ def compare(
         like = next(pair.whole.parameters())
         x = torch.randn(SEQUENCE, BATCH, pair.widths[0], generator=generator) * 2.0**count
         dy = torch.randn(SEQUENCE, BATCH, pair.widths[1], generator=generator)
+        # Ranks have numbers of different sizes, and scale them alike.
+        for whole in (x, dy):
+            whole[SEQUENCE // 2 :] *= 5.0
         x, dy = x.to(like), dy.to(like)
         pair.whole.zero_grad()
         pair.split.zero_grad()
