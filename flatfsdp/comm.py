@@ -33,6 +33,12 @@ class Ranks:
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> Ranks:
+        """
+        Raises:
+            TypeError: for a DeviceMesh.
+        """
+        if isinstance(group, DeviceMesh):
+            raise TypeError("a process group is needed, not a DeviceMesh; pass mesh['tp'].get_group()")
         if group is None:
             return Ranks(None, 1, 0)
         return Ranks(group, dist.get_world_size(group), dist.get_rank(group))

@@ -241,16 +241,46 @@ _MARKS = (
 
 
 class Declaring(nn.Module):
-    """A layer whose parameters stay marked when they get memory: `to_empty` makes others in their place."""
+    """A layer whose parameters stay marked when others take their place.
+
+    Others come with memory (`to_empty`), are loaded (`load_state_dict(assign=True)`), assigned or copied, and
+    PyTorch drops attributes then.  FlatFSDP would take the parts of several ranks for one parameter.
+    """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module; assigning a parameter calls it, too."""
+        before = self._parameters.get(name)
+        super().register_parameter(name, param)
+        _mark_like(param, _marks_of(before))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Declaring:
         before = dict(self._parameters)
         super()._apply(fn, recurse)
         for name, parameter in self._parameters.items():
-            if parameter is not None and parameter is not before[name]:
-                marks = {key: value for key, value in vars(before[name]).items() if key in _MARKS}
-                vars(parameter).update(marks)
+            _mark_like(parameter, _marks_of(before[name]))
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of parameters have no attributes."""
+        marks = {name: _marks_of(parameter) for name, parameter in self._parameters.items()}
+        return {**self.__dict__, "_marks": marks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        marks = state.pop("_marks", {})
+        super().__setstate__(state)
+        for name, parameter in self._parameters.items():
+            _mark_like(parameter, marks.get(name, {}))
+
+
+def _marks_of(parameter: nn.Parameter | None) -> dict[str, Any]:
+    attributes = {} if parameter is None else vars(parameter)
+    return {key: value for key, value in attributes.items() if key in _MARKS}
+
+
+def _mark_like(parameter: nn.Parameter | None, marks: dict[str, Any]) -> None:
+    """Marks a parameter that has no marks of its own."""
+    if parameter is not None and not _marks_of(parameter):
+        vars(parameter).update(marks)
 
 
 def part_of(whole: Tensor, dim: int, sizes: Sequence[int], ranks: Ranks) -> Tensor:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -367,7 +368,7 @@ class FP8Module(Declaring):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have the buffers, and find their own place in an arena."""
-        return {**self.__dict__, "_scalings": {}, "_cached_weights": {}}
+        return {**super().__getstate__(), "_scalings": {}, "_cached_weights": {}}
 
 
 _HIGH = Roles(Unquantized(), Unquantized(), Unquantized, SplitAccumulator(), None)
@@ -400,12 +401,22 @@ def _can_overlap(device: torch.device, recipe: Recipe | None) -> bool:
     return overlapped.is_available(device) and not isinstance(recipe, BlockScaling)
 
 
-@cache
 def _covers(group: dist.ProcessGroup | None, others: dist.ProcessGroup | None) -> bool:
     """Whether all ranks of `others` are in `group`."""
-    if group is None or others is None:
-        return others is None
-    return set(dist.get_process_group_ranks(others)) <= set(dist.get_process_group_ranks(group))
+    if others is None or group is others:
+        return True
+    if group is None:
+        return False
+    covered = _covered.setdefault(group, WeakSet())
+    if others not in covered:
+        if not set(dist.get_process_group_ranks(others)) <= set(dist.get_process_group_ranks(group)):
+            return False
+        covered.add(others)
+    return True
+
+
+_covered: WeakKeyDictionary[dist.ProcessGroup, WeakSet[dist.ProcessGroup]] = WeakKeyDictionary()
+"""Groups whose ranks are known to be in another group; found out once, and not in every forward."""
 
 
 @cache

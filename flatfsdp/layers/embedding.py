@@ -14,17 +14,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flatfsdp.autograd import receives_gradient
 from flatfsdp.fp8.main_grad import claim
 from flatfsdp.kernels.embedding import embedding_grad
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
-from flatfsdp.tensor_parallel import Exchange, TensorParallel, declare_split, initialize
+from flatfsdp.tensor_parallel import Declaring, Exchange, TensorParallel, declare_split, initialize
 
 
-class Embedding(nn.Module):
+class Embedding(Declaring):
     """One row of `weight` for each id.
 
     Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -116,9 +116,23 @@ def step(layer: nn.Module, x: Tensor, dy: Tensor, recipe: Any, **arguments: Any)
 
 
 def assert_close(ours: Tensor, exact: Tensor, tolerance: float, what: str) -> None:
-    assert ours.shape == exact.shape, (what, ours.shape, exact.shape)
+    difference = _difference(ours, exact, tolerance, what)
+    assert difference is None, difference
+
+
+def assert_all_close(checks: Sequence[tuple[Tensor, Tensor, float, str]]) -> None:
+    """Fails on every rank if it does on one, which the others would wait for in their next collective."""
+    differences = [found for check in checks if (found := _difference(*check)) is not None]
+    number = torch.tensor(len(differences), device=checks[0][0].device)
+    dist.all_reduce(number)
+    assert number == 0, differences or "other ranks find differences"
+
+
+def _difference(ours: Tensor, exact: Tensor, tolerance: float, what: str) -> str | None:
+    if ours.shape != exact.shape:
+        return f"{what}: shape {tuple(ours.shape)}, not {tuple(exact.shape)}"
     error = relative_error(ours, exact)
-    assert error <= tolerance, f"{what}: relative error {error:.2e}"
+    return None if error <= tolerance else f"{what}: relative error {error:.2e}"
 
 
 def compare(
@@ -144,9 +158,12 @@ def compare(
         pair.split.zero_grad()
         out, dx = step(pair.whole, x, dy, recipe, **arguments)
         own_out, own_dx = step(pair.split, pair.input(x), pair.output(dy), recipe, **arguments)
-        assert_close(own_out, pair.output(out), tolerance, "output")
-        assert_close(own_dx, pair.input(dx), grad_tolerance, "gradient of the input")
+        checks = [
+            (own_out, pair.output(out), tolerance, "output"),
+            (own_dx, pair.input(dx), grad_tolerance, "gradient of the input"),
+        ]
         for (name, whole), part in zip(pair.whole.named_parameters(), pair.split.parameters(), strict=True):
             assert (whole.grad is None) == (part.grad is None) == (not whole.requires_grad), name
             if whole.grad is not None:
-                assert_close(complete_grad(part), mine(whole.grad, part).float(), grad_tolerance, name)
+                checks.append((complete_grad(part), mine(whole.grad, part).float(), grad_tolerance, name))
+        assert_all_close(checks)

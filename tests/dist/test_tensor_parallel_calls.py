@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -13,6 +17,7 @@ import torch
 import torch.distributed as dist
 from flatfsdp.kernels.gemm import scaled_mm
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from flatfsdp import fp8
 from flatfsdp.comm import Pending, Ranks, start_all_gather, start_reduce_scatter
@@ -20,10 +25,12 @@ from flatfsdp.copy_counter import CopyCounter
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast, overlapped, products
 from flatfsdp.layers import (
     DotProductAttention,
+    Embedding,
     LayerNormLinear,
     LayerNormMLP,
     Linear,
     MultiheadAttention,
+    RMSNorm,
     TransformerLayer,
 )
 from flatfsdp.tensor_parallel import Exchange
@@ -456,7 +463,7 @@ def test_sizes_that_ranks_cannot_share() -> None:
     run_ranks(2, misfits)
 
 
-def from_meta(rank: int, world_size: int) -> None:
+def others_in_their_place(rank: int, world_size: int) -> None:
     """Marks and values are those of a layer with memory from the start."""
     make = partial(
         TransformerLayer, WIDTH, FFN, HEADS, set_parallel_mode=True, output_layernorm=True, **whole_group()
@@ -471,7 +478,40 @@ def from_meta(rank: int, world_size: int) -> None:
     for (name, a), b in zip(layer.named_parameters(), expected.parameters(), strict=True):
         assert torch.equal(a, b) and vars(a) == vars(b), name
         assert a.sequence_parallel != a.tensor_model_parallel, name
+    state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    loaded = make(device="meta")
+    loaded.load_state_dict(state, assign=True)
+    for (name, a), b in zip(loaded.named_parameters(), expected.parameters(), strict=True):
+        assert torch.equal(a, b) and vars(a) == vars(b), name
+
+    table = Embedding(32, 8, device="meta", **whole_group()).to_empty(device="cpu")
+    table.reset_parameters()
+    assert table.weight.tensor_model_parallel and not table.weight.isnan().any()
+    norm = RMSNorm(8, sequence_parallel=True)
+    for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
+        assert other.weight is not norm.weight and vars(other.weight) == vars(norm.weight)
+        assert vars(other).keys() == vars(norm).keys()
+    norm.weight = nn.Parameter(torch.zeros(8))
+    assert norm.weight.sequence_parallel
 
 
-def test_layers_from_the_meta_device() -> None:
-    run_ranks(2, from_meta)
+def test_parameters_stay_marked() -> None:
+    run_ranks(2, others_in_their_place)
+
+
+def groups(rank: int, world_size: int) -> None:
+    group = dist.new_group([0, 1])
+    with pytest.raises(TypeError, match=r"mesh\['tp'\]\.get_group\(\)"):
+        COLUMN(tp_group=init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"])
+    layer = COLUMN(tp_group=group, sequence_parallel=True)
+    with autocast(recipe=SHORT):
+        layer(torch.randn(SEQUENCE, WIDTH)).sum().backward()
+    alive = weakref.ref(group)
+    dist.destroy_process_group(group)
+    del layer, group
+    gc.collect()
+    assert alive() is None
+
+
+def test_groups_are_checked_and_not_kept() -> None:
+    run_ranks(2, groups)
