@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from flatfsdp.comm import ALONE, Ranks
 from flatfsdp.layout import FlatLayout, ParamSpec, Role
 from flatfsdp.placement import partition_of, placement_of
 from flatfsdp.wrapper import ModuleWrapper
@@ -54,8 +55,16 @@ class Binding:
         self._order = {site.module: tuple(site.module._parameters) for group in sites for site in group}
 
     @staticmethod
-    def of(module: nn.Module, parameters: Iterable[nn.Parameter], role: Role = Role.COMPUTE) -> Binding:
+    def of(
+        module: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        role: Role = Role.COMPUTE,
+        tensor: Ranks = ALONE,
+    ) -> Binding:
         """Packs `parameters`, in that order, and finds every site below `module` that holds one of them.
+
+        Args:
+            tensor: ranks that share the layers inside.
 
         Raises:
             ValueError: if a parameter is not registered below `module`.
@@ -75,8 +84,8 @@ class Binding:
                 sites[0].name,
                 tuple(p.shape),
                 role,
-                placement=placement_of(p),
-                partition=partition_of(p),
+                placement=placement_of(p, tensor),
+                partition=partition_of(p, tensor),
             )
             for p, sites in found.items()
         )

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.autograd import in_backward
 from flatfsdp.binding import Binding, parameter_sites
-from flatfsdp.comm import Grid, check_same_on_all_ranks
+from flatfsdp.comm import Grid, Ranks, check_same_on_all_ranks
 from flatfsdp.fp8_weights import roles
 from flatfsdp.layout import ParamSlot, Role
 from flatfsdp.memory import MemoryReport, memory_report
@@ -27,7 +27,7 @@ from flatfsdp.meta import ParamInit, is_on_meta, materialize
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger
 from flatfsdp.optim import clip_grad_norm
-from flatfsdp.placement import Placement, check_placement, placement_of
+from flatfsdp.placement import Placement, check_marks, check_placement, placement_of
 from flatfsdp.policy import Division, GradSync, Policy, Precision, Prefetch
 from flatfsdp.root import Root
 from flatfsdp.summon import Gathering, whole_parameters
@@ -117,6 +117,8 @@ class FlatFSDP(ModuleWrapper):
         parameters = parameters_to_take(module)
         for name, parameter in parameters.items():
             check_placement(name, parameter, grid.tensor)
+        for path, owner in _own_modules(module):
+            check_marks(path, owner)
         device = _resolve_device(device, module, parameters, grid)
         taken = list(parameters.items())
         if any(is_on_meta(owner) for _, owner in _own_modules(module)):
@@ -134,7 +136,8 @@ class FlatFSDP(ModuleWrapper):
         contains_units = any(isinstance(child, FlatFSDP) for child in module.modules())
         self._unit = Unit(reshard_after_forward, contains_units=contains_units)
         _prepare_buffers(module, device, policy.precision.buffer)
-        bindings = _bindings(module, parameters.values(), fp8=policy.precision.fp8_weights is not None)
+        in_fp8 = policy.precision.fp8_weights is not None
+        bindings = _bindings(module, parameters.values(), grid.tensor, fp8=in_fp8)
         for binding in bindings:
             group = FlatGroup(binding, grid, device, policy, self.microbatch, self.ledger, self._unit.landed)
             self._unit.add(group)
@@ -430,7 +433,9 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for parameter, name in found.items()}
 
 
-def _bindings(module: nn.Module, parameters: Iterable[nn.Parameter], *, fp8: bool) -> list[Binding]:
+def _bindings(
+    module: nn.Module, parameters: Iterable[nn.Parameter], tensor: Ranks, *, fp8: bool
+) -> list[Binding]:
     """Parameters that are treated alike together: trained and frozen ones, those stored in FP8 and others,
     those that tensor-parallel ranks have parts of and those that all of them have."""
     stored = roles(module, parameters) if fp8 else dict.fromkeys(parameters, Role.COMPUTE)
@@ -438,8 +443,8 @@ def _bindings(module: nn.Module, parameters: Iterable[nn.Parameter], *, fp8: boo
         each: [] for each in itertools.product((True, False), Role, Placement)
     }
     for parameter, role in stored.items():
-        chosen[parameter.requires_grad, role, placement_of(parameter)].append(parameter)
-    return [Binding.of(module, members, role) for (_, role, _), members in chosen.items() if members]
+        chosen[parameter.requires_grad, role, placement_of(parameter, tensor)].append(parameter)
+    return [Binding.of(module, members, role, tensor) for (_, role, _), members in chosen.items() if members]
 
 
 def _tied_message(name: str, other: str) -> str:

@@ -58,19 +58,43 @@ class Partition:
         return torch.cat([piece for of_part in zip(*pieces, strict=True) for piece in of_part], self.dim)
 
 
-def partition_of(parameter: nn.Parameter) -> Partition | None:
-    """As its layer has declared; None for a parameter that is not split, or over one rank."""
-    if not getattr(parameter, "tensor_model_parallel", False):
+def partition_of(parameter: nn.Parameter, tensor: Ranks) -> Partition | None:
+    """As its layer has declared; None for a parameter that is not split, or over one rank.
+
+    Args:
+        tensor: the tensor-parallel ranks that FlatFSDP was given.
+    """
+    if tensor.size == 1 or not getattr(parameter, "tensor_model_parallel", False):
         return None
-    partition = Partition(parameter.partition_dim, tuple(parameter.partition_sizes))  # type: ignore[attr-defined]
+    partition = _declared(parameter, tensor)
     return None if partition.ranks(parameter.shape) == 1 else partition
 
 
-def placement_of(parameter: nn.Parameter) -> Placement:
+def _declared(parameter: nn.Parameter, tensor: Ranks) -> Partition:
+    dim = parameter.partition_dim  # type: ignore[attr-defined]
+    sizes = getattr(parameter, "partition_sizes", None)
+    if sizes is None:
+        # Megatron and Transformer Engine mean as many equal parts.
+        stride = getattr(parameter, "partition_stride", 1)
+        sizes = (parameter.shape[dim] * tensor.size // stride,) * stride
+    return Partition(dim, tuple(sizes))
+
+
+def placement_of(parameter: nn.Parameter, tensor: Ranks) -> Placement:
     """One that no layer has declared is on all ranks, and so is its gradient."""
-    if partition_of(parameter) is not None:
+    if partition_of(parameter, tensor) is not None:
         return Placement.SPLIT
-    return Placement.PARTIAL if getattr(parameter, "sequence_parallel", False) else Placement.EQUAL
+    is_partial = tensor.size > 1 and getattr(parameter, "sequence_parallel", False)
+    return Placement.PARTIAL if is_partial else Placement.EQUAL
+
+
+def is_shared(parameter: Tensor) -> bool:
+    """Whether other tensor-parallel ranks have other parts of it or of its gradient, or the same."""
+    sizes = getattr(parameter, "partition_sizes", ())
+    is_part = bool(sizes) and parameter.shape[parameter.partition_dim] != sum(sizes)  # type: ignore[attr-defined]
+    return is_part or any(
+        getattr(parameter, mark, False) for mark in ("tensor_parallel_ranks", "sequence_parallel")
+    )
 
 
 def check_placement(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
@@ -79,20 +103,53 @@ def check_placement(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
         tensor: the tensor-parallel ranks that FlatFSDP was given.
 
     Raises:
-        ValueError: if a layer has declared the parameter for other ranks than these.
+        ValueError: if a layer has declared the parameter for other ranks than these, or as none of them could
+            have it.
     """
-    placement, partition = placement_of(parameter), partition_of(parameter)
-    if placement is Placement.EQUAL:
+    ranks = list(getattr(parameter, "tensor_parallel_ranks", ()))
+    if ranks and ranks != tensor.global_ranks:
+        given = "no tp_group" if tensor.group is None else f"a tp_group of ranks {tensor.global_ranks}"
+        raise ValueError(
+            f"parameter {name} is of a layer that ranks {ranks} share, and FlatFSDP got {given}; pass the "
+            "tp_group of the layer, and the ranks with the same part as mesh or process_group"
+        )
+    if getattr(parameter, "tensor_model_parallel", False):
+        _check_split(name, parameter, tensor)
+    elif getattr(parameter, "sequence_parallel", False) and tensor.group is None:
+        raise ValueError(
+            f"parameter {name} has a gradient that is summed over tensor-parallel ranks, and FlatFSDP got no "
+            "tp_group; pass that of its layer"
+        )
+
+
+def _check_split(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
+    sizes = getattr(parameter, "partition_sizes", None)
+    if sizes is None and tensor.size == 1:
+        # Megatron marks what one rank has, too.
         return
-    if tensor.size == 1:
-        what = "a part of a whole" if partition else "one whose gradient is summed over tensor-parallel ranks"
+    dim = getattr(parameter, "partition_dim", -1)
+    is_known = 0 <= dim < parameter.dim()
+    if not is_known or _declared(parameter, tensor).ranks(parameter.shape) not in (1, tensor.size):
+        whole = "" if sizes is None else f" of a whole of {'+'.join(map(str, sizes))}"
+        given = "no tp_group" if tensor.group is None else f"a tp_group of {tensor.size} ranks"
         raise ValueError(
-            f"parameter {name} is {what}, but FlatFSDP got no tp_group of several ranks; pass the tp_group "
-            "of its layer"
+            f"parameter {name}, of shape {list(parameter.shape)}, is said to be a part{whole} along "
+            f"dimension {dim}, and FlatFSDP got {given}; pass the tp_group of its layer"
         )
-    if partition is not None and partition.ranks(parameter.shape) != tensor.size:
-        raise ValueError(
-            f"parameter {name} has shape {list(parameter.shape)}, its dimension {partition.dim} is a part of "
-            f"{'+'.join(map(str, partition.sizes))}, and FlatFSDP got a tp_group of {tensor.size} ranks; "
-            "pass the tp_group of its layer"
-        )
+
+
+def check_marks(path: str, owner: nn.Module) -> None:
+    """
+    Raises:
+        ValueError: if several ranks share a layer, and it has a parameter that does not say so.
+    """
+    exchanges = getattr(owner, "exchanges", None) or {}
+    if all(exchange.ranks.size == 1 for exchange in exchanges.values()):
+        return
+    for name, parameter in owner._parameters.items():
+        if parameter is not None and not hasattr(parameter, "tensor_model_parallel"):
+            raise ValueError(
+                f"parameter {f'{path}.{name}'.lstrip('.')} is of a layer that several ranks share, and does "
+                "not say how: it is a copy without attributes, or one that you have added; use "
+                "flatfsdp.tensor_parallel.declare_split or declare_whole"
+            )

@@ -10,9 +10,10 @@ Out:  a `TensorParallel`, and parameters that say how they are split:
     partition_stride        how many they are
     sequence_parallel       whether the gradient of a parameter that all ranks have is a part of a sum over
                             them, because each rank has seen other tokens, or other heads
+    tensor_parallel_ranks   the ranks that share the layer, by their global numbers; () if it does not know
 
 Next: `fp8/linear.py` communicates; FlatFSDP sums, clips and saves by these attributes.  The names are
-Transformer Engine's and Megatron's, but for partition_sizes.
+Transformer Engine's and Megatron's, but for partition_sizes and tensor_parallel_ranks.
 """
 
 from __future__ import annotations
@@ -175,22 +176,26 @@ ALONE = Exchange(Ranks.of(None), None, False)
 """Of a layer that is not split."""
 
 
-def declare_split(parameter: nn.Parameter, dim: int, sizes: Sequence[int]) -> None:
+def declare_split(
+    parameter: nn.Parameter, dim: int, sizes: Sequence[int], ranks: Ranks | None = None
+) -> None:
     """Marks a rank's part of a parameter.
 
     Args:
         sizes: of the parts of the whole dimension; see above.
+        ranks: that share the layer.
     """
-    _declare(parameter, True, dim, tuple(sizes), False)
+    _declare(parameter, True, dim, tuple(sizes), False, ranks)
 
 
-def declare_whole(parameter: nn.Parameter, *, partial_grad: bool) -> None:
+def declare_whole(parameter: nn.Parameter, *, partial_grad: bool, ranks: Ranks | None = None) -> None:
     """Marks a parameter that every rank has.
 
     Args:
         partial_grad: whether its gradients have to be summed over the ranks.
+        ranks: that share the layer.
     """
-    _declare(parameter, False, -1, (), partial_grad)
+    _declare(parameter, False, -1, (), partial_grad, ranks)
 
 
 def declare_map(
@@ -208,15 +213,15 @@ def declare_map(
     if parallel.ranks.size == 1:
         return
     if mode is None:
-        declare_whole(weight, partial_grad=parallel.sequence_parallel)
+        declare_whole(weight, partial_grad=parallel.sequence_parallel, ranks=parallel.ranks)
     else:
-        declare_split(weight, 0 if mode == "column" else 1, sizes)
+        declare_split(weight, 0 if mode == "column" else 1, sizes, parallel.ranks)
     if bias is None:
         return
     if mode == "column":
-        declare_split(bias, 0, sizes)
+        declare_split(bias, 0, sizes, parallel.ranks)
     else:
-        declare_whole(bias, partial_grad=parallel.sequence_parallel)
+        declare_whole(bias, partial_grad=parallel.sequence_parallel, ranks=parallel.ranks)
 
 
 def declare_norm(parallel: TensorParallel, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
@@ -225,9 +230,15 @@ def declare_norm(parallel: TensorParallel, weight: nn.Parameter, bias: nn.Parame
 
 
 def _declare(
-    parameter: nn.Parameter, is_split: bool, dim: int, sizes: tuple[int, ...], partial_grad: bool
+    parameter: nn.Parameter,
+    is_split: bool,
+    dim: int,
+    sizes: tuple[int, ...],
+    partial_grad: bool,
+    ranks: Ranks | None,
 ) -> None:
-    values = (is_split, dim, sizes, max(1, len(sizes)), partial_grad)
+    shared_by = () if ranks is None or ranks.size == 1 else tuple(ranks.global_ranks)
+    values = (is_split, dim, sizes, max(1, len(sizes)), partial_grad, shared_by)
     vars(parameter).update(zip(_MARKS, values, strict=True))
 
 
@@ -237,6 +248,7 @@ _MARKS = (
     "partition_sizes",
     "partition_stride",
     "sequence_parallel",
+    "tensor_parallel_ranks",
 )
 
 

@@ -74,8 +74,12 @@ class Embedding(Declaring):
         # The summed rows of a linear map that is split by its input.
         self._exchange = self.parallel.exchange("row")
         if self._is_split:
-            declare_split(self.weight, 0, (num_embeddings,))
+            declare_split(self.weight, 0, (num_embeddings,), self.parallel.ranks)
         self.reset_parameters()
+
+    @property
+    def exchanges(self) -> dict[str, Exchange]:
+        return {"weight": self._exchange}
 
     @property
     def _is_split(self) -> bool:

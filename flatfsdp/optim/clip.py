@@ -54,7 +54,8 @@ def clip_grad_norm(
     counted: dict[Spread, list[Tensor]] = {}
     for master in masters:
         counted.setdefault(spread(master.grid), []).extend(master.grads if master.is_counted else ())
-    norm = grad_norm(counted, device, norm_type, stages)
+    dtype = widest(grad for master in masters for grad in master.grads)
+    norm = grad_norm(counted, dtype, device, norm_type, stages)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the gradient norm is {norm.item()}; look for NaN or overflow in the last backward"
@@ -85,8 +86,14 @@ def require_same_grid(grids: Iterable[Grid]) -> None:
         )
 
 
+def widest(grads: Iterable[Tensor]) -> torch.dtype:
+    """The dtype to take a norm in: FP32 at least, because 16 bits overflow, or lose digits, in the powers."""
+    return functools.reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
+
+
 def grad_norm(
     grads: Mapping[Spread, list[Tensor]],
+    dtype: torch.dtype,
     device: torch.device,
     norm_type: float = 2.0,
     stages: Ranks = ALONE,
@@ -96,18 +103,20 @@ def grad_norm(
     Args:
         grads: by the ranks over which they are spread; all these ranks pass the same keys in the same order,
             also those that have no gradient for one.
+        dtype: of the norm, the same on all these ranks: `widest` of all gradients, counted here or not.
         device: where to communicate.
         stages: ranks with further gradients, by other keys.
 
     Returns:
-        0-dim, FP32 at least, on `device`.
+        0-dim, on `device`.
     """
     norms = [
-        _norm_over(ranks, _local_norm(of_ranks, device, norm_type), norm_type)
+        _norm_over(ranks, _local_norm(of_ranks, dtype, device, norm_type), norm_type)
         for ranks, of_ranks in grads.items()
     ]
-    norm = norms[0] if len(norms) == 1 else _norm_of(norms, device, norm_type)
-    return _norm_over((stages,), norm, norm_type)
+    norm = norms[0] if len(norms) == 1 else _norm_of(norms, dtype, device, norm_type)
+    # Stages may have other dtypes.
+    return _norm_over((stages,), norm.double(), norm_type).to(dtype) if stages.size > 1 else norm
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -121,15 +130,14 @@ def scale_grads(grads: list[Tensor], coefficient: Tensor) -> None:
         torch._foreach_mul_(grads, coefficient.to(grads[0].device))
 
 
-def _local_norm(grads: list[Tensor], device: torch.device, norm_type: float) -> Tensor:
-    # In FP32 at least: 16 bits overflow, or lose digits, in the powers.
-    dtype = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
-    return _norm_of(torch._foreach_norm(grads, norm_type, dtype=dtype) if grads else [], device, norm_type)
+def _local_norm(grads: list[Tensor], dtype: torch.dtype, device: torch.device, norm_type: float) -> Tensor:
+    norms = torch._foreach_norm(grads, norm_type, dtype=dtype) if grads else []
+    return _norm_of(norms, dtype, device, norm_type)
 
 
-def _norm_of(norms: Sequence[Tensor], device: torch.device, norm_type: float) -> Tensor:
+def _norm_of(norms: Sequence[Tensor], dtype: torch.dtype, device: torch.device, norm_type: float) -> Tensor:
     if not norms:
-        return torch.zeros((), device=device)
+        return torch.zeros((), dtype=dtype, device=device)
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
 
 

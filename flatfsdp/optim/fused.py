@@ -19,8 +19,9 @@ from torch import Tensor
 
 from flatfsdp.comm import Ranks
 from flatfsdp.kernels.runs import Run
-from flatfsdp.optim.clip import Spread, clip_coefficient, grad_norm, require_same_grid, spread
+from flatfsdp.optim.clip import Spread, clip_coefficient, grad_norm, require_same_grid, spread, widest
 from flatfsdp.optim.target import FlatShard, flat_shard_of
+from flatfsdp.placement import is_shared
 
 
 class Kind(NamedTuple):
@@ -135,7 +136,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             What `closure` returns.
 
         Raises:
-            ValueError: if a gradient does not fit its parameter; nothing is changed.
+            ValueError: if a gradient does not fit its parameter; with `max_grad_norm`, for a parameter of a
+                layer that several ranks share and that is in no FlatFSDP.  Nothing is changed.
         """
         loss = None
         if closure is not None:
@@ -189,12 +191,14 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             grads[each] = []
         for one in due:
             if one.shard is None:
+                _require_alone(one.parameter)
                 grads.setdefault((), []).append(one.grad)
             elif one.shard.is_counted:
                 grads[spread(one.shard.grid)].append(one.grad)
         devices = [shard.device for shard in shards] or [one.grad.device for one in due]
         device = devices[0] if devices else torch.device("cpu")
-        self.grad_norm = grad_norm(grads, device, stages=Ranks.of(self.pp_group))
+        dtype = widest(one.grad for one in due)
+        self.grad_norm = grad_norm(grads, dtype, device, stages=Ranks.of(self.pp_group))
         return clip_coefficient(self.grad_norm, self.max_grad_norm)
 
     def _runs(self, due: Due) -> tuple[Kind, Iterable[Run]]:
@@ -221,6 +225,19 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
                 amax,
             )
             for start, stop, amax in covering(values.numel(), shard.runs())
+        )
+
+
+def _require_alone(parameter: Tensor) -> None:
+    """
+    Raises:
+        ValueError: for an ordinary parameter of a layer that several ranks share.
+    """
+    if is_shared(parameter):
+        raise ValueError(
+            f"max_grad_norm is set, and a parameter of shape {tuple(parameter.shape)} is of a layer that "
+            "tensor-parallel ranks share, so that no rank knows the norm; wrap the layer with FlatFSDP, or "
+            "clip gradients before the step, without max_grad_norm"
         )
 
 

@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import FlatFSDP, Precision, microbatches, param_groups
+from flatfsdp import FlatFSDP, Precision, checkpoint, microbatches, param_groups
 from flatfsdp.comm import Ranks
+from flatfsdp.layers import Linear, RMSNorm
 from flatfsdp.layout import FlatLayout
 from flatfsdp.placement import Placement
 from flatfsdp.tensor_parallel import declare_split, declare_whole
@@ -194,22 +195,46 @@ def wrong_groups(rank: int, world_size: int) -> None:
     mesh = tp_mesh(2, 2)
     tp_group, ranks = mesh.get_group("tp"), tp_ranks(mesh)
 
+    def layer() -> Linear:
+        return Linear(4, 8, parallel_mode="column", tp_group=tp_group)
+
     def block() -> ParallelMLP:
         return ParallelMLP(ranks, fused=False)
 
-    with pytest.raises(ValueError, match="up_weight is a part of a whole, but FlatFSDP got no tp_group"):
+    with pytest.raises(
+        ValueError, match=r"up_weight.* a part of a whole of 36\+36 .* FlatFSDP got no tp_group"
+    ):
         FlatFSDP(block(), mesh=mesh["dp"])
     partial = nn.Linear(2, 2)
     declare_whole(partial.bias, partial_grad=True)
-    with pytest.raises(ValueError, match=r"bias is one whose gradient is summed .* pass the tp_group"):
+    with pytest.raises(ValueError, match=r"bias has a gradient that is summed over .* got no tp_group"):
         FlatFSDP(partial, mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"ranks \d, \d are in tp_group and in the group that"):
         FlatFSDP(block(), tp_group=tp_group)
     with pytest.raises(TypeError, match="tp_group is a DeviceMesh"):
         FlatFSDP(block(), mesh=mesh["dp"], tp_group=mesh["tp"])
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
-    with pytest.raises(ValueError, match=r"up_weight has shape \[36, 20\].* 36\+36, .* tp_group of 4 ranks"):
+    with pytest.raises(ValueError, match=r"up_weight, of shape \[36, 20\].* 36\+36 .* tp_group of 4 ranks"):
         FlatFSDP(block(), process_group=alone, tp_group=dist.group.WORLD)
+    with pytest.raises(
+        ValueError, match=r"weight is of a layer that ranks \[\d, \d\] share, .* got a tp_group"
+    ):
+        # Swapped, and of the same sizes.
+        FlatFSDP(layer(), mesh=mesh["tp"], tp_group=mesh.get_group("dp"))
+    with pytest.raises(ValueError, match=r"weight is of a layer that ranks .* share, .* got no tp_group"):
+        FlatFSDP(layer(), mesh=mesh["dp"])
+    copied = layer()
+    copied.bias = nn.Parameter(copied.bias.detach())
+    with pytest.raises(
+        ValueError, match="parameter bias is of a layer that several ranks share, and does not"
+    ):
+        FlatFSDP(copied, mesh=mesh["dp"], tp_group=tp_group)
+    megatron = nn.Linear(4, 6, bias=False)
+    vars(megatron.weight).update(tensor_model_parallel=True, partition_dim=0, partition_stride=5)
+    with pytest.raises(
+        ValueError, match=r"weight, of shape \[6, 4\], is said to be a part along dimension 0"
+    ):
+        FlatFSDP(megatron, mesh=mesh["dp"], tp_group=tp_group)
     inner = FlatFSDP(nn.Linear(2, 2), mesh=mesh["dp"])
     outer = FlatFSDP(nn.Sequential(inner, nn.Linear(2, 2)), mesh=mesh["dp"], tp_group=tp_group)
     with pytest.raises(ValueError, match="unit 0 has another tp_group than its root"):
@@ -218,6 +243,29 @@ def wrong_groups(rank: int, world_size: int) -> None:
 
 def test_groups_that_do_not_fit_are_named() -> None:
     run_ranks(4, wrong_groups)
+
+
+def other_marks(rank: int, world_size: int) -> None:
+    """Megatron's own, which have no sizes, and those of layers that know no ranks."""
+    mesh = tp_mesh(2, 2)
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    for tp_group, shape in ((mesh.get_group("tp"), (12, 4)), (alone, (6, 4)), (None, (6, 4))):
+        layer = nn.Sequential(nn.Linear(4, 6, bias=False), RMSNorm(6, sequence_parallel=tp_group is not None))
+        vars(layer[0].weight).update(tensor_model_parallel=True, partition_dim=0, partition_stride=3)
+        is_split = shape == (12, 4)
+        model = FlatFSDP(layer, mesh=mesh["dp"], tp_group=tp_group)
+        placements = {group.layout.placement for group in model._unit.groups}
+        assert placements == ({Placement.SPLIT, Placement.PARTIAL} if is_split else {Placement.EQUAL})
+        assert checkpoint.full_state_dict(model)["0.weight"].shape == shape
+        # Rank 0 has the first third of each third.
+        thirds = checkpoint.full_state_dict(model)["0.weight"].view(3, -1, 4)
+        own = model.state_dict()["0.weight"].view(3, -1, 4)
+        first = mesh.get_local_rank("tp") * own.shape[1] if is_split else 0
+        assert torch.equal(thirds[:, first : first + own.shape[1]], own)
+
+
+def test_marks_of_others_are_understood() -> None:
+    run_ranks(4, other_marks)
 
 
 def reports(rank: int, world_size: int) -> None:

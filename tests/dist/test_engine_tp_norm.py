@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 
-from flatfsdp import param_groups
+from flatfsdp import FlatFSDP, Precision, param_groups
+from flatfsdp.layers import Linear
 from flatfsdp.optim import SGD, AdamW
 from flatfsdp.parallel import clip_grad_norm_
 from tests.dist.models import data
@@ -76,6 +77,30 @@ def clip_in_the_step(rank: int, world_size: int) -> None:
 
 def test_clipping_in_the_step_is_clipping_before_it() -> None:
     run_ranks(4, clip_in_the_step)
+
+
+def dtypes_and_ordinary_parameters(rank: int, world_size: int) -> None:
+    mesh = tp_mesh(2, 2)
+    options = {"mesh": mesh["dp"], "tp_group": mesh.get_group("tp")}
+    # One rank of each tensor-parallel group counts nothing, in FP64.
+    wide = FlatFSDP(nn.Linear(3, 3), precision=Precision(*[torch.float64] * 4), **options)
+    wide(torch.ones(2, 3)).sum().backward()
+    expected = torch.tensor(3 * (3 * 4 + 4.0), dtype=torch.float64).sqrt()
+    norm = wide.clip_grad_norm_(0.5)
+    assert torch.equal(norm, expected) and same_on_all_ranks(norm)
+    layer = Linear(4, 8, parallel_mode="column", tp_group=mesh.get_group("tp"))
+    layer(torch.ones(2, 4)).sum().backward()
+    before = [p.detach().clone() for p in layer.parameters()]
+    optimizer = SGD(layer.parameters(), lr=0.1, max_grad_norm=0.1)
+    with pytest.raises(ValueError, match="no rank knows the norm; wrap the layer with FlatFSDP"):
+        optimizer.step()
+    assert all(torch.equal(*pair) for pair in zip(before, layer.parameters(), strict=True))
+    optimizer.max_grad_norm = None
+    optimizer.step()
+
+
+def test_dtypes_of_norms_and_parameters_outside_of_flat_fsdp() -> None:
+    run_ranks(4, dtypes_and_ordinary_parameters)
 
 
 def clip_stages(rank: int, world_size: int, schedule: type) -> None:
