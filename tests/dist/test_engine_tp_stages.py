@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
@@ -121,7 +120,7 @@ def test_a_split_and_staged_fp8_model_is_read_by_others(tmp_path: Path) -> None:
         run_ranks(world_size, load, str(tmp_path), expected)
 
 
-def stored_weights(rank: int, world_size: int, sequence_parallel: bool) -> None:
+def stored_weights(rank: int, world_size: int) -> None:
     """In the flat buffer a weight's scale is that of this rank's part, as in its layer."""
     mesh = mesh_of(pp=1, tp=2)
     states = []
@@ -130,7 +129,7 @@ def stored_weights(rank: int, world_size: int, sequence_parallel: bool) -> None:
             CONFIG,
             recipe=CurrentScaling(),
             tp_group=mesh.tp_group,
-            sequence_parallel=sequence_parallel,
+            sequence_parallel=True,
             fuse_wgrad_accumulation=True,
         )
         model = auto_wrap(
@@ -152,6 +151,5 @@ def stored_weights(rank: int, world_size: int, sequence_parallel: bool) -> None:
     assert equal(states[0], states[1]) and equal(states[0], states[2])
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_weights_of_split_layers_stored_in_fp8(sequence_parallel: bool) -> None:
-    run_ranks(4, stored_weights, sequence_parallel)
+def test_weights_of_split_layers_stored_in_fp8() -> None:
+    run_ranks(4, stored_weights)
