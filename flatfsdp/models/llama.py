@@ -51,7 +51,8 @@ class Llama(nn.Module):
         sequence_parallel: they share the activations between layers, too.
         fuse_wgrad_accumulation: add weight gradients to their FP32 `main_grad`; see `Linear`.
         recipe: how to scale FP8 products, of the layers only; None: they are in the parameters' dtype.
-        amax_group: ranks that share scales: those that have this stage.  Default: all ranks.
+        amax_group: ranks that share scales; default: those that have this stage, if it is a `FlatStage`, else
+            all.
         seed: of the initial values.
         params_dtype: of the parameters; default: torch's default dtype.
         device: of the parameters; default: torch's.  On "meta" they get values later: pass `initialize` to

@@ -93,7 +93,7 @@ class LlamaPipeline:
 
     def part(self, layers: range, device: str) -> Llama:
         groups = {"tp_group": self.mesh.tp_group, "amax_group": self.mesh.stage_group}
-        return Llama(self.config, layers, device=device, **groups, **self.options)
+        return Llama(self.config, layers, device=device, **{**groups, **self.options})
 
     def step(self, tokens: Tensor, targets: Tensor) -> list[Tensor]:
         """Losses of the microbatches, on the ranks that have the last stage."""
