@@ -119,7 +119,7 @@ def start_ranks(deterministic: bool) -> torch.device:
     if on_gpu:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if on_gpu else "gloo", **alone)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None, **alone)
     return device
 
 

@@ -113,18 +113,20 @@ def first_difference(off: NamedTensors, on: NamedTensors) -> str | None:
 
 
 def _difference(off: Tensor, on: Tensor) -> str | None:
-    """None if `torch.equal` and the same bytes, which also tells 0.0 from -0.0."""
+    """None if there are the same bits in both."""
     if off.shape != on.shape or off.dtype != on.dtype:
         return f"{off.dtype} {tuple(off.shape)} and {on.dtype} {tuple(on.shape)}"
     # A NaN is not equal to itself: two broken runs prove nothing about each other.
-    if bool(off.isnan().any() | on.isnan().any()):
+    if bool(off.isnan().any()) or bool(on.isnan().any()):
         return f"{int(off.isnan().sum())} NaN with the flag off, {int(on.isnan().sum())} with it on"
-    if torch.equal(off, on) and torch.equal(_bytes(off), _bytes(on)):
+    if torch.equal(_bits(off), _bits(on)):
         return None
-    changed = (_bytes(off) != _bytes(on)).view(-1, off.element_size()).any(dim=1)
-    return f"{int(changed.sum())} of {off.numel()} elements"
+    return f"{int((_bits(off) != _bits(on)).sum())} of {off.numel()} elements"
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    """The memory of the tensor, uint8 [numel * element size]."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """The elements as integers of their size, which also tell 0.0 from -0.0."""
+    return tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
