@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp.comm import Pending, Ranks, start_all_gather, start_all_reduce, start_reduce_scatter
+from flatfsdp.comm import ALONE, Pending, Ranks, start_all_gather, start_all_reduce, start_reduce_scatter
 
 Mode = Literal["column", "row"]
 """How a linear map is split: by its weight's rows, which are columns of the result, or by its columns."""
@@ -172,7 +172,7 @@ class Tracker(Protocol):
 GetTracker = Callable[[], Tracker]
 
 
-ALONE = Exchange(Ranks.of(None), None, False)
+UNSPLIT = Exchange(ALONE, None, False)
 """Of a layer that is not split."""
 
 

@@ -15,7 +15,7 @@ from flatfsdp.fp8.quantizers import Quantizer
 from flatfsdp.tensor_parallel import Exchange
 
 
-class Gathering(NamedTuple):
+class RowsUnderWay(NamedTuple):
     """Rows that are under way.
 
     Attributes:
@@ -28,10 +28,10 @@ class Gathering(NamedTuple):
     quantizer: Quantizer
 
     @staticmethod
-    def start(rows: Operand, quantizer: Quantizer, exchange: Exchange) -> Gathering:
+    def start(rows: Operand, quantizer: Quantizer, exchange: Exchange) -> RowsUnderWay:
         part = rows.rowwise if rows.high is None else rows.high
         assert part is not None
-        return Gathering(rows, exchange.start_gather(part), quantizer)
+        return RowsUnderWay(rows, exchange.start_gather(part), quantizer)
 
     def wait(self, *, rowwise: bool, columnwise: bool) -> Operand:
         """All rows."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from flatfsdp.autograd import receives_gradient
 from flatfsdp.comm import Pending
 from flatfsdp.fp8 import overlapped, products
-from flatfsdp.fp8.gather import Gathering
+from flatfsdp.fp8.gather import RowsUnderWay
 from flatfsdp.fp8.main_grad import claim
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized, Quantizer
@@ -153,7 +153,7 @@ def _multiply(x: Operand, weight: Operand, bias: Tensor | None, call: LinearCall
             out, gathered = overlapped.gather_and_fprop(x, weight, bias, dtype, split, exchange.ranks)
             whole = call.quantizer.of_rows(gathered, rowwise=True, columnwise=columnwise)
         else:
-            whole = Gathering.start(x, call.quantizer, exchange).wait(rowwise=True, columnwise=columnwise)
+            whole = RowsUnderWay.start(x, call.quantizer, exchange).wait(rowwise=True, columnwise=columnwise)
             out = products.fprop(whole, weight, bias, dtype, split)
         return out, whole.for_backward if call.keeps_gathered else x
     if not exchange.sums_output:
@@ -200,7 +200,7 @@ def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall) -> Line
     operand, dbias = dy
     gathering = dx = dweight = None
     if call.needs_weight_grad and call.exchange.gathers_input and not call.keeps_gathered:
-        gathering = Gathering.start(saved.x, call.quantizer, call.exchange)
+        gathering = RowsUnderWay.start(saved.x, call.quantizer, call.exchange)
     if call.exchange.gathers_grad and (call.needs_input_grad or call.needs_weight_grad):
         operand, dx = _gather_and_start_input_grad(operand, saved, call)
     elif call.needs_input_grad:
@@ -227,7 +227,7 @@ def _gather_and_start_input_grad(
             rows, _weight(saved, call), call.dtype, call.split, exchange.ranks
         )
         return quantizer.of_rows(gathered, rowwise=False, columnwise=columnwise), Pending(dx, None)
-    dy = Gathering.start(rows, quantizer, exchange).wait(rowwise=rowwise, columnwise=columnwise)
+    dy = RowsUnderWay.start(rows, quantizer, exchange).wait(rowwise=rowwise, columnwise=columnwise)
     return dy, _start_input_grad(dy, saved, call) if rowwise else None
 
 

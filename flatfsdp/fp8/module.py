@@ -32,7 +32,7 @@ from flatfsdp.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, Re
 from flatfsdp.fp8.recompute import current_tape, raise_recomputed, records_amax
 from flatfsdp.fp8.state import Direction, Scaling, buffer_names
 from flatfsdp.kernels.gemm import ALIGNMENT
-from flatfsdp.tensor_parallel import ALONE, Declaring, Exchange
+from flatfsdp.tensor_parallel import UNSPLIT, Declaring, Exchange
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +194,7 @@ class FP8Module(Declaring):
         needs_input_grad: bool,
     ) -> LinearCall:
         """What the linear primitive has to know about this call of the map with this weight."""
-        exchange = self.exchanges.get(name, ALONE)
+        exchange = self.exchanges.get(name, UNSPLIT)
         trains = torch.is_grad_enabled()
         return LinearCall(
             name=f"{type(self).__name__}.{name}",
