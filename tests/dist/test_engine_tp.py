@@ -222,7 +222,8 @@ def wrong_groups(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match=r"weight is of a layer that ranks .* share, .* got no tp_group"):
         FlatFSDP(layer(), mesh=mesh["dp"])
     copied = layer()
-    copied.bias = nn.Parameter(copied.bias.detach())
+    # Past the layer, which would mark it.
+    copied._parameters["bias"] = nn.Parameter(copied.bias.detach())
     with pytest.raises(
         ValueError, match="parameter bias is of a layer that several ranks share, and does not"
     ):
