@@ -6,7 +6,7 @@ TORCH  ?= torch==2.13.0 triton==3.6.0
 # Where the base Python already has torch (a GPU image, say), the venv borrows it instead of installing one.
 HAS_TORCH := $(shell $(PYTHON) -c "import torch" 2>/dev/null && echo yes)
 BIN := .venv/bin
-# Test processes; many tests start two or four ranks of their own.
+# Test processes, which take files in order: those that start ranks of their own, the slow ones, come first.
 WORKERS ?= 2
 
 .PHONY: demo test lint bench clean
@@ -16,7 +16,7 @@ demo: .venv/installed
 	$(BIN)/python -m flatfsdp verify --matrix --ranks 4 --only "TP 2+SP x PP 2," --out out/demo
 
 test: .venv/installed
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: .venv/installed
 	$(BIN)/ruff check .
