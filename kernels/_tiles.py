@@ -75,7 +75,7 @@ TILES: dict[tuple[str, int, int], Tile] = {
     ("layer_norm", 2, 16384): Tile(1, 16384, 16),
     ("rms_norm", 2, 8192): Tile(1, 8192, 8),
     ("rms_norm", 2, 16384): Tile(1, 16384, 16),
-    ("layer_norm, transpose", 2, 4096): Tile(2, 4096, 4),
+    ("layer_norm, transpose", 2, 4096): Tile(1, 4096, 4, 3, 4),
     ("layer_norm, transpose", 2, 8192): Tile(2, 8192, 8),
     ("layer_norm, transpose", 2, 16384): Tile(1, 16384, 16),
     ("rms_norm, transpose", 2, 4096): Tile(2, 4096, 8, registers=64),

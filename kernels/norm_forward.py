@@ -33,12 +33,12 @@ from flatfsdp.kernels._outputs import (
     allocate_outputs,
     check_input,
     check_like,
-    magnitude,
-    raise_amax,
     record_amax,
+    starts_early,
     store_outputs,
     write_outputs,
 )
+from flatfsdp.kernels._pairs import larger_magnitude, widened
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
 from flatfsdp.kernels.cast import is_whole, transpose_tile
@@ -52,6 +52,8 @@ WARPS_UNDER_WAY = 6144
 """Between rows and their transpose, so that it need not wait: an H200 holds up to 8448 warps at a time."""
 TURNED_BYTES = 64
 """Of each thread, when it transposes."""
+CLEARED = 256
+"""Counters of arrivals that one program clears."""
 KEPT = "evict_last"
 """How the L2 cache treats rowwise bytes that will be transposed."""
 
@@ -150,7 +152,7 @@ def _load(pointers, mask, POLICY: tl.constexpr):
         value = tl.load(pointers, eviction_policy=POLICY)
     else:
         value = tl.load(pointers, mask, 0.0, eviction_policy=POLICY)
-    return value.to(tl.float32)
+    return widened(value)
 
 
 @jit
@@ -160,7 +162,7 @@ def _load_summed(x_ptr, residual_ptr, summed_ptr, index, mask, POLICY: tl.conste
     if residual_ptr is not None:
         total = (x + _load(residual_ptr + index, mask, POLICY)).to(summed_ptr.dtype.element_ty)
         tl.store(summed_ptr + index, total, mask)
-        x = total.to(tl.float32)
+        x = widened(total)
     return x
 
 
@@ -170,6 +172,13 @@ def _gain(weight_ptr, col, mask, ZERO_CENTERED: tl.constexpr):
     if ZERO_CENTERED:
         weight += 1.0
     return weight
+
+
+@jit
+def _peaks(value, VECTOR: tl.constexpr):
+    """The largest magnitudes in a column of `value` and its neighbours, [cols / VECTOR]."""
+    of_columns = tl.reduce(value, 0, larger_magnitude)
+    return tl.reduce(tl.reshape(of_columns, [value.shape[1] // VECTOR, VECTOR]), 1, larger_magnitude)
 
 
 @jit
@@ -208,7 +217,7 @@ def _normalize(
             bias = _load(bias_ptr + col, col_mask, "evict_last")
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
-    largest = tl.zeros([BLOCK_COLS], tl.int32)
+    largest = tl.zeros([BLOCK_COLS // vector], tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         # Below the last row, the last row again: the same numbers go to the same place.
         row = tl.minimum(first + step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), rows - 1)
@@ -231,14 +240,23 @@ def _normalize(
         if bias_ptr is not None:
             value += bias[None, :]
         if amax_ptr is not None:
-            largest = tl.maximum(largest, tl.max(magnitude(value), axis=0))
+            largest = larger_magnitude(largest, _peaks(value, vector))
         if out_ptr is not None:
             tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask)
         if rowwise_ptr is not None:
             q = (value * scale).to(rowwise_ptr.dtype.element_ty)
             tl.store(rowwise_ptr + index, q, mask, eviction_policy=ROWWISE_POLICY)
     if amax_ptr is not None:
-        raise_amax(amax_ptr, tl.max(largest))
+        record_amax(amax_ptr, largest)
+
+
+@jit
+def _clear_kernel(arrived_ptr, n, IS_EARLY: tl.constexpr, BLOCK: tl.constexpr):
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()  # they wait for what is written here
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(arrived_ptr + index, 0, index < n)
 
 
 @jit
@@ -269,7 +287,10 @@ def _row_kernel(
     TURNED_COLS: tl.constexpr,
     DELAY: tl.constexpr,
     WHOLE: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
     rows_each: tl.constexpr = STEPS * BLOCK_ROWS
     normalizing: tl.constexpr = BAND // rows_each
     turning: tl.constexpr = 0 if columnwise_ptr is None else (COLS + TURNED_COLS - 1) // TURNED_COLS
@@ -394,18 +415,22 @@ def launch(
             )
             return
         tile = row_tile(x.dtype, cols, rms=mean is None, is_turned=columnwise is not None)
-        parts = mix(rows, cols, tile, is_turned=columnwise is not None)
+        parts, is_early = mix(rows, cols, tile, is_turned=columnwise is not None), starts_early(x.device)
         arrived, is_aligned = None, False
         if columnwise is not None:
             if rowwise is None:
                 rowwise = columnwise.new_empty(rows, cols)
-            arrived = x.new_zeros(cdiv(rows, parts.band), dtype=torch.int32)
+            bands = cdiv(rows, parts.band)
+            arrived = x.new_empty(bands, dtype=torch.int32)
+            _clear_kernel[(cdiv(bands, CLEARED),)](arrived, bands, is_early, CLEARED, launch_pdl=is_early)
             is_aligned = is_whole(rowwise, columnwise)
         _row_kernel[(parts.programs,)](
             *(*tensors, rowwise, columnwise, scale, amax, arrived),
             *(rows, eps, cols, zero_centered, tile.rows, tile.cols, tile.stages, tile.steps),
-            *("" if columnwise is None else KEPT, parts.band, parts.cols, parts.delay, is_aligned),
+            *("" if columnwise is None else KEPT, parts.band, parts.cols, parts.delay),
+            *(is_aligned, is_early),
             **tile.options,
+            launch_pdl=is_early,
         )
 
 

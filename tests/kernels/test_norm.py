@@ -388,7 +388,7 @@ def test_whole_rows_compile_for_hopper(cols: int, rms: bool, is_turned: bool) ->
     constants = {
         **{"COLS": cols, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "WHOLE": is_turned},
         **{"STAGES": tile.stages, "STEPS": tile.steps, "ROWWISE_POLICY": forward.KEPT if is_turned else ""},
-        **{"BAND": mix.band, "TURNED_COLS": mix.cols, "DELAY": mix.delay},
+        **{"BAND": mix.band, "TURNED_COLS": mix.cols, "DELAY": mix.delay, "IS_EARLY": True},
     }
     is_staged = tile.stages > 1 and tile.steps > 1
     compiled = check_compiled(
