@@ -334,4 +334,7 @@ def _compare(rank: Rank, row: Row, plan: MatrixPlan, sampler: Sampler, meshes: M
             )
             for flag in (False, True)
         )
-    return Compared(row, off, on, differences_on_all_ranks(off_evidence, on_evidence, rank))
+        found = Compared(row, off, on, differences_on_all_ranks(off_evidence, on_evidence, rank))
+        # At once, so that a run that is stopped has not been for nothing.
+        bar.conclude(f"{'equal' if found.equal else 'DIFFER'}, final loss {off.final_loss_hex}")
+    return found

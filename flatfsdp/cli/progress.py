@@ -40,3 +40,7 @@ class StepBar:
         self._progress.update(
             self._task, advance=1, note=f"loss {loss:.4f}  {tokens_per_second:,.0f} tokens/s"
         )
+
+    def conclude(self, note: str) -> None:
+        """What came of the steps, in place of the last note."""
+        self._progress.update(self._task, note=note)
