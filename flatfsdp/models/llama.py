@@ -49,6 +49,7 @@ class Llama(nn.Module):
             the last norm and the head.
         tp_group: ranks that share each layer.
         sequence_parallel: they share the activations between layers, too.
+        tp_overlap: as of `Linear`.
         fuse_wgrad_accumulation: add weight gradients to their FP32 `main_grad`; see `Linear`.
         recipe: how to scale FP8 products, of the layers only; None: they are in the parameters' dtype.
         amax_group: ranks that share scales; default: those that have this stage, if it is a `FlatStage`, else
@@ -73,6 +74,7 @@ class Llama(nn.Module):
         *,
         tp_group: dist.ProcessGroup | None = None,
         sequence_parallel: bool = False,
+        tp_overlap: bool = False,
         fuse_wgrad_accumulation: FuseWgrad = False,
         recipe: Recipe | None = None,
         amax_group: dist.ProcessGroup | None = None,
@@ -88,11 +90,9 @@ class Llama(nn.Module):
         self.recipe = recipe
         self.amax_group = amax_group
         self.seed = seed
-        self.parallel = TensorParallel.of("Llama", tp_group, 1, sequence_parallel)
+        self.parallel = TensorParallel.of("Llama", tp_group, 1, sequence_parallel, tp_overlap)
         self.rotary = RotaryPositionEmbedding(config.head_dim, config.rope_theta)
-        new = _Factory(
-            config, tp_group, self.parallel.sequence_parallel, fuse_wgrad_accumulation, params_dtype
-        )
+        new = _Factory(config, self.parallel, fuse_wgrad_accumulation, params_dtype)
         # In the order of the forward.
         self.embedding = new.embedding() if layers.start == 0 else None
         self.layers = nn.ModuleDict({str(number): new.layer(number) for number in layers})
@@ -171,14 +171,14 @@ class _Factory:
     def __init__(
         self,
         config: LlamaConfig,
-        tp_group: dist.ProcessGroup | None,
-        sequence_parallel: bool,
+        parallel: TensorParallel,
         fuse_wgrad_accumulation: FuseWgrad,
         params_dtype: torch.dtype | None,
     ) -> None:
         self._config = config
-        self._tp_group = tp_group
-        self._sequence_parallel = sequence_parallel
+        self._tp_group = parallel.ranks.group
+        self._sequence_parallel = parallel.sequence_parallel
+        self._tp_overlap = parallel.overlap
         self._fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self._params_dtype = params_dtype
         # Products keep the scale of what they are given; what adds to the residual stream starts smaller.
@@ -220,6 +220,7 @@ class _Factory:
             set_parallel_mode=True,
             tp_group=self._tp_group,
             sequence_parallel=self._sequence_parallel,
+            tp_overlap=self._tp_overlap,
         )
 
     def norm(self) -> RMSNorm:

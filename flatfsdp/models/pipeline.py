@@ -50,7 +50,7 @@ class LlamaPipeline:
         device: where the model is; default: the CPU.
         stages_per_rank: with the interleaved schedule.
         precision: as of `FlatFSDP`.
-        sequence_parallel, fuse_wgrad_accumulation, recipe, seed: as of `Llama`.
+        sequence_parallel, tp_overlap, fuse_wgrad_accumulation, recipe, seed: as of `Llama`.
         fsdp_options: further ones of `FlatFSDP`.
 
     Attributes:
@@ -75,6 +75,7 @@ class LlamaPipeline:
         stages_per_rank: int = 2,
         precision: Precision | None = None,
         sequence_parallel: bool = False,
+        tp_overlap: bool = False,
         fuse_wgrad_accumulation: FuseWgrad = True,
         recipe: Recipe | None = None,
         seed: int = 0,
@@ -97,6 +98,7 @@ class LlamaPipeline:
                 layers[number],
                 tp_group=mesh.tp_group,
                 sequence_parallel=sequence_parallel,
+                tp_overlap=tp_overlap,
                 fuse_wgrad_accumulation=fuse_wgrad_accumulation,
                 recipe=recipe,
                 amax_group=mesh.stage_group,

@@ -142,6 +142,8 @@ def refuses(rank: int, world_size: int) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             Llama(replace(CONFIG, **{"kv_heads": 4 if sizes else 2, **sizes}), tp_group=dist.group.WORLD)
+    with pytest.raises(ValueError, match="tp_overlap cuts what sequence_parallel=True sends"):
+        Llama(replace(CONFIG, kv_heads=4), tp_group=dist.group.WORLD, tp_overlap=True)
 
 
 def test_sizes_that_ranks_cannot_share_are_refused_on_every_rank() -> None:
