@@ -61,7 +61,8 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str, lane: str = "st
 
 def _summary(found: Breakdown) -> str:
     communication = found.shares[COMMUNICATION]
-    hidden = communication.busy_ms - communication.alone_ms
+    # Differences of sums may be less than nothing by a rounding.
+    hidden = max(0.0, communication.busy_ms - communication.alone_ms)
     return (
         f"{found.step_ms:.1f} ms; communication {communication.busy_ms:.1f} ms, of which {hidden:.1f} beside "
         f"other kernels; nothing runs for {found.gaps_ms:.1f} ms"
