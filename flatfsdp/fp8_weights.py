@@ -22,12 +22,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp.binding import Binding
 from flatfsdp.buffers import FlatBuffer
-from flatfsdp.comm import Ranks
+from flatfsdp.comm import Ranks, raise_to_largest
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.recipe import CurrentScaling
 from flatfsdp.kernels.cast import transpose_many
@@ -208,8 +207,7 @@ class WeightScales:
         weights = [group.fp8 for group in self._groups if group.fp8 is not None]
         amax = torch.cat([each.amax for each in weights])
         if self._ranks.size > 1:
-            # As integers, because the order of the bits puts NaN above infinity on every backend.
-            dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=self._ranks.group)
+            raise_to_largest(amax, self._ranks)
             self._ledger.add("amax", amax.numel() * amax.element_size())
         recipe = self._recipe
         assert isinstance(recipe, CurrentScaling)

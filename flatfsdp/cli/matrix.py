@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich import box
 from rich.table import Table
 
 from flatfsdp.cli.data import Sampler
@@ -22,7 +21,14 @@ from flatfsdp.cli.evidence import KINDS, differences_on_all_ranks, observed
 from flatfsdp.cli.parallel_training import Layout, Meshes, ParallelSettings, Schedule, train_parallel
 from flatfsdp.cli.progress import StepBar
 from flatfsdp.cli.ranks import Device, Launch, Rank, run_on_ranks, under_torchrun
-from flatfsdp.cli.report import RunSummary, environment, to_json, verdict
+from flatfsdp.cli.report import (
+    RunSummary,
+    compared_cells,
+    comparison_table,
+    difference_lines,
+    environment,
+    to_json,
+)
 from flatfsdp.cli.training import Fusion, PrecisionName, Strategy
 from flatfsdp.cli.verify import Switch
 from flatfsdp.models import LlamaConfig
@@ -257,29 +263,19 @@ class MatrixReport:
 
     def table(self) -> Table:
         """One row a configuration; off above on within a cell."""
-        result = Table(
-            box=box.SIMPLE_HEAD,
-            title="optimize_backward_concat off and on: the same bits?",
-            pad_edge=False,
-            collapse_padding=True,
+        result = comparison_table(
+            "optimize_backward_concat off and on: the same bits?",
+            ("layout", "precision", "final loss,\noff and on"),
+            KINDS,
         )
-        for heading in ("layout", "precision", "final loss,\noff and on"):
-            result.add_column(heading)
-        for heading in ("ms\na step", "bytes copied\na parameter"):
-            result.add_column(heading, justify="right")
-        for heading in KINDS:
-            result.add_column(heading.replace(" ", "\n"))
         for found in self.compared:
-            row, off, on = found.row, found.off, found.on
+            row = found.row
             schedule = "" if row.layout.schedule is Schedule.plain else row.layout.schedule.value
             fusion = "" if row.fusion is Fusion.fused else f", {row.fusion.value}"
             result.add_row(
                 f"{row.layout.sizes}\n{schedule}",
                 f"{row.precision.value}\n{row.strategy.value}{fusion}",
-                f"{off.final_loss_hex}\n{on.final_loss_hex}",
-                f"{off.ms:.1f}\n{on.ms:.1f}",
-                f"{off.local_bytes:.2f}\n{on.local_bytes:.2f}",
-                *(verdict(not found.differences[kind], "equal", "DIFFER") for kind in KINDS),
+                *compared_cells(found.off, found.on, found.differences),
                 end_section=found is not self.compared[-1],
             )
         return result
@@ -294,10 +290,7 @@ class MatrixReport:
                 f"{settings.steps} steps of {settings.microbatches} microbatches each."
             ]
         return [
-            f"{found.row.name}, {kind}: first difference on {place}"
-            for found in self.compared
-            for kind in KINDS
-            for place in found.differences[kind]
+            line for found in self.compared for line in difference_lines(found.row.name, found.differences)
         ]
 
 

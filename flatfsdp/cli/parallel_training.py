@@ -19,7 +19,15 @@ from torch import Tensor, nn
 from flatfsdp import Precision
 from flatfsdp.cli.data import Sampler, load_corpus
 from flatfsdp.cli.ranks import Rank
-from flatfsdp.cli.training import AfterBackward, Fusion, PrecisionName, Step, Trained, now
+from flatfsdp.cli.training import (
+    AfterBackward,
+    Fusion,
+    PrecisionName,
+    Step,
+    Trained,
+    now,
+    require_positive,
+)
 from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.models import LlamaConfig, LlamaPipeline, stage_layers
 from flatfsdp.models.pipeline import ScheduleName
@@ -120,11 +128,7 @@ class ParallelSettings:
     data: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "microbatches", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not self.lr > 0:
-            raise ValueError(f"lr is {self.lr}; it must be above 0")
+        require_positive(self)
         stage_layers(self.model.layers, self.layout.stages)
         if self.model.kv_heads % self.layout.tp:
             raise ValueError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+from rich import box
+from rich.table import Table
 from rich.text import Text
 
 from flatfsdp.cli.ranks import Rank
@@ -84,6 +86,42 @@ def to_json(value: Mapping[str, Any]) -> str:
 def verdict(good: bool, yes: str, no: str) -> Text:
     """A cell of a table."""
     return Text(yes, style="green") if good else Text(no, style="bold red")
+
+
+def comparison_table(title: str, headings: Sequence[str], verdicts: Sequence[str]) -> Table:
+    """Empty, for one row a comparison of two runs.
+
+    Args:
+        headings: up to that of the final loss.
+        verdicts: those of the last columns.
+    """
+    result = Table(box=box.SIMPLE_HEAD, title=title, pad_edge=False, collapse_padding=True)
+    for heading in headings:
+        result.add_column(heading)
+    for heading in ("ms\na step", "bytes copied\na parameter"):
+        result.add_column(heading, justify="right")
+    for heading in verdicts:
+        result.add_column(heading.replace(" ", "\n"))
+    return result
+
+
+def compared_cells(off: RunSummary, on: RunSummary, differences: Mapping[str, list[str]]) -> list[str | Text]:
+    """Off above on: final loss, time and bytes; then a verdict for each kind of evidence."""
+    return [
+        f"{off.final_loss_hex}\n{on.final_loss_hex}",
+        f"{off.ms:.1f}\n{on.ms:.1f}",
+        f"{off.local_bytes:.2f}\n{on.local_bytes:.2f}",
+        *(verdict(not places, "equal", "DIFFER") for places in differences.values()),
+    ]
+
+
+def difference_lines(name: str, differences: Mapping[str, list[str]]) -> list[str]:
+    """Where two runs differ, by kind of evidence."""
+    return [
+        f"{name}, {kind}: first difference on {place}"
+        for kind, places in differences.items()
+        for place in places
+    ]
 
 
 def plot_losses(path: Path, title: str, panels: Mapping[str, Mapping[str, list[float]]]) -> None:

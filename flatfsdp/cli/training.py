@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -84,6 +85,19 @@ class Strategy(str, Enum):
     zero3 = "zero3"
 
 
+def require_positive(settings: Any) -> None:
+    """
+    Raises:
+        ValueError: if one of the sizes and rates that all training has is not.
+    """
+    for name in ("batch", "microbatches", "steps"):
+        if getattr(settings, name) < 1:
+            raise ValueError(f"{name} is {getattr(settings, name)}; it must be at least 1")
+    for name in ("lr", "clip"):
+        if not getattr(settings, name) > 0:
+            raise ValueError(f"{name} is {getattr(settings, name)}; it must be above 0")
+
+
 @dataclass(frozen=True)
 class TrainSettings:
     """Everything that decides a run's numbers, but for the number of ranks.
@@ -116,12 +130,7 @@ class TrainSettings:
     data: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "microbatches", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        for name in ("lr", "clip"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; it must be above 0")
+        require_positive(self)
         sizes = (self.model.hidden, self.batch * self.model.seq)
         if self.precision.recipe is not None and any(size % ALIGNMENT for size in sizes):
             raise ValueError(

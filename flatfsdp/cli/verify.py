@@ -12,13 +12,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
 
 from flatfsdp.cli.data import Sampler
 from flatfsdp.cli.evidence import KINDS, differences_on_all_ranks, observed
 from flatfsdp.cli.ranks import Rank
-from flatfsdp.cli.report import RunSummary, environment, plot_losses, to_json, verdict
+from flatfsdp.cli.report import (
+    RunSummary,
+    compared_cells,
+    comparison_table,
+    difference_lines,
+    environment,
+    plot_losses,
+    to_json,
+    verdict,
+)
 from flatfsdp.cli.training import Fusion, PrecisionName, Strategy, TrainSettings, train
 
 
@@ -192,26 +200,14 @@ def _compare(rank: Rank, switch: Switch, settings: TrainSettings, sampler: Sampl
 
 def table(report: Report) -> Table:
     """One row a configuration; off above on within a cell."""
-    result = Table(
-        box=box.SIMPLE_HEAD,
-        title="One switch off and on: the same bits?",
-        pad_edge=False,
-        collapse_padding=True,
+    result = comparison_table(
+        "One switch off and on: the same bits?", ("config", "switch", "final loss"), (*KINDS, "loss falling")
     )
-    for heading in ("config", "switch", "final loss"):
-        result.add_column(heading)
-    for heading in ("ms\na step", "bytes copied\na parameter"):
-        result.add_column(heading, justify="right")
-    for heading in (*KINDS, "loss falling"):
-        result.add_column(heading.replace(" ", "\n"))
     for row in report.rows:
         result.add_row(
             row.name,
             "\n".join(row.ends),
-            f"{row.off.final_loss_hex}\n{row.on.final_loss_hex}",
-            f"{row.off.ms:.1f}\n{row.on.ms:.1f}",
-            f"{row.off.local_bytes:.2f}\n{row.on.local_bytes:.2f}",
-            *(verdict(not row.differences[kind], "equal", "DIFFER") for kind in KINDS),
+            *compared_cells(row.off, row.on, row.differences),
             verdict(row.on.falling, "yes", "NO"),
             end_section=row is not report.rows[-1],
         )
@@ -226,8 +222,7 @@ def verdict_lines(report: Report) -> list[str]:
             f"{len(report.rows)} configurations, {report.job.settings.steps} steps each."
         ]
     return [
-        f"{row.name}, {' / '.join(row.ends)}, {kind}: first difference on {place}"
+        line
         for row in report.rows
-        for kind in KINDS
-        for place in row.differences[kind]
+        for line in difference_lines(f"{row.name}, {' / '.join(row.ends)}", row.differences)
     ]

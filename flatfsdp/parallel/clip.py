@@ -44,10 +44,9 @@ def clip_grad_norm_(
     if not of_rank:
         raise ValueError("clip_grad_norm_ got no stages; pass all those that this rank has")
     modules = [part.submod if isinstance(part, PipelineStage) else part for part in of_rank]
-    groups = [group for module in modules for _, group in named_groups(module)]
     units = [wrapped for module in modules for _, wrapped in units_in(module)]
     return clip_grad_norm(
-        [group.master for group in groups if group.trainable],
+        [group.master for _, group in named_groups(modules) if group.trainable],
         [wrapped._grid for wrapped in units],
         units[0]._device,
         max_norm,
