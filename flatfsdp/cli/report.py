@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -67,14 +68,18 @@ class RunSummary:
 
 
 def environment(rank: Rank) -> dict[str, Any]:
-    """Where the numbers were measured."""
+    """Where the numbers were measured; every rank must call it."""
     cuda = rank.device.type == "cuda"
+    gpus: list[str | None] = [None] * rank.world
+    if cuda:
+        dist.all_gather_object(gpus, str(torch.cuda.get_device_properties(rank.device).uuid))
     return {
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(rank.device) if cuda else f"CPU ({platform.machine()})",
-        "backend": torch.distributed.get_backend(),
+        "backend": dist.get_backend(),
         "world_size": rank.world,
+        "gpus": len(set(gpus) - {None}),  # ranks of several hosts may be emulated on one, and share its GPUs
     }
 
 

@@ -40,7 +40,7 @@ def test_flag_on_equals_flag_off(tmp_path: Path) -> None:
     names = [(row["precision"], row["strategy"]) for row in report["rows"]]
     assert names == [("fp32", "zero2"), ("fp32", "zero3"), ("bf16", "zero2"), ("bf16", "zero3")]
     assert report["equal"]
-    assert report["environment"]["world_size"] == 2
+    assert report["environment"]["world_size"] == 2 and report["environment"]["gpus"] == 0
     assert report["options"]["settings"]["microbatches"] == 4
     for row in report["rows"]:
         assert row["differences"] == {kind: [] for kind in KINDS}
