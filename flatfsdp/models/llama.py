@@ -113,7 +113,7 @@ class Llama(nn.Module):
     def forward(
         self, inputs: Tensor, targets_bs: Tensor | None = None, is_first_microbatch: bool | None = None
     ) -> Tensor:
-        """Activations [s, b, h]; in the last stage `loss` with targets, else logits [s, b, v].
+        """Activations [s, b, h]; in the last stage the mean loss with targets, else logits [s, b, v].
 
         Args:
             inputs: tokens [b, s] or, in a stage without the embedding, activations.
@@ -131,11 +131,9 @@ class Llama(nn.Module):
         if self.norm is None or self.head is None:
             return x_sbh
         x_sbh = self.norm(x_sbh)
-        if targets_bs is None or self.parallel.ranks.size > 1:
-            logits_sbv: Tensor = self.head(x_sbh, is_first_microbatch=is_first_microbatch)
-            return logits_sbv if targets_bs is None else self.loss(logits_sbv, targets_bs)
-        loss: Tensor = self.head(x_sbh, targets_bs.t().contiguous(), is_first_microbatch)
-        return loss
+        targets_sb = None if targets_bs is None else targets_bs.t()
+        loss_or_logits_sbv: Tensor = self.head(x_sbh, targets_sb, is_first_microbatch)
+        return loss_or_logits_sbv
 
     def loss(self, logits_sbv: Tensor, targets_bs: Tensor) -> Tensor:
         """The mean cross-entropy in nats, FP32, without dimension; a schedule's `loss_fn`.
@@ -144,7 +142,7 @@ class Llama(nn.Module):
         """
         return cross_entropy(
             logits_sbv,
-            targets_bs.t().contiguous(),
+            targets_bs.t(),
             tp_group=self.parallel.ranks.group,
             # Leaves are a schedule's, which finds out shapes with them.
             inplace_backward=not logits_sbv.is_leaf,
