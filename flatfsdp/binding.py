@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from flatfsdp.comm import ALONE, Ranks
 from flatfsdp.layout import FlatLayout, ParamSpec, Role
 from flatfsdp.placement import partition_of, placement_of
-from flatfsdp.wrapper import ModuleWrapper
+from flatfsdp.wrapper import prefixed_modules
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,10 @@ def parameter_sites(module: nn.Module, prefix: str = "") -> Iterator[tuple[Site,
 
     A tied parameter comes up once for each of its keys; so does one of a submodule that has several paths.
     """
-    for attribute, parameter in module._parameters.items():
-        if parameter is not None:
-            yield Site(module, attribute, prefix + attribute), parameter
-    for name, child in module._modules.items():
-        if child is not None:
-            level = "" if isinstance(module, ModuleWrapper) and child is module.module else f"{name}."
-            yield from parameter_sites(child, prefix + level)
+    for path, owner in prefixed_modules(module, prefix):
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield Site(owner, attribute, path + attribute), parameter
 
 
 class Binding:

@@ -7,8 +7,7 @@ Next: its `forward` drives `unit.py`; to follow one parameter, start at `layout.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn
 
@@ -19,25 +18,30 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.autograd import in_backward
 from flatfsdp.binding import Binding, parameter_sites
-from flatfsdp.comm import Grid, Ranks, check_same_on_all_ranks
-from flatfsdp.fp8_weights import roles
+from flatfsdp.comm import Grid, check_same_on_all_ranks
 from flatfsdp.layout import ParamSlot, Role
 from flatfsdp.memory import MemoryReport, memory_report
 from flatfsdp.meta import ParamInit, is_on_meta, materialize
-from flatfsdp.microbatch import Microbatch
-from flatfsdp.observe import ByteLedger
 from flatfsdp.optim import clip_grad_norm
-from flatfsdp.placement import Placement, check_marks, check_placement, placement_of
+from flatfsdp.ownership import (
+    bindings_of,
+    device_of,
+    mark_taken,
+    own_modules,
+    parameters_to_take,
+    prepare_buffers,
+)
+from flatfsdp.placement import check_marks, check_placement
 from flatfsdp.policy import Division, GradSync, Policy, Precision, Prefetch
 from flatfsdp.root import Root
 from flatfsdp.summon import Gathering, whole_parameters
 from flatfsdp.tensors import cast_floats, tensors_in
-from flatfsdp.unit import Unit
+from flatfsdp.unit_module import UnitModule
 from flatfsdp.unshard import FlatGroup
-from flatfsdp.wrapper import ModuleWrapper
+from flatfsdp.walk import named_groups, units_in
 
 
-class FlatFSDP(ModuleWrapper):
+class FlatFSDP(UnitModule):
     """Shards a module's parameters over ranks in one flat buffer, and gathers them where they are used.
 
     Takes every parameter below `module` that no inner FlatFSDP has taken, so wrap inner modules first
@@ -117,38 +121,23 @@ class FlatFSDP(ModuleWrapper):
         parameters = parameters_to_take(module)
         for name, parameter in parameters.items():
             check_placement(name, parameter, grid.tensor)
-        for path, owner in _own_modules(module):
+        for path, owner in own_modules(module):
             check_marks(path, owner)
-        device = _resolve_device(device, module, parameters, grid)
+        device = device_of(device, module, parameters, grid)
         taken = list(parameters.items())
-        if any(is_on_meta(owner) for _, owner in _own_modules(module)):
-            materialize(_own_modules(module), device, param_init_fn)
+        if any(is_on_meta(owner) for _, owner in own_modules(module)):
+            materialize(own_modules(module), device, param_init_fn)
             parameters = parameters_to_take(module)
-        super().__init__(module)
-        # Private, because what is found here hides the wrapped module's attribute of the same name.
-        self._policy = policy
-        self._grid = grid
-        self._device = device
-        self.microbatch = Microbatch()
-        self.ledger = ByteLedger()
-        self._root: Root | None = None
-        self._is_whole = self._writes_back = False
-        contains_units = any(isinstance(child, FlatFSDP) for child in module.modules())
-        self._unit = Unit(reshard_after_forward, contains_units=contains_units)
-        _prepare_buffers(module, device, policy.precision.buffer)
+            taken += parameters.items()
+        super().__init__(module, policy, grid, device)
+        prepare_buffers(module, device, policy.precision.buffer)
         in_fp8 = policy.precision.fp8_weights is not None
-        bindings = _bindings(module, parameters.values(), grid.tensor, fp8=in_fp8)
+        bindings = bindings_of(module, parameters.values(), grid.tensor, fp8=in_fp8)
         for binding in bindings:
             group = FlatGroup(binding, grid, device, policy, self.microbatch, self.ledger, self._unit.landed)
             self._unit.add(group)
             self._register_flat(group.flat_name, group.master.flat)
-            for sites in binding.sites:
-                for site in sites:
-                    # So that a unit that shares the parameter, or its module, can tell.
-                    site.module.__dict__.setdefault("_flatfsdp_names", {})[site.attribute] = site.name
-        # On those from the meta device, too: another unit may still hold one that was tied.
-        for name, parameter in (*taken, *parameters.items()):
-            parameter._flatfsdp_name = name  # type: ignore[attr-defined]
+        mark_taken(bindings, taken)
         module.register_forward_pre_hook(self._check_gathered)
 
     # ---- training ---------------------------------------------------------------------------------------
@@ -269,7 +258,7 @@ class FlatFSDP(ModuleWrapper):
         """
         if self._root is not None:
             return self._root
-        inside: dict[FlatFSDP, str] = {}
+        inside: dict[UnitModule, str] = {}
         for prefix, wrapped in units_in(self):
             # A module with two paths is one unit, under its first name.
             inside.setdefault(wrapped, prefix)
@@ -286,17 +275,7 @@ class FlatFSDP(ModuleWrapper):
                 "use the layers of flatfsdp.layers, or fp8.convert, or leave fp8_weights out"
             )
         for wrapped, prefix in inside.items():
-            name = prefix.rstrip(".")
-            if wrapped._device != self._device:
-                raise ValueError(f"unit {name} is on {wrapped._device}, but its root on {self._device}")
-            if wrapped._grid.tensor != self._grid.tensor:
-                raise ValueError(f"unit {name} has another tp_group than its root; pass the same one to both")
-            for what in ("grad_sync", "prefetch"):
-                ours, theirs = (getattr(m._policy, what) for m in (self, wrapped))
-                if theirs != ours:
-                    raise ValueError(
-                        f"unit {name} has {what}={theirs!r}, but its root {ours!r}; make them equal"
-                    )
+            self._require_same_settings(wrapped, prefix.rstrip("."))
         root = Root(
             [wrapped._unit for wrapped in inside],
             self._device,
@@ -314,6 +293,20 @@ class FlatFSDP(ModuleWrapper):
             self.ledger.parameters += sum(slot.numel for slot in group.layout.slots)
         return root
 
+    def _require_same_settings(self, inner: UnitModule, name: str) -> None:
+        """
+        Raises:
+            ValueError: if something that is the whole model's is set otherwise in a unit inside.
+        """
+        if inner._device != self._device:
+            raise ValueError(f"unit {name} is on {inner._device}, but its root on {self._device}")
+        if inner._grid.tensor != self._grid.tensor:
+            raise ValueError(f"unit {name} has another tp_group than its root; pass the same one to both")
+        for what in ("grad_sync", "prefetch"):
+            ours, theirs = (getattr(m._policy, what) for m in (self, inner))
+            if theirs != ours:
+                raise ValueError(f"unit {name} has {what}={theirs!r}, but its root {ours!r}; make them equal")
+
     # ---- checkpoints: the parts of ModuleWrapper's state_dict -------------------------------------------
 
     @property
@@ -322,7 +315,7 @@ class FlatFSDP(ModuleWrapper):
 
     def _registered_parameters(self) -> AbstractContextManager[None]:
         gathering = self._init_root().state_dict_gathering
-        return _whole([self], gathering, writeback=False)
+        return whole_units([self], gathering, writeback=False)
 
     def _load_slot(self, binding: Binding, slot: ParamSlot, value: Tensor) -> None:
         next(group for group in self._unit.groups if group.binding is binding).master.load(slot, value)
@@ -367,7 +360,7 @@ class FlatFSDP(ModuleWrapper):
                 "summon_full_params with writeback inside one without would lose what is written; pass "
                 "writeback=False here or writeback=True outside"
             )
-        with _whole(wrapped, gathering, writeback=writeback):
+        with whole_units(wrapped, gathering, writeback=writeback):
             yield
 
     def named_parameters(
@@ -406,100 +399,8 @@ class FlatFSDP(ModuleWrapper):
         raise TypeError("a FlatFSDP module cannot be pickled; save its state_dict() instead")
 
 
-def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters below `module` that no FlatFSDP owns, by name; validated before anything changes."""
-    found: dict[nn.Parameter, str] = {}
-    for path, owner in _own_modules(module):
-        if isinstance(owner, ModuleWrapper):
-            raise ValueError(
-                f"{path or 'the module'} is a {type(owner).__name__}, which has flat parameters of its own; "
-                "wrap the plain module"
-            )
-        taken = owner.__dict__.get("_flatfsdp_names", {})
-        for attribute, name in taken.items():
-            if attribute not in owner._parameters:
-                raise ValueError(_tied_message(f"{path}.{attribute}", name))
-        for attribute, parameter in owner._parameters.items():
-            if parameter is not None:
-                found.setdefault(parameter, f"{path}.{attribute}".lstrip("."))
-    for parameter, name in found.items():
-        owner_name = getattr(parameter, "_flatfsdp_name", None)
-        if owner_name is not None:
-            raise ValueError(_tied_message(name, owner_name))
-        if not parameter.is_floating_point():
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}; only floating-point parameters can be sharded"
-            )
-    return {name: parameter for parameter, name in found.items()}
-
-
-def _bindings(
-    module: nn.Module, parameters: Iterable[nn.Parameter], tensor: Ranks, *, fp8: bool
-) -> list[Binding]:
-    """Parameters that are treated alike together: trained and frozen ones, those stored in FP8 and others,
-    those that tensor-parallel ranks have parts of and those that all of them have."""
-    stored = roles(module, parameters) if fp8 else dict.fromkeys(parameters, Role.COMPUTE)
-    chosen: dict[tuple[bool, Role, Placement], list[nn.Parameter]] = {
-        each: [] for each in itertools.product((True, False), Role, Placement)
-    }
-    for parameter, role in stored.items():
-        chosen[parameter.requires_grad, role, placement_of(parameter, tensor)].append(parameter)
-    return [Binding.of(module, members, role, tensor) for (_, role, _), members in chosen.items() if members]
-
-
-def _tied_message(name: str, other: str) -> str:
-    return (
-        f"parameter {name} is tied to {other}, which another FlatFSDP unit has taken; wrap a module that "
-        "contains both, so that they live in one unit"
-    )
-
-
-def _own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """`module` and what is below it, but not what inner units have taken, each with its path."""
-    yield path, module
-    for name, child in module._modules.items():
-        if child is not None and not isinstance(child, FlatFSDP):
-            yield from _own_modules(child, f"{path}.{name}".lstrip("."))
-
-
-def _resolve_device(
-    device: torch.device | str | None, module: nn.Module, parameters: dict[str, nn.Parameter], grid: Grid
-) -> torch.device:
-    if device is None:
-        found = {m._device: f"unit {prefix.rstrip('.')}" for prefix, m in units_in(module)}
-        found |= {p.device: f"parameter {name}" for name, p in parameters.items() if not p.is_meta}
-        meta = next((name for name, p in parameters.items() if p.is_meta), None)
-        if meta is not None and not found:
-            raise ValueError(f"parameter {meta} is on the meta device; pass device= to say where it shall be")
-        if len(found) > 1:
-            places = ", ".join(f"{what} is on {where}" for where, what in found.items())
-            raise ValueError(f"{places}; pass device= to say where the whole module shall be")
-        device = next(iter(found), torch.device("cpu"))
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    for ranks in grid.dimensions:
-        if ranks.group is not None and device.type == "cpu" and str(dist.get_backend(ranks.group)) == "nccl":
-            raise ValueError(
-                "the process group is NCCL's and the parameters are on the CPU; pass device='cuda'"
-            )
-    return device
-
-
-def _prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Moves and casts the buffers outside inner units; tied ones stay tied."""
-    prepared: dict[Tensor, Tensor] = {}
-    for _, owner in _own_modules(module):
-        for name, buffer in owner._buffers.items():
-            if buffer is not None:
-                if buffer not in prepared:
-                    is_cast = buffer.is_floating_point() and name not in getattr(owner, "late_buffers", ())
-                    prepared[buffer] = buffer.to(device, dtype if is_cast else None)
-                owner._buffers[name] = prepared[buffer]
-
-
 @contextmanager
-def _whole(units: list[FlatFSDP], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
+def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
     """Ordinary parameters in these units, but for those that have them already."""
     flats = {unit: dict(unit._parameters) for unit in units if not unit._is_whole}
     groups = [group for unit in flats for group in unit._unit.groups]
@@ -517,55 +418,3 @@ def _whole(units: list[FlatFSDP], gathering: Gathering, *, writeback: bool) -> I
                 for name, flat in of_unit.items():
                     del unit.__dict__[name]
                     unit._parameters[name] = flat
-
-
-Model = nn.Module | Sequence[nn.Module]
-"""A model, or the stages of one that this rank has, in which layers have the names of the whole model."""
-
-
-def parts_of(model: Model) -> list[nn.Module]:
-    return [model] if isinstance(model, nn.Module) else list(model)
-
-
-def named_groups(model: Model) -> list[tuple[str, FlatGroup]]:
-    """Every flat group in `model` once, in registration order, with the prefix of its names.
-
-    Collective the first time, if `model` has not been used yet.
-
-    Raises:
-        ValueError: if there is no FlatFSDP module.
-    """
-    units: dict[FlatFSDP, str] = {}
-    for part in parts_of(model):
-        found = list(units_in(part))
-        if not found:
-            raise ValueError(f"{type(part).__name__} contains no FlatFSDP module; wrap it first")
-        for prefix, wrapped in found:
-            units.setdefault(wrapped, prefix)
-    for wrapped in units:
-        wrapped._init_root()
-    return [(prefix, group) for wrapped, prefix in units.items() for group in wrapped._unit.groups]
-
-
-def keys_of_slots(model: nn.Module) -> dict[tuple[FlatGroup, ParamSlot], list[str]]:
-    """Every state-dict key of every parameter: several for tied ones and for modules with several paths."""
-    keys: dict[tuple[FlatGroup, ParamSlot], list[str]] = {}
-    for prefix, wrapped in units_in(model):
-        for group in wrapped._unit.groups:
-            for slot, sites in zip(group.layout.slots, group.binding.sites, strict=True):
-                keys.setdefault((group, slot), []).extend(prefix + site.name for site in sites)
-    return keys
-
-
-def units_in(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, FlatFSDP]]:
-    """Every FlatFSDP in `module`, itself included, in registration order.
-
-    Each with the prefix of its parameters' original names: "" for `module` itself, else such as "blocks.0.".
-    One that has two paths comes up twice.
-    """
-    if isinstance(module, FlatFSDP):
-        yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None:
-            level = "" if isinstance(module, ModuleWrapper) else f"{name}."
-            yield from units_in(child, prefix + level)

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from flatfsdp.fsdp import Model, named_groups
 from flatfsdp.master import MasterShard, Portion
+from flatfsdp.walk import Model, named_groups
 
 Selection = Callable[[str, tuple[int, ...]], bool] | Iterable[str]
 """Which parameters: a predicate of (name, shape), or names as in the state dict."""

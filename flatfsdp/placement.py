@@ -2,7 +2,7 @@
 
 In:   the attributes that layers give to their parameters (`tensor_parallel.py`).
 Out:  a `Placement` for each parameter, and for a split one a `Partition`.
-Next: `fsdp.py` makes a flat group for each placement; `reduce.py` sums by it, `optim/clip.py` counts by it,
+Next: `ownership.py` keeps placements apart; `reduce.py` sums by them, `optim/clip.py` counts by them,
       and `checkpoint/` joins whole tensors.
 """
 

@@ -136,6 +136,18 @@ class ModuleWrapper(nn.Module, ABC):
                 self._load_slot(binding, slot, value)
 
 
+def prefixed_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """`module` and all modules below it, parents first, each with the prefix of its state-dict keys.
+
+    A wrapper has no level in them.  A module with several paths comes up once for each.
+    """
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            is_wrapped = isinstance(module, ModuleWrapper) and child is module.module
+            yield from prefixed_modules(child, prefix if is_wrapped else f"{prefix}{name}.")
+
+
 def _report_original_names(wrapper: ModuleWrapper, _incompatible_keys: object) -> None:
     """After a load: takes the level of `wrapper` out of the keys that the modules below it reported."""
     prefix, reports = wrapper._reports_from_below

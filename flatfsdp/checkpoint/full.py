@@ -10,11 +10,11 @@ from torch.utils._pytree import tree_map_only
 
 from flatfsdp.checkpoint.whole import joined, own_part, scattered_part
 from flatfsdp.comm import broadcast_object
-from flatfsdp.fsdp import keys_of_slots, named_groups, units_in
 from flatfsdp.layout import ParamSlot
 from flatfsdp.master import require_same_ranks
 from flatfsdp.summon import Gathering
 from flatfsdp.unshard import FlatGroup
+from flatfsdp.walk import keys_of_slots, named_groups, units_in
 
 
 def full_state_dict(

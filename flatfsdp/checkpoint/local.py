@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.fsdp import keys_of_slots, named_groups
 from flatfsdp.layout import FlatLayout, ParamSpec
 from flatfsdp.placement import Partition
 from flatfsdp.unshard import FlatGroup
-from flatfsdp.wrapper import ModuleWrapper
+from flatfsdp.walk import keys_of_slots, named_groups
+from flatfsdp.wrapper import prefixed_modules
 
 
 def local_state_dict(model: nn.Module) -> dict[str, Tensor]:
@@ -156,7 +156,7 @@ def _join(
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Every buffer that belongs to the state dict, under its original name."""
-    for prefix, owner in _modules(module):
+    for prefix, owner in prefixed_modules(module):
         for name, buffer in owner._buffers.items():
             if buffer is not None and name not in owner._non_persistent_buffers_set:
                 yield prefix + name, buffer
@@ -173,22 +173,13 @@ def adopt_late_buffers(model: nn.Module, saved: Mapping[str, torch.Size]) -> set
     """
     absent: set[str] = set()
     device = next((group.master.device for _, group in named_groups(model)), torch.device("cpu"))
-    for prefix, owner in _modules(model):
+    for prefix, owner in prefixed_modules(model):
         names = getattr(owner, "late_buffers", ())
         shapes = {name: saved[prefix + name] for name in names if prefix + name in saved}
         absent.update(prefix + name for name in names if name in owner._buffers and name not in shapes)
         if names:
-            owner.prepare_load(shapes, device)
+            owner.prepare_load(shapes, device)  # type: ignore[operator]
     return absent
-
-
-def _modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every module with the prefix that its tensors have in the unwrapped model's state dict."""
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None:
-            level = "" if isinstance(module, ModuleWrapper) else f"{name}."
-            yield from _modules(child, prefix + level)
 
 
 def _shards(model: nn.Module) -> Iterator[tuple[str, FlatGroup]]:

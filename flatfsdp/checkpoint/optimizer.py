@@ -17,8 +17,8 @@ from flatfsdp.checkpoint.optimizer_state import (
 )
 from flatfsdp.checkpoint.whole import joined, own_part, parts
 from flatfsdp.comm import broadcast_object, scatter
-from flatfsdp.fsdp import Model
 from flatfsdp.master import MasterShard, require_same_ranks
+from flatfsdp.walk import Model
 
 
 def full_optimizer_state_dict(

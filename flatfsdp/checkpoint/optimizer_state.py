@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm import all_gather_object
-from flatfsdp.fsdp import Model, named_groups
 from flatfsdp.layout import ParamSlot
 from flatfsdp.master import MasterShard, Portion
+from flatfsdp.walk import Model, named_groups
 
 
 @dataclass(frozen=True)

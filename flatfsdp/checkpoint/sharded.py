@@ -40,9 +40,9 @@ from flatfsdp.checkpoint.optimizer_state import (
     trained_masters,
 )
 from flatfsdp.comm import ALONE, Grid, Ranks, all_gather_object
-from flatfsdp.fsdp import Model, named_groups, parts_of
 from flatfsdp.layout import ParamSlot
 from flatfsdp.master import MasterShard, require_same_ranks
+from flatfsdp.walk import Model, named_groups, parts_of
 
 
 def save(path: str | os.PathLike[str], model: Model, optimizer: torch.optim.Optimizer | None = None) -> None:

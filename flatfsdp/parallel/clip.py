@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from flatfsdp.comm import Ranks
-from flatfsdp.fsdp import named_groups, units_in
 from flatfsdp.optim import clip_grad_norm
+from flatfsdp.walk import named_groups, units_in
 
 Part = nn.Module | PipelineStage
 

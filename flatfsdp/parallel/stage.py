@@ -35,9 +35,10 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils._pytree import tree_map_only
 
 from flatfsdp.fp8.autocast import StageRanks, inside_stage
-from flatfsdp.fsdp import FlatFSDP, units_in
 from flatfsdp.master import MasterShard
 from flatfsdp.root import Root
+from flatfsdp.unit_module import UnitModule
+from flatfsdp.walk import units_in
 
 SPLIT = {_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT}
 
@@ -277,7 +278,7 @@ def _exchanged(like: Tensors | None) -> Tensors | None:
     return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), like)
 
 
-def _stage_ranks(wrapped: FlatFSDP, pipeline: dist.ProcessGroup | None) -> StageRanks:
+def _stage_ranks(wrapped: UnitModule, pipeline: dist.ProcessGroup | None) -> StageRanks:
     """Whom FP8 regions in the stage share scales with."""
     ranks = dist.get_process_group_ranks(pipeline)
     others = frozenset(ranks) - {dist.get_rank()}
@@ -289,7 +290,7 @@ def _stage_ranks(wrapped: FlatFSDP, pipeline: dist.ProcessGroup | None) -> Stage
     return StageRanks(others, make_group)
 
 
-def _outermost(module: nn.Module, stage_index: int) -> list[FlatFSDP]:
+def _outermost(module: nn.Module, stage_index: int) -> list[UnitModule]:
     """The FlatFSDP modules in `module` that are in no other, each once."""
     units = dict.fromkeys(wrapped for _, wrapped in units_in(module))
     if not units:
@@ -308,7 +309,7 @@ def _outermost(module: nn.Module, stage_index: int) -> list[FlatFSDP]:
     return [wrapped for wrapped in units if wrapped not in inner]
 
 
-def _root_of(wrapped: FlatFSDP, stage_index: int) -> Root:
+def _root_of(wrapped: UnitModule, stage_index: int) -> Root:
     """Makes `wrapped` the root of what is inside it.  Collective over the ranks that have the same stage."""
     root = wrapped._init_root()
     if root.unit is not wrapped._unit:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP
-from flatfsdp.fsdp import units_in
+from flatfsdp.walk import units_in
 from tests.dist.models import Net, data
 
 UNITS = 4

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
-from flatfsdp.fsdp import units_in
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama, LlamaConfig, stage_layers
 from flatfsdp.parallel import FlatStage, ParallelMesh, make_mesh
+from flatfsdp.walk import units_in
 
 CONFIG = LlamaConfig(4, 64, 96, heads=4, kv_heads=2, vocab=48, seq=16)
 MICROBATCHES, STEPS = 4, 2

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleZBVZeroBubble
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
-from flatfsdp.fsdp import units_in
 from flatfsdp.parallel import FlatStage
+from flatfsdp.walk import units_in
 from tests.dist.models import VOCAB, WIDTH, Block
 
 MICROBATCHES, STEPS = 4, 3

@@ -12,12 +12,12 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint
 from flatfsdp.comm import Ranks
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
-from flatfsdp.fsdp import units_in
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import FlatStage, clip_grad_norm_
 from flatfsdp.placement import Placement
+from flatfsdp.walk import units_in
 from tests.dist.llamas import CONFIG, LlamaPipeline, mesh_of, samples
 from tests.dist.models import WIDTH, same
 from tests.dist.ranks import run_ranks

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
 from flatfsdp.comm import ALONE, Ranks
-from flatfsdp.fsdp import units_in
 from flatfsdp.tensor_parallel import declare_split, declare_whole, initialize
+from flatfsdp.walk import units_in
 from tests.dist.models import VOCAB, WIDTH
 
 HIDDEN, HEAD = 36, 3

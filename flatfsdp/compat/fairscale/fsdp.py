@@ -24,7 +24,8 @@ from flatfsdp.compat.fairscale import optim_state, options
 from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_reduce_scatter_group
 from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
 from flatfsdp.compat.fairscale.states import TrainingState
-from flatfsdp.fsdp import FlatFSDP, _whole, parameters_to_take
+from flatfsdp.fsdp import FlatFSDP, whole_units
+from flatfsdp.ownership import parameters_to_take
 from flatfsdp.summon import Gathering
 
 
@@ -343,7 +344,7 @@ class FullyShardedDataParallel(FlatFSDP):
             asked.rank0_only or self.state_dict_on_rank_0_only,
             asked.offload_to_cpu or self.state_dict_device.type == "cpu",
         )
-        return _whole([self], gathering, writeback=False)
+        return whole_units([self], gathering, writeback=False)
 
     # ---- sharded checkpoints ----------------------------------------------------------------------------
 

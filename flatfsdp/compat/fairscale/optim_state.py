@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from flatfsdp.checkpoint import full_optimizer_state_dict
-from flatfsdp.fsdp import named_groups, units_in
 from flatfsdp.layout import ParamSlot
 from flatfsdp.master import MasterShard
+from flatfsdp.walk import named_groups, units_in
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
