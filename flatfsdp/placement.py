@@ -146,6 +146,9 @@ def check_marks(path: str, owner: nn.Module) -> None:
     exchanges = getattr(owner, "exchanges", None) or {}
     if all(exchange.ranks.size == 1 for exchange in exchanges.values()):
         return
+    for exchange in exchanges.values():
+        # Raises where nobody knows which they are.
+        _ = exchange.ranks.group
     for name, parameter in owner._parameters.items():
         if parameter is not None and not hasattr(parameter, "tensor_model_parallel"):
             raise ValueError(

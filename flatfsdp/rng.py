@@ -63,6 +63,13 @@ class RNGTracker:
     def __init__(self, tp_group: dist.ProcessGroup | None = None) -> None:
         self._ranks = Ranks.of(tp_group)
 
+    @classmethod
+    def over(cls, ranks: Ranks) -> RNGTracker:
+        """Of ranks that may get their group later."""
+        tracker = cls()
+        tracker._ranks = ranks
+        return tracker
+
     @contextmanager
     def fork(self) -> Iterator[None]:
         """Inside, the default generators differ from rank to rank.

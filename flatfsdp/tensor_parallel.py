@@ -18,6 +18,7 @@ Transformer Engine's and Megatron's, but for partition_sizes and tensor_parallel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -31,6 +32,41 @@ from flatfsdp.comm import ALONE, Pending, Ranks, start_all_gather, start_all_red
 
 Mode = Literal["column", "row"]
 """How a linear map is split: by its weight's rows, which are columns of the result, or by its columns."""
+
+
+class LateRanks(Ranks):
+    """Ranks of which only the number is known, until a layer is given their group.
+
+    Raises:
+        RuntimeError: where group or rank are asked for before.
+    """
+
+    def __init__(self, layer: str, size: int) -> None:
+        vars(self).update(size=size, _layer=layer, _found=None)
+
+    @property
+    def found(self) -> Ranks | None:
+        found: Ranks | None = vars(self)["_found"]
+        return found
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        return self._required().group
+
+    @property
+    def rank(self) -> int:
+        return self._required().rank
+
+    def _required(self) -> Ranks:
+        if self.found is None:
+            raise RuntimeError(
+                f"{vars(self)['_layer']}: tp_size is {self.size}, and nobody has said which ranks these are; "
+                "call set_tensor_parallel_group(tp_group) first, or pass tp_group to the constructor"
+            )
+        return self.found
+
+    def find(self, ranks: Ranks) -> None:
+        vars(self)["_found"] = ranks
 
 
 @dataclass(frozen=True)
@@ -56,14 +92,15 @@ class TensorParallel:
     ) -> TensorParallel:
         """
         Args:
+            tp_group: without it and with a tp_size, the ranks are found out later; see `Shared`.
             tp_size: of the group; may be left out (1) where the group is given.
 
         Raises:
-            ValueError: if size and group differ, or the group is missing, or there is nothing to overlap.
+            ValueError: if size and group differ, or there is nothing to overlap.
         """
-        ranks = Ranks.of(tp_group)
-        if tp_group is None and tp_size != 1:
-            raise ValueError(f"{layer}: tp_size is {tp_size} without a group; pass tp_group, too")
+        if tp_size < 1:
+            raise ValueError(f"{layer}: tp_size is {tp_size}; it must be at least 1")
+        ranks = Ranks.of(tp_group) if tp_group is not None or tp_size == 1 else LateRanks(layer, tp_size)
         if tp_size not in (1, ranks.size):
             raise ValueError(
                 f"{layer}: tp_size is {tp_size}, and tp_group has {ranks.size} ranks; leave tp_size out"
@@ -149,7 +186,10 @@ class Exchange:
 
         Raises:
             ValueError: if there is no sequence, or the ranks cannot share it equally.
+            RuntimeError: if nobody has said which ranks these are.
         """
+        if self.mode is not None:
+            _ = self.ranks.group
         if not (self.gathers_input or self.gathers_grad):
             return tuple(shape[:-1])
         if len(shape) < 2:
@@ -237,7 +277,8 @@ def _declare(
     partial_grad: bool,
     ranks: Ranks | None,
 ) -> None:
-    shared_by = () if ranks is None or ranks.size == 1 else tuple(ranks.global_ranks)
+    is_said = ranks is not None and ranks.size > 1 and are_known(ranks)
+    shared_by = tuple(ranks.global_ranks) if ranks is not None and is_said else ()
     values = (is_split, dim, sizes, max(1, len(sizes)), partial_grad, shared_by)
     vars(parameter).update(zip(_MARKS, values, strict=True))
 
@@ -252,7 +293,60 @@ _MARKS = (
 )
 
 
-class Declaring(nn.Module):
+class Shared(nn.Module):
+    """A layer that several ranks may share, or that has such layers inside."""
+
+    _parallel = TensorParallel(ALONE)
+
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        """Says which ranks share a layer that was made with a tp_size and without a tp_group, as in
+        Transformer Engine, and initialises its weights, which were NaN, unless they have been loaded.
+
+        Call it before the layer is used or wrapped, in the same order on all ranks.  The layers inside are
+        told, too.
+
+        Raises:
+            ValueError: if the group has another size than tp_size, or the layer has another group.
+        """
+        ranks = Ranks.of(tp_group)
+        layers = [layer for layer in self.modules() if isinstance(layer, Shared)]
+        split = [layer for layer in layers if layer._parallel.ranks.size > 1]
+        if ranks.size > 1 and not split:
+            raise ValueError(
+                f"{type(self).__name__}: tp_group has {ranks.size} ranks, and the layer was made whole, for "
+                f"one; pass tp_size={ranks.size} to the constructor"
+            )
+        for layer in split:
+            layer._check_group(ranks)
+        for layer in split:
+            layer._set_ranks(ranks)
+
+    def _check_group(self, ranks: Ranks) -> None:
+        own, name = self._parallel.ranks, type(self).__name__
+        if own.size != ranks.size:
+            raise ValueError(
+                f"{name}: tp_size is {own.size}, and tp_group has {ranks.size} ranks; make both the same"
+            )
+        known = own.found if isinstance(own, LateRanks) else own
+        if known is not None and known.global_ranks != ranks.global_ranks:
+            raise ValueError(
+                f"{name}: ranks {known.global_ranks} share it already, so {ranks.global_ranks} cannot"
+            )
+
+    def _set_ranks(self, ranks: Ranks) -> None:
+        late = self._parallel.ranks
+        if not isinstance(late, LateRanks) or late.found is not None:
+            return
+        late.find(ranks)
+        split = [p for p in self._parameters.values() if getattr(p, "tensor_model_parallel", False)]
+        for parameter in self._parameters.values():
+            if parameter is not None and _marks_of(parameter):
+                vars(parameter)["tensor_parallel_ranks"] = tuple(ranks.global_ranks)
+        if any(p is not None and not p.is_meta and bool(p.isnan().any()) for p in split):
+            self.reset_parameters()  # type: ignore[operator]
+
+
+class Declaring(Shared):
     """A layer whose parameters stay marked when others take their place.
 
     Others come with memory (`to_empty`), are loaded (`load_state_dict(assign=True)`), assigned or copied, and
@@ -295,6 +389,11 @@ def _mark_like(parameter: nn.Parameter | None, marks: dict[str, Any]) -> None:
         vars(parameter).update(marks)
 
 
+def are_known(ranks: Ranks) -> bool:
+    """Whether it has been said which they are."""
+    return not isinstance(ranks, LateRanks) or ranks.found is not None
+
+
 def part_of(whole: Tensor, dim: int, sizes: Sequence[int], ranks: Ranks) -> Tensor:
     """This rank's part of a whole tensor: its piece of each of the parts of `sizes`."""
     pieces = [part.chunk(ranks.size, dim)[ranks.rank] for part in whole.split(list(sizes), dim)]
@@ -310,6 +409,9 @@ def initialize(parameter: nn.Parameter, init_method: Callable[[Tensor], Any], ra
     """
     if not getattr(parameter, "tensor_model_parallel", False) or ranks.size == 1:
         init_method(parameter)
+        return
+    if not are_known(ranks):
+        parameter.fill_(math.nan)
         return
     dim, sizes = parameter.partition_dim, parameter.partition_sizes  # type: ignore[attr-defined]
     shape = list(parameter.shape)

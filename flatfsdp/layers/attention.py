@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp.fp8.module import ignore_extra_state
 from flatfsdp.layers.dropout import OwnNumbers
 from flatfsdp.layers.masks import CAUSAL, UNLIMITED, Window, WindowMasks, resolve_window, visible_keys
 from flatfsdp.layers.sdpa import attention
-from flatfsdp.tensor_parallel import GetTracker, TensorParallel
+from flatfsdp.tensor_parallel import GetTracker, Shared, TensorParallel
 
 _FORMATS = ("sbhd", "bshd")
 
 
-class DotProductAttention(nn.Module):
+class DotProductAttention(Shared):
     """softmax(scale * q k^T) v over torch's attention, with Transformer Engine's arguments.
 
     Query, key and value are read in place, whatever their strides, such as views of one joint projection.
@@ -70,7 +70,7 @@ class DotProductAttention(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        parallel = TensorParallel.of(name, tp_group, tp_size, sequence_parallel)
+        self._parallel = parallel = TensorParallel.of(name, tp_group, tp_size, sequence_parallel)
         groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         if groups < 1 or num_attention_heads % groups:
             raise ValueError(
@@ -91,7 +91,7 @@ class DotProductAttention(nn.Module):
         self.softmax_scale = softmax_scale
         self.layer_number = layer_number
         self._windows = WindowMasks()
-        self._numbers = OwnNumbers(get_rng_state_tracker, tp_group)
+        self._numbers = OwnNumbers(get_rng_state_tracker, parallel.ranks)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatfsdp.comm import Ranks
 from flatfsdp.kernels.column_sum import column_sum
 from flatfsdp.kernels.dropout import WORDS, counters, dropout_backward, dropout_forward
 from flatfsdp.rng import RNGTracker
@@ -48,10 +48,11 @@ class OwnNumbers:
     Args:
         get_tracker: gives an object with `fork()`, as Transformer Engine's and Megatron's; default: an
             `RNGTracker`.
+        ranks: that share the layer.
     """
 
-    def __init__(self, get_tracker: GetTracker | None, tp_group: dist.ProcessGroup | None) -> None:
-        self._tracker = RNGTracker(tp_group) if get_tracker is None else get_tracker()
+    def __init__(self, get_tracker: GetTracker | None, ranks: Ranks) -> None:
+        self._tracker = RNGTracker.over(ranks) if get_tracker is None else get_tracker()
 
     def drawn(self, are_drawn: bool) -> AbstractContextManager[Any]:
         """Inside, this rank's own; nothing happens unless there are any to draw."""

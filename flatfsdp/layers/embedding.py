@@ -21,7 +21,14 @@ from flatfsdp.autograd import receives_gradient
 from flatfsdp.fp8.main_grad import claim
 from flatfsdp.kernels.embedding import embedding_grad
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
-from flatfsdp.tensor_parallel import Declaring, Exchange, TensorParallel, declare_split, initialize
+from flatfsdp.tensor_parallel import (
+    Declaring,
+    Exchange,
+    TensorParallel,
+    are_known,
+    declare_split,
+    initialize,
+)
 
 
 class Embedding(Declaring):
@@ -62,19 +69,18 @@ class Embedding(Declaring):
         super().__init__()
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise ValueError(f"padding_idx is {padding_idx}; the table has {num_embeddings} rows")
-        self.parallel = TensorParallel.of("Embedding", tp_group, tp_size, sequence_parallel)
-        rows = self.parallel.share("Embedding", "num_embeddings", num_embeddings)
+        self._parallel = TensorParallel.of("Embedding", tp_group, tp_size, sequence_parallel)
+        rows = self._parallel.share("Embedding", "num_embeddings", num_embeddings)
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.init_method = normal_init if init_method is None else init_method
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.weight = new_parameter(rows, embedding_dim, dtype=params_dtype, device=device)
-        self._first_row = self.parallel.ranks.rank * rows
         # The summed rows of a linear map that is split by its input.
-        self._exchange = self.parallel.exchange("row")
+        self._exchange = self._parallel.exchange("row")
         if self._is_split:
-            declare_split(self.weight, 0, (num_embeddings,), self.parallel.ranks)
+            declare_split(self.weight, 0, (num_embeddings,), self._parallel.ranks)
         self.reset_parameters()
 
     @property
@@ -86,6 +92,10 @@ class Embedding(Declaring):
         return self._exchange.sums_output
 
     @property
+    def _first_row(self) -> int:
+        return self._parallel.ranks.rank * len(self.weight)
+
+    @property
     def _padding_row(self) -> int | None:
         """Of this rank's rows."""
         row = -1 if self.padding_idx is None else self.padding_idx - self._first_row
@@ -95,8 +105,8 @@ class Embedding(Declaring):
     def reset_parameters(self) -> None:
         """Initialises the table where it is; nothing on the meta device."""
         if not self.weight.is_meta:
-            initialize(self.weight, self.init_method, self.parallel.ranks)
-            if self._padding_row is not None:
+            initialize(self.weight, self.init_method, self._parallel.ranks)
+            if are_known(self._parallel.ranks) and self._padding_row is not None:
                 self.weight[self._padding_row].zero_()
 
     def forward(self, ids: Tensor, is_first_microbatch: bool | None = None) -> Tensor:

@@ -115,7 +115,7 @@ class LayerNormMLP(FP8Module):
             raise ValueError(f"LayerNormMLP: activation is {activation!r}; there are {', '.join(NAMES)}")
         parallel = TensorParallel.of("LayerNormMLP", tp_group, tp_size, sequence_parallel, tp_overlap)
         modes: tuple[Mode | None, Mode | None] = ("column", "row") if set_parallel_mode else (None, None)
-        self._ranks = parallel.ranks
+        self._parallel = parallel
         self.exchanges = {
             name: parallel.exchange(mode) for name, mode in zip(self.linear_maps, modes, strict=True)
         }
@@ -161,7 +161,7 @@ class LayerNormMLP(FP8Module):
             strict=True,
         ):
             if not weight.is_meta:
-                initialize(weight, init, self._ranks)
+                initialize(weight, init, self._parallel.ranks)
                 if bias is not None:
                     bias.zero_()
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatfsdp.fp8.linear import FuseWgrad
 from flatfsdp.layers.attention import DotProductAttention
@@ -25,12 +25,12 @@ from flatfsdp.layers.projection import LinearOptions
 from flatfsdp.layers.qk_norm import make_qk_norm
 from flatfsdp.layers.qkv import split_qkv
 from flatfsdp.layers.rotary import RotaryPositionEmbedding, RotaryTables, apply_rotary
-from flatfsdp.tensor_parallel import GetTracker, TensorParallel
+from flatfsdp.tensor_parallel import GetTracker, Shared, TensorParallel
 
 Tables = RotaryTables | tuple[Tensor, Tensor]
 
 
-class MultiheadAttention(nn.Module):
+class MultiheadAttention(Shared):
     """Self-attention with Transformer Engine's arguments and parameter names.
 
     Args:
@@ -107,6 +107,7 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         parallel = TensorParallel.of("MultiheadAttention", tp_group, tp_size, sequence_parallel)
+        self._parallel = parallel
         if parallel.sequence_parallel and not set_parallel_mode:
             raise ValueError("sequence_parallel needs set_parallel_mode=True: attention sees whole sequences")
         if parallel.sequence_parallel and qkv_format != "sbhd":
@@ -145,6 +146,7 @@ class MultiheadAttention(nn.Module):
             window_size,
             layer_number=layer_number,
             tp_group=tp_group if set_parallel_mode else None,
+            tp_size=tp_size if set_parallel_mode else 1,
             sequence_parallel=sequence_parallel,
             get_rng_state_tracker=get_rng_state_tracker,
         )

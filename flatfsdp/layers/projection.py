@@ -32,7 +32,7 @@ class LinearOptions(TypedDict, total=False):
         parallel_mode: how the ranks of `tp_group` share the weight: "column", by out_features, "row", by
             in_features, or None, not at all.  Sizes given are those of the whole weight.
         tp_group: ranks that share the layer.
-        tp_size: their number; may be left out.
+        tp_size: their number; may be left out.  Without a tp_group: `set_tensor_parallel_group` brings it.
         sequence_parallel: what a column layer is given, and a row layer returns, is split over the ranks
             along dimension 0, the sequence.
         tp_overlap: on GPUs, with sequence_parallel: cut into chunks what would have to be sent before a

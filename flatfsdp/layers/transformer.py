@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatfsdp.fp8.linear import FuseWgrad
 from flatfsdp.layers.dropout import OwnNumbers, bias_dropout_add
@@ -24,10 +24,10 @@ from flatfsdp.layers.masks import Window
 from flatfsdp.layers.multihead_attention import MultiheadAttention, Tables
 from flatfsdp.layers.norm import LayerNorm, RMSNorm
 from flatfsdp.layers.parameters import InitMethod
-from flatfsdp.tensor_parallel import GetTracker, TensorParallel
+from flatfsdp.tensor_parallel import GetTracker, Shared, TensorParallel
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(Shared):
     """One layer of a GPT, with Transformer Engine's arguments and parameter names.
 
     Args:
@@ -104,6 +104,7 @@ class TransformerLayer(nn.Module):
     ) -> None:
         super().__init__()
         parallel = TensorParallel.of("TransformerLayer", tp_group, tp_size, sequence_parallel)
+        self._parallel = parallel
         if layer_type != "encoder":
             raise ValueError(
                 f"layer_type is {layer_type!r}; there is no cross-attention, so it must be 'encoder'"
@@ -121,7 +122,7 @@ class TransformerLayer(nn.Module):
             )
         self.hidden_dropout = hidden_dropout
         self._splits_sequence = parallel.sequence_parallel
-        self._numbers = OwnNumbers(get_rng_state_tracker, tp_group)
+        self._numbers = OwnNumbers(get_rng_state_tracker, parallel.ranks)
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
         # Without dropout the product adds the bias, and its gradient comes with the cast of dy.

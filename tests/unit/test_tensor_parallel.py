@@ -47,5 +47,5 @@ def test_sizes_that_ranks_cannot_share() -> None:
     assert split.share("Linear", "out_features", 12) == 3
     with pytest.raises(ValueError, match="Linear: out_features is 10, which 4 tensor-parallel ranks"):
         split.share("Linear", "out_features", 10)
-    with pytest.raises(ValueError, match="tp_size is 2 without a group"):
-        TensorParallel.of("Linear", None, 2, False)
+    with pytest.raises(ValueError, match="tp_size is 0; it must be at least 1"):
+        TensorParallel.of("Linear", None, 0, False)

@@ -250,7 +250,7 @@ def test_initial_values() -> None:
     [
         ({"activation": "tanh"}, ValueError, "tanh.*swiglu"),
         ({"normalization": "BatchNorm"}, ValueError, "BatchNorm"),
-        ({"tp_size": 4}, ValueError, "tp_size is 4 without a group"),
+        ({"tp_size": 0}, ValueError, "tp_size is 0"),
     ],
 )
 def test_options_that_do_not_fit(options: Any, error: type, message: str) -> None:

@@ -352,7 +352,7 @@ def test_a_second_derivative_is_refused(layer_type: type, recipe: Any) -> None:
     ("options", "error", "message"),
     [
         ({"parallel_mode": "diagonal"}, ValueError, "parallel_mode"),
-        ({"tp_size": 2}, ValueError, "tp_size is 2 without a group"),
+        ({"tp_size": -1}, ValueError, "tp_size is -1"),
         ({"parameters_split": {"q": 16, "k": 16}}, ValueError, "48"),
         ({"parameters_split": ["a", "b", "c", "d", "e"]}, ValueError, "48"),
         ({"parameters_split": []}, ValueError, "parameters_split"),

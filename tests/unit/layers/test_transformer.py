@@ -282,7 +282,7 @@ def test_initial_values() -> None:
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "parallel_attention_mlp goes neither"),
         ({"fuse_wgrad_accumulation": True}, "needs fuse_qkv_params=True"),
         ({"attn_input_format": "thd"}, "qkv_format is 'thd'"),
-        ({"tp_size": 2}, "tp_size is 2 without a group"),
+        ({"tp_size": 3, "set_parallel_mode": True}, "which 3 tensor-parallel ranks"),
     ],
 )
 def test_contradicting_options_are_named(arguments: dict[str, Any], message: str) -> None:
