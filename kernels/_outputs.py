@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import torch
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from torch import Tensor
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -232,9 +232,17 @@ def _sum_bands_kernel(
 def sum_bands(bands: Tensor, out: Tensor) -> None:
     """Sums FP32 [.., n, cols] over n into [.., cols], both contiguous."""
     n, cols = bands.shape[-2:]
-    tile, is_early = find("sum_bands", bands.dtype, cols), starts_early(bands.device)
-    tile = tile._replace(rows=min(tile.rows, power_of_two(n)))
-    with on_device_of(bands):
-        _sum_bands_kernel[(cdiv(cols, tile.cols), out.numel() // cols if cols else 0)](
-            *(bands, out, n, cols, is_early, tile.rows, tile.cols), **tile.options, launch_pdl=is_early
-        )
+    matrices, tile = out.numel() // cols if cols else 0, find("sum_bands", bands.dtype, cols)
+    _sum_bands(matrices, n, cols, tile, starts_early(bands.device))(bands, out)
+
+
+@for_each_shape
+def _sum_bands(matrices: int, bands: int, cols: int, tile: Tile, is_early: bool) -> Launch:
+    rows = min(tile.rows, power_of_two(bands))
+    return Launch(
+        _sum_bands_kernel,
+        (cdiv(cols, tile.cols), matrices),
+        *(bands, cols, is_early, rows, tile.cols),
+        **tile.options,
+        launch_pdl=is_early,
+    )

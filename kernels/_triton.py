@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -21,9 +23,72 @@ except ImportError:  # a machine without a GPU
         return fn
 
 
+_HERE = nullcontext()
+
+
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """Launches inside go to the tensor's device; the interpreter runs kernels on CPU tensors."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+        return _HERE
+    return torch.cuda.device(tensor.device)
+
+
+POINTER_ALIGNMENT = 16
+"""Bytes.  Triton compiles another variant where the address of an argument is no multiple of it."""
+
+
+class Launch:
+    """A kernel with its grid, its numbers and its options, to be started with one list of tensors or another.
+
+    Triton looks at every argument of every call to find the variant that it has compiled for such ones, which
+    takes twice as long as the launch itself.  Here numbers are the same in all calls, and of tensors only
+    dtypes and addresses are looked at.
+
+    Args:
+        kernel: takes tensors, or None in place of them, and then numbers.
+        grid: programs in each of one to three dimensions.
+        numbers: sizes, and whatever else is no tensor.
+        options: such as num_warps.
+    """
+
+    def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **options: Any) -> None:
+        self._grid = (*grid, 1, 1)[:3]
+        self._kernel = kernel
+        self._numbers = numbers
+        self._options = options
+        self._variants: dict[tuple[Any, ...], Callable[..., None]] = {}
+
+    def __call__(self, first: Tensor, *others: Tensor | None) -> None:
+        """Starts it on the device of `first`, where all tensors are, in the current stream."""
+        if not first.is_cuda:
+            self._find_and_start(first, *others)
+            return
+        device = first.get_device()
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                self(first, *others)
+            return
+        tensors = (first, *others)
+        addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+        variant = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
+        if reduce(or_, addresses) % POINTER_ALIGNMENT:
+            variant = (*variant, *[address % POINTER_ALIGNMENT == 0 for address in addresses])
+        start = self._variants.get(variant)
+        if start is not None:
+            stream = torch._C._cuda_getCurrentRawStream(device)
+            start(*addresses, *self._numbers, stream=stream)
+            return
+        compiled = self._find_and_start(*tensors)
+        if compiled is not None:
+            self._variants[variant] = compiled[self._grid]
+
+    def _find_and_start(self, *tensors: Tensor | None) -> Any:
+        """As Triton does it; returns what it has compiled, and None in the interpreter."""
+        return self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+
+
+for_each_shape = lru_cache(maxsize=4096)
+"""Keeps what a function makes for each combination of sizes and dtypes, such as a `Launch`."""
 
 
 TRITON_NAMES = {torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}
@@ -39,4 +104,13 @@ def cdiv(value: int, divisor: int) -> int:
     return -(-value // divisor)
 
 
-__all__ = ["cdiv", "jit", "on_device_of", "tl", "triton", "triton_dtype"]
+__all__ = [
+    "Launch",
+    "cdiv",
+    "for_each_shape",
+    "jit",
+    "on_device_of",
+    "tl",
+    "triton",
+    "triton_dtype",
+]

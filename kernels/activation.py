@@ -35,7 +35,7 @@ from flatfsdp.kernels._outputs import (
 )
 from flatfsdp.kernels._pairs import WHOLE_ROWS, larger_magnitude, load_row_pairs, store_pairs
 from flatfsdp.kernels._tiles import Tile, find
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from torch import Tensor
 
 GATED = {"geglu": "gelu", "swiglu": "silu", "reglu": "relu"}
@@ -259,6 +259,30 @@ def _backward_kernel(
             tl.store(band_sums_ptr + cols + at, tl.sum(linear_sums, axis=0), at < cols_left)
 
 
+@for_each_shape
+def _forward(rows: int, cols: int, kind: str, is_gated: bool, tile: Tile) -> Launch:
+    return Launch(
+        _forward_kernel,
+        (cdiv(rows, tile.rows) * cdiv(cols, tile.cols),),
+        *(rows, cols, kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC),
+        *(rows % WHOLE_ROWS == 0, tile.rows // 2, tile.cols),
+        **tile.options,
+    )
+
+
+@for_each_shape
+def _backward(rows: int, cols: int, kind: str, is_gated: bool, tile: Tile, vector: int) -> Launch:
+    bands = cdiv(rows, tile.rows * tile.steps)
+    return Launch(
+        _backward_kernel,
+        (bands * cdiv(cols, tile.cols),),
+        *(rows, cols, kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC),
+        *(rows % WHOLE_ROWS == 0, tile.rows // 2, tile.cols, tile.stages, tile.steps),
+        min(tile.rows // 2, rows_at_once(tile, vector)),
+        **tile.options,
+    )
+
+
 def forward_launch(
     x: Tensor,
     kind: str,
@@ -271,13 +295,7 @@ def forward_launch(
 ) -> None:
     rows, cols = x.shape[0], x.shape[1] // (2 if is_gated else 1)
     tile = forward_tile(x.dtype, cols, is_gated, columnwise is not None)
-    with on_device_of(x):
-        _forward_kernel[(cdiv(rows, tile.rows) * cdiv(cols, tile.cols),)](
-            *(x, out, rowwise, columnwise, scale, amax, rows, cols),
-            *(kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC),
-            *(rows % WHOLE_ROWS == 0, tile.rows // 2, tile.cols),
-            **tile.options,
-        )
+    _forward(rows, cols, kind, is_gated, tile)(x, out, rowwise, columnwise, scale, amax)
 
 
 def backward_launch(
@@ -294,16 +312,11 @@ def backward_launch(
 ) -> None:
     rows, cols = dy.shape
     tile = backward_tile(x.dtype, cols, is_gated, columnwise is not None, column_sum is not None)
-    bands = cdiv(rows, tile.rows * tile.steps)
-    band_sums = None if column_sum is None else column_sum.new_empty(bands, x.shape[1])
-    with on_device_of(x):
-        _backward_kernel[(bands * cdiv(cols, tile.cols),)](
-            *(dy, x, dx, rowwise, columnwise, band_sums, scale, amax, rows, cols),
-            *(kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC),
-            *(rows % WHOLE_ROWS == 0, tile.rows // 2, tile.cols, tile.stages, tile.steps),
-            min(tile.rows // 2, rows_at_once(tile, vector_of(x, rowwise))),
-            **tile.options,
-        )
+    band_sums = None
+    if column_sum is not None:
+        band_sums = column_sum.new_empty(cdiv(rows, tile.rows * tile.steps), x.shape[1])
+    start = _backward(rows, cols, kind, is_gated, tile, vector_of(x, rowwise))
+    start(dy, x, dx, rowwise, columnwise, band_sums, scale, amax)
     if band_sums is not None and column_sum is not None:
         sum_bands(band_sums, column_sum)
 

@@ -42,7 +42,7 @@ from flatfsdp.kernels._pairs import (
     widened,
 )
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, on_device_of, tl
 from flatfsdp.kernels.flat import (
     LOAD_BYTES,
     device_table,
@@ -113,6 +113,17 @@ def _cast_kernel(
     )
 
 
+@for_each_shape
+def _cast_launch(rows: int, cols: int, tile: Tile, is_early: bool) -> Launch:
+    return Launch(
+        _cast_kernel,
+        (cdiv(rows, tile.rows) * cdiv(cols, tile.cols),),
+        *(rows, cols, is_early, rows % WHOLE_ROWS == 0, tile.rows // 2, tile.cols),
+        **tile.options,
+        launch_pdl=is_early,
+    )
+
+
 def launch(
     x: Tensor,
     scale: Tensor,
@@ -122,19 +133,10 @@ def launch(
     column_sum: Tensor | None,
 ) -> None:
     rows, cols = x.shape
-    tile, is_early = (
-        find("cast" if column_sum is None else "cast, sum", x.dtype, cols),
-        starts_early(x.device),
-    )
-    bands = cdiv(rows, tile.rows)
-    band_sums = None if column_sum is None else column_sum.new_empty(bands, cols)
-    with on_device_of(x):
-        _cast_kernel[(bands * cdiv(cols, tile.cols),)](
-            *(x, scale, rowwise, columnwise, amax, band_sums, rows, cols),
-            *(is_early, rows % WHOLE_ROWS == 0, tile.rows // 2, tile.cols),
-            **tile.options,
-            launch_pdl=is_early,
-        )
+    tile = find("cast" if column_sum is None else "cast, sum", x.dtype, cols)
+    band_sums = None if column_sum is None else column_sum.new_empty(cdiv(rows, tile.rows), cols)
+    start = _cast_launch(rows, cols, tile, starts_early(x.device))
+    start(x, scale, rowwise, columnwise, amax, band_sums)
     if band_sums is not None and column_sum is not None:
         sum_bands(band_sums, column_sum)
 
@@ -198,10 +200,13 @@ def _max_abs_kernel(x_ptr, amax_ptr, numel, BLOCK: tl.constexpr):
     record_amax(amax_ptr, tl.load(x_ptr + index, index < numel, 0.0).to(tl.float32))
 
 
+@for_each_shape
+def _max_abs_launch(numel: int, tile: Tile) -> Launch:
+    return Launch(_max_abs_kernel, (cdiv(numel, tile.cols),), numel, tile.cols, **tile.options)
+
+
 def max_abs_launch(x: Tensor, amax: Tensor) -> None:
-    tile = find("max_abs", x.dtype, x.shape[1])
-    with on_device_of(x):
-        _max_abs_kernel[(cdiv(x.numel(), tile.cols),)](x, amax, x.numel(), tile.cols, **tile.options)
+    _max_abs_launch(x.numel(), find("max_abs", x.dtype, x.shape[1]))(x, amax)
 
 
 _max_abs = operator(
@@ -302,15 +307,15 @@ def _transpose_kernel(
     _transpose_block(q_ptr, out_ptr, rows, cols, block, WHOLE, BLOCK_ROWS, BLOCK_COLS)
 
 
+@for_each_shape
+def _transpose_launch(rows: int, cols: int, tile: Tile, whole: bool) -> Launch:
+    programs = cdiv(rows, tile.rows) * cdiv(cols, tile.cols)
+    return Launch(_transpose_kernel, (programs,), rows, cols, whole, tile.rows, tile.cols, **tile.options)
+
+
 def transpose_launch(q: Tensor, out: Tensor) -> None:
-    rows, cols = q.shape
-    tile = find("transpose", q.dtype, cols)
-    with on_device_of(q):
-        _transpose_kernel[(_blocks(q, tile),)](
-            *(q.view(torch.uint8), out.view(torch.uint8), rows, cols),
-            *(is_whole(q, out), tile.rows, tile.cols),
-            **tile.options,
-        )
+    start = _transpose_launch(*q.shape, find("transpose", q.dtype, q.shape[1]), is_whole(q, out))
+    start(q.view(torch.uint8), out.view(torch.uint8))
 
 
 _transpose = operator(

@@ -15,7 +15,7 @@ import torch
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import check_input, check_like, fold, rows_at_once, sum_bands, vector_of
 from flatfsdp.kernels._tiles import Tile, find
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from torch import Tensor
 
 PROGRAMS = 128
@@ -57,17 +57,22 @@ def _column_sum_kernel(
     tl.store(out_ptr + band * cols + col, tl.sum(sums, axis=0), col_mask)
 
 
+@for_each_shape
+def _launch(rows: int, cols: int, bands: int, steps: int, tile: Tile, vector: int) -> Launch:
+    return Launch(
+        _column_sum_kernel,
+        (cdiv(cols, tile.cols), bands),
+        *(rows, cols, steps, tile.rows, tile.cols, tile.stages, rows_at_once(tile, vector)),
+        **tile.options,
+    )
+
+
 def launch(x: Tensor, out: Tensor) -> None:
     rows, cols = x.shape
     tile = find("column_sum", x.dtype, cols)
     bands, steps = division(rows, cols, tile)
     sums = out if bands == 1 else out.new_empty(bands, cols)
-    with on_device_of(x):
-        _column_sum_kernel[(cdiv(cols, tile.cols), bands)](
-            *(x, sums, rows, cols, steps),
-            *(tile.rows, tile.cols, tile.stages, rows_at_once(tile, vector_of(x))),
-            **tile.options,
-        )
+    _launch(rows, cols, bands, steps, tile, vector_of(x))(x, sums)
     if bands > 1:
         sum_bands(sums, out)
 

@@ -16,7 +16,7 @@ import torch
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import check_like
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from torch import Tensor
 
 
@@ -92,17 +92,29 @@ def _join_kernel(
 
 
 def launch(out: Tensor, query: Tensor, key: Tensor, value: Tensor, interleaved: bool) -> None:
-    seq, batch, heads, dim = query.shape
-    groups = key.shape[2]
+    strides = (*_strides(query), *_strides(key), *_strides(value))
+    start = _launch(query.shape, key.shape[2], strides, interleaved, query.dtype)
+    start(out, query, key, value)
+
+
+@for_each_shape
+def _launch(
+    shape: tuple[int, ...], groups: int, strides: tuple[int, ...], interleaved: bool, dtype: torch.dtype
+) -> Launch:
+    """
+    Args:
+        shape: of the query.
+        strides: as `_strides` gives them, of query, key and value.
+    """
+    seq, batch, heads, dim = shape
     slots = heads + 2 * groups
-    block = tile(query.dtype, slots, dim)
-    with on_device_of(out):
-        _join_kernel[(seq * batch, cdiv(slots, block.rows))](
-            *(out, query, key, value, batch, heads, groups),
-            *(*_strides(query), *_strides(key), *_strides(value)),
-            *(dim, interleaved, block.rows, block.cols),
-            **block.options,
-        )
+    block = tile(dtype, slots, dim)
+    return Launch(
+        _join_kernel,
+        (seq * batch, cdiv(slots, block.rows)),
+        *(batch, heads, groups, *strides, dim, interleaved, block.rows, block.cols),
+        **block.options,
+    )
 
 
 def _strides(x: Tensor) -> list[int]:

@@ -21,7 +21,7 @@ import torch
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import HIGH_DTYPES, check_input, check_like, sum_bands
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from torch import Tensor
 
 WIDEST_FUSED = 8192
@@ -213,19 +213,31 @@ def launch(
     bands = weight_grads.new_empty(weight_grads.shape[0], cdiv(rows, sum_rows), cols)
     dweight, dbias = bands[0], bands[1] if mean is not None else None
     inside = (dweight, dbias) if is_fused else (None, None)
-    with on_device_of(x):
-        _backward_kernel[(cdiv(rows, rows_each),)](
-            *(dy, x, weight, mean, rstd, d_residual, dx, *inside),
-            *(rows, rows_each, cols, zero_centered, tile.rows, tile.cols, tile.stages),
-            **tile.options,
-        )
-        if not is_fused:
-            _weight_kernel[(cdiv(cols, of_sums.cols), bands.shape[1])](
-                *(dy, x, mean, rstd, dweight, dbias, rows, sum_rows),
-                *(cols, of_sums.rows, of_sums.cols, of_sums.stages),
-                **of_sums.options,
-            )
+    start = _backward_launch(rows, rows_each, cols, zero_centered, tile)
+    start(dy, x, weight, mean, rstd, d_residual, dx, *inside)
+    if not is_fused:
+        _weight_launch(rows, sum_rows, cols, of_sums)(dy, x, mean, rstd, dweight, dbias)
     sum_bands(bands, weight_grads)
+
+
+@for_each_shape
+def _backward_launch(rows: int, rows_each: int, cols: int, zero_centered: bool, tile: Tile) -> Launch:
+    return Launch(
+        _backward_kernel,
+        (cdiv(rows, rows_each),),
+        *(rows, rows_each, cols, zero_centered, tile.rows, tile.cols, tile.stages),
+        **tile.options,
+    )
+
+
+@for_each_shape
+def _weight_launch(rows: int, rows_each: int, cols: int, tile: Tile) -> Launch:
+    return Launch(
+        _weight_kernel,
+        (cdiv(cols, tile.cols), cdiv(rows, rows_each)),
+        *(rows, rows_each, cols, tile.rows, tile.cols, tile.stages),
+        **tile.options,
+    )
 
 
 def _shared(rows: int, block: int, programs: int) -> int:

@@ -40,7 +40,7 @@ from flatfsdp.kernels._outputs import (
 )
 from flatfsdp.kernels._pairs import larger_magnitude, widened
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from flatfsdp.kernels.cast import is_whole, transpose_tile
 from torch import Tensor
 
@@ -404,34 +404,61 @@ def launch(
     zero_centered: bool,
 ) -> None:
     rows, cols = x.shape
-    tensors = (x, residual, weight, bias, summed, mean, rstd, out)
-    with on_device_of(x):
-        if cols > WIDEST_ROW:
-            tile = wide_tile(x.dtype, cols)
-            _wide_kernel[(cdiv(rows, tile.rows),)](
-                *(*tensors, rowwise, columnwise, scale, amax),
-                *(rows, eps, cols, zero_centered, tile.rows, tile.cols, tile.stages),
-                **tile.options,
-            )
-            return
-        tile = row_tile(x.dtype, cols, rms=mean is None, is_turned=columnwise is not None)
-        parts, is_early = mix(rows, cols, tile, is_turned=columnwise is not None), starts_early(x.device)
-        arrived, is_aligned = None, False
-        if columnwise is not None:
-            if rowwise is None:
-                rowwise = columnwise.new_empty(rows, cols)
-            bands = cdiv(rows, parts.band)
-            arrived = x.new_empty(bands, dtype=torch.int32)
-            _clear_kernel[(cdiv(bands, CLEARED),)](arrived, bands, is_early, CLEARED, launch_pdl=is_early)
-            is_aligned = is_whole(rowwise, columnwise)
-        _row_kernel[(parts.programs,)](
-            *(*tensors, rowwise, columnwise, scale, amax, arrived),
-            *(rows, eps, cols, zero_centered, tile.rows, tile.cols, tile.stages, tile.steps),
-            *("" if columnwise is None else KEPT, parts.band, parts.cols, parts.delay),
-            *(is_aligned, is_early),
-            **tile.options,
-            launch_pdl=is_early,
-        )
+    tensors = (residual, weight, bias, summed, mean, rstd, out)
+    if cols > WIDEST_ROW:
+        start = _wide_launch(rows, eps, cols, zero_centered, wide_tile(x.dtype, cols))
+        start(x, *tensors, rowwise, columnwise, scale, amax)
+        return
+    tile = row_tile(x.dtype, cols, rms=mean is None, is_turned=columnwise is not None)
+    parts, is_early = mix(rows, cols, tile, is_turned=columnwise is not None), starts_early(x.device)
+    arrived, is_aligned = None, False
+    if columnwise is not None:
+        if rowwise is None:
+            rowwise = columnwise.new_empty(rows, cols)
+        bands = cdiv(rows, parts.band)
+        arrived = x.new_empty(bands, dtype=torch.int32)
+        _clear_launch(bands, is_early)(arrived)
+        is_aligned = is_whole(rowwise, columnwise)
+    policy = "" if columnwise is None else KEPT
+    start = _row_launch(rows, eps, cols, zero_centered, tile, policy, parts, is_aligned, is_early)
+    start(x, *tensors, rowwise, columnwise, scale, amax, arrived)
+
+
+@for_each_shape
+def _wide_launch(rows: int, eps: float, cols: int, zero_centered: bool, tile: Tile) -> Launch:
+    return Launch(
+        _wide_kernel,
+        (cdiv(rows, tile.rows),),
+        *(rows, eps, cols, zero_centered, tile.rows, tile.cols, tile.stages),
+        **tile.options,
+    )
+
+
+@for_each_shape
+def _clear_launch(bands: int, is_early: bool) -> Launch:
+    return Launch(_clear_kernel, (cdiv(bands, CLEARED),), bands, is_early, CLEARED, launch_pdl=is_early)
+
+
+@for_each_shape
+def _row_launch(
+    rows: int,
+    eps: float,
+    cols: int,
+    zero_centered: bool,
+    tile: Tile,
+    policy: str,
+    parts: Mix,
+    is_aligned: bool,
+    is_early: bool,
+) -> Launch:
+    return Launch(
+        _row_kernel,
+        (parts.programs,),
+        *(rows, eps, cols, zero_centered, tile.rows, tile.cols, tile.stages, tile.steps),
+        *(policy, parts.band, parts.cols, parts.delay, is_aligned, is_early),
+        **tile.options,
+        launch_pdl=is_early,
+    )
 
 
 _norm_forward = operator(

@@ -17,7 +17,7 @@ import torch
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import HIGH_DTYPES, check_like
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from torch import Tensor
 
 
@@ -125,13 +125,33 @@ def launch(
     seq, batch, heads, dim = source.shape
     pairs = cos.shape[1]
     tail = 0 if x is None else dim - 2 * pairs
-    block = tile(source.dtype, heads, pairs)
-    with on_device_of(out):
-        _rope_kernel[(seq * batch, cdiv(heads, block.rows))](
-            *(source, target, cos, sin, batch, heads, *source.stride()[:3], *target.stride()[:3]),
-            *(pairs, tail, interleaved, inverse, block.rows, block.cols, power_of_two(tail)),
-            **block.options,
-        )
+    strides = (*source.stride()[:3], *target.stride()[:3])
+    form = (pairs, tail, interleaved, inverse)
+    _rope_launch(seq, batch, heads, strides, form, source.dtype)(source, target, cos, sin)
+
+
+@for_each_shape
+def _rope_launch(
+    seq: int,
+    batch: int,
+    heads: int,
+    strides: tuple[int, ...],
+    form: tuple[int, int, bool, bool],
+    dtype: torch.dtype,
+) -> Launch:
+    """
+    Args:
+        strides: of sequence, batch and heads, of what is read and what is written.
+        form: pairs, elements behind them, whether they are interleaved, whether angles are negative.
+    """
+    pairs, tail, _, _ = form
+    block = tile(dtype, heads, pairs)
+    return Launch(
+        _rope_kernel,
+        (seq * batch, cdiv(heads, block.rows)),
+        *(batch, heads, *strides, *form, block.rows, block.cols, power_of_two(tail)),
+        **block.options,
+    )
 
 
 _rope = operator(

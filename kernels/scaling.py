@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._tiles import Tile
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from torch import Tensor
 
 FLT_MAX = torch.finfo(torch.float32).max
@@ -191,24 +191,30 @@ def update_launch(
     margin: float,
     power_of_two: bool,
 ) -> None:
-    length, n = history.shape
+    start = _update_launch(*history.shape, most_recent, margin, power_of_two)
+    start(history, old_scale, fp8_max, scale, scale_inv)
+
+
+@for_each_shape
+def _update_launch(length: int, n: int, most_recent: bool, margin: float, power_of_two: bool) -> Launch:
     tile = update_tile(length)
-    with on_device_of(history):
-        _update_kernel[(cdiv(n, tile.cols),)](
-            *(history, old_scale, fp8_max, scale, scale_inv, n, 2.0**-margin),
-            *(length, most_recent, power_of_two, FLT_MAX, EXPONENT, tile.rows, tile.cols),
-            num_warps=tile.warps,
-        )
+    return Launch(
+        _update_kernel,
+        (cdiv(n, tile.cols),),
+        *(n, 2.0**-margin, length, most_recent, power_of_two, FLT_MAX, EXPONENT, tile.rows, tile.cols),
+        num_warps=tile.warps,
+    )
 
 
 def current_launch(
     amax: Tensor, fp8_max: Tensor, scale: Tensor, scale_inv: Tensor, epsilon: float, power_of_two: bool
 ) -> None:
-    n = amax.numel()
-    with on_device_of(amax):
-        _current_kernel[(cdiv(n, BLOCK),)](
-            *(amax, fp8_max, scale, scale_inv, n, epsilon, power_of_two, FLT_MAX, EXPONENT, BLOCK)
-        )
+    _current_launch(amax.numel(), epsilon, power_of_two)(amax, fp8_max, scale, scale_inv)
+
+
+@for_each_shape
+def _current_launch(n: int, epsilon: float, power_of_two: bool) -> Launch:
+    return Launch(_current_kernel, (cdiv(n, BLOCK),), n, epsilon, power_of_two, FLT_MAX, EXPONENT, BLOCK)
 
 
 _update_scales = operator(
@@ -282,6 +288,11 @@ def spread(scales: Scales) -> Scales:
     """The same, with every inverse at a multiple of 16 bytes, as cuBLASLt wants it."""
     inverses = scales.scale_inv.new_empty(scales.scale_inv.numel(), 4)[:, 0]
     return Scales(scales.scale, inverses.copy_(scales.scale_inv))
+
+
+def one_by_one(scales: Scales) -> tuple[Scales, ...]:
+    """Those of each tensor, FP32 [1], in one go: n slices take ten times as long on the host."""
+    return tuple(map(Scales, scales.scale.split(1), scales.scale_inv.split(1)))
 
 
 def _check(function: str, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:

@@ -85,6 +85,20 @@ def test_all_outputs_against_float64(
     assert error < {E4M3: 0.03, E5M2: 0.06}[dtype]
 
 
+@pytest.mark.parametrize("first", [0, 1, 8])
+def test_later_launches_of_one_shape(first: int, device: str) -> None:
+    """At addresses that are multiples of 16 bytes and others, of the matrix and of the amax."""
+    memory = torch.randn(3, 16 * 48 + 8, device=device).bfloat16()
+    amaxes, scale = torch.zeros(3, 8, device=device), torch.full((1,), 3.0, device=device)
+    for row in range(3):
+        x, amax = memory[row, first : first + 16 * 48].view(16, 48), amaxes[row, first % 8 : first % 8 + 1]
+        got = cast(x, scale, E4M3, amax=amax, columnwise=True)
+        assert got.rowwise is not None and got.columnwise is not None
+        check_bits("rowwise", got.rowwise, rounded(x.float() * scale, E4M3))
+        check_bits("columnwise", got.columnwise.t(), rounded(x.float() * scale, E4M3))
+    assert torch.equal(amaxes.amax(1), memory[:, first : first + 16 * 48].abs().amax(1).float())
+
+
 @BOTH
 @FORMATS
 def test_special_values(run: Any, dtype: torch.dtype, device: str) -> None:

@@ -1,0 +1,122 @@
+"""`Launch` starts what Triton has compiled for such tensors, and asks Triton for all others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from flatfsdp.kernels._triton import Launch
+
+
+@dataclass
+class OnGPU:
+    """What `Launch` asks of a tensor."""
+
+    address: int
+    dtype: torch.dtype = torch.float32
+    device: int = 0
+    is_cuda: bool = True
+
+    def data_ptr(self) -> int:
+        return self.address
+
+    def get_device(self) -> int:
+        return self.device
+
+
+@dataclass
+class Kernel:
+    """Stands in for a Triton kernel: notes how it, and what it has compiled, is called."""
+
+    compiles: bool = True
+    calls: list[Any] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            self.calls.append(("triton", grid, args, options))
+            return _Compiled(self) if self.compiles else None
+
+        return call
+
+
+@dataclass
+class _Compiled:
+    kernel: Kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, stream: self.kernel.calls.append(("compiled", grid, args, stream))
+
+
+@pytest.fixture(autouse=True)
+def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device 0 is current, its stream is 7; other devices have streams 8, 9, .."""
+    current = [0]
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7 + index, raising=False)
+
+
+def test_a_second_call_starts_what_the_first_has_compiled() -> None:
+    kernel = Kernel()
+    start = Launch(kernel, (5, 3), 17, "kind", num_warps=8)
+    first, second = OnGPU(64), OnGPU(128)
+    start(first, None, second)
+    start(second, None, OnGPU(16))
+    assert kernel.calls == [
+        ("triton", (5, 3, 1), (first, None, second, 17, "kind"), {"num_warps": 8}),
+        ("compiled", (5, 3, 1), (128, 0, 16, 17, "kind"), 7),
+    ]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [(OnGPU(64, torch.float16), OnGPU(128)), (OnGPU(64), OnGPU(128, torch.int8)), (OnGPU(64), None)],
+)
+def test_other_dtypes_are_another_variant(other: tuple[Any, ...]) -> None:
+    kernel = Kernel()
+    start = Launch(kernel, (1,))
+    for tensors in ((OnGPU(64), OnGPU(128)), other, other, (OnGPU(64), OnGPU(128))):
+        start(*tensors)
+    assert [who for who, *_ in kernel.calls] == ["triton", "triton", "compiled", "compiled"]
+
+
+def test_addresses_between_multiples_of_16_are_other_variants() -> None:
+    kernel = Kernel()
+    start = Launch(kernel, (1,))
+    aligned, other = OnGPU(64), OnGPU(72)
+    pairs = ((aligned, other), (aligned, aligned), (other, aligned), (other, other))
+    for tensors in (*pairs, *pairs):
+        start(*tensors)
+    assert [who for who, *_ in kernel.calls] == ["triton"] * 4 + ["compiled"] * 4
+
+
+def test_each_device_has_its_own() -> None:
+    kernel = Kernel()
+    start = Launch(kernel, (1,))
+    for device in (0, 1, 1, 0):
+        start(OnGPU(64, device=device))
+    assert [(who, rest[-1]) for who, *rest in kernel.calls] == [
+        ("triton", {}),
+        ("triton", {}),
+        ("compiled", 8),
+        ("compiled", 7),
+    ]
+
+
+def test_the_interpreter_compiles_nothing() -> None:
+    kernel = Kernel(compiles=False)
+    start = Launch(kernel, (1,))
+    for tensor in (OnGPU(64), OnGPU(64), OnGPU(64, is_cuda=False)):
+        start(tensor)
+    assert [who for who, *_ in kernel.calls] == ["triton"] * 3
