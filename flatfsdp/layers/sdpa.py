@@ -85,6 +85,22 @@ def _backends(query: Tensor, mask: Tensor | None) -> AbstractContextManager[obje
         order = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     elif torch.cuda.get_device_capability(query.device) == _HOPPER:
         order = list(_IS_ON)
+        if not torch.compiler.is_compiling():
+            return _InOrder([backend.value for backend in order])
     else:
         return nullcontext()
     return sdpa_kernel([backend for backend in order if _IS_ON[backend]()], set_priority=True)
+
+
+class _InOrder:
+    """As `sdpa_kernel`, with whatever backends are on.  That one takes longer than attention on the host."""
+
+    def __init__(self, order: list[int]) -> None:
+        self._order = order
+
+    def __enter__(self) -> None:
+        self._before = torch._C._get_sdp_priority_order()
+        torch._C._set_sdp_priority_order(self._order)
+
+    def __exit__(self, *exc: object) -> None:
+        torch._C._set_sdp_priority_order(self._before)
