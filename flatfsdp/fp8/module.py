@@ -96,7 +96,8 @@ class FP8Module(Declaring):
                 raise_recomputed()
             self._ran_in_fp8 = False
             return [_HIGH] * len(self.linear_maps)
-        self._ran_in_fp8 = region.enabled
+        if self._ran_in_fp8 is not region.enabled:  # to set what a module has is slow
+            self._ran_in_fp8 = region.enabled
         if region.enabled:
             require_fp8(device)
             self._notice_change(region.recipe)
@@ -115,22 +116,21 @@ class FP8Module(Declaring):
             region.use(forward)
             forward.was_loaded = backward.was_loaded = False
         tape = current_tape()
-        scale, scale_inv = forward.scales() if tape is None else tape.scales(forward)
+        scales = forward.scales() if tape is None else tape.scales(forward)
+        dtype = recipe.fp8_format.forward
 
         def quantizer(index: int) -> Quantizer:
-            amax = forward.amax(index) if records else None
-            if not region.enabled:
-                return Unquantized(amax)
-            dtype = recipe.fp8_format.forward
-            return Delayed(dtype, scale.narrow(0, index, 1), scale_inv.narrow(0, index, 1), amax)
+            amax = forward.amaxes[index] if records else None
+            scale, scale_inv = scales[index]
+            return Delayed(dtype, scale, scale_inv, amax) if region.enabled else Unquantized(amax)
 
         def grad(index: int) -> Callable[[], Quantizer]:
             def make() -> Quantizer:
                 if not region.enabled:
                     return Unquantized()
                 region.use_in_backward(backward)
-                scale, scale_inv = (scales.narrow(0, index, 1) for scales in backward.scales())
-                return Delayed(recipe.fp8_format.backward, scale, scale_inv, backward.amax(index))
+                scale, scale_inv = backward.scales()[index]
+                return Delayed(recipe.fp8_format.backward, scale, scale_inv, backward.amaxes[index])
 
             return make
 
@@ -162,22 +162,21 @@ class FP8Module(Declaring):
             renew: for another recipe.  A forward that records nothing changes nothing: on one rank alone it
                 would change which collectives that rank joins.
         """
-        scaling = self._scalings.get(direction)
-        if scaling is not None and not renew and scaling.device == device and scaling.is_current:
-            return scaling
-        if scaling is None or scaling.recipe != recipe or scaling.device != device or not scaling.is_current:
-            forward, backward = recipe.fp8_format.forward, recipe.fp8_format.backward
-            dtypes = [forward] * 2 if direction == "forward" else [backward]
-            before = scaling
-            scaling = Scaling(self, direction, dtypes * len(self.linear_maps), recipe, device)
-            is_other = before is not None and before.scale_means != scaling.scale_means
-            if before is not None and is_other and not before.was_loaded:
-                scaling.arena.rescale(recipe)
-            self._scalings[direction] = scaling
+        before = self._scalings.get(direction)
+        is_same = not renew or (before is not None and (before.recipe is recipe or before.recipe == recipe))
+        if before is not None and is_same and before.device == device and before.is_current:
+            return before
+        forward, backward = recipe.fp8_format.forward, recipe.fp8_format.backward
+        dtypes = [forward] * 2 if direction == "forward" else [backward]
+        scaling = Scaling(self, direction, dtypes * len(self.linear_maps), recipe, device)
+        is_other = before is not None and before.scale_means != scaling.scale_means
+        if before is not None and is_other and not before.was_loaded:
+            scaling.arena.rescale(recipe)
+        self._scalings[direction] = scaling
         return scaling
 
     def _notice_change(self, recipe: Recipe) -> None:
-        if recipe == self._last_recipe:
+        if recipe is self._last_recipe or recipe == self._last_recipe:
             return
         if self._last_recipe is not None:
             _warn_of_change(self._last_recipe, recipe)

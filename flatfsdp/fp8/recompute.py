@@ -32,16 +32,16 @@ class Tape:
     """
 
     def __init__(
-        self, outer: Tape | None, recorded: dict[nn.Module, list[Scales]] | None, trains: bool
+        self, outer: Tape | None, recorded: dict[nn.Module, list[tuple[Scales, ...]]] | None, trains: bool
     ) -> None:
         self.trains = trains
         self._outer = outer
         self._recorded = recorded
         self._position: dict[nn.Module, int] = {}
-        self.uses: dict[nn.Module, list[Scales]] = {}
+        self.uses: dict[nn.Module, list[tuple[Scales, ...]]] = {}
         self.is_replay: bool = recorded is not None or (outer is not None and outer.is_replay)
 
-    def scales(self, scaling: Scaling) -> Scales:
+    def scales(self, scaling: Scaling) -> tuple[Scales, ...]:
         """The scales for the next use of `scaling`: today's, or those of the run that is repeated."""
         layer = scaling.owner
         if self._recorded is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Iterable, Sequence
+from operator import is_
 from typing import Literal
 
 import torch
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 
 from flatfsdp.comm import Ranks, check_same_on_all_ranks, raise_to_largest
 from flatfsdp.fp8.recipe import DelayedScaling
-from flatfsdp.kernels.scaling import Scales, spread, update_scales
+from flatfsdp.kernels.scaling import Scales, one_by_one, spread, update_scales
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class Arena:
             self.scale = torch.ones(n, dtype=fp32, device=device)
             self.history = torch.zeros(length, n, dtype=fp32, device=device)
             self._fp8_max = torch.tensor(fp8_max, dtype=fp32, device=device)
-        self._scales: Scales | None = None
+        self._scales: tuple[Scales, ...] = ()
         self._version = -1
         self._agreed: dist.ProcessGroup | None = None
         self._members: list[weakref.ref[Scaling]] = []
@@ -63,12 +64,12 @@ class Arena:
         self._members.append(weakref.ref(scaling))
 
     @property
-    def scales(self) -> Scales:
-        """The current generation."""
+    def scales(self) -> tuple[Scales, ...]:
+        """The current generation, of each tensor."""
         # Loading a checkpoint writes to `scale` and leaves another version behind.
-        if self._scales is None or self._version != self.scale._version:
+        if self._version != self.scale._version:
             with torch.inference_mode(False):
-                self._scales = spread(Scales(self.scale.clone(), self.scale.reciprocal()))
+                self._scales = one_by_one(spread(Scales(self.scale.clone(), self.scale.reciprocal())))
             self._version = self.scale._version
         return self._scales
 
@@ -106,7 +107,7 @@ class Arena:
             margin=recipe.margin,
             power_of_two=recipe.power_of_two_scales,
         )
-        self._scales = spread(scales)
+        self._scales = one_by_one(spread(scales))
         self.scale.copy_(scales.scale)
         self._version = self.scale._version
 
@@ -120,6 +121,7 @@ class Scaling:
 
     Attributes:
         was_loaded: whether the buffers hold what a checkpoint has saved, maybe with another recipe.
+        amaxes: where casts of each tensor record their amax, FP32 [1].
     """
 
     def __init__(
@@ -136,6 +138,7 @@ class Scaling:
         self.fp8_max = [torch.finfo(dtype).max for dtype in dtypes]
         self.recipe = recipe
         self.arena: Arena
+        self.amaxes: tuple[Tensor, ...]
         self._adopt(device)
 
     @property
@@ -155,17 +158,11 @@ class Scaling:
     def is_current(self) -> bool:
         """Whether the owner's buffers are still those of the arena; a copy or a move makes others."""
         buffers = self.owner._buffers
-        return all(buffers.get(key) is view for key, view in zip(self._keys, self._views, strict=True))
+        return all(map(is_, map(buffers.get, self._keys), self._views))
 
-    def scales(self) -> Scales:
-        """This module's scales of now, FP32 [n] each."""
-        scale, scale_inv = self.arena.scales
-        n = len(self.fp8_max)
-        return Scales(scale.narrow(0, self._start, n), scale_inv.narrow(0, self._start, n))
-
-    def amax(self, index: int) -> Tensor:
-        """Where casts of tensor `index` record their amax, FP32 [1]."""
-        return self._row0.narrow(0, index, 1)
+    def scales(self) -> tuple[Scales, ...]:
+        """Of this module's tensors, now."""
+        return self.arena.scales[self._start : self._start + len(self.fp8_max)]
 
     def forget(self) -> None:
         """Drops the amaxes since the last update."""
@@ -198,6 +195,7 @@ class Scaling:
         n = len(self.fp8_max)
         self._views = (arena.scale.narrow(0, start, n), arena.history.narrow(1, start, n))
         self._row0 = arena.history[0].narrow(0, start, n)
+        self.amaxes = self._row0.split(1)
         for key, view in zip(self._keys, self._views, strict=True):
             self.owner.register_buffer(key, view)
 
