@@ -33,8 +33,8 @@ from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import make_mesh
-from flatfsdp.timeline import draw_timeline
-from flatfsdp.trace import cpu_spans_of, spans_of
+from flatfsdp.timeline import redraw, save_spans
+from flatfsdp.trace import cpu_spans_of, spans_in
 
 RECIPES = {
     "fp32": None,
@@ -232,14 +232,19 @@ def main(
         return mean_loss(losses, model, device)
 
     def traced(step: int) -> float:
-        """A step that leaves trace.json, for a browser, and step.png, a picture of what ran when."""
+        """A step that leaves trace.json, for a browser, and step.png, a picture of what ran when.
+
+        `flatfsdp.timeline.redraw` makes the picture from step.json, which is small.
+        """
         on_gpu = device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=kinds) as recorded:
             loss = train(step)
         recorded.export_chrome_trace(str(out / "trace.json"))
-        spans, lane = (spans_of(recorded), "stream") if on_gpu else (cpu_spans_of(recorded), "thread")
-        draw_timeline(spans, out / "step.png", f"{mesh}, {precision.value}, step {step + 1}", lane)
+        groups = {} if mesh.tp_group is None else {mesh.tp_group.group_name: "TP"}
+        spans = spans_in(out / "trace.json", groups) if on_gpu else cpu_spans_of(recorded)
+        save_spans(spans, out / "step.json", f"{mesh}, {precision.value}, step {step + 1}")
+        redraw(out / "step.json")
         return loss
 
     out.mkdir(parents=True, exist_ok=True)

@@ -2,7 +2,7 @@
 
 In:   a torch.profiler recording of one rank's step.
 Out:  spans, and a `Breakdown` of them.
-Next: `timeline.py` draws the spans.
+Next: `timeline.py` draws the spans, and keeps them.
 
     |--- GEMM ---|   |-- memory-bound --|                    busy: length of the union of a class's kernels
              |------ communication ------|                   alone: the part of it beside no other class
@@ -11,9 +11,11 @@ Next: `timeline.py` draws the spans.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from torch.autograd import DeviceType
@@ -37,13 +39,22 @@ memory-bound."""
 class Span(NamedTuple):
     """One kernel, or one copy by the GPU; times in microseconds.
 
-    `lane` is the number of its stream; of what ran on a CPU, that of its thread.
+    `lane` is the number of its stream; of what ran on a CPU, that of its thread.  `group` says among whom a
+    collective is, such as "TP", where that is known.
     """
 
     name: str
     start: float
     end: float
     lane: int = 0
+    group: str = ""
+
+
+class Interval(NamedTuple):
+    """Of time, in microseconds."""
+
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,23 @@ def kernel_class(name: str) -> str:
     return next((found for found, pattern in PATTERNS if re.search(pattern, name.lower())), MEMORY)
 
 
+COLLECTIVES = (
+    ("all-gather", r"all_?gather"),
+    ("reduce-scatter", r"reduce_?scatter"),
+    ("all-reduce", r"all_?reduce"),
+    ("send/recv", r"send|recv"),
+    ("broadcast", r"broadcast"),
+)
+"""Kinds of communication; the first that is found in a name."""
+
+
+def collective_kind(span: Span) -> str:
+    """What a span of communication does, such as "all-gather", or "TP all-gather"."""
+    name = span.name.lower()
+    kind = next((found for found, pattern in COLLECTIVES if re.search(pattern, name)), "other")
+    return f"{span.group} {kind}".strip()
+
+
 def spans_of(recorded: profile) -> list[Span]:
     """Everything that ran on the GPU; the profiler lists annotations there, too."""
     return [
@@ -92,6 +120,22 @@ def spans_of(recorded: profile) -> list[Span]:
         for event in recorded.events() or ()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     ]
+
+
+def spans_in(chrome_trace: Path, groups: Mapping[str, str]) -> list[Span]:
+    """As `spans_of`, from what `export_chrome_trace` has written, which knows process groups, too.
+
+    Args:
+        groups: what to call them, by `ProcessGroup.group_name`.
+    """
+    events = json.loads(chrome_trace.read_text())["traceEvents"]
+    found = []
+    for event in events:
+        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            start, arguments = float(event["ts"]), event["args"]
+            group = groups.get(arguments.get("Process Group Name"), "")
+            found.append(Span(event["name"], start, start + float(event["dur"]), arguments["stream"], group))
+    return found
 
 
 def cpu_spans_of(recorded: profile) -> list[Span]:
@@ -135,8 +179,36 @@ def breakdown(spans: Sequence[Span], longest: int = 12) -> Breakdown | None:
 
 def _covered(spans: Iterable[Span]) -> float:
     """Length of the union."""
-    total, reached = 0.0, float("-inf")
-    for span in sorted(spans, key=lambda span: span.start):
-        total += max(0.0, span.end - max(span.start, reached))
-        reached = max(reached, span.end)
-    return total
+    return length(union(spans))
+
+
+def union(spans: Iterable[Span | Interval]) -> list[Interval]:
+    """Where at least one runs: apart from each other, in order."""
+    found: list[Interval] = []
+    for start, end in sorted((span.start, span.end) for span in spans):
+        if found and start <= found[-1].end:
+            found[-1] = Interval(found[-1].start, max(end, found[-1].end))
+        else:
+            found.append(Interval(start, end))
+    return found
+
+
+def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
+    """Where both run; arguments as `union` returns them, and so is the result."""
+    found = []
+    a, b = 0, 0
+    while a < len(first) and b < len(second):
+        start, end = max(first[a].start, second[b].start), min(first[a].end, second[b].end)
+        if start < end:
+            found.append(Interval(start, end))
+        # What ends first meets nothing more.
+        if first[a].end < second[b].end:
+            a += 1
+        else:
+            b += 1
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """Of all together."""
+    return sum(end - start for start, end in intervals)
