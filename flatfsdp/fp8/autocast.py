@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -90,10 +90,12 @@ class StageRanks:
         others: ranks that have other stages.  A reduction with them would never end: they wait for what this
             rank computes after it.
         make_group: a group of the ranks that have this stage; None for this one alone.  Collective.
+        postponed: regions of this step were given ranks of other stages.
     """
 
     others: frozenset[int]
     make_group: Callable[[], dist.ProcessGroup | None]
+    postponed: list[ValueError] = field(default_factory=list)
 
     def check(self, region: Region) -> None:
         """
@@ -107,6 +109,28 @@ class StageRanks:
                 "amax_reduction_group: the ranks that have the same stages (ParallelMesh.stage_group)"
             )
 
+    def confine(self, region: Region) -> None:
+        """Lets a region that should reduce over other stages reduce over this one, until `raise_postponed`.
+
+        It is in a forward: an error now would come on one rank, and the others wait for its result.
+        """
+        try:
+            self.check(region)
+        except ValueError as error:
+            self.postponed.append(error)
+            region.group = self.make_group()
+
+    def raise_postponed(self) -> None:
+        """Where all ranks come without waiting for each other.
+
+        Raises:
+            ValueError: if a region was confined.
+        """
+        errors = self.postponed.copy()
+        self.postponed.clear()
+        if errors:
+            raise errors[0]
+
 
 _stage: ContextVar[StageRanks | None] = ContextVar("flatfsdp_stage_ranks", default=None)
 
@@ -116,7 +140,7 @@ def inside_stage(ranks: StageRanks) -> Iterator[None]:
     """Regions inside share scales with the ranks that have this stage, unless they are given others.
 
     Raises:
-        ValueError: at once, or for a region inside, that is given ranks of other stages.
+        ValueError: at once, if a region around has ranks of other stages.  One inside is confined.
     """
     outer = _current.get()
     if outer is not None:
@@ -174,7 +198,8 @@ def autocast(
 
     Raises:
         TypeError: if `recipe` is no recipe.
-        ValueError: in a pipeline stage, if amax_reduction_group has ranks of other stages.
+        ValueError: in a pipeline stage, if amax_reduction_group has ranks of other stages: around a step at
+            once, in a forward after the step, on every rank.
     """
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
@@ -185,7 +210,7 @@ def autocast(
     region = Region(recipe, enabled, calibrating and not enabled, _shared_by(amax_reduction_group))
     stage = _stage.get()
     if stage is not None:
-        stage.check(region)
+        stage.confine(region)
     if outer is not None:
         # One update, at the end of the outermost region.
         region._used = outer._used

@@ -126,9 +126,11 @@ class FlatStage(PipelineStage):
 
         Raises:
             NotImplementedError: if the schedule splits backwards.
-            ValueError: if the step runs in an `fp8.autocast` over several stages.
+            ValueError: if the step runs in an `fp8.autocast` over several stages, or forwards of the step
+                before had such regions.
             All ranks see the same schedule and region.
         """
+        self._stage_ranks.raise_postponed()
         with inside_stage(self._stage_ranks):
             pass
         schedule = _calling_schedule()
@@ -202,8 +204,16 @@ class FlatStage(PipelineStage):
     # ---- the scale of the gradients ---------------------------------------------------------------------
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """The schedule has run all backwards of the stage; they are reduced already, and only scaled here."""
+        """The schedule has run all backwards of the stage; they are reduced already, and only scaled here.
+
+        Raises:
+            ValueError: if forwards had an `fp8.autocast` over several stages.
+        """
         self.scale_grads(grad_scale_factor)
+        schedule = self._known_schedule and self._known_schedule()
+        if isinstance(schedule, PipelineScheduleSingle):
+            # That was all of the step: everything is sent.
+            self._stage_ranks.raise_postponed()
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divides the reduced gradients of the step that has ended; nothing if that has been done.

@@ -9,11 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
-from flatfsdp.fp8.autocast import inside_stage
 from flatfsdp.parallel import FlatStage, ParallelMesh
 from tests.dist.llamas import mesh_of
 from tests.dist.models import same
@@ -199,13 +198,15 @@ def refuses(rank: int, world_size: int) -> None:
     # What reduces nothing is no problem.
     for recipe in (CURRENT, DelayedScaling(reduce_amax=False)):
         Pipeline(Schedule1F1B, mesh, around=lambda: autocast(recipe=recipe)).step(0)  # noqa: B023
-    # In a step the first stage raises, and the others wait for it.
-    stage = Pipeline(Schedule1F1B, mesh, DELAYED, dist.group.WORLD).schedule._stage
-    with (
-        pytest.raises(ValueError, match="shares scales with ranks that have other stages"),
-        inside_stage(stage._stage_ranks),
-    ):
-        stage.submod(torch.zeros(TOKENS, WIDTH))
+    # In a forward, of which the first stage's is first: every rank raises, and none waits for another.
+    for schedule in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B):
+        inside = Pipeline(schedule, mesh, DELAYED, dist.group.WORLD)
+        if schedule is ScheduleInterleaved1F1B:
+            # Its stages end at different times, so that the next step is the first that can raise.
+            inside.step(0)
+        with pytest.raises(ValueError, match="shares scales with ranks that have other stages"):
+            inside.step(1)
+        dist.barrier()
 
 
 def test_regions_over_several_stages_are_refused() -> None:
