@@ -1,10 +1,13 @@
 """Activation functions and their gradients, with the cast to FP8, the transpose and fc1's bias gradient.
 
     gelu    x * sigmoid(2 sqrt(2/pi) (x + 0.044715 x^3)), which is the tanh form 0.5 x (1 + tanh(...))
+    qgelu   x * sigmoid(1.702 x)
     silu    x * sigmoid(x)
     relu    max(x, 0)
     srelu   max(x, 0)^2
-    geglu, swiglu, reglu    f(a) * b with f = gelu, silu, relu, and x = [a | b], Transformer Engine's order
+    geglu, qgeglu, swiglu, reglu, sreglu    f(a) * b with f = gelu, qgelu, silu, relu, srelu, and x = [a | b],
+            Transformer Engine's order
+    glu     sigmoid(a) * b
 
 The gradient is dy * f'(x); for x = [a | b] it is [dy * b * f'(a) | dy * f(a)].  Gelu by Hendrycks and Gimpel
 (2016), gated forms by Shazeer (2020), srelu by So et al. (2021).
@@ -38,10 +41,18 @@ from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from torch import Tensor
 
-GATED = {"geglu": "gelu", "swiglu": "silu", "reglu": "relu"}
-NAMES = ("gelu", "silu", "relu", "srelu", *GATED)
+GATED = {
+    "geglu": "gelu",
+    "qgeglu": "qgelu",
+    "swiglu": "silu",
+    "reglu": "relu",
+    "sreglu": "srelu",
+    "glu": "sigmoid",
+}
+NAMES = ("gelu", "qgelu", "silu", "relu", "srelu", *GATED)
 TWO_ROOT_TWO_OVER_PI = 2 * math.sqrt(2 / math.pi)
 CUBIC = 0.044715
+SIGMOID_SLOPE = {"silu": 1.0, "qgelu": 1.702}
 
 
 class ActivationBackward(NamedTuple):
@@ -70,9 +81,13 @@ def _value_and_slope_of(x: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         share = torch.sigmoid(TWO_ROOT_TWO_OVER_PI * x * (1 + CUBIC * x * x))
         inner_slope = TWO_ROOT_TWO_OVER_PI * (1 + 3 * CUBIC * x * x)
         return x * share, share + x * share * (1 - share) * inner_slope
-    if kind == "silu":
+    if kind in SIGMOID_SLOPE:
+        factor = SIGMOID_SLOPE[kind]
+        share = torch.sigmoid(factor * x)
+        return x * share, share + factor * x * share * (1 - share)
+    if kind == "sigmoid":
         share = torch.sigmoid(x)
-        return x * share, share + x * share * (1 - share)
+        return share, share * (1 - share)
     positive = x.clamp(min=0)
     if kind == "srelu":
         return positive * positive, 2 * positive
@@ -130,10 +145,14 @@ def _value_and_slope(x, KIND: tl.constexpr, SLOPE_OF_INNER: tl.constexpr, CUBIC:
         share = _share(x * (-log2_e * SLOPE_OF_INNER - log2_e * SLOPE_OF_INNER * CUBIC * x * x))
         value = x * share
         slope = share + value * (1 - share) * (SLOPE_OF_INNER + 3 * SLOPE_OF_INNER * CUBIC * x * x)
-    elif KIND == "silu":
-        share = _share(-log2_e * x)
+    elif KIND == "silu" or KIND == "qgelu":
+        factor: tl.constexpr = 1.702 if KIND == "qgelu" else 1.0
+        share = _share(-log2_e * factor * x)
         value = x * share
-        slope = share + value * (1 - share)
+        slope = share + factor * value * (1 - share)
+    elif KIND == "sigmoid":
+        value = _share(-log2_e * x)
+        slope = value * (1 - value)
     else:
         value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
         slope = tl.where(x > 0, 1.0, 0.0)

@@ -113,8 +113,8 @@ class DotProductAttention(Shared):
             query: [seq, batch, num_attention_heads, kv_channels], or batch first.
             key, value: [seq, batch, num_gqa_groups, kv_channels], or batch first.
             attention_mask: bool, True where a key is masked out: [batch, 1, 1, keys] for padding types,
-                broadcastable to [batch, heads, queries, keys] for "arbitrary".  A query that sees no key
-                gives zeros.
+                broadcastable to [batch, heads, queries, keys] for "arbitrary", of all heads or of this
+                rank's.  A query that sees no key gives zeros.
             attn_mask_type, window_size: for this call, in place of the constructor's.
             checkpoint_core_attention: keep query, key and value only, and compute the rest again in backward.
 
@@ -153,6 +153,8 @@ class DotProductAttention(Shared):
     ) -> Tensor | None:
         """None where the backends need none."""
         batch, heads, queries, keys = (*query.shape[:3], key.shape[2])
+        if attention_mask is not None and attention_mask.dim() == 4:
+            attention_mask = self._own_heads(attention_mask)
         mask = visible_keys(attention_mask, mask_type, (batch, heads, queries, keys))
         if window == UNLIMITED or (mask is None and window == CAUSAL):
             return mask
@@ -162,6 +164,13 @@ class DotProductAttention(Shared):
             )
         seen = self._windows.get(queries, keys, window, query.device)
         return seen if mask is None else mask & seen
+
+    def _own_heads(self, mask: Tensor) -> Tensor:
+        """This rank's heads of a mask [batch, heads, queries, keys] of all of them; others as they are."""
+        ranks = self._parallel.ranks
+        if ranks.size == 1 or mask.shape[1] != ranks.size * self.num_attention_heads:
+            return mask
+        return mask.chunk(ranks.size, 1)[ranks.rank]
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         counts = (self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups)

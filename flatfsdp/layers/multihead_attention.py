@@ -274,6 +274,11 @@ class MultiheadAttention(Shared):
         batch_first = self.core_attention.qkv_format == "bshd"
         if tables is None and self.rotary is not None:
             tables = self.rotary(query.shape[1 if batch_first else 0], query.device)
+        if isinstance(tables, Tensor):
+            raise TypeError(
+                "rotary_pos_emb is one tensor, perhaps of angles; pass what RotaryPositionEmbedding returns, "
+                "or (cos, sin) of the angles, [positions, dim / 2] each"
+            )
         if isinstance(tables, RotaryTables) and tables.interleaved != self.rotary_pos_interleaved:
             raise ValueError(
                 f"rotary_pos_emb was made with interleaved={tables.interleaved}, this layer with "

@@ -463,6 +463,30 @@ def test_sizes_that_ranks_cannot_share() -> None:
     run_ranks(2, misfits)
 
 
+def masks(rank: int, world_size: int) -> None:
+    """A mask of all heads is a mask of this rank's heads, of which it takes its own."""
+    make = partial(MultiheadAttention, WIDTH, HEADS, attn_mask_type="arbitrary", attention_dropout=0.0)
+    torch.manual_seed(4)
+    whole = make()
+    torch.manual_seed(4)
+    split = make(set_parallel_mode=True, **whole_group(sequence_parallel=False))
+    torch.manual_seed(6)
+    x = torch.randn(SEQUENCE, BATCH, WIDTH)
+    for heads in (HEADS, 1):
+        mask = torch.rand(BATCH, heads, SEQUENCE, SEQUENCE) < 0.4
+        expected = whole(x, mask)
+        out = split(x, mask)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+        own = mask if heads == 1 else mask.chunk(world_size, 1)[rank]
+        assert torch.equal(split(x, own), out)
+    with pytest.raises(ValueError, match="attention_mask has shape"):
+        split(x, mask.expand(-1, HEADS - 1, -1, -1))
+
+
+def test_masks_of_all_heads() -> None:
+    run_ranks(2, masks)
+
+
 def others_in_their_place(rank: int, world_size: int) -> None:
     """Marks and values are those of a layer with memory from the start."""
     make = partial(

@@ -22,6 +22,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "relu": F.relu,
     "srelu": lambda x: F.relu(x).square(),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "sigmoid": torch.sigmoid,
 }
 
 

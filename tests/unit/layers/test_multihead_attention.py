@@ -163,6 +163,8 @@ def test_tables_may_come_from_outside() -> None:
     neighbours = RotaryPositionEmbedding(HIDDEN // HEADS, interleaved=True)(SEQ)
     with pytest.raises(ValueError, match="rotary_pos_emb was made with interleaved=True"):
         other(x, rotary_pos_emb=neighbours)
+    with pytest.raises(TypeError, match=r"rotary_pos_emb is one tensor.*\(cos, sin\)"):
+        other(x, rotary_pos_emb=torch.randn(SEQ, 1, 1, HIDDEN // HEADS))
 
 
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
