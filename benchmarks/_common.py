@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+
+from flatfsdp.cli.ranks import start_and_join
 
 RESULTS = Path(__file__).parent / "results"
 """Where every benchmark writes its JSON and its picture."""
@@ -51,11 +52,11 @@ class Blocks(nn.Module):
 def run_on_ranks(world_size: int, fn: Callable[..., Result], *args: object) -> list[Result]:
     """Returns what `fn(rank, world_size, *args)` returned on each of `world_size` gloo ranks, by rank.
 
-    Each rank is a fresh process with one thread and an initialised default group; `fn` is a top-level
+    Each rank is a process of its own with one thread and an initialised default group; `fn` is a top-level
     function of an importable module, and its results can be pickled.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank_main, (world_size, folder, fn, args), nprocs=world_size)
+        start_and_join(_rank_main, world_size, world_size, folder, fn, args)
         return [pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes()) for rank in range(world_size)]
 
 

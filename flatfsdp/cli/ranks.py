@@ -1,10 +1,10 @@
-"""Runs one function on N ranks: on processes that it spawns itself, or on the ranks that torchrun started.
+"""Runs one function on N ranks: on processes that it starts itself, or on the ranks that torchrun started.
 
 In:   a function of (rank, payload), importable by name, and a payload that can be pickled.
 Out:  what the function returned on rank 0 (under torchrun: on this rank).
 Next: `verify.py` and `train.py` give it the function that trains.
 
-A rank that fails takes the others down: spawned ranks are terminated and the failing rank's traceback is
+A rank that fails takes the others down: ranks started here are terminated and the failing rank's traceback is
 raised here; under torchrun, torchrun does the same.
 """
 
@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -106,19 +107,34 @@ def run_on_ranks(function: Callable[[Rank, Payload], Result], payload: Payload, 
     """Calls `function(rank, payload)` on every rank and returns the result of rank 0.
 
     Raises:
-        torch.multiprocessing.ProcessRaisedException: if a spawned rank raised; holds its traceback.
-        torch.multiprocessing.ProcessExitedException: if a spawned rank died.
+        torch.multiprocessing.ProcessRaisedException: if a rank started here raised; holds its traceback.
+        torch.multiprocessing.ProcessExitedException: if a rank started here died.
     """
     if under_torchrun():
         index, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
         return _on_rank(index, local, "env://", function, payload, launch)
     with tempfile.TemporaryDirectory(prefix="flatfsdp-") as folder:
-        mp.spawn(_spawned, (Path(folder), function, payload, launch), nprocs=launch.world)
+        start_and_join(_started, launch.world, Path(folder), function, payload, launch)
         # A file and not a queue: nobody reads a queue before the ranks have ended, and a full one blocks.
         return pickle.loads(Path(folder, "result").read_bytes())
 
 
-def _spawned(
+def fork_server() -> ForkServerContext:
+    """Starts processes in milliseconds: forks of one that has imported all this already, once.
+
+    That one has no threads and has not touched a GPU, so its forks may do both.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "flatfsdp.cli.app"])
+    return context
+
+
+def start_and_join(function: Callable[..., None], processes: int, *args: Any) -> None:
+    """`torch.multiprocessing.spawn` with processes of the fork server: calls `function(index, *args)`."""
+    mp.start_processes(function, args, processes, start_method=fork_server().get_start_method())
+
+
+def _started(
     index: int, folder: Path, function: Callable[[Rank, Any], Any], payload: Any, launch: Launch
 ) -> None:
     # A file in a fresh folder needs no free port, which another program could take first.

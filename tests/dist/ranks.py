@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from flatfsdp.cli.ranks import fork_server
 
 _POOLS: dict[tuple[int, str], Pool] = {}
 
@@ -47,7 +48,7 @@ def run_ranks(
 
 class Pool:
     def __init__(self, world_size: int, backend: str) -> None:
-        context = mp.get_context("spawn")
+        context = fork_server()
         store = tempfile.NamedTemporaryFile(delete=False).name  # noqa: SIM115 - torch deletes it
         self._pipes: list[Connection] = []
         self._processes = []

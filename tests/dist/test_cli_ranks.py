@@ -1,5 +1,7 @@
 """Starting ranks from the command line: results come back, a failing rank ends all of them."""
 
+import os
+import sys
 import time
 from pathlib import Path
 
@@ -18,6 +20,10 @@ def add_up(rank: Rank, payload: float) -> tuple[int, float, bool]:
     return rank.world, total.item(), torch.are_deterministic_algorithms_enabled()
 
 
+def about_the_fork_server(rank: Rank, payload: object) -> tuple[int, bool]:
+    return len(os.listdir(f"/proc/{os.getppid()}/task")), "flatfsdp.cli.verify" in sys.modules
+
+
 def fail_on_rank_1(rank: Rank, payload: object) -> None:
     if rank.index == 1:
         raise RuntimeError("on purpose")
@@ -27,6 +33,11 @@ def fail_on_rank_1(rank: Rank, payload: object) -> None:
 def test_result_of_rank_0_comes_back() -> None:
     launch = Launch(2, Device.cpu, deterministic=True)
     assert run_on_ranks(add_up, 10.0, launch) == (2, 30.0, True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_ranks_are_forks_of_a_process_with_one_thread_that_has_imported_what_they_need() -> None:
+    assert run_on_ranks(about_the_fork_server, None, Launch(1, Device.cpu)) == (1, True)
 
 
 def test_a_failing_rank_ends_all_with_its_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

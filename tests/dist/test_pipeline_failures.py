@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
+from flatfsdp.cli.ranks import fork_server
 from flatfsdp.parallel import FlatStage
 from tests.dist.models import Block, same
 from tests.dist.pipelines import MICROBATCHES, Pipeline, loss_of, mesh_of, parts, tokens_of
@@ -128,7 +128,7 @@ def fail_on_one_rank(rank: int, store: str) -> None:
 
 def test_an_exception_on_one_rank_ends_the_others() -> None:
     """Nobody waits for the time limit of the process group: the other end of the connection is gone."""
-    context = mp.get_context("spawn")
+    context = fork_server()
     with tempfile.TemporaryDirectory() as folder:
         processes = [context.Process(target=fail_on_one_rank, args=(r, f"{folder}/store")) for r in range(2)]
         for process in processes:
