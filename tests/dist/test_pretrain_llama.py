@@ -32,7 +32,7 @@ def start(folder: Path, *options: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
         # No GPU: two ranks would share one.
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
     )
 
 
