@@ -47,7 +47,7 @@ def run_ranks(
 
 
 def stop_pools() -> None:
-    """Ranks that only wait still take time: every gloo group that tests have made wakes up 100 times a second."""
+    """Ranks that wait take time, too: every gloo group that tests have made wakes up 100 times a second."""
     while _POOLS:
         _POOLS.popitem()[1].stop()
 

@@ -6,8 +6,7 @@ import importlib
 import json
 import math
 import statistics
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,18 +15,16 @@ import pytest
 import torch
 
 from flatfsdp.cli.ranks import Rank
+from tests.programs import ROOT, TORCHRUN, run_program
 
-ROOT = Path(__file__).parents[2]
 KIB, MIB = 2**10, 2**20
 OPERATIONS = ["all-reduce", "reduce-scatter", "all-gather"]
-TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def run_benchmark(out: Path, launcher: list[str], *options: str) -> tuple[str, dict[str, Any]]:
+def run_benchmark(out: Path, launcher: Sequence[str], *options: str) -> tuple[str, dict[str, Any]]:
     """The name and the content of what `benchmarks/collectives.py` writes, on CPU ranks."""
-    command = [sys.executable, *launcher, "benchmarks/collectives.py", "--device", "cpu", "--repeats", "3"]
-    command += ["--json", "--out", str(out), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [*launcher, "benchmarks/collectives.py", "--device", "cpu", "--repeats", "3", "--json"]
+    done = run_program(*command, "--out", out, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     (written,) = out.glob("*.json")
     assert written.with_suffix(".png").stat().st_size > 0
@@ -53,7 +50,7 @@ def check_rows(payload: dict[str, Any], sizes: list[int]) -> None:
 
 
 def test_sweep_on_ranks_of_its_own(tmp_path: Path) -> None:
-    name, payload = run_benchmark(tmp_path, [], "--ranks", "3", "--from", "48KiB", "--to", "1MiB")
+    name, payload = run_benchmark(tmp_path, (), "--ranks", "3", "--from", "48KiB", "--to", "1MiB")
     assert name == "collectives-gloo-3"
     assert (payload["backend"], payload["ranks"], payload["dtype"]) == ("gloo", 3, "float32")
     assert payload["environment"]["torch"] == torch.__version__
@@ -62,7 +59,7 @@ def test_sweep_on_ranks_of_its_own(tmp_path: Path) -> None:
 
 
 def test_one_size_under_torchrun(tmp_path: Path) -> None:
-    name, payload = run_benchmark(tmp_path, [*TORCHRUN, "2"], "--size", "1MiB", "--dtype", "bfloat16")
+    name, payload = run_benchmark(tmp_path, TORCHRUN, "--size", "1MiB", "--dtype", "bfloat16")
     assert name == "collectives-gloo-2-bfloat16-1MiB"
     assert (payload["ranks"], payload["dtype"]) == (2, "bfloat16")
     check_rows(payload, [MIB])

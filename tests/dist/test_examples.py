@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.programs import TORCHRUN, run_program
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_first_steps(ranks: int) -> None:
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    done = subprocess.run(
-        [sys.executable, *launcher, EXAMPLES / "first_steps.py"], capture_output=True, text=True, timeout=120
-    )
+    launcher = TORCHRUN if ranks > 1 else ()
+    done = run_program(*launcher, EXAMPLES / "first_steps.py")
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 4
@@ -29,9 +26,7 @@ def test_first_steps(ranks: int) -> None:
 
 def run_example(name: str, *arguments: str | Path) -> str:
     """What it prints."""
-    command = [sys.executable, EXAMPLES / name, *arguments]
-    wide = {**os.environ, "COLUMNS": "160"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=wide)
+    done = run_program(EXAMPLES / name, *arguments, COLUMNS="160")
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

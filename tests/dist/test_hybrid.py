@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ POLICIES = pytest.mark.parametrize(
 )
 
 
+@cache
 def mesh() -> dist.DeviceMesh:
     return dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
 

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import run_program
 
 
 def run_benchmark(name: str, out: Path, *options: str) -> dict[str, Any]:
-    command = [sys.executable, f"benchmarks/{name}.py", "--device", "cpu", "--out", str(out), *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+    done = run_program(f"benchmarks/{name}.py", "--device", "cpu", "--out", out, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     return json.loads((out / f"{name}.json").read_text())

@@ -1,26 +1,25 @@
-"""The step benchmark runs under torchrun, measures every engine, and its engines train alike."""
+"""The step benchmark measures every engine, also under torchrun, and its engines train alike."""
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import TORCHRUN, run_program
+
+SCRIPT = "benchmarks/step.py"
 WARMUP, STEPS = 1, 2
 
 
-def run_benchmark(out: Path, *options: str) -> dict[str, Any]:
+def run_benchmark(out: Path, *options: str, torchrun: bool = False) -> dict[str, Any]:
     """What `benchmarks/step.py` writes, on two CPU ranks with two microbatches."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    amount = ["--microbatches", "2", "--warmup", str(WARMUP), "--steps", str(STEPS)]
-    command = [*torchrun, "benchmarks/step.py", "--device", "cpu", "--out", str(out), *amount, *options]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    amount = ("--microbatches", "2", "--warmup", str(WARMUP), "--steps", str(STEPS))
+    command = (*TORCHRUN, SCRIPT) if torchrun else (SCRIPT, "--ranks", "2")
+    done = run_program(*command, "--device", "cpu", "--out", out, *amount, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     (written,) = out.glob("*.json")
     assert written.with_suffix(".png").stat().st_size > 0
@@ -76,7 +75,9 @@ def test_own_layers_train_like_the_plain_model(tmp_path: Path) -> None:
 
 
 def test_own_layers_without_a_vocabulary(tmp_path: Path) -> None:
-    payload = run_benchmark(tmp_path, "--shape", "tiny-l2", "--keep", *engines("flat-on", *FP8))
+    payload = run_benchmark(
+        tmp_path, "--shape", "tiny-l2", "--keep", *engines("flat-on", *FP8), torchrun=True
+    )
     plain, *fp8 = (row["runs"][0]["losses"] for row in payload["rows"])
     assert all(losses == pytest.approx(plain, rel=1e-3) for losses in fp8)
 

@@ -1,7 +1,6 @@
 """`python -m flatfsdp verify`, as a user runs it: its verdict, its files, its exit codes."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,20 +10,14 @@ import pytest
 from typer.testing import CliRunner
 
 from flatfsdp.cli.app import app
+from tests.programs import TORCHRUN, run_program
 
 KINDS = ["losses", "gradients", "parameters", "optimizer state"]
 TINY = ["--device", "cpu", "--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "32", "--batch", "2"]
 
 
-def run(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, timeout=240, env=environment
-    )
-
-
 def verify(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return run("flatfsdp", "verify", *TINY, "--out", str(out), *options)
+    return run_program("-m", "flatfsdp", "verify", *TINY, "--out", out, *options)
 
 
 def written(out: Path) -> dict[str, Any]:
@@ -100,16 +93,17 @@ def test_one_damaged_bit_on_one_rank_is_noticed(tmp_path: Path) -> None:
 
 
 def test_torchrun_json_and_data_parallel(tmp_path: Path) -> None:
-    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "flatfsdp", "verify")
-    options = ("--steps", "2", "--precision", "fp32", "--strategy", "dp", "--json", "--out", str(tmp_path))
-    done = run(*torchrun, *TINY, *options)
+    options = ("--steps", "2", "--precision", "fp32", "--strategy", "dp", "--json", "--out", tmp_path)
+    done = run_program(*TORCHRUN, "-m", "flatfsdp", "verify", *TINY, *options)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == written(tmp_path)
     assert [row["strategy"] for row in written(tmp_path)["rows"]] == ["dp"]
 
 
 def test_train_writes_its_losses(tmp_path: Path) -> None:
-    done = run("flatfsdp", "train", *TINY, "--steps", "6", "--precision", "fp32", "--out", str(tmp_path))
+    options = ("--steps", "6", "--precision", "fp32", "--out", tmp_path)
+    command = [sys.executable, "-m", "flatfsdp", "train", *TINY, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "fp32 zero3 flag on, world size 2: loss " in done.stdout
     losses = json.loads((tmp_path / "train.json").read_text())["run"]["losses"]

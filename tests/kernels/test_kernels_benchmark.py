@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.programs import ROOT, run_program
+
 SCRIPT = "benchmarks/kernels.py"
 KERNELS = {
     "copy", "cast", "max_abs", "norm_forward", "norm_backward", "activation_forward", "activation_backward",
@@ -24,12 +23,6 @@ KERNELS = {
 }  # fmt: skip
 
 
-def run_benchmark(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, SCRIPT, *options], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
-
-
 @pytest.fixture
 def helpers(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -37,7 +30,7 @@ def helpers(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
 
 
 def test_everything_is_measured_and_written(tmp_path: Path) -> None:
-    done = run_benchmark("--device", "cpu", "--rounds", "3", "--json", "--out", str(tmp_path))
+    done = run_program(SCRIPT, "--device", "cpu", "--rounds", "3", "--json", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     payload = json.loads((tmp_path / "kernels.json").read_text())
     assert json.loads(done.stdout) == payload, "--json prints something else, or something more"
@@ -63,20 +56,20 @@ def test_everything_is_measured_and_written(tmp_path: Path) -> None:
 
 
 def test_some_kernels_only(tmp_path: Path) -> None:
-    done = run_benchmark(
-        "--device", "cpu", "--rounds", "1", "--quick", "--only", "rope", "--out", str(tmp_path)
+    done = run_program(
+        SCRIPT, "--device", "cpu", "--rounds", "1", "--quick", "--only", "rope", "--out", str(tmp_path)
     )
     assert done.returncode == 0, done.stdout + done.stderr
     payload = json.loads((tmp_path / "kernels.json").read_text())
     assert [row["kernel"] for row in payload["kernels"]] == ["copy", "rope"] and not payload["wgrad"]
     assert "Kernels beside a copy" in done.stdout and "kernels.png" in done.stdout
-    unknown = run_benchmark("--device", "cpu", "--only", "ropes")
+    unknown = run_program(SCRIPT, "--device", "cpu", "--only", "ropes")
     assert unknown.returncode == 2 and "there is no kernel 'ropes'" in unknown.stderr
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_without_a_gpu_it_says_so() -> None:
-    done = run_benchmark()
+    done = run_program(SCRIPT)
     assert done.returncode == 2 and "no CUDA device" in done.stderr
 
 
