@@ -192,7 +192,7 @@ def _ours(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
         device=x.device,
     )
     if fused:
-        _give_main_grads(layer)
+        give_main_grads(layer)
     cached = recipe is not None and mode is not Mode.delayed
 
     @contextmanager
@@ -225,7 +225,7 @@ def _transformer_engine(shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
         fuse_wgrad_accumulation=True,
         params_dtype=torch.bfloat16,
     )
-    _give_main_grads(layer)
+    give_main_grads(layer)
     recipe = recipes.DelayedScaling(amax_history_len=16)
 
     def forward(first: bool) -> Tensor:
@@ -236,7 +236,8 @@ def _transformer_engine(shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
     return Contestant(_steps(lambda: forward(False), layer, x, dy), layer, x)
 
 
-def _give_main_grads(layer: nn.Module) -> None:
+def give_main_grads(layer: nn.Module) -> None:
+    """An FP32 main_grad of zeros for every matrix."""
     for parameter in layer.parameters():
         if parameter.dim() == 2:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]

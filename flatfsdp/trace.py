@@ -26,7 +26,8 @@ COMMUNICATION, ATTENTION, GEMM, MEMORY = "communication", "attention", "GEMM", "
 CLASSES = (GEMM, ATTENTION, MEMORY, COMMUNICATION)
 
 PATTERNS = (
-    (COMMUNICATION, r"nccl|gloo|^c10d::"),
+    # A copy from one GPU's memory to another's is part of a product with `tp_overlap`.
+    (COMMUNICATION, r"nccl|gloo|^c10d::|memcpy ptop"),
     # Inductor names its kernels after what they replace, such as casts for `_scaled_mm`.
     (MEMORY, r"^triton_(poi|red|per|for)_"),
     (ATTENTION, r"sdpa|fmha|flash|attention|cudnn::fusion"),
@@ -102,6 +103,8 @@ COLLECTIVES = (
     ("all-reduce", r"all_?reduce"),
     ("send/recv", r"send|recv"),
     ("broadcast", r"broadcast"),
+    ("copy between GPUs", r"memcpy ptop"),
+    ("barrier", r"barrier"),
 )
 """Kinds of communication; the first that is found in a name."""
 

@@ -42,6 +42,7 @@ from flatfsdp.trace import (
         ("aten::add", "memory-bound"),
         ("gloo:all_gather", "communication"),
         ("Memcpy DtoD (Device -> Device)", "memory-bound"),
+        ("Memcpy PtoP (Device -> Device)", "communication"),
     ],
 )
 def test_class_of_a_kernel(name: str, expected: str) -> None:
@@ -93,7 +94,9 @@ def test_operators_of_a_cpu_are_drawn(tmp_path: Path) -> None:
         ("ncclDevKernel_SendRecv(...)", "", "send/recv"),
         ("gloo:send", "", "send/recv"),
         ("c10d::_allgather_base_", "", "all-gather"),
-        ("gloo:barrier", "", "other"),
+        ("Memcpy PtoP (Device -> Device)", "", "copy between GPUs"),
+        ("c10d::symmetric_memory::barrier_kernel(unsigned int**, ...)", "", "barrier"),
+        ("c10d::alltoall_base_", "", "other"),
     ],
 )
 def test_kind_of_a_collective(name: str, group: str, expected: str) -> None:

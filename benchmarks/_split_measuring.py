@@ -1,0 +1,285 @@
+"""How `tensor_parallel.py` times a layer that ranks share, and compares it with whole ones.
+
+In:   a `Job`, on every rank.
+Out:  a `Row` for each mode: times, traffic and errors, over all ranks.
+Next: `tensor_parallel.py` shows them.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _llama import LlamaConfig, flops_per_token
+from _measuring import Clock
+from _split_layers import Contestant, Engine, Mode, Problem, Split, build, whole_results
+from _traffic import Traffic
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from flatfsdp.cli.ranks import Rank
+from flatfsdp.comm import Ranks
+from flatfsdp.trace import Breakdown, breakdown, spans_of
+
+GIB = 2**30
+
+WHOLE, PLAIN = "whole", "plain"
+
+
+TOLERANCES = {
+    WHOLE: {"bf16": 0.03, "fp8": 0.2},
+    PLAIN: {"bf16": 0.03, "fp8": 0.4},
+}
+"""Largest errors beside the same engine's layer on one GPU, and beside the plain layer in bf16."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What every rank measures.
+
+    Attributes:
+        config: one layer, with the length of a sequence.
+        rounds: how often the modes are measured in turn; the first one once more at the end.
+        breakdown: profile one more step of each mode and sort its kernels.
+    """
+
+    shape: str
+    config: LlamaConfig
+    batch: int
+    modes: tuple[Mode, ...]
+    steps: int
+    warmup: int
+    rounds: int
+    breakdown: bool
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.config.seq
+
+    @property
+    def flops(self) -> int:
+        """Of the whole layer."""
+        return self.tokens * flops_per_token(self.config)
+
+    def order(self) -> list[Mode]:
+        return [*(self.modes * self.rounds), self.modes[0]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One mode, built, warmed up and timed once.
+
+    Attributes:
+        ms: of each timed step; the slowest rank's.
+        host_ms: of one rank's host to launch a step; None on CPUs, where launching is computing.
+        peak_gib: most memory allocated during the timed steps, without what is there for the comparison.
+        calls, sent: of one step and rank, by kind of collective; None for compiled layers.
+        errors: of output and gradients, by what they are compared with; the worst rank's.
+        breakdown: of one step of rank 0; None if it was not asked for, or without a GPU.
+    """
+
+    ms: list[float]
+    host_ms: float | None
+    peak_gib: float
+    calls: dict[str, int] | None
+    sent: dict[str, int] | None
+    errors: dict[str, dict[str, float]]
+    breakdown: Breakdown | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """All runs of a mode.
+
+    Attributes:
+        skipped: why it could not be measured here, or empty.
+        failed: what went wrong, or empty.
+    """
+
+    mode: Mode
+    runs: list[Run]
+    skipped: str
+    failed: str
+
+    @property
+    def ms(self) -> float | None:
+        """Median of all timed steps."""
+        return statistics.median(ms for run in self.runs for ms in run.ms) if self.runs else None
+
+
+def measure_all(rank: Rank, jobs: Sequence[Job]) -> list[list[Row]]:
+    """On one rank: every job's modes, by turns; all ranks return the same."""
+    return [_measure_job(rank, job) for job in jobs]
+
+
+def _measure_job(rank: Rank, job: Job) -> list[Row]:
+    problem = Problem.of(job.config, job.batch, Ranks.of(dist.group.WORLD), rank.device)
+    expected = {engine: whole_results(engine, problem) for engine in _references(job, rank.device)}
+    runs: dict[Mode, list[Run]] = {mode: [] for mode in job.modes}
+    skipped = {mode: mode.unavailable(rank.device) for mode in job.modes}
+    failed = dict.fromkeys(job.modes, "")
+    for mode in job.order():
+        if skipped[mode] or failed[mode]:
+            continue
+        start = time.perf_counter()
+        try:
+            mine: Run | str = _measure(mode, job, rank, problem, expected)
+        except Exception as error:  # the other modes' figures are worth having
+            mine = f"{type(error).__name__}: {error}".strip()[:600]
+            if rank.index == 0:
+                traceback.print_exc()
+        _free(rank.device)
+        everyones: list[Any] = [None] * rank.world
+        dist.all_gather_object(everyones, mine)
+        failed[mode] = next(
+            (f"rank {r}: {found}" for r, found in enumerate(everyones) if isinstance(found, str)), ""
+        )
+        if not failed[mode]:
+            runs[mode].append(_over_ranks(everyones))
+        if rank.index == 0:
+            outcome = failed[mode] or f"{statistics.median(runs[mode][-1].ms):.3f} ms"
+            print(
+                f"{job.shape}, {mode.label}: {outcome} ({time.perf_counter() - start:.1f} s)",
+                file=sys.stderr,
+                flush=True,
+            )
+    return [Row(mode, runs[mode], skipped[mode], failed[mode]) for mode in job.modes]
+
+
+def _references(job: Job, device: torch.device) -> list[Engine]:
+    """Engines whose whole layer others are compared with."""
+    measured = [_eager(mode.engine) for mode in job.modes if not mode.unavailable(device)]
+    return list(dict.fromkeys([Engine.torch, *measured]))
+
+
+def _eager(engine: Engine) -> Engine:
+    """Whose results compiled code is to have."""
+    return Engine.torch if engine is Engine.compiled else engine
+
+
+References = dict[Engine, dict[str, Tensor]]
+
+
+def _measure(mode: Mode, job: Job, rank: Rank, problem: Problem, expected: References) -> Run:
+    leftover = _allocated(rank.device)
+    layer = build(mode, problem)
+    if mode.engine.is_compiled:
+        layer.compile(overlaps=mode.split is Split.overlap)
+    for _ in range(job.warmup):
+        layer.step()
+    traffic = None
+    if not mode.engine.is_compiled:
+        with Traffic(rank.world) as traffic:
+            layer.step()
+    dist.barrier()
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    clock = Clock(rank.device)
+    clock.mark()
+    for _ in range(job.steps):
+        layer.step()
+        clock.mark()
+    milliseconds = clock.gaps()
+    peak = torch.cuda.max_memory_allocated() / GIB if rank.device.type == "cuda" else 0.0
+    host = _host_ms(layer.step) if rank.device.type == "cuda" else None
+    profiled = _profile(layer.step, rank) if job.breakdown and rank.device.type == "cuda" else None
+    return Run(
+        ms=milliseconds,
+        host_ms=host,
+        peak_gib=peak - leftover,
+        calls=None if traffic is None else dict(traffic.calls),
+        sent=None if traffic is None else dict(traffic.sent),
+        errors=_compare(mode, layer, problem, expected),
+        breakdown=profiled,
+    )
+
+
+def _host_ms(step: Callable[[], object]) -> float:
+    """Milliseconds of the host to launch one step; all ranks at once."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - start))
+    torch.cuda.synchronize()
+    return min(times)
+
+
+def _profile(step: Callable[[], object], rank: Rank) -> Breakdown | None:
+    """What rank 0's GPU does during one step."""
+    if rank.index != 0:
+        step()
+        return None
+    # Recording every operator of the host would make gaps that are not there.
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        step()
+        torch.cuda.synchronize()
+    return breakdown(spans_of(recorded))
+
+
+def _compare(
+    mode: Mode, layer: Contestant, problem: Problem, expected: References
+) -> dict[str, dict[str, float]]:
+    """Errors of this rank's parts, by what they are compared with.
+
+    Raises:
+        ArithmeticError: if one is too large; times of a layer that computes something else mean nothing.
+    """
+    found = layer.results()
+    errors: dict[str, dict[str, float]] = {WHOLE: {}, PLAIN: {}}
+    for name, mine in found.items():
+        part = problem.rows if name in ("output", "input") else partial(problem.part, name)
+        for key, engine in ((WHOLE, _eager(mode.engine)), (PLAIN, Engine.torch)):
+            errors[key][name] = relative_error(mine, part(expected[engine][name], mode.split))
+    for key, tolerances in TOLERANCES.items():
+        tolerance = tolerances["fp8" if mode.engine.is_fp8 else "bf16"]
+        for name, error in errors[key].items():
+            # A NaN fails, too.
+            if not error <= tolerance:
+                raise ArithmeticError(
+                    f"{name} is off by {error:.2g} of its norm, beside the {key} layer's; rounding explains "
+                    f"{tolerance:g}"
+                )
+    return errors
+
+
+def relative_error(ours: Tensor, exact: Tensor) -> float:
+    """|ours - exact| / |exact|."""
+    if ours.shape != exact.shape:
+        raise ValueError(f"the shape is {tuple(ours.shape)}, and should be {tuple(exact.shape)}")
+    return float((ours.float() - exact.float()).norm() / exact.float().norm())
+
+
+def _over_ranks(runs: list[Run]) -> Run:
+    return replace(
+        runs[0],
+        ms=[max(step) for step in zip(*(run.ms for run in runs), strict=True)],
+        peak_gib=max(run.peak_gib for run in runs),
+        errors={
+            key: {name: max(run.errors[key][name] for run in runs) for name in of_names}
+            for key, of_names in runs[0].errors.items()
+        },
+    )
+
+
+def _allocated(device: torch.device) -> float:
+    return torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0.0
+
+
+def _free(device: torch.device) -> None:
+    """Models are full of reference cycles, and compiled code keeps what it was traced with."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
