@@ -37,7 +37,7 @@ def operator(
         # The dispatcher costs more host time than the launch; only who looks on needs it.
         if type(first) is not Tensor or torch.compiler.is_compiling() or _get_current_dispatch_mode():
             registered(first, *args)
-        elif torch.is_autocast_enabled(first.device.type):
+        elif torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(first.device.type):
             # A backward may run inside torch.autocast, which would round FP32 operands of matrix products.
             with torch.autocast(first.device.type, enabled=False):
                 call(first, *args)

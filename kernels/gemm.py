@@ -20,6 +20,10 @@ from flatfsdp.kernels._outputs import FP8_DTYPES, HIGH_DTYPES
 from flatfsdp.kernels._triton import on_device_of
 from torch import Tensor
 
+E4M3, E5M2 = FP8_DTYPES
+FP8_PAIRS = {(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)}
+"""Formats of the two operands of an FP8 GEMM."""
+
 ALIGNMENT = 16
 """FP8 GEMMs take sizes that are multiples of it, and addresses, in bytes, that are."""
 
@@ -112,8 +116,7 @@ def check_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> None:
     Raises:
         ValueError: if `a` [M, K] and `b` [N, K] are no operands of an FP8 GEMM with such a result.
     """
-    kinds = (a.dtype, b.dtype)
-    if not set(kinds) <= set(FP8_DTYPES) or kinds == (torch.float8_e5m2, torch.float8_e5m2):
+    if (a.dtype, b.dtype) not in FP8_PAIRS:
         raise ValueError(
             f"a is {a.dtype} and b {b.dtype}; an FP8 GEMM takes two FP8 operands, at most one in E5M2"
         )
@@ -128,7 +131,8 @@ def check_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> None:
                 f"{name} has strides {operand.stride()}; it has to be contiguous: FP8 GEMMs read along K, so "
                 "cast with columnwise=True for the transpose"
             )
-    if b.shape[0] == 0 or b.shape[1] == 0 or b.shape[0] % ALIGNMENT or b.shape[1] % ALIGNMENT:
+    rows, inner = b.shape
+    if rows == 0 or inner == 0 or rows % ALIGNMENT or inner % ALIGNMENT:
         raise ValueError(
             f"b [N, K] is {tuple(b.shape)}; FP8 GEMMs need multiples of {ALIGNMENT}: pad them, or keep this "
             "layer in bf16"

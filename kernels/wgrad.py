@@ -37,7 +37,7 @@ from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import FP8_DTYPES, HIGH_DTYPES
 from flatfsdp.kernels._triton import on_device_of
 from flatfsdp.kernels.accumulate import accumulate
-from flatfsdp.kernels.gemm import ALIGNMENT, check_scale_inv, scaled_mm
+from flatfsdp.kernels.gemm import ALIGNMENT, FP8_PAIRS, check_scale_inv, scaled_mm
 from torch import Tensor
 
 _log = logging.getLogger(__name__)
@@ -474,8 +474,7 @@ def _check_high_precision(target: Tensor, dy: Tensor, x: Tensor) -> None:
 
 
 def _check_fp8(target: Tensor, dy: Tensor, x: Tensor) -> None:
-    kinds = (dy.dtype, x.dtype)
-    if not set(kinds) <= set(FP8_DTYPES) or kinds == (torch.float8_e5m2, torch.float8_e5m2):
+    if (dy.dtype, x.dtype) not in FP8_PAIRS:
         raise ValueError(
             f"dy is {dy.dtype} and x {x.dtype}; an FP8 GEMM takes two FP8 operands, at most one in E5M2"
         )
