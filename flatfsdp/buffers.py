@@ -36,6 +36,9 @@ SMALL = 1 << 16
 """Elements of a gradient that waits for others of its unit: one launch then adds all of them, where one for
 each would cost more than its bytes.  Norms and biases are such."""
 
+FEW = 2
+"""Gradients that are added one by one all the same: less work for the host than one launch for several."""
+
 
 class FlatBuffer:
     """A flat tensor whose memory comes and goes while the tensor, and every view of it, stays.
@@ -169,6 +172,11 @@ class MainGrad:
         if not waiting:
             return
         grads = list(waiting.values())
+        if len(grads) <= FEW:
+            for index, grad in waiting.items():
+                view, is_first = self._claim(index)
+                self._accumulate(view, grad, first=is_first)
+            return
         targets, first = zip(*(self._claim(index) for index in waiting), strict=True)
         accumulate_many(targets, grads, first)
         moved = (bytes_moved(*each[:2], first=each[2]) for each in zip(targets, grads, first, strict=True))

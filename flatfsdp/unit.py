@@ -54,6 +54,7 @@ class Unit:
     def __init__(self, reshard_after_forward: bool, *, contains_units: bool) -> None:
         self.groups: list[FlatGroup] = []
         self.trained: list[FlatGroup] = []
+        self._num_trained = 0
         self.root: Root
         self._reshard_after_forward = reshard_after_forward
         self._contains_units = contains_units
@@ -68,6 +69,7 @@ class Unit:
         self.groups.append(group)
         if group.trainable:
             self.trained.append(group)
+            self._num_trained += len(group.layout.slots)
 
     @property
     def is_sharded(self) -> bool:
@@ -177,15 +179,17 @@ class Unit:
         return bool(self.trained) and self._all_landed_in(running_backward())
 
     def _all_landed_in(self, backward: int) -> bool:
-        slots = sum(len(group.layout.slots) for group in self.trained)
-        return len(self._landed.get(backward, ())) == slots
+        return len(self._landed.get(backward, ())) == self._num_trained
 
     def landed(self, group: FlatGroup, index: int | None) -> None:
         """Slot `index` of a trained group, or every slot of it, holds this backward's gradient."""
         self.root.begin_backward()
-        slots = range(len(group.layout.slots)) if index is None else (index,)
-        self._landed[running_backward()].update((group, slot) for slot in slots)
-        if self.backward_done:
+        landed = self._landed[running_backward()]
+        if index is None:
+            landed.update((group, slot) for slot in range(len(group.layout.slots)))
+        else:
+            landed.add((group, index))
+        if len(landed) == self._num_trained:
             self._reduce_and_free_if_done()
 
     def _reduce_and_free_if_done(self) -> None:
