@@ -234,7 +234,8 @@ def main(
     def traced(step: int) -> float:
         """A step that leaves trace.json, for a browser, and step.png, a picture of what ran when.
 
-        `flatfsdp.timeline.redraw` makes the picture from step.json, which is small.
+        `flatfsdp.timeline.redraw` makes the picture from step.json, which is small.  Recording takes time of
+        the host: where that is the limit, there are more gaps than in other steps.
         """
         on_gpu = device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from flatfsdp.timeline import load_spans, overlap_of
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_llama.py"
 SIZES = {"layers": 4, "hidden": 32, "ffn": 64, "heads": 2, "kv_heads": 1, "vocab": 256, "seq": 32}
 OPTIONS = (
@@ -68,4 +70,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path: Path) -> Non
     assert all(step["tokens_per_s"] > 0 and step["peak_gib"] > 0 for step in resumed)
     assert sorted(path.name for path in older.parent.iterdir()) == ["step-00000004", "step-00000006"]
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    spans, title = load_spans(tmp_path / "step.json")
+    assert "send/recv" in [lane.kind for lane in overlap_of(spans).lanes]
+    assert title.endswith(f"fp8-delayed, step {min(first + 3, 6)}")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
