@@ -120,9 +120,13 @@ class MainGrad:
         return self._tensor is not None or bool(self._waiting)
 
     def expose(self, parameters: Sequence[Tensor]) -> None:
-        """Gives each parameter `main_grad` (None while there is no buffer), and the two methods below."""
+        """Gives each parameter `main_grad` (None while there is no buffer), and the two methods below.
+
+        Transformer Engine's own layers call `get_main_grad` where there is `__fsdp_param__`, too.
+        """
         self._exposed = parameters
         for index, parameter in enumerate(parameters):
+            parameter.__fsdp_param__ = True  # type: ignore[attr-defined]
             parameter.get_main_grad = partial(self.get, index)  # type: ignore[attr-defined]
             parameter.claim_main_grad = partial(self.claim, index)  # type: ignore[attr-defined]
         self._show()
