@@ -46,12 +46,6 @@ from torch import Tensor
 
 WIDEST_ROW = 16384
 """Columns of the widest row that a program keeps in registers."""
-BAND = 64
-"""Rows that are transposed together: as many bytes of a column are stored side by side."""
-WARPS_UNDER_WAY = 6144
-"""Between rows and their transpose, so that it need not wait: an H200 holds up to 8448 warps at a time."""
-TURNED_BYTES = 64
-"""Of each thread, when it transposes."""
 CLEARED = 256
 """Counters of arrivals that one program clears."""
 KEPT = "evict_last"
@@ -82,6 +76,35 @@ def row_tile(dtype: torch.dtype, cols: int, *, rms: bool, is_turned: bool) -> Ti
     return tile._replace(rows=tile.rows * times, cols=width, steps=max(1, tile.steps // times))
 
 
+class Turning(NamedTuple):
+    """How programs transpose what others have normalized.
+
+    Attributes:
+        band: rows that are transposed together: as many bytes of a column are stored side by side.
+        bytes: of each thread.
+        warps: under way between rows and their transpose, so that it need not wait.  An H200 holds up to 8448
+            at a time, and fewer of a kernel with many registers.
+    """
+
+    band: int
+    bytes: int
+    warps: int
+
+
+TURNING = Turning(band=64, bytes=64, warps=6144)
+SLIM_TURNING = Turning(band=128, bytes=128, warps=4224)
+"""For programs of few warps, if there are many: as many bytes of a program, and half as many programs."""
+SLIM_WARPS = 4
+"""Of a program, at most, for `SLIM_TURNING`."""
+MANY_ELEMENTS = 2**25
+"""From here on there are enough programs for `SLIM_TURNING`."""
+
+
+def turning(rows: int, cols: int, tile: Tile) -> Turning:
+    is_slim = tile.warps <= SLIM_WARPS and rows * cols >= MANY_ELEMENTS
+    return SLIM_TURNING if is_slim else TURNING
+
+
 class Mix(NamedTuple):
     """How programs that transpose follow those that normalize.
 
@@ -102,11 +125,12 @@ def mix(rows: int, cols: int, tile: Tile, *, is_turned: bool) -> Mix:
     rows_each = tile.rows * tile.steps
     if not is_turned:
         return Mix(cdiv(rows, rows_each), rows_each)
-    band = max(BAND, rows_each)
-    turned_cols = max(1, TURNED_BYTES * 32 * tile.warps // band)
+    turns = turning(rows, cols, tile)
+    band = max(turns.band, rows_each)
+    turned_cols = max(1, turns.bytes * 32 * tile.warps // band)
     programs = band // rows_each + cdiv(cols, turned_cols)
     bands = cdiv(rows, band)
-    delay = min(bands, cdiv(WARPS_UNDER_WAY, programs * tile.warps))
+    delay = min(bands, cdiv(turns.warps, programs * tile.warps))
     return Mix((bands + delay) * programs, band, turned_cols, delay)
 
 
@@ -234,7 +258,7 @@ def _normalize(
             value -= mean[:, None]
             if COLS != BLOCK_COLS:
                 value = tl.where(mask, value, 0.0)
-        rstd = 1.0 / tl.sqrt_rn(tl.sum(value * value, axis=1) / COLS + eps)
+        rstd = tl.rsqrt(tl.sum(value * value, axis=1) / COLS + eps)
         tl.store(rstd_ptr + row, rstd)
         value = value * rstd[:, None] * gain[None, :]
         if bias_ptr is not None:
@@ -361,7 +385,7 @@ def _wide_kernel(
             mean += difference * share
             squares += difference * difference * share * start
         squares += tl.sum(value * value, axis=1)
-    rstd = 1.0 / tl.sqrt_rn(squares / COLS + eps)
+    rstd = tl.rsqrt(squares / COLS + eps)
     tl.store(rstd_ptr + row, rstd, row_mask)
     if mean_ptr is not None:
         tl.store(mean_ptr + row, mean, row_mask)

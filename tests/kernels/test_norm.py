@@ -209,14 +209,18 @@ def test_fp8_and_amax_are_of_the_fp32_result(
     assert amax.isnan()
 
 
-@pytest.mark.parametrize("delay", [1, 3, 99])
+@pytest.mark.parametrize(
+    ("turning", "bands", "delay"),
+    [(forward.TURNING, 4, 1), (forward.TURNING, 4, 99), (forward.SLIM_TURNING, 3, 2)],
+)
 def test_transposes_wait_for_all_rows_of_their_band(
-    delay: int, device: str, monkeypatch: pytest.MonkeyPatch
+    turning: forward.Turning, bands: int, delay: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, cols = 8 * forward.BAND + 32, 96
+    rows, cols = bands * turning.band + 32, 96
+    programs = turning.band // 2 + 1  # of a band: normalizing, transposing
     monkeypatch.setattr(forward, "find", lambda *_: Tile(2, 128, 4))
-    monkeypatch.setattr(forward, "WARPS_UNDER_WAY", delay * 33 * 4)
-    assert forward.mix(rows, cols, Tile(2, 128, 4), is_turned=True).delay == min(delay, 9)
+    monkeypatch.setattr(forward, "TURNING", turning._replace(warps=delay * programs * 4))
+    assert forward.mix(rows, cols, Tile(2, 128, 4), is_turned=True).delay == min(delay, bands + 1)
     x, weight = torch.randn(rows, cols, device=device), torch.randn(cols, device=device)
     options: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scale": torch.ones(1, device=device)}
     for _ in range(2):
@@ -224,6 +228,17 @@ def test_transposes_wait_for_all_rows_of_their_band(
         assert result.rowwise is not None and result.columnwise is not None
         assert not result.rowwise.float().isnan().any()
         assert torch.equal(result.columnwise.view(torch.uint8), result.rowwise.view(torch.uint8).T)
+
+
+def test_only_many_programs_of_few_warps_transpose_large_tiles() -> None:
+    for rows, rms, expected in (
+        (8192, False, forward.SLIM_TURNING),
+        (8191, False, forward.TURNING),
+        (8192, True, forward.TURNING),
+    ):
+        tile = forward.row_tile(torch.bfloat16, 4096, rms=rms, is_turned=True)
+        assert forward.turning(rows, 4096, tile) == expected
+        assert forward.mix(rows, 4096, tile, is_turned=True).band == expected.band
 
 
 def test_amax_only_grows(way: Way, device: str) -> None:
