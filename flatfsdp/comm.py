@@ -43,6 +43,10 @@ class Ranks:
             return Ranks(None, 1, 0)
         return Ranks(group, dist.get_world_size(group), dist.get_rank(group))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        """Copies of a layer are shared by the same ranks."""
+        return self
+
     @property
     def name(self) -> str:
         """Of the process group, the same on all its ranks; empty for a world of one."""

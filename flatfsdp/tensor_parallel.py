@@ -68,6 +68,12 @@ class LateRanks(Ranks):
     def find(self, ranks: Ranks) -> None:
         vars(self)["_found"] = ranks
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LateRanks:
+        """Of a layer whose copy is told by itself."""
+        other = memo[id(self)] = LateRanks(vars(self)["_layer"], self.size)
+        vars(other).update(vars(self))
+        return other
+
 
 @dataclass(frozen=True)
 class TensorParallel:

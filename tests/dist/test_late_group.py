@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -44,11 +45,15 @@ def same_as_from_the_start(rank: int, world_size: int, name: str, sequence_paral
         late(input_of(name, sequence_parallel))
     with pytest.raises(RuntimeError, match=r"tp_size is 2.*set_tensor_parallel_group"):
         FlatFSDP(late, dist.new_group([rank], use_local_synchronization=True), tp_group=dist.group.WORLD)
+    other = copy.deepcopy(late)
+    torch.manual_seed(0)
+    other.set_tensor_parallel_group(dist.group.WORLD)
     torch.manual_seed(0)
     for _ in range(2):  # the second time changes nothing
         late.set_tensor_parallel_group(dist.group.WORLD)
     for (key, a), b in zip(first.named_parameters(), late.parameters(), strict=True):
         assert torch.equal(a, b) and vars(a) == vars(b), key
+        assert torch.equal(a, other.get_parameter(key))
     results = []
     for layer in (first, late):
         torch.manual_seed(7 + rank)

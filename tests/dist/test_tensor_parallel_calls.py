@@ -511,6 +511,11 @@ def others_in_their_place(rank: int, world_size: int) -> None:
     table = Embedding(32, 8, device="meta", **whole_group()).to_empty(device="cpu")
     table.reset_parameters()
     assert table.weight.tensor_model_parallel and not table.weight.isnan().any()
+    copied = copy.deepcopy(expected)
+    for (name, a), b in zip(copied.named_parameters(), expected.named_parameters(), strict=True):
+        assert a is not b and torch.equal(a, b[1]) and vars(a) == vars(b[1]), name
+    x = torch.randn(SEQUENCE // 2, BATCH, WIDTH)
+    assert torch.equal(copied.eval()(x), expected.eval()(x))
     norm = RMSNorm(8, sequence_parallel=True)
     for other in (copy.deepcopy(norm), pickle.loads(pickle.dumps(norm))):
         assert other.weight is not norm.weight and vars(other.weight) == vars(norm.weight)
