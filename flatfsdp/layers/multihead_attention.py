@@ -23,7 +23,7 @@ from flatfsdp.layers.masks import Window
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.projection import LinearOptions
 from flatfsdp.layers.qk_norm import make_qk_norm
-from flatfsdp.layers.qkv import split_qkv
+from flatfsdp.layers.qkv import QKV, split_and_rotate, split_qkv
 from flatfsdp.layers.rotary import RotaryPositionEmbedding, RotaryTables, apply_rotary
 from flatfsdp.tensor_parallel import GetTracker, Shared, TensorParallel
 
@@ -233,18 +233,7 @@ class MultiheadAttention(Shared):
             ValueError, TypeError, RuntimeError: as `Linear` and `DotProductAttention`.
         """
         mixed, *passed_on = self._project(hidden_states, is_first_microbatch, return_residual)
-        query, key, value = split_qkv(
-            mixed,
-            self.core_attention.num_attention_heads,
-            self.core_attention.num_gqa_groups,
-            self.core_attention.kv_channels,
-            self.qkv_weight_interleaved,
-        )
-        rotated, key = self._norm_and_rotate(query, key, rotary_pos_emb)
-        if rotated is not query and torch.is_grad_enabled():
-            # Attention saves the value for backward; as a view it would keep the whole joint projection.
-            value = value.contiguous()
-        query = rotated
+        query, key, value = self._split(mixed, rotary_pos_emb)
         context = self.core_attention(
             query,
             key,
@@ -270,10 +259,33 @@ class MultiheadAttention(Shared):
         mixed = self.qkv(hidden_states, is_first_microbatch=is_first_microbatch)
         return (mixed, hidden_states) if return_residual else (mixed,)
 
-    def _norm_and_rotate(self, query: Tensor, key: Tensor, tables: Tables | None) -> tuple[Tensor, Tensor]:
-        batch_first = self.core_attention.qkv_format == "bshd"
+    def _split(self, mixed: Tensor, tables: Tables | None) -> QKV:
+        """Query, key and value, normed and rotated."""
+        attention = self.core_attention
+        heads = attention.num_attention_heads, attention.num_gqa_groups, attention.kv_channels
+        batch_first = attention.qkv_format == "bshd"
         if tables is None and self.rotary is not None:
-            tables = self.rotary(query.shape[1 if batch_first else 0], query.device)
+            tables = self.rotary(mixed.shape[1 if batch_first else 0], mixed.device)
+        self._check_tables(tables)
+        if tables is not None and self.q_norm is None:
+            return split_and_rotate(
+                mixed,
+                *heads,
+                self.qkv_weight_interleaved,
+                *tables[:2],
+                batch_first=batch_first,
+                neighbours=self.rotary_pos_interleaved,
+            )
+        query, key, value = split_qkv(mixed, *heads, self.qkv_weight_interleaved)
+        if self.q_norm is None:
+            return QKV(query, key, value)
+        query, key = self._norm_and_rotate(query, key, tables, batch_first)
+        if torch.is_grad_enabled():
+            # Attention saves the value for backward; as a view it would keep the whole joint projection.
+            value = value.contiguous()
+        return QKV(query, key, value)
+
+    def _check_tables(self, tables: Tables | None) -> None:
         if isinstance(tables, Tensor):
             raise TypeError(
                 "rotary_pos_emb is one tensor, perhaps of angles; pass what RotaryPositionEmbedding returns, "
@@ -284,6 +296,10 @@ class MultiheadAttention(Shared):
                 f"rotary_pos_emb was made with interleaved={tables.interleaved}, this layer with "
                 f"rotary_pos_interleaved={self.rotary_pos_interleaved}; make both the same"
             )
+
+    def _norm_and_rotate(
+        self, query: Tensor, key: Tensor, tables: Tables | None, batch_first: bool
+    ) -> tuple[Tensor, Tensor]:
         if self.qk_norm_before_rope:
             query, key = self._norm(query, key)
         if tables is not None:
@@ -296,6 +312,5 @@ class MultiheadAttention(Shared):
         return (query, key) if self.qk_norm_before_rope else self._norm(query, key)
 
     def _norm(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        if self.q_norm is None or self.k_norm is None:
-            return query, key
+        assert self.q_norm is not None and self.k_norm is not None
         return self.q_norm(query), self.k_norm(key)

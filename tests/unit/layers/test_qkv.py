@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp.layers.qkv import split_qkv
+from flatfsdp.layers.qkv import split_and_rotate, split_qkv
+from flatfsdp.layers.rotary import RotaryPositionEmbedding, apply_rotary
 from tests.unit.layers import plain
 
 SHAPES = pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1), (1, 1)])
@@ -59,3 +60,46 @@ def test_a_part_without_a_gradient_counts_as_zero() -> None:
 def test_a_wrong_size_is_named() -> None:
     with pytest.raises(ValueError, match="has 64 of them, not 63"):
         split_qkv(torch.randn(2, 2, 63), 4, 2, 8, True)
+
+
+@SHAPES
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("neighbours", [False, True])
+def test_split_and_rotate_at_once(
+    heads: int, groups: int, interleaved: bool, batch_first: bool, neighbours: bool
+) -> None:
+    mixed = plain.leaf(5, 3, (heads + 2 * groups) * 8).bfloat16().detach().requires_grad_()
+    cos, sin, _ = RotaryPositionEmbedding(6)(8)
+    split = split_qkv(mixed, heads, groups, 8, interleaved)
+    query, key = (
+        apply_rotary(x, cos, sin, batch_first=batch_first, interleaved=neighbours)
+        for x in (split.query, split.key)
+    )
+    expected = query, key, split.value
+    ours = split_and_rotate(
+        mixed, heads, groups, 8, interleaved, cos, sin, batch_first=batch_first, neighbours=neighbours
+    )
+    grads = [torch.randn_like(part) for part in expected]
+    for got, wanted in zip(ours, expected, strict=True):
+        assert torch.equal(got, wanted) and got.shape == wanted.shape
+    (got,) = torch.autograd.grad(ours, mixed, grads)
+    (wanted,) = torch.autograd.grad(expected, mixed, grads)
+    assert torch.equal(got, wanted) and got.is_contiguous()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_what_attention_saves_is_not_the_joint_projection(interleaved: bool) -> None:
+    mixed = plain.leaf(5, 3, 4 * 8)
+    cos, sin, _ = RotaryPositionEmbedding(8)(5)
+    for part in split_and_rotate(mixed, 2, 1, 8, interleaved, cos, sin, batch_first=False, neighbours=False):
+        assert part.untyped_storage().data_ptr() != mixed.untyped_storage().data_ptr()
+
+
+def test_split_and_rotate_names_a_wrong_size() -> None:
+    cos, sin, _ = RotaryPositionEmbedding(8)(4)
+    of = {"batch_first": False, "neighbours": False}
+    with pytest.raises(ValueError, match="has 64 of them, not 63"):
+        split_and_rotate(torch.randn(2, 2, 63), 4, 2, 8, True, cos, sin, **of)
+    with pytest.raises(ValueError, match="x needs at least 5 rows"):
+        split_and_rotate(torch.randn(5, 2, 64), 4, 2, 8, False, cos, sin, **of)
