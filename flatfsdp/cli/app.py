@@ -5,7 +5,7 @@ Exit codes: 0 all is well; 1 `verify` found a difference, or a rank failed; 2 th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -16,12 +16,12 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from flatfsdp.cli import options
 from flatfsdp.cli.gpt import GPTConfig
-from flatfsdp.cli.matrix import MatrixPlan, run_matrix
+from flatfsdp.cli.matrix import MatrixPlan, MatrixReport, run_matrix
 from flatfsdp.cli.parallel_training import ParallelSettings
-from flatfsdp.cli.ranks import Device, Launch, Payload, Rank, Result, is_main, run_on_ranks
+from flatfsdp.cli.ranks import Device, Launch, is_main, run_on_ranks
 from flatfsdp.cli.train import train_on_rank
 from flatfsdp.cli.training import Fusion, PrecisionName, Strategy, TrainSettings
-from flatfsdp.cli.verify import Switch, VerifyJob, table, verdict_lines, verify_on_rank
+from flatfsdp.cli.verify import Report, Switch, VerifyJob, verify_on_rank
 
 app = typer.Typer(
     help="FlatFSDP: train language models on flat parameters, without concatenating a gradient.",
@@ -100,8 +100,8 @@ def verify(
 ) -> None:
     """Prove that a switch changes no bit: train with it off and on, and compare.
 
-    Switched are [bold]optimize_backward_concat[/bold], weight gradients fused into FP32 main_grad, and the
-    cache of FP8 weights.
+    Switched are [bold]optimize_backward_concat[/bold], weight gradients fused into FP32 main_grad, the cache
+    of FP8 weights and their storage in the flat buffers.
     Losses, reduced gradients of every step, final parameters and optimizer state are compared on every
     rank. Exits with 1 if anything differs. All gradients are kept in host memory for that.
 
@@ -128,7 +128,9 @@ def verify(
         with usage_errors():
             plan = MatrixPlan.of(device, ranks, given(context))
             check_input_and_output(plan.settings, out)
-        verify_matrix(plan, out, json)
+        with reported_failures():
+            matrix_report = run_matrix(plan)
+        conclude(matrix_report, out, json, plan.left_out_lines())
     with usage_errors():
         settings = TrainSettings(
             model=GPTConfig(layers, hidden, heads, seq),
@@ -142,18 +144,9 @@ def verify(
         job = VerifyJob(settings, tuple(precision), tuple(strategy), tuple(switch), tuple(fusion), self_test)
         launch = Launch(ranks, device, deterministic=True)
         check_input_and_output(settings, out)
-    report = launched(verify_on_rank, job, launch)
-    if is_main():
-        report.write(out)
-        if json:
-            print(report.json())
-        else:
-            console = results_console()
-            console.print(table(report))
-            for line in verdict_lines(report):
-                console.print(line, style="green" if report.equal else "red", highlight=False)
-            console.print(f"Wrote {out / 'verify.json'} and {out / 'losses.png'}.", highlight=False)
-    raise typer.Exit(0 if report.equal else 1)
+    with reported_failures():
+        report = run_on_ranks(verify_on_rank, job, launch)
+    conclude(report, out, json)
 
 
 def given(context: typer.Context) -> dict[str, Any]:
@@ -166,12 +159,10 @@ def given(context: typer.Context) -> dict[str, Any]:
     }
 
 
-def verify_matrix(plan: MatrixPlan, out: Path, json: bool) -> NoReturn:
-    """`verify --matrix`; ends with an exit code."""
-    with reported_failures():
-        report = run_matrix(plan)
+def conclude(report: Report | MatrixReport, out: Path, json: bool, remarks: Sequence[str] = ()) -> NoReturn:
+    """Writes and prints what came of `verify`; ends with its exit code."""
     if is_main():
-        report.write(out)
+        written = report.write(out)
         if json:
             print(report.json())
         else:
@@ -179,9 +170,9 @@ def verify_matrix(plan: MatrixPlan, out: Path, json: bool) -> NoReturn:
             console.print(report.table())
             for line in report.verdict_lines():
                 console.print(line, style="green" if report.equal else "red", highlight=False)
-            for line in plan.left_out_lines():
+            for line in remarks:
                 console.print(line, style="dim", highlight=False)
-            console.print(f"Wrote {out / 'verify-matrix.json'}.", highlight=False)
+            console.print(f"Wrote {' and '.join(map(str, written))}.", highlight=False)
     raise typer.Exit(0 if report.equal else 1)
 
 
@@ -234,7 +225,8 @@ def train(
         )
         launch = Launch(ranks, device)
         check_input_and_output(settings, out)
-    report = launched(train_on_rank, settings, launch)
+    with reported_failures():
+        report = run_on_ranks(train_on_rank, settings, launch)
     if is_main():
         report.write(out)
         if json:
@@ -256,12 +248,6 @@ def check_input_and_output(settings: TrainSettings | ParallelSettings, out: Path
     """Reads the data once and makes the output folder, so that no rank fails, or works for nothing."""
     settings.sampler()
     out.mkdir(parents=True, exist_ok=True)
-
-
-def launched(function: Callable[[Rank, Payload], Result], payload: Payload, launch: Launch) -> Result:
-    """`run_on_ranks` with `reported_failures`."""
-    with reported_failures():
-        return run_on_ranks(function, payload, launch)
 
 
 @contextmanager

@@ -257,9 +257,11 @@ class MatrixReport:
             }
         )
 
-    def write(self, folder: Path) -> None:
-        """Writes `verify-matrix.json`."""
-        folder.joinpath("verify-matrix.json").write_text(self.json() + "\n")
+    def write(self, folder: Path) -> list[Path]:
+        """Returns what it has written."""
+        text = folder / "verify-matrix.json"
+        text.write_text(self.json() + "\n")
+        return [text]
 
     def table(self) -> Table:
         """One row a configuration; off above on within a cell."""

@@ -161,12 +161,13 @@ class Report:
             {"equal": self.equal, "environment": self.environment, "options": options, "rows": rows}
         )
 
-    def write(self, folder: Path) -> None:
-        """Writes `verify.json` and `losses.png`."""
-        folder.joinpath("verify.json").write_text(self.json() + "\n")
+    def write(self, folder: Path) -> list[Path]:
+        """Returns what it has written, the report and a picture of the losses."""
+        text, picture = folder / "verify.json", folder / "losses.png"
+        text.write_text(self.json() + "\n")
         world, settings = self.environment["world_size"], self.job.settings
         plot_losses(
-            folder / "losses.png",
+            picture,
             f"Bit for bit the same? World size {world}, {settings.microbatches} microbatches",
             {
                 f"{row.name}: {' / '.join(row.ends)}": dict(
@@ -175,6 +176,37 @@ class Report:
                 for row in self.rows
             },
         )
+        return [text, picture]
+
+    def table(self) -> Table:
+        """One row a configuration; off above on within a cell."""
+        result = comparison_table(
+            "One switch off and on: the same bits?",
+            ("config", "switch", "final loss"),
+            (*KINDS, "loss falling"),
+        )
+        for row in self.rows:
+            result.add_row(
+                row.name,
+                "\n".join(row.ends),
+                *compared_cells(row.off, row.on, row.differences),
+                verdict(row.on.falling, "yes", "NO"),
+                end_section=row is not self.rows[-1],
+            )
+        return result
+
+    def verdict_lines(self) -> list[str]:
+        """Where the runs differ, or one line that says that they do not."""
+        if self.equal:
+            return [
+                f"On equals off, bit for bit, at world size {self.environment['world_size']}: "
+                f"{len(self.rows)} configurations, {self.job.settings.steps} steps each."
+            ]
+        return [
+            line
+            for row in self.rows
+            for line in difference_lines(f"{row.name}, {' / '.join(row.ends)}", row.differences)
+        ]
 
 
 def verify_on_rank(rank: Rank, job: VerifyJob) -> Report:
@@ -196,33 +228,3 @@ def _compare(rank: Rank, switch: Switch, settings: TrainSettings, sampler: Sampl
     is_named = precision.has_own_layers and switch is not Switch.fusion and settings.fusion != Fusion.fused
     fusion = f"wgrad {settings.fusion.value}" if is_named else ""
     return Row(precision.value, strategy.value, switch.value, fusion, off, on, differences)
-
-
-def table(report: Report) -> Table:
-    """One row a configuration; off above on within a cell."""
-    result = comparison_table(
-        "One switch off and on: the same bits?", ("config", "switch", "final loss"), (*KINDS, "loss falling")
-    )
-    for row in report.rows:
-        result.add_row(
-            row.name,
-            "\n".join(row.ends),
-            *compared_cells(row.off, row.on, row.differences),
-            verdict(row.on.falling, "yes", "NO"),
-            end_section=row is not report.rows[-1],
-        )
-    return result
-
-
-def verdict_lines(report: Report) -> list[str]:
-    """Where the runs differ, or one line that says that they do not."""
-    if report.equal:
-        return [
-            f"On equals off, bit for bit, at world size {report.environment['world_size']}: "
-            f"{len(report.rows)} configurations, {report.job.settings.steps} steps each."
-        ]
-    return [
-        line
-        for row in report.rows
-        for line in difference_lines(f"{row.name}, {' / '.join(row.ends)}", row.differences)
-    ]
