@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import typer
 from torch import Tensor, nn
 
 from flatfsdp.cli.ranks import start_and_join
@@ -90,9 +91,27 @@ def _peers() -> dict[str, str]:
     return found
 
 
-def write_json(name: str, payload: dict[str, Any], device: str = "cpu") -> Path:
-    """Writes `payload` and the environment to `results/<name>.json` and returns the path."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"environment": environment(device), **payload}, indent=2) + "\n")
-    return path
+def publish(
+    payload: dict[str, Any],
+    out: Path,
+    name: str,
+    *,
+    draw: Callable[[Path], object],
+    show: Callable[[], object],
+    as_json: bool,
+) -> None:
+    """Writes `name`.json and `name`.png to the folder `out`, and prints a table or the JSON.
+
+    Args:
+        draw: writes the picture.
+        show: prints the table.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(payload, indent=2)
+    (out / f"{name}.json").write_text(text + "\n")
+    draw(out / f"{name}.png")
+    if as_json:
+        typer.echo(text)
+    else:
+        show()
+        typer.echo(f"Written: {name}.json, {name}.png in {out.name}/")

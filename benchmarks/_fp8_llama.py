@@ -53,7 +53,6 @@ class FusedLlama(nn.Module):
         if config.vocab:
             self.norm = RMSNorm(config.hidden, config.norm_eps, device="meta")
             self.head = LinearCrossEntropy(*sizes[::-1], fuse_wgrad_accumulation=True, device="meta")
-            self.head.allows_fp8 = False
             _take_over(self, plain, {name: name for name in ("tokens.weight", "norm.weight", "head.weight")})
 
     def forward(self, inputs: Tensor, targets_bt: Tensor | None = None) -> Tensor:

@@ -16,6 +16,7 @@ Next: `_bytes_measured.py` measures, `_bytes_formulas.py` has the formulas.
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -23,7 +24,7 @@ import matplotlib as mpl
 import typer
 from _bytes_formulas import CASES, UNITS, WEIGHTS, Case
 from _bytes_measured import Row, equal, measure_all
-from _common import RESULTS, run_on_ranks, write_json
+from _common import RESULTS, environment, publish, run_on_ranks
 from rich.console import Console
 from rich.table import Table
 
@@ -75,13 +76,13 @@ def main(
         for row, *others in zip(*per_rank, strict=True):
             assert all(other == row for other in others), f"ranks disagree about {row.label}"
             rows.append(row)
-    payload = {"units": UNITS, "weights": WEIGHTS, "rows": [_as_dict(row) for row in rows]}
-    written = [write_json("bytes", payload), draw(rows)]
-    if as_json:
-        typer.echo(written[0].read_text(), nl=False)
-    else:
-        show(rows)
-        typer.echo("Written: " + ", ".join(path.name for path in written) + f" in {RESULTS.name}/")
+    payload = {
+        "environment": environment(),
+        "units": UNITS,
+        "weights": WEIGHTS,
+        "rows": [_as_dict(row) for row in rows],
+    }
+    publish(payload, RESULTS, "bytes", draw=partial(draw, rows), show=partial(show, rows), as_json=as_json)
     if any(row.disagreements() for row in rows):
         raise typer.Exit(1)
 
@@ -138,7 +139,7 @@ def _counted(steps: int) -> str:
     return f"M = {steps} microbatch{'es' if steps > 1 else ''}"
 
 
-def draw(rows: list[Row]) -> Path:
+def draw(rows: list[Row], path: Path) -> None:
     """Stacked bars of local bytes, one panel per number of microbatches, at the largest number of ranks."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt
@@ -174,11 +175,8 @@ def draw(rows: list[Row]) -> Path:
     figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     title = "Local copies outside of matrix products, FP32 master and reduction"
     figure.suptitle(f"{title}, N = {ranks} ranks", fontsize=11)
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / "bytes.png"
     figure.savefig(path, dpi=150)
     plt.close(figure)
-    return path
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ an all-reduce that the switches add up, NVLink SHARP, may exceed):
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import time
@@ -40,7 +39,7 @@ import matplotlib as mpl
 import torch
 import torch.distributed as dist
 import typer
-from _common import RESULTS, environment
+from _common import RESULTS, environment, publish
 from _measuring import Clock
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -472,15 +471,8 @@ def main(
             "limit": None if report.limit is None else asdict(report.limit),
             "rows": [summary(row, launch.world, report.limit) for row in report.rows],
         }
-        name, text = file_name(report, launch.world, job), json.dumps(payload, indent=2)
-        out.mkdir(parents=True, exist_ok=True)
-        (out / f"{name}.json").write_text(text + "\n")
-        draw(payload, out / f"{name}.png")
-        if as_json:
-            typer.echo(text)
-        else:
-            show(payload)
-            typer.echo(f"Written: {name}.json, {name}.png in {out.name}/")
+        name = file_name(report, launch.world, job)
+        publish(payload, out, name, draw=partial(draw, payload), show=partial(show, payload), as_json=as_json)
 
 
 if __name__ == "__main__":

@@ -8,15 +8,15 @@ mean of the last tenth of the steps.
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import matplotlib as mpl
 import typer
-from _common import RESULTS, environment
+from _common import RESULTS, environment, publish
 from rich.console import Console
 from rich.table import Table
 
@@ -55,6 +55,20 @@ def summary(losses: dict[str, list[float]]) -> list[dict[str, Any]]:
         }
         for name, run in losses.items()
     ]
+
+
+def show(rows: list[dict[str, Any]], steps: int) -> None:
+    table = Table(
+        "precision", "first loss", "final loss", "against bf16", title=f"{steps} steps", title_justify="left"
+    )
+    for row in rows:
+        table.add_row(
+            row["precision"],
+            f"{row['first_loss']:.4f}",
+            f"{row['final_loss']:.4f}",
+            f"{100 * row['against_bf16']:+.2f} %",
+        )
+    Console().print(table)
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
@@ -140,25 +154,14 @@ def main(
         "lr": lr,
         "rows": rows,
     }
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(payload, indent=2)
-    (out / "convergence.json").write_text(text + "\n")
-    draw(rows, out / "convergence.png")
-    if as_json:
-        typer.echo(text)
-        return
-    table = Table(
-        "precision", "first loss", "final loss", "against bf16", title=f"{steps} steps", title_justify="left"
+    publish(
+        payload,
+        out,
+        "convergence",
+        draw=partial(draw, rows),
+        show=partial(show, rows, steps),
+        as_json=as_json,
     )
-    for row in rows:
-        table.add_row(
-            row["precision"],
-            f"{row['first_loss']:.4f}",
-            f"{row['final_loss']:.4f}",
-            f"{100 * row['against_bf16']:+.2f} %",
-        )
-    Console().print(table)
-    typer.echo(f"Written: convergence.json, convergence.png in {out.name}/")
 
 
 if __name__ == "__main__":

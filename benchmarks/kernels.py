@@ -22,15 +22,15 @@ weight gradients in place 1.10 times as fast as a GEMM and an addition.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import matplotlib as mpl
 import torch
 import typer
-from _common import RESULTS, environment
+from _common import RESULTS, environment, publish
 from _kernel_times import WGRAD, measured_gemms, measured_kernels
 from _kernels import FULL, IN_PLACE, TINY, Bench
 from rich.console import Console
@@ -183,15 +183,9 @@ def main(
         "kernels": measured_kernels(bench, only, rounds),
         "wgrad": measured_gemms(bench, rounds) if not only or WGRAD in only else [],
     }
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(payload, indent=2)
-    (out / "kernels.json").write_text(text + "\n")
-    draw(payload, out / "kernels.png")
-    if as_json:
-        typer.echo(text)
-    else:
-        show(payload)
-        typer.echo(f"Written: kernels.json, kernels.png in {out.name}/")
+    publish(
+        payload, out, "kernels", draw=partial(draw, payload), show=partial(show, payload), as_json=as_json
+    )
 
 
 if __name__ == "__main__":

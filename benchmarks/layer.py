@@ -16,12 +16,12 @@ have to move outside of them, back to back: no Python, no launch gaps.
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,7 +29,7 @@ from typing import Annotated, Any
 import matplotlib as mpl
 import torch
 import typer
-from _common import RESULTS, environment
+from _common import RESULTS, environment, publish
 from _floor import floors
 from _layers import LayerShape, Mode, build
 from rich.console import Console
@@ -242,16 +242,15 @@ def main(
         "ratios": ratios(rows),
         "rows": rows,
     }
-    out.mkdir(parents=True, exist_ok=True)
     name = "layer" if dropout == 0 else f"layer-dropout-{dropout:g}"
-    text = json.dumps(payload, indent=2)
-    (out / f"{name}.json").write_text(text + "\n")
-    draw(payload, shape, out / f"{name}.png")
-    if as_json:
-        typer.echo(text)
-    else:
-        show(payload, shape)
-        typer.echo(f"Written: {name}.json, {name}.png in {out.name}/")
+    publish(
+        payload,
+        out,
+        name,
+        draw=partial(draw, payload, shape),
+        show=partial(show, payload, shape),
+        as_json=as_json,
+    )
     if any(row.get("failed") for row in rows):
         raise typer.Exit(1)
 

@@ -16,15 +16,15 @@ differ, the machine drifted by that much, and smaller differences between engine
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import matplotlib as mpl
 import typer
-from _common import RESULTS, environment
+from _common import RESULTS, environment, publish
 from _engines import FP8, PLAIN, Engine, Variant
 from _llama import SHAPES, flops_per_token
 from _measuring import Job, Row, measure_all
@@ -336,15 +336,14 @@ def main(
             "rows": [summary(row, rows, job) for row in rows],
             "flag_changes_nothing": flag_changes_nothing(rows),
         }
-        out.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(payload, indent=2)
-        (out / f"{job.name}.json").write_text(text + "\n")
-        draw(payload, job, launch.world, out / f"{job.name}.png")
-        if as_json:
-            typer.echo(text)
-        else:
-            show(payload, job, launch.world)
-            typer.echo(f"Written: {job.name}.json, {job.name}.png in {out.name}/")
+        publish(
+            payload,
+            out,
+            job.name,
+            draw=partial(draw, payload, job, launch.world),
+            show=partial(show, payload, job, launch.world),
+            as_json=as_json,
+        )
     # Only the rank that writes: torchrun kills the others as soon as one fails.
     if is_main() and any(row.failed for row in rows):
         raise typer.Exit(1)
