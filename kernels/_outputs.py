@@ -33,15 +33,15 @@ class Outputs(NamedTuple):
     columnwise: Tensor | None
 
 
-def check_input(name: str, x: Tensor, dims: int = 2) -> None:
+def check_input(name: str, x: Tensor) -> None:
     """
     Raises:
-        ValueError: if `x` is not contiguous, has other dimensions, or is neither FP32, FP16 nor bf16.
+        ValueError: if `x` is not a contiguous matrix, or is neither FP32, FP16 nor bf16.
     """
-    if x.dim() != dims or x.dtype not in HIGH_DTYPES or not x.is_contiguous():
+    if x.dim() != 2 or x.dtype not in HIGH_DTYPES or not x.is_contiguous():
         raise ValueError(
             f"{name} is {x.dtype} of shape {tuple(x.shape)} and strides {x.stride()}; it must be contiguous, "
-            f"{dims}-dimensional, in FP32, FP16 or bf16"
+            "2-dimensional, in FP32, FP16 or bf16"
         )
 
 
