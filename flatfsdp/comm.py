@@ -94,6 +94,11 @@ before the group is destroyed."""
 ALONE = Ranks(None, 1, 0)
 
 
+def default_group() -> dist.ProcessGroup | None:
+    """All ranks; None where torch.distributed is not initialised."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 @dataclass(frozen=True)
 class Grid:
     """Parameters are sharded over `shard` and replicated over `replicate`: together, the data-parallel ranks.
@@ -175,9 +180,7 @@ def _data_parallel(
         if mesh.ndim != 1:
             raise ValueError(f"mesh has {mesh.ndim} dimensions; pass (shard,) or (replicate, shard)")
         process_group = mesh.get_group()
-    if process_group is None and dist.is_available() and dist.is_initialized():
-        process_group = dist.group.WORLD
-    every = Ranks.of(process_group)
+    every = Ranks.of(default_group() if process_group is None else process_group)
     return (every, ALONE) if shard else (ALONE, every)
 
 

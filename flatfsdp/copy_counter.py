@@ -150,9 +150,9 @@ class CopyCounter(TorchDispatchMode):
             totals[copy.kind.value] += copy.bytes
         return {kind: nbytes / num_parameters for kind, nbytes in totals.items()}
 
-    def calls(self, name: str, payload: int | None = None) -> int:
-        """Number of collectives of this name, and of this payload in bytes where one is given."""
-        return sum(c.name == name and payload in (None, c.payload) for c in self.collectives)
+    def calls(self, name: str) -> int:
+        """Number of collectives of this name."""
+        return sum(c.name == name for c in self.collectives)
 
     def wire(self, name: str) -> float:
         """Bytes on the wire of the collectives of this name."""

@@ -2,7 +2,7 @@
 
 In:   the names, shapes and alignments of the parameters of one group (`FlatLayout.pack`).
 Out:  a frozen `FlatLayout` of `ParamSlot`s, the same on every rank.
-Next: `buffers.py` makes storages of these sizes, `flat_params_wrapper.py` binds the slots to a module.
+Next: `buffers.py` makes storages of these sizes, `binding.py` ties the slots to a module.
 
     flat   | slot 0 ........|gap| slot 1 ...........................|gap| slot 2 .....| tail |
     shards |<---- shard_numel(n) ---->|<---- shard_numel(n) ---->|<---- shard_numel(n) ---->|

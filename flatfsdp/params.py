@@ -6,9 +6,9 @@ Next: `unit.py` counts what has landed.
 
 `Leaves` (`optimize_backward_concat=True`) and `Views` (False) are used alike:
 
-    begin_forward, begin_backward    the buffer has been gathered: show it
-    conceal                          it is about to be freed: show NaN, in memory that is safe to read
-    rebind                           something else was bound in the meantime: bind again
+    show       the buffer has been gathered
+    conceal    it is about to be freed: show NaN, in memory that is safe to read
+    rebind     something else was bound in the meantime: bind again
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Leaves:
         self._views = binding.layout.views(unsharded)
         self._absent = _absent(binding.layout, unsharded)
         self._is_concealed = True
-        self._show()
+        self.show()
         if main_grad is not None:
             for index, parameter in enumerate(self._parameters):
                 parameter.register_post_accumulate_grad_hook(partial(_weakly(self._land), index))
@@ -64,13 +64,7 @@ class Leaves:
         """What the module has while the parameters are there, in slot order."""
         return self._parameters
 
-    def begin_forward(self) -> None:
-        self._show()
-
-    def begin_backward(self) -> None:
-        self._show()
-
-    def _show(self) -> None:
+    def show(self) -> None:
         if self._is_concealed:
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 parameter.data = view
@@ -138,14 +132,7 @@ class Views:
         """What the module has while the parameters are there, in slot order."""
         return self._views
 
-    def begin_forward(self) -> None:
-        self._show()
-
-    def begin_backward(self) -> None:
-        # A recomputation inside the module reads the parameters again.
-        self._show()
-
-    def _show(self) -> None:
+    def show(self) -> None:
         if self._is_concealed:
             self._is_concealed = False
             self.rebind()

@@ -125,7 +125,7 @@ class Unit:
             position = self.root.order.record(self)
             self._use(self.root.order.after(position), for_backward=False)
         for group in self.groups:
-            group.params.begin_forward()
+            group.params.show()
         return position
 
     def after_forward(self, position: int, inputs: Any, outputs: Any) -> None:
@@ -171,7 +171,8 @@ class Unit:
             self._was_followed = True
         self._use(self.root.order.before(order, position), for_backward=True)
         for group in self.groups:
-            group.params.begin_backward()
+            # A recomputation inside the module reads them again.
+            group.params.show()
 
     @property
     def backward_done(self) -> bool:
@@ -214,20 +215,20 @@ class Unit:
             assert group.main_grad is not None
             group.main_grad.flush()
         self._free_after_backward()
-        self._landed.clear()
-        self._reached_in.clear()
-        self._open_uses.clear()
-        self._was_followed = False
+        self._forget_backward()
 
     def abandon(self) -> None:
         """After an exception: frees parameters and drops gradients."""
         self.reshard()
         self.expire()
+        self._forget_backward()
+        self.drop_gradients()
+
+    def _forget_backward(self) -> None:
         self._landed.clear()
         self._reached_in.clear()
         self._open_uses.clear()
         self._was_followed = False
-        self.drop_gradients()
 
     def drop_gradients(self) -> None:
         """Drops what was accumulated and not yet reduced."""

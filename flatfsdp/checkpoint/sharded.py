@@ -39,7 +39,7 @@ from flatfsdp.checkpoint.optimizer_state import (
     state_shard,
     trained_masters,
 )
-from flatfsdp.comm import ALONE, Grid, Ranks, all_gather_object
+from flatfsdp.comm import ALONE, Grid, Ranks, all_gather_object, default_group
 from flatfsdp.layout import ParamSlot
 from flatfsdp.master import MasterShard, require_same_ranks
 from flatfsdp.walk import Model, named_groups, parts_of
@@ -91,7 +91,7 @@ def load(path: str | os.PathLike[str], model: Model, optimizer: torch.optim.Opti
 def _of_each_stage(value: Any, model: Model) -> list[Any]:
     """What the first rank of each stage passes, which has to be picklable.  Collective over all ranks."""
     master = named_groups(model)[0][1].master
-    world = Ranks.of(dist.group.WORLD) if dist.is_available() and dist.is_initialized() else ALONE
+    world = Ranks.of(default_group())
     everyones = all_gather_object([value] if master.grid.is_first else [], world, master.device)
     return [each for of_rank in everyones for each in of_rank]
 
@@ -266,15 +266,12 @@ Owners = Mapping[Grid, Sequence[Sequence[int]]]
 
 def _owners(masters: Iterable[MasterShard]) -> Owners:
     """Collective over tensor-parallel ranks."""
+    own_rank = Ranks.of(default_group()).rank
     devices = {master.grid: master.device for master in masters}
     return {
-        grid: all_gather_object(grid.shard.global_ranks or [_own_rank()], grid.tensor, device)
+        grid: all_gather_object(grid.shard.global_ranks or [own_rank], grid.tensor, device)
         for grid, device in devices.items()
     }
-
-
-def _own_rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def _sharded(master: MasterShard, slot: ParamSlot, shard: Tensor, owners: Owners) -> Tensor | ShardedTensor:

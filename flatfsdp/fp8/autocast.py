@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 
 from flatfsdp.autograd import call_at_end_of_backward, running_backward
+from flatfsdp.comm import default_group
 from flatfsdp.fp8 import state
 from flatfsdp.fp8.recipe import DelayedScaling, Recipe
 from flatfsdp.fp8.state import Scaling
@@ -154,10 +155,10 @@ def inside_stage(ranks: StageRanks) -> Iterator[None]:
 
 def _shared_by(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     """The ranks that share scales, if a region is given `group`."""
-    if group is not None or not (dist.is_available() and dist.is_initialized()):
+    if group is not None or default_group() is None:
         return group
     stage = _stage.get()
-    return dist.group.WORLD if stage is None or not stage.others else stage.make_group()
+    return default_group() if stage is None or not stage.others else stage.make_group()
 
 
 @contextmanager

@@ -11,7 +11,7 @@ They appear when it first runs with delayed scaling, or when a checkpoint that h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar
@@ -182,7 +182,7 @@ class FP8Module(Declaring):
             _warn_of_change(self._last_recipe, recipe)
         self._last_recipe = recipe
 
-    def call(
+    def prepare_map(
         self,
         name: str,
         weight: Tensor,
@@ -190,12 +190,23 @@ class FP8Module(Declaring):
         roles: Roles,
         dtype: torch.dtype,
         is_first_microbatch: bool | None,
-        needs_input_grad: bool,
-    ) -> LinearCall:
-        """What the linear primitive has to know about this call of the map with this weight."""
-        exchange = self.exchanges.get(name, UNSPLIT)
+        sources: Iterable[Tensor | None],
+    ) -> tuple[Operand, LinearCall]:
+        """What the linear primitive takes for one call of the map with this weight.
+
+        Args:
+            sources: what the map's input is computed from; None for what is not there.
+
+        Raises:
+            RuntimeError: see `weight_operand`.
+        """
         trains = torch.is_grad_enabled()
-        return LinearCall(
+        needs_input_grad = trains and any(t is not None and t.requires_grad for t in sources)
+        operand = self.weight_operand(
+            name, weight, roles, is_first_microbatch, dtype, columnwise=needs_input_grad
+        )
+        exchange = self.exchanges.get(name, UNSPLIT)
+        call = LinearCall(
             name=f"{type(self).__name__}.{name}",
             weight=weight if self.fuse_wgrad_accumulation else None,
             weight_dtype=weight.dtype,
@@ -212,6 +223,7 @@ class FP8Module(Declaring):
             needs_bias_grad=trains and bias is not None and bias.requires_grad,
             overlaps=exchange.overlap and _can_overlap(weight.device, roles.recipe),
         )
+        return operand, call
 
     def require_fp8_shape(self, name: str, tokens: int, in_features: int, out_features: int) -> None:
         """

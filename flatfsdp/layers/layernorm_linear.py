@@ -6,6 +6,7 @@ Next: `multihead_attention.py` has one for query, key and value.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -116,15 +117,17 @@ class LayerNormLinear(Projection):
         return results[0] if len(results) == 1 else tuple(results)
 
 
+@dataclass(slots=True)
 class _Spec:
-    """What one call of the node needs besides tensors."""
+    """What one call of the node needs besides tensors.
 
-    __slots__ = ("call", "keep", "norm")
+    Attributes:
+        keep: whether norm(x) is a result, too.
+    """
 
-    def __init__(self, norm: NormKind, call: LinearCall, keep: bool) -> None:
-        self.norm = norm
-        self.call = call
-        self.keep = keep
+    norm: NormKind
+    call: LinearCall
+    keep: bool
 
 
 class _LayerNormLinear(torch.autograd.Function):

@@ -29,7 +29,7 @@ from flatfsdp.fp8.linear import (
     linear_forward,
     quantize_grad,
 )
-from flatfsdp.fp8.module import FP8Module, Roles, activation_dtype
+from flatfsdp.fp8.module import FP8Module, activation_dtype
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
@@ -200,10 +200,10 @@ class LayerNormMLP(FP8Module):
         fc2_added = None if self.return_bias else self.fc2_bias
         before_fc1 = (inp, residual, self.layer_norm_weight, self.layer_norm_bias)
         before_fc2 = (*before_fc1, self.fc1_weight, self.fc1_bias)
-        fc1_weight, fc1 = self._map(
+        fc1_weight, fc1 = self.prepare_map(
             "fc1_weight", self.fc1_weight, self.fc1_bias, fc1_roles, dtype, is_first_microbatch, before_fc1
         )
-        fc2_weight, fc2 = self._map(
+        fc2_weight, fc2 = self.prepare_map(
             "fc2_weight", self.fc2_weight, fc2_added, fc2_roles, dtype, is_first_microbatch, before_fc2
         )
         spec = _Spec(
@@ -235,22 +235,6 @@ class LayerNormMLP(FP8Module):
         if return_residual:
             results.append(summed.view(inp.shape))
         return results[0] if len(results) == 1 else tuple(results)
-
-    def _map(
-        self,
-        name: str,
-        weight: Tensor,
-        bias: Tensor | None,
-        roles: Roles,
-        dtype: torch.dtype,
-        is_first_microbatch: bool | None,
-        before: tuple[Tensor | None, ...],
-    ) -> tuple[Operand, LinearCall]:
-        needs_input_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in before)
-        operand = self.weight_operand(
-            name, weight, roles, is_first_microbatch, dtype, columnwise=needs_input_grad
-        )
-        return operand, self.call(name, weight, bias, roles, dtype, is_first_microbatch, needs_input_grad)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, {self.ffn_hidden_size}, activation={self.activation!r}"

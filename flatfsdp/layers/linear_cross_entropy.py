@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from flatfsdp.autograd import receives_gradient
-from flatfsdp.comm import Ranks
+from flatfsdp.comm import ALONE
 from flatfsdp.fp8 import products
 from flatfsdp.fp8.linear import LinearCall, LinearGrads, LinearSaved, linear_backward, linear_forward
 from flatfsdp.fp8.main_grad import MainGradSlot, claim
@@ -133,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk_tokens: int | None,
     ) -> Tensor:
         # Without a split of the vocabulary each rank has a loss of its own.
-        ranks = call.exchange.ranks if call.exchange.mode == "column" else Ranks.of(None)
+        ranks = call.exchange.ranks if call.exchange.mode == "column" else ALONE
         first = ranks.rank * weight.shape[0]
         how.require_ids(targets, ranks.size * weight.shape[0])
         logits = None

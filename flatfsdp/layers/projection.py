@@ -169,11 +169,7 @@ class Projection(FP8Module):
             self.require_fp8_shape("weight", tokens, self.in_features, self.out_features)
         added = None if self.return_bias else bias
         sources = (inp, *also_trained)
-        needs_input_grad = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in sources)
-        call = self.call("weight", weight, added, roles, dtype, is_first_microbatch, needs_input_grad)
-        operand = self.weight_operand(
-            "weight", weight, roles, is_first_microbatch, dtype, columnwise=needs_input_grad
-        )
+        operand, call = self.prepare_map("weight", weight, added, roles, dtype, is_first_microbatch, sources)
         return Prepared(x, weight, bias, added, operand, call, (*leading, self.out_features))
 
     def _joined(self, kind: str) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from flatfsdp import checkpoint
 from flatfsdp.autograd import in_backward
-from flatfsdp.comm import Ranks
+from flatfsdp.comm import Ranks, default_group
 from flatfsdp.compat.fairscale import optim_state, options
 from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_reduce_scatter_group
 from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
@@ -114,8 +114,8 @@ class FullyShardedDataParallel(FlatFSDP):
         check_reduce_scatter_group(process_group_reduce_scatter)
         options.check_supported(flatten_parameters, offload_config, fp8_all_gather)
         offload = options.choose_cpu_offload(move_params_to_cpu, cpu_offload, move_grads_to_cpu)
-        if process_group is None and dist.is_available() and dist.is_initialized():
-            process_group = dist.group.WORLD
+        if process_group is None:
+            process_group = default_group()
         parameters = parameters_to_take(module)
         precision = options.choose_precision(
             parameters,
