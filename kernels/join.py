@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import torch
 from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._outputs import check_like
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from torch import Tensor
@@ -129,9 +128,7 @@ _join_heads = operator(
 )
 
 
-def join_heads(
-    query: Tensor, key: Tensor, value: Tensor, *, interleaved: bool, out: Tensor | None = None
-) -> Tensor:
+def join_heads(query: Tensor, key: Tensor, value: Tensor, *, interleaved: bool) -> Tensor:
     """Copies three tensors of heads side by side, [a, b, (heads + 2 groups) * dim], contiguous.
 
     Args:
@@ -139,7 +136,6 @@ def join_heads(
             strides but 1 for the last dimension.
         key, value: [a, b, groups, dim] alike; `groups` divides `heads`.
         interleaved: by groups of heads, each with its key and its value.
-        out: where to write; None allocates.
 
     Raises:
         ValueError: if shapes, strides, dtypes or devices do not fit.
@@ -159,8 +155,6 @@ def join_heads(
                 f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()} on {x.device}; join_heads "
                 f"needs {query.dtype} {shape} on {query.device}, the last dimension of stride 1"
             )
-    if out is None:
-        out = query.new_empty(a, b, (heads + 2 * groups) * dim)
-    check_like("out", out, query, (a, b, (heads + 2 * groups) * dim), query.dtype)
+    out = query.new_empty(a, b, (heads + 2 * groups) * dim)
     _join_heads(out, query, key, value, interleaved)
     return out

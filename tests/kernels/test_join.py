@@ -74,13 +74,10 @@ def test_an_expanded_gradient_is_read_by_its_strides(run: Any, device: str) -> N
     assert torch.equal(joined(run, parts, True), expected(parts, True))
 
 
-def test_public_function_allocates_or_writes_into_out(device: str) -> None:
+def test_public_function_allocates_its_result(device: str) -> None:
     query, key, value = (torch.randn(A, B, heads, 16, device=device) for heads in (4, 2, 2))
     result = join_heads(query, key, value, interleaved=True)
     assert torch.equal(result, expected((query, key, value), True)) and result.is_contiguous()
-    out = torch.full_like(result, torch.nan)
-    assert join_heads(query, key, value, interleaved=True, out=out) is out
-    assert torch.equal(out, result)
     empty = join_heads(query[:0], key[:0], value[:0], interleaved=False)
     assert empty.shape == (0, B, 128)
 
@@ -96,8 +93,6 @@ def test_what_does_not_fit_is_named() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             join_heads(*parts, interleaved=False)
-    with pytest.raises(ValueError, match=r"out is torch\.float32 \(2, 3, 63\)"):
-        join_heads(query, key, key, interleaved=False, out=torch.empty(2, 3, 63))
 
 
 def test_compiled_and_faked_calls_go_through_the_operator() -> None:
