@@ -88,7 +88,10 @@ class Launch:
 
 
 for_each_shape = lru_cache(maxsize=4096)
-"""Keeps what a function makes for each combination of sizes and dtypes, such as a `Launch`."""
+"""Keeps what a function makes of sizes and a tile, such as a `Launch`.
+
+The tile has to be an argument, looked up in every call: benchmarks/tune.py changes the table.
+"""
 
 
 TRITON_NAMES = {torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}

@@ -92,13 +92,14 @@ def _join_kernel(
 
 def launch(out: Tensor, query: Tensor, key: Tensor, value: Tensor, interleaved: bool) -> None:
     strides = (*_strides(query), *_strides(key), *_strides(value))
-    start = _launch(query.shape, key.shape[2], strides, interleaved, query.dtype)
-    start(out, query, key, value)
+    groups = key.shape[2]
+    block = tile(query.dtype, query.shape[2] + 2 * groups, query.shape[3])
+    _launch(query.shape, groups, strides, interleaved, block)(out, query, key, value)
 
 
 @for_each_shape
 def _launch(
-    shape: tuple[int, ...], groups: int, strides: tuple[int, ...], interleaved: bool, dtype: torch.dtype
+    shape: tuple[int, ...], groups: int, strides: tuple[int, ...], interleaved: bool, block: Tile
 ) -> Launch:
     """
     Args:
@@ -106,11 +107,9 @@ def _launch(
         strides: as `_strides` gives them, of query, key and value.
     """
     seq, batch, heads, dim = shape
-    slots = heads + 2 * groups
-    block = tile(dtype, slots, dim)
     return Launch(
         _join_kernel,
-        (seq * batch, cdiv(slots, block.rows)),
+        (seq * batch, cdiv(heads + 2 * groups, block.rows)),
         *(batch, heads, groups, *strides, dim, interleaved, block.rows, block.cols),
         **block.options,
     )

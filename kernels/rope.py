@@ -127,7 +127,8 @@ def launch(
     tail = 0 if x is None else dim - 2 * pairs
     strides = (*source.stride()[:3], *target.stride()[:3])
     form = (pairs, tail, interleaved, inverse)
-    _rope_launch(seq, batch, heads, strides, form, source.dtype)(source, target, cos, sin)
+    block = tile(source.dtype, heads, pairs)
+    _rope_launch(seq, batch, heads, strides, form, block)(source, target, cos, sin)
 
 
 @for_each_shape
@@ -137,15 +138,14 @@ def _rope_launch(
     heads: int,
     strides: tuple[int, ...],
     form: tuple[int, int, bool, bool],
-    dtype: torch.dtype,
+    block: Tile,
 ) -> Launch:
     """
     Args:
         strides: of sequence, batch and heads, of what is read and what is written.
         form: pairs, elements behind them, whether they are interleaved, whether angles are negative.
     """
-    pairs, tail, _, _ = form
-    block = tile(dtype, heads, pairs)
+    tail = form[1]
     return Launch(
         _rope_kernel,
         (seq * batch, cdiv(heads, block.rows)),

@@ -1,15 +1,19 @@
-"""`Launch` starts what Triton has compiled for such tensors, and asks Triton for all others."""
+"""`Launch` starts what Triton has compiled for such tensors, and asks Triton for all others; it is made anew
+for another tile."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
+from flatfsdp.kernels import activation, cast, column_sum, join, rope
+from flatfsdp.kernels._tiles import Tile
 from flatfsdp.kernels._triton import Launch
+from torch import Tensor
 
 
 @dataclass
@@ -51,8 +55,8 @@ class _Compiled:
         return lambda *args, stream: self.kernel.calls.append(("compiled", grid, args, stream))
 
 
-@pytest.fixture(autouse=True)
-def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Device 0 is current, its stream is 7; other devices have streams 8, 9, .."""
     current = [0]
 
@@ -67,6 +71,7 @@ def _one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7 + index, raising=False)
 
 
+@pytest.mark.usefixtures("one_gpu")
 def test_a_second_call_starts_what_the_first_has_compiled() -> None:
     kernel = Kernel()
     start = Launch(kernel, (5, 3), 17, "kind", num_warps=8)
@@ -79,6 +84,7 @@ def test_a_second_call_starts_what_the_first_has_compiled() -> None:
     ]
 
 
+@pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize(
     "other",
     [(OnGPU(64, torch.float16), OnGPU(128)), (OnGPU(64), OnGPU(128, torch.int8)), (OnGPU(64), None)],
@@ -91,6 +97,7 @@ def test_other_dtypes_are_another_variant(other: tuple[Any, ...]) -> None:
     assert [who for who, *_ in kernel.calls] == ["triton", "triton", "compiled", "compiled"]
 
 
+@pytest.mark.usefixtures("one_gpu")
 def test_addresses_between_multiples_of_16_are_other_variants() -> None:
     kernel = Kernel()
     start = Launch(kernel, (1,))
@@ -101,6 +108,7 @@ def test_addresses_between_multiples_of_16_are_other_variants() -> None:
     assert [who for who, *_ in kernel.calls] == ["triton"] * 4 + ["compiled"] * 4
 
 
+@pytest.mark.usefixtures("one_gpu")
 def test_each_device_has_its_own() -> None:
     kernel = Kernel()
     start = Launch(kernel, (1,))
@@ -114,9 +122,41 @@ def test_each_device_has_its_own() -> None:
     ]
 
 
+@pytest.mark.usefixtures("one_gpu")
 def test_the_interpreter_compiles_nothing() -> None:
     kernel = Kernel(compiles=False)
     start = Launch(kernel, (1,))
     for tensor in (OnGPU(64), OnGPU(64), OnGPU(64, is_cuda=False)):
         start(tensor)
     assert [who for who, *_ in kernel.calls] == ["triton"] * 3
+
+
+def _rope(x: Tensor) -> None:
+    angles = torch.ones(4, 8, device=x.device)
+    rope.launch(torch.empty_like(x), x, angles, angles, False, False, False)
+
+
+LAUNCHES: dict[Any, Callable[[Tensor], None]] = {
+    activation: lambda x: activation.forward_launch(
+        x[0, 0], "gelu", False, torch.empty_like(x[0, 0]), *(None,) * 4
+    ),
+    cast: lambda x: cast.max_abs_launch(x[0, 0], torch.zeros(1, device=x.device)),
+    column_sum: lambda x: column_sum.launch(x[0, 0], torch.zeros(16, device=x.device)),
+    join: lambda x: join.launch(torch.empty(4, 3, 96, device=x.device), x, x, x, False),
+    rope: _rope,
+}
+
+
+@pytest.mark.parametrize("module", LAUNCHES, ids=lambda module: module.__name__)
+def test_a_tile_is_looked_up_in_every_call(module: Any, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 3, 2, 16, device=device)
+    looked_up: list[str] = []
+
+    def find(kernel: str, *_: Any) -> Tile:
+        looked_up.append(kernel)
+        return Tile(4, 16, 1)
+
+    for _ in range(2):
+        monkeypatch.setattr(module, "find", find)
+        LAUNCHES[module](x)
+    assert len(looked_up) == 2
