@@ -54,7 +54,7 @@ def check_like(
     """
     if tensor is None:
         return
-    is_same = tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.device == x.device
+    is_same = tensor.shape == shape and tensor.dtype == dtype and tensor.device == x.device
     if not is_same or not tensor.is_contiguous():
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; it must be contiguous, "
@@ -67,7 +67,9 @@ def check_scalar(name: str, tensor: Tensor | None, x: Tensor) -> None:
     Raises:
         ValueError: if `tensor` is not one FP32 number on x's device.
     """
-    if tensor is not None and (tensor.numel(), tensor.dtype, tensor.device) != (1, torch.float32, x.device):
+    if tensor is None:
+        return
+    if tensor.numel() != 1 or tensor.dtype != torch.float32 or tensor.device != x.device:
         raise ValueError(
             f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; it must be one FP32 number "
             f"on {x.device}"

@@ -32,4 +32,6 @@ class Operand(NamedTuple):
     @property
     def for_backward(self) -> Operand:
         """Without what only the forward reads."""
-        return self if self.high is not None else self._replace(rowwise=None, rowwise_inv=None)
+        if self.high is not None:
+            return self
+        return Operand(columnwise=self.columnwise, columnwise_inv=self.columnwise_inv)
