@@ -129,7 +129,7 @@ def verify(
             plan = MatrixPlan.of(device, ranks, given(context))
             check_input_and_output(plan.settings, out)
         with reported_failures():
-            matrix_report = run_matrix(plan)
+            matrix_report = run_matrix(plan, out)
         conclude(matrix_report, out, json, plan.left_out_lines())
     with usage_errors():
         settings = TrainSettings(

@@ -233,7 +233,7 @@ class Compared:
 
 @dataclass(frozen=True)
 class MatrixReport:
-    """All rows that have run; `equal` only if each is."""
+    """All rows that have run so far; `equal` only if each is."""
 
     compared: list[Compared]
     environments: list[dict[str, Any]]
@@ -247,12 +247,14 @@ class MatrixReport:
         options = asdict(self.plan.settings)
         for varied in ("layout", "precision", "reshard", "fusion", "optimize_backward_concat"):
             del options[varied]
+        done = [found.row for found in self.compared]
         return to_json(
             {
                 "equal": self.equal,
                 "environments": self.environments,
                 "options": {**options, "self_test": self.plan.self_test},
                 "rows": [found.described() for found in self.compared],
+                "not_run": [row.name for row in self.plan.rows if row not in done],
                 "left_out": {why: [row.name for row in rows] for why, rows in self.plan.left_out.items()},
             }
         )
@@ -296,25 +298,36 @@ class MatrixReport:
         ]
 
 
-def run_matrix(plan: MatrixPlan) -> MatrixReport:
-    """
+def run_matrix(plan: MatrixPlan, out: Path) -> MatrixReport:
+    """Runs all rows, each on the launch with as many ranks.
+
+    Args:
+        out: a folder, where the report is written after every row, so that a run that is stopped leaves one.
+
     Raises:
         torch.multiprocessing.ProcessRaisedException, ProcessExitedException: as `run_on_ranks`.
     """
-    compared, environments = [], []
+    report = MatrixReport([], [], plan)
     for launch in plan.launches:
-        rows = tuple(row for row in plan.rows if row.layout.world == launch.world)
-        if rows:
-            found, about = run_on_ranks(matrix_on_rank, replace(plan, rows=rows), launch)
-            compared += found
-            environments.append(about)
-    return MatrixReport(compared, environments, plan)
+        if any(row.layout.world == launch.world for row in plan.rows):
+            report = run_on_ranks(matrix_on_rank, (report, out), launch)
+    return report
 
 
-def matrix_on_rank(rank: Rank, plan: MatrixPlan) -> tuple[list[Compared], dict[str, Any]]:
-    """Runs all rows, which fit the world size; every rank must call it, and all get the same verdicts."""
-    sampler, meshes = plan.settings.sampler(), Meshes()
-    return [_compare(rank, row, plan, sampler, meshes) for row in plan.rows], environment(rank)
+def matrix_on_rank(rank: Rank, payload: tuple[MatrixReport, Path]) -> MatrixReport:
+    """Adds to the report, and writes to the folder, the rows for this number of ranks.
+
+    Every rank must call it, and all get the same verdicts.
+    """
+    report, out = payload
+    report.environments.append(environment(rank))
+    sampler, meshes = report.plan.settings.sampler(), Meshes()
+    for row in report.plan.rows:
+        if row.layout.world == rank.world:
+            report.compared.append(_compare(rank, row, report.plan, sampler, meshes))
+            if rank.index == 0:
+                report.write(out)
+    return report
 
 
 def _compare(rank: Rank, row: Row, plan: MatrixPlan, sampler: Sampler, meshes: Meshes) -> Compared:
@@ -330,6 +343,5 @@ def _compare(rank: Rank, row: Row, plan: MatrixPlan, sampler: Sampler, meshes: M
             for flag in (False, True)
         )
         found = Compared(row, off, on, differences_on_all_ranks(off_evidence, on_evidence, rank))
-        # At once, so that a run that is stopped has not been for nothing.
         bar.conclude(f"{'equal' if found.equal else 'DIFFER'}, final loss {off.final_loss_hex}")
     return found

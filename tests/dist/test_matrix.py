@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from flatfsdp.cli.app import app
-from flatfsdp.cli.matrix import FP8, Compared, MatrixPlan, Row, all_rows, matrix_on_rank
+from flatfsdp.cli.matrix import FP8, Compared, MatrixPlan, MatrixReport, Row, all_rows, matrix_on_rank
 from flatfsdp.cli.parallel_training import Layout, Schedule
 from flatfsdp.cli.ranks import Device, Rank
 from flatfsdp.cli.training import Fusion
@@ -24,10 +24,12 @@ KINDS = ["losses", "gradients", "parameters", "optimizer state"]
 STEPS = 3
 
 
-def compared(rank: int, world_size: int, rows: list[Row]) -> list[Compared]:
-    plan = MatrixPlan.of(Device.cpu, world_size, {"steps": STEPS})
-    found, _ = matrix_on_rank(Rank(rank, world_size, torch.device("cpu")), replace(plan, rows=tuple(rows)))
-    return found
+def compared(
+    rank: int, world_size: int, rows: list[Row], out: Path, layers: int = 4, steps: int = STEPS
+) -> list[Compared]:
+    plan = MatrixPlan.of(Device.cpu, world_size, {"layers": layers, "steps": steps})
+    report = MatrixReport([], [], replace(plan, rows=tuple(rows)))
+    return matrix_on_rank(Rank(rank, world_size, torch.device("cpu")), (report, out)).compared
 
 
 def rows_of(world_size: int, *words: str) -> list[Row]:
@@ -41,10 +43,12 @@ def rows_of(world_size: int, *words: str) -> list[Row]:
         (4, ["PP 2 x DP 2, 1F1B, fp8-delayed", "TP 2+SP x PP 2, GPipe, bf16"], 2),
     ],
 )
-def test_rows_are_equal_and_every_rank_knows_it(world_size: int, words: list[str], number: int) -> None:
+def test_rows_are_equal_and_every_rank_knows_it(
+    world_size: int, words: list[str], number: int, tmp_path: Path
+) -> None:
     rows = rows_of(world_size, *words)
     assert len(rows) == number
-    first, *others = run_ranks(world_size, compared, rows)
+    first, *others = run_ranks(world_size, compared, rows, tmp_path)
     for found in first:
         assert found.differences == {kind: [] for kind in KINDS}
         assert len(found.on.losses) == STEPS
@@ -82,6 +86,19 @@ def test_a_plan_takes_the_rows_that_fit_and_says_why_others_do_not() -> None:
     assert "2 layers cannot be split into 4 stages" in reasons
     fused = MatrixPlan.of(Device.cpu, 2, {"fusion": [Fusion.two_pass]})
     assert {row.layout for row in fused.rows} == {Layout(1, 2, 1, Schedule.interleaved)}
+
+
+def stops(rank: int, world_size: int, rows: list[Row], out: Path) -> None:
+    with pytest.raises(ValueError, match="2 layers cannot be split into 4 stages"):
+        compared(rank, world_size, rows, out, layers=2, steps=1)
+
+
+def test_a_run_that_is_stopped_leaves_what_it_found(tmp_path: Path) -> None:
+    rows = rows_of(2, "PP 2, 1F1B, bf16", "PP 2, interleaved, bf16")
+    run_ranks(2, stops, rows, tmp_path)
+    report = json.loads((tmp_path / "verify-matrix.json").read_text())
+    assert [row["name"] for row in report["rows"]] == [rows[0].name]
+    assert report["not_run"] == [rows[1].name] and report["equal"]
 
 
 def refuses(rank: int, world_size: int) -> None:
