@@ -6,7 +6,7 @@ Next: `llama.py` builds it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,17 @@ class LlamaConfig:
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
+    @property
+    def layer_weights(self) -> int:
+        """Of a layer's products."""
+        key_and_value = 2 * self.kv_heads * self.head_dim
+        return self.hidden * (2 * self.hidden + key_and_value) + 3 * self.hidden * self.ffn
+
+    @property
+    def head_layers(self) -> float:
+        """Operations of the head, in layers; counted as by `flops_per_token`."""
+        return self.hidden * self.vocab / (self.layer_weights + self.hidden * self.seq)
+
 
 PRESETS: dict[str, LlamaConfig] = {
     "tiny": LlamaConfig(4, 64, 192, heads=4, kv_heads=2, vocab=256, seq=64),
@@ -57,17 +68,30 @@ PRESETS: dict[str, LlamaConfig] = {
 """Llama 3's shapes, and two for tests on CPU, whose vocabulary is that of bytes."""
 
 
-def stage_layers(layers: int, stages: int) -> list[range]:
-    """The layers of each pipeline stage, in order; as many in each, or one less in some.
+def stage_layers(layers: int, stages: int, head_layers: float = 0.0) -> list[range]:
+    """The layers of each pipeline stage, in order, so that the stage with most work has as little as can be.
 
-    The last stage, which has the head, has no more than any other.
+    Among stages without the head the first have one more where they cannot be equal.
+
+    Args:
+        head_layers: what the last stage has besides, in layers: `LlamaConfig.head_layers`.
 
     Raises:
         ValueError: if a stage would have none.
     """
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be split into {stages} stages; each needs a layer")
-    ends = [-(-layers * stage // stages) for stage in range(stages + 1)]
+
+    def split(last: int) -> list[int]:
+        each, more = divmod(layers - last, stages - 1)
+        return [each + (stage < more) for stage in range(stages - 1)] + [last]
+
+    def work(last: int) -> tuple[float, float]:
+        of_stages = [*split(last)[:-1], last + head_layers]
+        return max(of_stages), sum(each * each for each in of_stages)
+
+    sizes = [layers] if stages == 1 else split(min(range(1, layers - stages + 2), key=work))
+    ends = [0, *accumulate(sizes)]
     return [range(begin, end) for begin, end in pairwise(ends)]
 
 
@@ -81,8 +105,5 @@ def flops_per_token(config: LlamaConfig, seq: int | None = None) -> int:
     Args:
         seq: length of the sequences; default: the longest.
     """
-    key_and_value = 2 * config.kv_heads * config.head_dim
-    attention = config.hidden * (2 * config.hidden + key_and_value)
-    mlp = 3 * config.hidden * config.ffn
-    weights = config.layers * (attention + mlp) + config.hidden * config.vocab
+    weights = config.layers * config.layer_weights + config.hidden * config.vocab
     return 6 * weights + 6 * config.layers * config.hidden * (config.seq if seq is None else seq)

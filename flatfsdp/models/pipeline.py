@@ -89,7 +89,7 @@ class LlamaPipeline:
         precision = Precision() if precision is None else precision
         is_interleaved = mesh.pp_size > 1 and schedule == "interleaved"
         total = mesh.pp_size * (stages_per_rank if is_interleaved else 1)
-        layers = stage_layers(config.layers, total)
+        layers = stage_layers(config.layers, total, config.head_layers)
         numbers = self.numbers = range(mesh.pp_rank, total, mesh.pp_size)
         self.stages: list[FlatFSDP] = []
         for number in numbers:

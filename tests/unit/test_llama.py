@@ -133,6 +133,15 @@ def test_layers_are_split_evenly_and_the_last_stage_has_not_more(layers: int, st
     assert len(sizes) == stages and max(sizes) - min(sizes) <= 1 and sizes[-1] == min(sizes)
 
 
+@pytest.mark.parametrize("stages", [1, 2, 4, 8])
+def test_the_last_stage_has_fewer_layers_as_it_has_the_head(stages: int) -> None:
+    config = replace(PRESETS["1b"], seq=4096)
+    assert config.head_layers == pytest.approx(3.8, abs=0.01)
+    sizes = [len(part) for part in stage_layers(config.layers, stages, config.head_layers)]
+    assert sum(sizes) == config.layers
+    assert sizes == {1: [16], 2: [10, 6], 4: [5, 5, 5, 1], 8: [3, 2, 2, 2, 2, 2, 2, 1]}[stages]
+
+
 @pytest.mark.parametrize("stages", [0, 4])
 def test_each_stage_needs_a_layer(stages: int) -> None:
     with pytest.raises(ValueError, match=f"3 layers cannot be split into {stages} stages"):
