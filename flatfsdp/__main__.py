@@ -2,6 +2,6 @@
 
 from flatfsdp.cli.app import app
 
-# The spawned ranks import this module again under another name; only the first process is the program.
+# The ranks import this module again, under another name; only the first process is the program.
 if __name__ == "__main__":
     app(prog_name="python -m flatfsdp")
