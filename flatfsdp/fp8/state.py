@@ -73,11 +73,12 @@ class Arena:
             self._version = self.scale._version
         return self._scales
 
-    def agree(self, group: dist.ProcessGroup) -> None:
-        """The first time over `group`: raises RuntimeError on every rank unless all have the same layers."""
+    def agree(self, recipe: DelayedScaling, group: dist.ProcessGroup) -> None:
+        """The first time over `group`: raises RuntimeError on every rank unless all have the same layers and
+        recipe."""
         if self._agreed is not group:
-            layers = [scaling.label for scaling in self.members]
-            check_same_on_all_ranks(layers, [Ranks.of(group)], self.scale.device)
+            lines = [*(scaling.label for scaling in self.members), f"recipe {recipe}"]
+            check_same_on_all_ranks(lines, [Ranks.of(group)], self.scale.device)
             self._agreed = group
 
     @torch.no_grad()
@@ -221,7 +222,7 @@ def update(scalings: Iterable[Scaling], group: dist.ProcessGroup | None) -> None
             _merge([scaling for arena in arenas for scaling in arena.members], recipe, device)
         arena = members[0].arena
         if group is not None and recipe.reduce_amax:
-            arena.agree(group)
+            arena.agree(recipe, group)
             arena.update(recipe, group)
         else:
             arena.update(recipe, None)

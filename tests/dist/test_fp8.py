@@ -188,6 +188,17 @@ def test_ranks_with_other_layers_raise_on_all_ranks(layers: Any) -> None:
     run_ranks(2, unlike_layers, layers, timeout=60.0)
 
 
+def other_recipes(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    recipe = DelayedScaling(amax_history_len=4, margin=rank)
+    with pytest.raises(RuntimeError, match=r"margin=0.*margin=1"), autocast(recipe=recipe):
+        Linear(WIDTH, WIDTH)(batch(rank))
+
+
+def test_ranks_with_other_recipes_raise_on_all_ranks() -> None:
+    run_ranks(2, other_recipes)
+
+
 def different_data(rank: int, world_size: int) -> None:
     """A rank without tokens takes part, too."""
     model = seeded(lambda: nn.Sequential(Linear(WIDTH, WIDTH), LayerNormMLP(WIDTH, WIDTH)))
