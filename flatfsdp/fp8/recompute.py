@@ -9,7 +9,7 @@ A `Tape` holds the generation of scales of each use, in order; tapes of nested c
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
@@ -21,6 +21,7 @@ from flatfsdp.autograd import in_backward
 from flatfsdp.fp8.autocast import Region, current_region, entered
 from flatfsdp.fp8.state import Scaling
 from flatfsdp.kernels.scaling import Scales
+from flatfsdp.tensor_parallel import GetTracker, Tracker
 
 
 class Tape:
@@ -32,14 +33,23 @@ class Tape:
     """
 
     def __init__(
-        self, outer: Tape | None, recorded: dict[nn.Module, list[tuple[Scales, ...]]] | None, trains: bool
+        self,
+        outer: Tape | None,
+        recorded: dict[nn.Module, list[tuple[Scales, ...]]] | None,
+        trains: bool,
+        tracker: Tracker | None,
     ) -> None:
         self.trains = trains
+        self._tracker = tracker
         self._outer = outer
         self._recorded = recorded
         self._position: dict[nn.Module, int] = {}
         self.uses: dict[nn.Module, list[tuple[Scales, ...]]] = {}
         self.is_replay: bool = recorded is not None or (outer is not None and outer.is_replay)
+
+    def repeats(self, tracker: Tracker) -> bool:
+        """Whether a replay draws the same numbers from `tracker` as the first run."""
+        return self._tracker is tracker or (self._outer is not None and self._outer.repeats(tracker))
 
     def scales(self, scaling: Scaling) -> tuple[Scales, ...]:
         """The scales for the next use of `scaling`: today's, or those of the run that is repeated."""
@@ -78,8 +88,10 @@ def _playing(tape: Tape) -> Iterator[None]:
 class _Recomputed:
     """Calls `function`: the first call is recorded, every later one repeats it."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], tracker: Any) -> None:
         self._function = function
+        self._tracker = tracker
+        self._states: Any = None
         outer = current_tape()
         # Inside a reentrant checkpoint gradients are off for the first time.
         self._trains = torch.is_grad_enabled() if outer is None else outer.trains
@@ -89,23 +101,66 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._first is None:
             self._region = current_region()
-            self._first = tape = Tape(current_tape(), None, self._trains)
+            self._first = tape = Tape(current_tape(), None, self._trains, self._tracker)
+            self._states = self._tracker.get_states() if has_states(self._tracker) else None
+            numbers: AbstractContextManager[None] = nullcontext()
         else:
-            tape = Tape(None, self._first.uses, self._trains)
+            tape = Tape(None, self._first.uses, self._trains, self._tracker)
+            numbers = nullcontext() if self._states is None else _back_at(self._tracker, self._states)
         # A recomputation may run in another thread, which knows nothing of the region.
-        with _playing(tape), entered(self._region):
+        with _playing(tape), entered(self._region), numbers:
             return self._function(*args, **kwargs)
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = False,
+    get_rng_state_tracker: GetTracker | None = None,
+    **kwargs: Any,
+) -> Any:
     """`torch.utils.checkpoint.checkpoint` for functions with FP8 layers inside; same results, bit for bit.
 
     Args:
         function: a module or function; autocast may be inside or around it.
         use_reentrant: as in torch.  With True the gradients' scales are updated once a checkpoint.
+        get_rng_state_tracker: the one that layers inside got, if it is not FlatFSDP's: the states that it has
+            (`get_states`, `set_states`) are put back for the recomputation.
         kwargs: for `function`, or torch's own, such as preserve_rng_state.
     """
-    return torch_checkpoint(_Recomputed(function), *args, use_reentrant=use_reentrant, **kwargs)
+    tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
+    return torch_checkpoint(_Recomputed(function, tracker), *args, use_reentrant=use_reentrant, **kwargs)
+
+
+def has_states(tracker: object) -> bool:
+    """Whether numbers depend on more than torch's default generators, which checkpoints put back."""
+    return hasattr(tracker, "get_states")
+
+
+def require_repeatable(tracker: Tracker) -> None:
+    """
+    Raises:
+        RuntimeError: in a recomputation, if it would draw other numbers from `tracker` than the forward.
+    """
+    if not has_states(tracker):
+        return
+    tape = current_tape()
+    if in_backward() if tape is None else tape.is_replay and not tape.repeats(tracker):
+        raise RuntimeError(
+            f"a recomputation draws dropout from a {type(tracker).__name__}, whose states have moved on "
+            "since the forward; use flatfsdp.fp8.checkpoint, and pass it get_rng_state_tracker, too"
+        )
+
+
+@contextmanager
+def _back_at(tracker: Any, states: Any) -> Iterator[None]:
+    """Inside, the tracker has the states of earlier."""
+    now = tracker.get_states()
+    tracker.set_states(states)
+    try:
+        yield
+    finally:
+        tracker.set_states(now)
 
 
 def records_amax() -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flatfsdp.comm import Ranks
+from flatfsdp.fp8.recompute import require_repeatable
 from flatfsdp.kernels.column_sum import column_sum
 from flatfsdp.kernels.dropout import WORDS, counters, dropout_backward, dropout_forward
 from flatfsdp.rng import RNGTracker
@@ -55,8 +56,15 @@ class OwnNumbers:
         self._tracker = RNGTracker.over(ranks) if get_tracker is None else get_tracker()
 
     def drawn(self, are_drawn: bool) -> AbstractContextManager[Any]:
-        """Inside, this rank's own; nothing happens unless there are any to draw."""
-        return self._tracker.fork() if are_drawn else nullcontext()
+        """Inside, this rank's own; nothing happens unless there are any to draw.
+
+        Raises:
+            RuntimeError: see `require_repeatable`.
+        """
+        if not are_drawn:
+            return nullcontext()
+        require_repeatable(self._tracker)
+        return self._tracker.fork()
 
 
 def bias_dropout_add(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from flatfsdp import fp8
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
-from flatfsdp.layers import LayerNormMLP, Linear
+from flatfsdp.layers import DotProductAttention, LayerNormMLP, Linear
 from tests.unit.fp8.common import (
     FFN,
     SHORT,
@@ -386,3 +386,68 @@ def test_torchs_own_checkpoint_without_fp8(use_reentrant: bool) -> None:
     call = partial(torch_checkpoint, use_reentrant=use_reentrant)
     runs = [train(seeded(lambda c=c: Stack(call=c)), recipe=None) for c in (plain, call)]
     assert_same(*runs)
+
+
+class Tracker:
+    """With states of its own, as Megatron's and Transformer Engine's."""
+
+    def __init__(self) -> None:
+        self._states = {"tp": torch.Generator().manual_seed(5).get_state()}
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self._states)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self._states = dict(states)
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        outside = torch.get_rng_state()
+        torch.set_rng_state(self._states["tp"])
+        try:
+            yield
+        finally:
+            self._states["tp"] = torch.get_rng_state()
+            torch.set_rng_state(outside)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_dropout_of_a_tracker_with_states(use_reentrant: bool) -> None:
+    """Two blocks, the second of which has drawn when the first is recomputed."""
+    call = partial(fp8.checkpoint, use_reentrant=use_reentrant)
+    x = torch.randn(8, 2, 2, 8)
+    runs = []
+    for how in ("plain", "told", "not told", "torch's"):
+        tracker = Tracker()
+        get: dict[str, Any] = {"get_rng_state_tracker": lambda t=tracker: t}
+        blocks = [DotProductAttention(2, 8, attention_dropout=0.5, **get) for _ in range(2)]
+        torch.manual_seed(0)
+        leaf = out = x.clone().requires_grad_()
+        for block in blocks:
+            run = lambda x, block=block: block(x, x, x).view_as(x)  # noqa: E731
+            if how == "plain":
+                out = run(out)
+            elif how == "torch's":
+                out = torch_checkpoint(run, out, use_reentrant=use_reentrant)
+            else:
+                out = call(run, out, **(get if how == "told" else {}))
+        if how in ("plain", "told"):
+            out.square().sum().backward()
+            runs.append([out, leaf.grad, tracker.get_states()["tp"]])
+            continue
+        with pytest.raises(RuntimeError, match=r"a Tracker.*pass it get_rng_state_tracker, too"):
+            out.square().sum().backward()
+    for a, b in zip(*runs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_attention_that_is_recomputed_by_itself_keeps_what_it_has_drawn() -> None:
+    grads = []
+    for recomputes in (False, True):
+        tracker = Tracker()
+        layer = DotProductAttention(2, 8, attention_dropout=0.5, get_rng_state_tracker=lambda t=tracker: t)
+        torch.manual_seed(1)
+        x = torch.randn(8, 2, 2, 8, requires_grad=True)
+        layer(x, x, x, checkpoint_core_attention=recomputes).square().sum().backward()
+        grads.append(x.grad)
+    assert torch.equal(*grads)
