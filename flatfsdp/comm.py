@@ -35,12 +35,20 @@ class Ranks:
     def of(group: dist.ProcessGroup | None) -> Ranks:
         """
         Raises:
-            TypeError: for a DeviceMesh.
+            TypeError: for something else, such as a DeviceMesh.
+            ValueError: for a group that this rank is not in.
         """
         if isinstance(group, DeviceMesh):
             raise TypeError("a process group is needed, not a DeviceMesh; pass mesh['tp'].get_group()")
         if group is None:
             return Ranks(None, 1, 0)
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                "this rank is not in the process group that it passes; of several that new_group has made, "
+                "pass the one with this rank"
+            )
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"a process group is needed, not {group!r}; pass what dist.new_group returns")
         return Ranks(group, dist.get_world_size(group), dist.get_rank(group))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:

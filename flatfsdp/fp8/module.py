@@ -199,7 +199,9 @@ class FP8Module(Declaring):
 
         Raises:
             RuntimeError: see `weight_operand`.
+            TypeError: if is_first_microbatch is something else than None, True and False.
         """
+        require_bool_or_none(type(self).__name__, is_first_microbatch)
         trains = torch.is_grad_enabled()
         needs_input_grad = trains and any(t is not None and t.requires_grad for t in sources)
         operand = self.weight_operand(
@@ -453,6 +455,17 @@ def require_fp8(device: torch.device) -> None:
                 f"FP8 was asked for on {torch.cuda.get_device_name(device)}, compute capability "
                 f"{major}.{minor}; it needs 8.9 or more, so use autocast(enabled=False)"
             )
+
+
+def require_bool_or_none(layer: str, is_first_microbatch: object) -> None:
+    """
+    Raises:
+        TypeError: for other truth values, such as NumPy's, which would count as neither.
+    """
+    if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
+        raise TypeError(
+            f"{layer}: is_first_microbatch is {is_first_microbatch!r}; it must be None, True or False"
+        )
 
 
 def ignore_extra_state(prefix: str, unexpected_keys: list[str]) -> None:

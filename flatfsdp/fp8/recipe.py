@@ -5,6 +5,7 @@ Plain frozen values, with Transformer Engine's names where it has them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -69,6 +70,10 @@ class DelayedScaling:
 
     def __post_init__(self) -> None:
         _check_format(self.fp8_format)
+        if not isinstance(self.margin, int | float) or not math.isfinite(self.margin):
+            raise ValueError(
+                f"margin is {self.margin!r}; scales are divided by 2^margin, so make it a number"
+            )
         if not isinstance(self.amax_history_len, int) or self.amax_history_len < 1:
             raise ValueError(f"amax_history_len is {self.amax_history_len!r}; it must be an integer >= 1")
         if self.amax_compute_algo not in ("max", "most_recent"):

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from flatfsdp.autograd import receives_gradient
 from flatfsdp.fp8.main_grad import claim
+from flatfsdp.fp8.module import require_bool_or_none
 from flatfsdp.kernels.embedding import embedding_grad
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
 from flatfsdp.tensor_parallel import (
@@ -116,9 +117,11 @@ class Embedding(Declaring):
             is_first_microbatch: True overwrites a plain `main_grad`, as in `Linear`.
 
         Raises:
+            TypeError: if is_first_microbatch is something else than None, True and False.
             IndexError, RuntimeError: if an id is outside of the table; on a GPU as a failed assertion, later.
             ValueError: if tensor-parallel ranks cannot share dimension 0 equally.
         """
+        require_bool_or_none("Embedding", is_first_microbatch)
         if self._is_split:
             self._exchange.leading_shape("Embedding", (*ids.shape, self.embedding_dim))
             ids = self._own_rows(ids)

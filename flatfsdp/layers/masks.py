@@ -13,6 +13,8 @@ Query i sees keys i - left to i + right; -1 is no limit.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +34,10 @@ def resolve_window(attn_mask_type: str, window_size: Window | None) -> Window:
     """
     if attn_mask_type not in MASK_TYPES:
         raise ValueError(f"attn_mask_type is {attn_mask_type!r}; it must be one of {', '.join(MASK_TYPES)}")
-    left, right = UNLIMITED if window_size is None else window_size
-    if left < -1 or right < -1:
+    window = UNLIMITED if window_size is None else window_size
+    if not _is_window(window):
         raise ValueError(f"window_size is {window_size}; it must be two numbers >= 0, or -1 for no limit")
+    left, right = window
     if not attn_mask_type.endswith("causal"):
         return left, right
     if right > 0:
@@ -43,6 +46,11 @@ def resolve_window(attn_mask_type: str, window_size: Window | None) -> Window:
             f"{attn_mask_type!r} does not, so make its right side 0 or choose another type"
         )
     return left, 0
+
+
+def _is_window(window: Any) -> bool:
+    is_pair = isinstance(window, Sequence) and len(window) == 2
+    return is_pair and all(isinstance(size, int) and size >= -1 for size in window)
 
 
 def visible_keys(

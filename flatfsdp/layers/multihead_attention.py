@@ -232,6 +232,11 @@ class MultiheadAttention(Shared):
         Raises:
             ValueError, TypeError, RuntimeError: as `Linear` and `DotProductAttention`.
         """
+        if hidden_states.dim() != 3:
+            raise ValueError(
+                f"MultiheadAttention: hidden_states has shape {tuple(hidden_states.shape)}; it has to be "
+                f"[seq, batch, hidden_size], in the order of {self.core_attention.qkv_format!r}"
+            )
         mixed, *passed_on = self._project(hidden_states, is_first_microbatch, return_residual)
         query, key, value = self._split(mixed, rotary_pos_emb)
         context = self.core_attention(

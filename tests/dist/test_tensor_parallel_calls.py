@@ -7,7 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -532,6 +532,10 @@ def groups(rank: int, world_size: int) -> None:
     group = dist.new_group([0, 1])
     with pytest.raises(TypeError, match=r"mesh\['tp'\]\.get_group\(\)"):
         COLUMN(tp_group=init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"])
+    with pytest.raises(TypeError, match=r"a process group is needed, not \[0, 1\]"):
+        COLUMN(tp_group=[0, 1])
+    with nullcontext() if rank == 0 else pytest.raises(ValueError, match="this rank is not in the process"):
+        COLUMN(tp_group=dist.new_group([0]))
     layer = COLUMN(tp_group=group, sequence_parallel=True)
     with autocast(recipe=SHORT):
         layer(torch.randn(SEQUENCE, WIDTH)).sum().backward()

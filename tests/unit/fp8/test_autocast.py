@@ -532,6 +532,8 @@ def test_a_forward_keeps_its_recipe_for_its_backward() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
+        (lambda: DelayedScaling(margin="1"), "margin"),
+        (lambda: DelayedScaling(margin=float("inf")), "margin"),
         (lambda: DelayedScaling(amax_history_len=0), "amax_history_len"),
         (lambda: DelayedScaling(amax_history_len=2.0), "amax_history_len"),
         (lambda: DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo"),

@@ -208,6 +208,8 @@ def test_masks_made_in_inference_serve_training() -> None:
         ({"attention_dropout": 1.0}, r"attention_dropout is 1\.0"),
         ({"window_size": (3, 1)}, r"window_size is \(3, 1\), which shows keys after the query"),
         ({"window_size": (-2, 0)}, r"window_size is \(-2, 0\)"),
+        ({"window_size": (4,)}, r"window_size is \(4,\); it must be two numbers"),
+        ({"window_size": 4}, "window_size is 4; it must be two numbers"),
     ],
 )
 def test_contradicting_options_are_named(arguments: dict[str, Any], message: str) -> None:

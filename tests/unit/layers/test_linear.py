@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -362,3 +363,12 @@ def test_a_second_derivative_is_refused(layer_type: type, recipe: Any) -> None:
 def test_options_that_do_not_fit(layer_type: type, options: Any, error: type, message: str) -> None:
     with pytest.raises(error, match=rf"{layer_type.__name__}.*{message}"):
         layer_type(32, 48, **options)
+
+
+@pytest.mark.parametrize("value", [1, 0, np.True_, torch.tensor(True)])
+def test_another_truth_value_than_pythons(value: Any) -> None:
+    """It would neither overwrite main_grad nor keep the weight, and nobody would notice."""
+    x, ids = torch.randn(16, 32), torch.zeros(16, dtype=torch.int64)
+    for layer, inp in ((Linear(32, 48), x), (LayerNormMLP(32, 48), x), (Embedding(32, 48), ids)):
+        with pytest.raises(TypeError, match=f"{type(layer).__name__}: is_first_microbatch is"):
+            layer(inp, is_first_microbatch=value)

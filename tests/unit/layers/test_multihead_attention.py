@@ -165,6 +165,8 @@ def test_tables_may_come_from_outside() -> None:
         other(x, rotary_pos_emb=neighbours)
     with pytest.raises(TypeError, match=r"rotary_pos_emb is one tensor.*\(cos, sin\)"):
         other(x, rotary_pos_emb=torch.randn(SEQ, 1, 1, HIDDEN // HEADS))
+    with pytest.raises(ValueError, match=r"has shape \(5, 32\).*\[seq, batch, hidden_size\].*'bshd'"):
+        other(torch.randn(5, 32))
 
 
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask"])
