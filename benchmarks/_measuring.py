@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -15,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _device import GIB, Clock, allocated_gib, free_memory, peak_gib
 from _engines import PLAIN, Variant, adamw, position, shard
 from _llama import SHAPES, Llama, LlamaConfig
 from torch import Tensor
@@ -26,7 +25,6 @@ from flatfsdp.trace import Breakdown, breakdown, spans_of
 
 SEED = 0
 LEARNING_RATE = 1e-4
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -113,30 +111,6 @@ class Row:
         return statistics.median(ms for run in self.runs for ms in run.ms) if self.runs else None
 
 
-class Clock:
-    """Marks on the device's own time line, so that the host may run ahead; on CPU, wall-clock time."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._events: list[torch.cuda.Event] = []
-        self._times: list[float] = []
-
-    def mark(self) -> None:
-        if self._device.type == "cuda":
-            self._events.append(torch.cuda.Event(enable_timing=True))
-            self._events[-1].record()
-        else:
-            self._times.append(time.perf_counter())
-
-    def gaps(self) -> list[float]:
-        """Milliseconds between consecutive marks; waits for the last one."""
-        if self._events:
-            self._events[-1].synchronize()
-            pairs = zip(self._events, self._events[1:], strict=False)
-            return [start.elapsed_time(end) for start, end in pairs]
-        return [1e3 * (end - start) for start, end in zip(self._times, self._times[1:], strict=False)]
-
-
 def measure_all(rank: Rank, job: Job) -> list[Row]:
     """On one rank: every variant, by turns; all ranks return the same."""
     batches = _batches(job, rank)
@@ -153,7 +127,7 @@ def measure_all(rank: Rank, job: Job) -> list[Row]:
             if rank.index == 0:
                 traceback.print_exc()
         # Only now that the exception is gone, and its frames with it, can all of the model go.
-        _free(rank.device)
+        free_memory(rank.device)
         everyones: list[Any] = [None] * rank.world
         dist.all_gather_object(everyones, mine)
         problems = [
@@ -175,7 +149,7 @@ def _outcome(run: Run) -> str:
 
 
 def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor, ...]]) -> Run:
-    leftover = _allocated(rank.device)
+    leftover = allocated_gib(rank.device)
     torch.manual_seed(SEED)
     # Where it will be sharded: a host may not have room for an FP32 copy of the model for each rank.
     with rank.device:
@@ -206,13 +180,13 @@ def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor,
         losses.append(step())
         clock.mark()
     milliseconds = clock.gaps()
-    peak = torch.cuda.max_memory_allocated() / GIB if rank.device.type == "cuda" else 0.0
+    peak = peak_gib(rank.device)
     values = torch.stack(losses).tolist()
     # With NaN in the data a GPU draws less power and runs faster: such a time is no result.
     wrong = [index for index, value in enumerate(values) if not math.isfinite(value)]
     if wrong:
         raise FloatingPointError(f"the loss of step {wrong[0]} is {values[wrong[0]]}")
-    static = _allocated(rank.device) - leftover
+    static = allocated_gib(rank.device) - leftover
     report = model.memory_report(optimizer) if isinstance(model, FlatFSDP) else None
     profiled = _profile(step, job, variant, rank) if job.breakdown or job.traces is not None else None
     return Run(
@@ -270,15 +244,3 @@ def _over_ranks(runs: list[Run]) -> Run:
         buffers=runs[0].buffers,
         breakdown=runs[0].breakdown,
     )
-
-
-def _allocated(device: torch.device) -> float:
-    return torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0.0
-
-
-def _free(device: torch.device) -> None:
-    """Models are full of reference cycles, and compiled code keeps what it was traced with."""
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

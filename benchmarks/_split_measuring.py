@@ -7,7 +7,6 @@ Next: `tensor_parallel.py` shows them.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import sys
 import time
@@ -19,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from _device import Clock, allocated_gib, free_memory, host_ms, peak_gib
 from _llama import LlamaConfig, flops_per_token
-from _measuring import Clock
 from _split_layers import Contestant, Engine, Mode, Problem, Split, build, whole_results
 from _traffic import Traffic
 from torch import Tensor
@@ -29,8 +28,6 @@ from torch.profiler import ProfilerActivity, profile
 from flatfsdp.cli.ranks import Rank
 from flatfsdp.comm import Ranks
 from flatfsdp.trace import Breakdown, breakdown, spans_of
-
-GIB = 2**30
 
 WHOLE, PLAIN = "whole", "plain"
 
@@ -137,7 +134,7 @@ def _measure_job(rank: Rank, job: Job) -> list[Row]:
             mine = f"{type(error).__name__}: {error}".strip()[:600]
             if rank.index == 0:
                 traceback.print_exc()
-        _free(rank.device)
+        free_memory(rank.device)
         everyones: list[Any] = [None] * rank.world
         dist.all_gather_object(everyones, mine)
         failed[mode] = next(
@@ -170,7 +167,7 @@ References = dict[Engine, dict[str, Tensor]]
 
 
 def _measure(mode: Mode, job: Job, rank: Rank, problem: Problem, expected: References) -> Run:
-    leftover = _allocated(rank.device)
+    leftover = allocated_gib(rank.device)
     layer = build(mode, problem)
     if mode.engine.is_compiled:
         layer.compile(overlaps=mode.split is Split.overlap)
@@ -190,8 +187,8 @@ def _measure(mode: Mode, job: Job, rank: Rank, problem: Problem, expected: Refer
         layer.step()
         clock.mark()
     milliseconds = clock.gaps()
-    peak = torch.cuda.max_memory_allocated() / GIB if rank.device.type == "cuda" else 0.0
-    host = _host_ms(layer.step) if rank.device.type == "cuda" else None
+    peak = peak_gib(rank.device)
+    host = host_ms(layer.step) if rank.device.type == "cuda" else None
     profiled = _profile(layer.step, rank) if job.breakdown and rank.device.type == "cuda" else None
     return Run(
         ms=milliseconds,
@@ -202,18 +199,6 @@ def _measure(mode: Mode, job: Job, rank: Rank, problem: Problem, expected: Refer
         errors=_compare(mode, layer, problem, expected),
         breakdown=profiled,
     )
-
-
-def _host_ms(step: Callable[[], object]) -> float:
-    """Milliseconds of the host to launch one step; all ranks at once."""
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - start))
-    torch.cuda.synchronize()
-    return min(times)
 
 
 def _profile(step: Callable[[], object], rank: Rank) -> Breakdown | None:
@@ -271,15 +256,3 @@ def _over_ranks(runs: list[Run]) -> Run:
             for key, of_names in runs[0].errors.items()
         },
     )
-
-
-def _allocated(device: torch.device) -> float:
-    return torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0.0
-
-
-def _free(device: torch.device) -> None:
-    """Models are full of reference cycles, and compiled code keeps what it was traced with."""
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -15,14 +15,12 @@ have to move outside of them, back to back: no Python, no launch gaps.
 
 from __future__ import annotations
 
-import gc
+import math
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +28,7 @@ import matplotlib as mpl
 import torch
 import typer
 from _common import RESULTS, environment, publish
+from _device import Clock, free_memory, host_ms
 from _floor import floors
 from _layers import LayerShape, Mode, build
 from rich.console import Console
@@ -43,34 +42,12 @@ def timed(step: Callable[[], object], warmup: int, steps: int, device: torch.dev
     """Milliseconds of each of `steps` steps, back to back, so that the host runs ahead of the device."""
     for _ in range(warmup):
         step()
-    if device.type != "cuda":
-        marks = [time.perf_counter()]
-        for _ in range(steps):
-            step()
-            marks.append(time.perf_counter())
-        return [1e3 * (end - start) for start, end in pairwise(marks)]
-    torch.cuda.synchronize()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-    events[0].record()
-    for event in events[1:]:
+    clock = Clock(device)
+    clock.mark()
+    for _ in range(steps):
         step()
-        event.record()
-    torch.cuda.synchronize()
-    return [start.elapsed_time(end) for start, end in pairwise(events)]
-
-
-def host_ms(step: Callable[[], object], device: torch.device) -> float:
-    """Milliseconds of host time to issue one step."""
-    if device.type != "cuda":
-        return float("nan")
-    times = []
-    for _ in range(5):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        step()
-        times.append(1e3 * (time.perf_counter() - start))
-    torch.cuda.synchronize()
-    return min(times)
+        clock.mark()
+    return clock.gaps()
 
 
 def measure(
@@ -88,13 +65,13 @@ def measure(
                 _measure_into(row, mode, shape, steps, device)
             except Exception as error:  # the others' figures are worth having
                 row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
-            _free(device)
+            free_memory(device)
             print(f"{mode.label}: {row.get('failed') or _median(row):}", file=sys.stderr, flush=True)
         if device.type == "cuda":
             for name, work in floors(shape, device).items():
                 row = rows.setdefault(name, {"name": name, "label": f"floor: {name}", "runs": []})
                 row["runs"].append(timed(work, 6, steps, device))
-            _free(device)
+            free_memory(device)
     for row in rows.values():
         row["ms"] = _median(row)
     return list(rows.values())
@@ -105,20 +82,13 @@ def _measure_into(
 ) -> None:
     contestant = build(mode, shape, device)
     row["runs"].append(timed(contestant.step, 6, steps, device))
-    row["host_ms"] = host_ms(contestant.step, device)
+    row["host_ms"] = host_ms(contestant.step) if device.type == "cuda" else math.nan
     contestant.check()
 
 
 def _median(row: dict[str, Any]) -> float | None:
     times = [ms for run in row["runs"] for ms in run]
     return statistics.median(times) if times else None
-
-
-def _free(device: torch.device) -> None:
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float | None]:

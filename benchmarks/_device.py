@@ -1,0 +1,65 @@
+"""What a device says about a step: its time, the host's, and its memory."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+
+import torch
+
+GIB = 2**30
+
+
+class Clock:
+    """Marks on the device's own time line, so that the host may run ahead; on CPU, wall-clock time."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[torch.cuda.Event] = []
+        self._times: list[float] = []
+
+    def mark(self) -> None:
+        if self._device.type == "cuda":
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record()
+        else:
+            self._times.append(time.perf_counter())
+
+    def gaps(self) -> list[float]:
+        """Milliseconds between consecutive marks; waits for the last one."""
+        if self._events:
+            self._events[-1].synchronize()
+            pairs = zip(self._events, self._events[1:], strict=False)
+            return [start.elapsed_time(end) for start, end in pairs]
+        return [1e3 * (end - start) for start, end in zip(self._times, self._times[1:], strict=False)]
+
+
+def host_ms(step: Callable[[], object]) -> float:
+    """Milliseconds that the host takes to launch one step on a GPU."""
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        times.append(1e3 * (time.perf_counter() - start))
+    torch.cuda.synchronize()
+    return min(times)
+
+
+def allocated_gib(device: torch.device) -> float:
+    """0 on CPUs, as all of the following."""
+    return torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0.0
+
+
+def peak_gib(device: torch.device) -> float:
+    """Most that was allocated since `torch.cuda.reset_peak_memory_stats`."""
+    return torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
+
+
+def free_memory(device: torch.device) -> None:
+    """Of models that nobody has: they are full of cycles, and compiled code keeps what was traced."""
+    torch._dynamo.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
