@@ -8,6 +8,7 @@ then, or that do not answer in time, are killed and the next call starts a fresh
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 import traceback
@@ -99,6 +100,8 @@ class Pool:
 
 def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: str) -> None:
     torch.set_num_threads(1)
+    # What the fork server has imported stays for good: no collection, and no test, needs to look at it.
+    gc.freeze()
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
