@@ -51,6 +51,7 @@ class LlamaPipeline:
         stages_per_rank: with the interleaved schedule.
         precision: as of `FlatFSDP`.
         sequence_parallel, tp_overlap, fuse_wgrad_accumulation, recipe, seed: as of `Llama`.
+        cache_fp8_weights: cast FP8 weights once a step, and keep them; as of `FlatStage`.
         fsdp_options: further ones of `FlatFSDP`.
 
     Attributes:
@@ -78,6 +79,7 @@ class LlamaPipeline:
         tp_overlap: bool = False,
         fuse_wgrad_accumulation: FuseWgrad = True,
         recipe: Recipe | None = None,
+        cache_fp8_weights: bool = False,
         seed: int = 0,
         **fsdp_options: Any,
     ) -> None:
@@ -86,6 +88,7 @@ class LlamaPipeline:
         self.config = config
         self.mesh = mesh
         self.microbatches = microbatches
+        self._cache_fp8_weights = cache_fp8_weights
         precision = Precision() if precision is None else precision
         is_interleaved = mesh.pp_size > 1 and schedule == "interleaved"
         total = mesh.pp_size * (stages_per_rank if is_interleaved else 1)
@@ -127,6 +130,7 @@ class LlamaPipeline:
                     input_args=tokens if number == 0 else hidden,
                     output_args=logits if number == total - 1 else hidden,
                     group=mesh.pp_group,
+                    cache_fp8_weights=cache_fp8_weights,
                 )
                 for number, stage in zip(numbers, self.stages, strict=True)
             ]
@@ -157,7 +161,8 @@ class LlamaPipeline:
         if self._schedule is None:
             (model,) = self.stages
             for tokens_bs, targets_bs in microbatches(model, batches):
-                losses.append(model(tokens_bs, targets_bs))
+                is_first = model.microbatch.is_first if self._cache_fp8_weights else None
+                losses.append(model(tokens_bs, targets_bs, is_first))
                 (losses[-1] / len(batches)).backward()
         else:
             tokens_bs, targets_bs = (torch.cat(parts) for parts in zip(*batches, strict=True))

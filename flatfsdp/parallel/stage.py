@@ -73,6 +73,8 @@ class FlatStage(PipelineStage):
             `output_args` they spare the schedule running the module once to find out.
         output_args: of what the module returns.
         group: the ranks of the pipeline; default: all.
+        cache_fp8_weights: tell `submodule`, by `is_first_microbatch`, whether a forward is the first of a
+            step, so that its layers cast FP8 weights once a step and keep them.
 
     Raises:
         ValueError: if there is no FlatFSDP in `submodule`, or one that is part of a larger one; for a trained
@@ -90,6 +92,8 @@ class FlatStage(PipelineStage):
         input_args: Tensors | None = None,
         output_args: Tensors | None = None,
         group: dist.ProcessGroup | None = None,
+        *,
+        cache_fp8_weights: bool = False,
     ) -> None:
         if (input_args is None) != (output_args is None):
             raise ValueError(
@@ -115,6 +119,7 @@ class FlatStage(PipelineStage):
         groups = [group for root in self._roots for unit in root.units for group in unit.trained]
         self._masters = [group.master for group in groups]
         self._stage_ranks = _stage_ranks(outermost[0], self.group)
+        self._cache_fp8_weights = cache_fp8_weights
         self._is_under_way = False
         self._earlier: _EarlierGrads | None = None
         self._known_schedule: weakref.ref[Schedule] | None = None
@@ -161,6 +166,12 @@ class FlatStage(PipelineStage):
             inside_stage(self._stage_ranks),
         ):
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module."""
+        if self._cache_fp8_weights:
+            kwargs["is_first_microbatch"] = self._roots[0].microbatch.is_first
+        return super().forward_maybe_with_nosync(*args, **kwargs)
 
     def backward_one_chunk(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +14,10 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
-from flatfsdp.parallel import FlatStage, ParallelMesh
+from flatfsdp.fp8.module import FP8Module
+from flatfsdp.models import LlamaConfig, LlamaPipeline
+from flatfsdp.models.pipeline import ScheduleName
+from flatfsdp.parallel import FlatStage, ParallelMesh, make_mesh
 from tests.dist.llamas import mesh_of
 from tests.dist.models import same
 from tests.dist.ranks import run_ranks
@@ -188,6 +192,43 @@ def delayed(rank: int, world_size: int, schedule: type) -> None:
 @SCHEDULES
 def test_scales_are_those_of_a_stage_by_default(schedule: type) -> None:
     run_ranks(4, delayed, schedule)
+
+
+def caches(rank: int, world_size: int, schedule: ScheduleName) -> None:
+    config = LlamaConfig(4, 32, 64, heads=2, kv_heads=2, vocab=64, seq=16)
+    mesh = make_mesh(pp=min(2, world_size))
+    torch.manual_seed(3)
+    batches = [tuple(torch.randint(0, 64, (2, 2, 16))) for _ in range(MICROBATCHES)]
+    runs, uses_of_kept = [], []
+    for cached in (False, True):
+        model = LlamaPipeline(
+            *(config, mesh, schedule),
+            microbatches=MICROBATCHES,
+            batch=2,
+            recipe=CURRENT,
+            cache_fp8_weights=cached,
+            optimize_backward_concat=True,
+        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        found = []
+        with patch.object(FP8Module, "_kept", autospec=True, side_effect=FP8Module._kept) as kept:
+            for _ in range(STEPS):
+                found += model.forward_backward(batches)
+                found += [parameter.grad.clone() for parameter in model.parameters()]
+                optimizer.step()
+                optimizer.zero_grad()
+        runs.append(found)
+        uses_of_kept.append(kept.call_count)
+    assert same(*runs)
+    maps = sum(
+        len(m.fp8_weights()) for stage in model.stages for m in stage.modules() if isinstance(m, FP8Module)
+    )
+    assert uses_of_kept == [0, STEPS * (MICROBATCHES - 1) * maps]
+
+
+@pytest.mark.parametrize(("schedule", "world_size"), [("1f1b", 1), ("1f1b", 2), ("interleaved", 2)])
+def test_weights_are_cast_once_a_step(schedule: ScheduleName, world_size: int) -> None:
+    run_ranks(world_size, caches, schedule)
 
 
 def refuses(rank: int, world_size: int) -> None:
