@@ -78,16 +78,16 @@ def _join_kernel(
         at_key = at_query - heads
         at_value = at_key - groups
         is_query, is_key = slot < heads, slot < heads + groups
-    from_key = key_ptr + at_key * key_head_stride
-    from_value = value_ptr + at_value * value_head_stride
-    source = tl.where(is_key, from_key, from_value)
-    source = tl.where(is_query, query_ptr + at_query * query_head_stride, source)
-
     slots = heads + 2 * groups
     col = tl.arange(0, BLOCK_DIM)
+    # Columns come before the choice: newer Tritons do not see through it that they are neighbours.
+    from_query = (query_ptr + at_query * query_head_stride)[:, None] + col[None, :]
+    from_key = (key_ptr + at_key * key_head_stride)[:, None] + col[None, :]
+    from_value = (value_ptr + at_value * value_head_stride)[:, None] + col[None, :]
+    source = tl.where(is_query[:, None], from_query, tl.where(is_key[:, None], from_key, from_value))
     mask = (slot < slots)[:, None] & (col < DIM)[None, :]
     index = (token * slots + slot)[:, None] * DIM + col[None, :]
-    tl.store(out_ptr + index, tl.load(source[:, None] + col[None, :], mask), mask)
+    tl.store(out_ptr + index, tl.load(source, mask), mask)
 
 
 def launch(out: Tensor, query: Tensor, key: Tensor, value: Tensor, interleaved: bool) -> None:
