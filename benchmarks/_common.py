@@ -17,7 +17,7 @@ import torch.distributed as dist
 import typer
 from torch import Tensor, nn
 
-from flatfsdp.cli.ranks import start_and_join
+from flatfsdp.cli.ranks import Device, Launch, start_and_join, under_torchrun
 
 RESULTS = Path(__file__).parent / "results"
 """Where every benchmark writes its JSON and its picture."""
@@ -91,6 +91,27 @@ def _peers() -> dict[str, str]:
     return found
 
 
+def launch_of(ranks: int, device: Device) -> Launch:
+    """As many ranks as are asked for, or those that torchrun has started.
+
+    Raises:
+        typer.BadParameter: if they cannot run there.
+    """
+    try:
+        return Launch(None if under_torchrun() else ranks, device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
+def write(payload: object, out: Path, name: str, draw: Callable[[Path], object]) -> str:
+    """Writes `name`.json and, by `draw`, `name`.png to the folder `out`; returns the JSON."""
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(payload, indent=2)
+    (out / f"{name}.json").write_text(text + "\n")
+    draw(out / f"{name}.png")
+    return text
+
+
 def publish(
     payload: dict[str, Any],
     out: Path,
@@ -100,16 +121,8 @@ def publish(
     show: Callable[[], object],
     as_json: bool,
 ) -> None:
-    """Writes `name`.json and `name`.png to the folder `out`, and prints a table or the JSON.
-
-    Args:
-        draw: writes the picture.
-        show: prints the table.
-    """
-    out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(payload, indent=2)
-    (out / f"{name}.json").write_text(text + "\n")
-    draw(out / f"{name}.png")
+    """As `write`, and prints a table, by `show`, or the JSON."""
+    text = write(payload, out, name, draw)
     if as_json:
         typer.echo(text)
     else:

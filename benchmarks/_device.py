@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 GIB = 2**30
 
@@ -35,6 +36,30 @@ class Clock:
         return [1e3 * (end - start) for start, end in zip(self._times, self._times[1:], strict=False)]
 
 
+def timed(step: Callable[[], object], steps: int, device: torch.device, *, warmup: int = 0) -> list[float]:
+    """Milliseconds of each of `steps` steps, back to back, so that the host runs ahead of the device.
+
+    Args:
+        warmup: steps before those.
+    """
+    for _ in range(warmup):
+        step()
+    clock = Clock(device)
+    clock.mark()
+    for _ in range(steps):
+        step()
+        clock.mark()
+    return clock.gaps()
+
+
+def start_together(device: torch.device) -> None:
+    """Every rank and its device have done what came before; peaks of memory count from here."""
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+
+
 def host_ms(step: Callable[[], object]) -> float:
     """Milliseconds that the host takes to launch one step on a GPU."""
     times = []
@@ -53,7 +78,7 @@ def allocated_gib(device: torch.device) -> float:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Most that was allocated since `torch.cuda.reset_peak_memory_stats`."""
+    """Most that was allocated since `start_together`."""
     return torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
 
 

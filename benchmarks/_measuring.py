@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _device import GIB, Clock, allocated_gib, free_memory, peak_gib
+from _device import GIB, allocated_gib, free_memory, peak_gib, start_together, timed
 from _engines import PLAIN, Variant, adamw, position, shard
 from _llama import SHAPES, Llama, LlamaConfig
 from torch import Tensor
@@ -170,16 +170,8 @@ def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor,
         return torch.stack(losses).mean()
 
     losses = [step() for _ in range(job.warmup)]
-    dist.barrier()
-    if rank.device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    clock = Clock(rank.device)
-    clock.mark()
-    for _ in range(job.steps):
-        losses.append(step())
-        clock.mark()
-    milliseconds = clock.gaps()
+    start_together(rank.device)
+    milliseconds = timed(lambda: losses.append(step()), job.steps, rank.device)
     peak = peak_gib(rank.device)
     values = torch.stack(losses).tolist()
     # With NaN in the data a GPU draws less power and runs faster: such a time is no result.

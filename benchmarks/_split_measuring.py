@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _device import Clock, allocated_gib, free_memory, host_ms, peak_gib
+from _device import allocated_gib, free_memory, host_ms, peak_gib, start_together, timed
 from _llama import LlamaConfig, flops_per_token
 from _split_layers import Contestant, Engine, Mode, Problem, Split, build, whole_results
 from _traffic import Traffic
@@ -177,16 +177,8 @@ def _measure(mode: Mode, job: Job, rank: Rank, problem: Problem, expected: Refer
     if not mode.engine.is_compiled:
         with Traffic(rank.world) as traffic:
             layer.step()
-    dist.barrier()
-    if rank.device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    clock = Clock(rank.device)
-    clock.mark()
-    for _ in range(job.steps):
-        layer.step()
-        clock.mark()
-    milliseconds = clock.gaps()
+    start_together(rank.device)
+    milliseconds = timed(layer.step, job.steps, rank.device)
     peak = peak_gib(rank.device)
     host = host_ms(layer.step) if rank.device.type == "cuda" else None
     profiled = _profile(layer.step, rank) if job.breakdown and rank.device.type == "cuda" else None

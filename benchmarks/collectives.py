@@ -39,14 +39,14 @@ import matplotlib as mpl
 import torch
 import torch.distributed as dist
 import typer
-from _common import RESULTS, environment, publish
-from _measuring import Clock
+from _common import RESULTS, environment, launch_of, publish
+from _device import Clock
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from torch import Tensor
 
-from flatfsdp.cli.ranks import Device, Launch, Rank, is_main, run_on_ranks, under_torchrun
+from flatfsdp.cli.ranks import Device, Rank, is_main, run_on_ranks
 from flatfsdp.comm import Ranks, all_gather, all_reduce, reduce_scatter
 from flatfsdp.layout import ELEMENT_ALIGNMENT
 
@@ -447,10 +447,7 @@ def main(
     ] = RESULTS,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    try:
-        launch = Launch(None if under_torchrun() else ranks, device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    launch = launch_of(ranks, device)
     if launch.world < 2:
         raise typer.BadParameter("one rank has nobody to talk to; start at least 2")
     kind = "cuda" if launch.use_cuda() else "cpu"

@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,7 +27,7 @@ import matplotlib as mpl
 import torch
 import typer
 from _common import RESULTS, environment, publish
-from _device import Clock, free_memory, host_ms
+from _device import free_memory, host_ms, timed
 from _floor import floors
 from _layers import LayerShape, Mode, build
 from rich.console import Console
@@ -36,18 +35,7 @@ from rich.table import Table
 
 BEST_OF_TORCHAO = (Mode.ao_tensorwise, Mode.ao_rowwise)
 MAIN = Mode.delayed_fused
-
-
-def timed(step: Callable[[], object], warmup: int, steps: int, device: torch.device) -> list[float]:
-    """Milliseconds of each of `steps` steps, back to back, so that the host runs ahead of the device."""
-    for _ in range(warmup):
-        step()
-    clock = Clock(device)
-    clock.mark()
-    for _ in range(steps):
-        step()
-        clock.mark()
-    return clock.gaps()
+WARMUP = 6
 
 
 def measure(
@@ -70,7 +58,7 @@ def measure(
         if device.type == "cuda":
             for name, work in floors(shape, device).items():
                 row = rows.setdefault(name, {"name": name, "label": f"floor: {name}", "runs": []})
-                row["runs"].append(timed(work, 6, steps, device))
+                row["runs"].append(timed(work, steps, device, warmup=WARMUP))
             free_memory(device)
     for row in rows.values():
         row["ms"] = _median(row)
@@ -81,7 +69,7 @@ def _measure_into(
     row: dict[str, Any], mode: Mode, shape: LayerShape, steps: int, device: torch.device
 ) -> None:
     contestant = build(mode, shape, device)
-    row["runs"].append(timed(contestant.step, 6, steps, device))
+    row["runs"].append(timed(contestant.step, steps, device, warmup=WARMUP))
     row["host_ms"] = host_ms(contestant.step) if device.type == "cuda" else math.nan
     contestant.check()
 

@@ -24,14 +24,14 @@ from typing import Annotated, Any
 
 import matplotlib as mpl
 import typer
-from _common import RESULTS, environment, publish
+from _common import RESULTS, environment, launch_of, publish
 from _engines import FP8, PLAIN, Engine, Variant
 from _llama import SHAPES, flops_per_token
 from _measuring import Job, Row, measure_all
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.cli.ranks import Device, Launch, is_main, run_on_ranks, under_torchrun
+from flatfsdp.cli.ranks import Device, is_main, run_on_ranks
 from flatfsdp.timeline import COLORS
 from flatfsdp.trace import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
 
@@ -321,10 +321,7 @@ def main(
         breakdown=breakdown,
         traces=traces,
     )
-    try:
-        launch = Launch(None if under_torchrun() else ranks, device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    launch = launch_of(ranks, device)
     rows = run_on_ranks(measure_all, job, launch)
     if is_main():
         payload = {

@@ -30,18 +30,19 @@ import json
 import statistics
 from collections.abc import Iterable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import matplotlib as mpl
 import typer
-from _common import RESULTS, environment
+from _common import RESULTS, environment, launch_of, publish, write
 from _split_layers import EAGER_MODES, LAYERS, MODES, USUAL_MODES, Engine, Mode, Split
 from _split_measuring import PLAIN, TOLERANCES, WHOLE, Job, Row, measure_all
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.cli.ranks import Device, Launch, is_main, run_on_ranks, under_torchrun
+from flatfsdp.cli.ranks import Device, is_main, run_on_ranks
 from flatfsdp.trace import COMMUNICATION
 
 
@@ -286,10 +287,7 @@ def main(
     ] = False,
 ) -> None:
     shapes, modes = _known(shapes, LAYERS), _known(modes, MODES)
-    try:
-        launch = Launch(None if under_torchrun() else ranks, device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    launch = launch_of(ranks, device)
     if launch.world < 2:
         raise typer.BadParameter("one rank has nobody to share a layer with; start at least 2")
     jobs = [
@@ -310,23 +308,21 @@ def main(
         kind = "cuda" if launch.use_cuda() else "cpu"
         payloads = [payload_of(job, rows, launch.world, kind) for job, rows in zip(jobs, found, strict=True)]
         for payload in payloads:
-            _write(payload, out, shown=not as_json)
+            name = f"tensor-parallel-{payload['job']['shape']}-{payload['ranks']}"
+            if as_json:
+                write(payload, out, name, partial(draw, payload))
+            else:
+                publish(
+                    *(payload, out, name),
+                    draw=partial(draw, payload),
+                    show=partial(show, payload),
+                    as_json=False,
+                )
         if as_json:
             typer.echo(json.dumps(payloads, indent=2))
     # Only the rank that writes: torchrun kills the others as soon as one fails.
     if is_main() and any(row.failed for rows in found for row in rows):
         raise typer.Exit(1)
-
-
-def _write(payload: dict[str, Any], out: Path, *, shown: bool) -> None:
-    """One JSON file and one picture a shape."""
-    out.mkdir(parents=True, exist_ok=True)
-    name = f"tensor-parallel-{payload['job']['shape']}-{payload['ranks']}"
-    (out / f"{name}.json").write_text(json.dumps(payload, indent=2) + "\n")
-    draw(payload, out / f"{name}.png")
-    if shown:
-        show(payload)
-        typer.echo(f"Written: {name}.json, {name}.png in {out.name}/")
 
 
 if __name__ == "__main__":
