@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
+
 
 class Tile(NamedTuple):
     """What one program works on.

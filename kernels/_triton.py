@@ -1,4 +1,7 @@
-"""Triton, or a stand-in with which kernels can be defined, but not run, where it is not installed."""
+"""Triton, or a stand-in with which kernels can be defined, but not run, where it is not installed.
+
+Gluon is Triton's language of explicit layouts and shared memory: `gluon_jit`, `gl`, `async_copy`.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,19 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
     jit: Callable[[Callable[..., Any]], Any] = triton.jit
+    gluon_jit: Callable[[Callable[..., Any]], Any] = gluon.jit
 except ImportError:  # a machine without a GPU
-    triton = tl = None
+    triton = tl = gl = async_copy = None
 
     def jit(fn: Callable[..., Any]) -> Any:
         return fn
+
+    gluon_jit = jit
 
 
 _HERE = nullcontext()
@@ -109,8 +118,11 @@ def cdiv(value: int, divisor: int) -> int:
 
 __all__ = [
     "Launch",
+    "async_copy",
     "cdiv",
     "for_each_shape",
+    "gl",
+    "gluon_jit",
     "jit",
     "on_device_of",
     "tl",

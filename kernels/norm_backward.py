@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import HIGH_DTYPES, check_input, check_like, sum_bands
-from flatfsdp.kernels._tiles import Tile, find, power_of_two
+from flatfsdp.kernels._tiles import MULTIPROCESSORS, Tile, find, power_of_two
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from torch import Tensor
 
@@ -28,7 +28,6 @@ WIDEST_FUSED = 8192
 """Columns up to which one kernel yields dx and the weight gradients."""
 SHARED_MEMORY = 227 << 10
 """Bytes that a program may have on Hopper."""
-MULTIPROCESSORS = 132
 REGISTERS = 65536
 """Of a multiprocessor."""
 SUM_PROGRAMS = 16

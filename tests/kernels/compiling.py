@@ -78,6 +78,7 @@ def _compile(
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     function = getattr(importlib.import_module(f"flatfsdp.kernels.{module}"), kernel)
     order = list(function.arg_names)
@@ -88,7 +89,8 @@ def _compile(
     }
     types = {name: signature.get(name, "constexpr") for name in order}
     fixed = {(order.index(name),): value for name, value in constants.items()}
-    source = ASTSource(function, types, fixed, attributes)
+    make_source = GluonASTSource if function.is_gluon() else ASTSource
+    source = make_source(function, types, fixed, attributes)
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": contract}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]

@@ -9,7 +9,8 @@ import pytest
 import torch
 from flatfsdp.kernels import norm_backward as backward
 from flatfsdp.kernels import norm_forward as forward
-from flatfsdp.kernels._tiles import Tile, find
+from flatfsdp.kernels import norm_rows, norm_wide
+from flatfsdp.kernels._tiles import MULTIPROCESSORS, Tile, find
 from flatfsdp.kernels.norm_backward import NormBackward
 from flatfsdp.kernels.norm_forward import NormForward
 from torch import Tensor
@@ -39,7 +40,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
         monkeypatch.setattr(forward, "WIDEST_ROW", 0)
     steps = 4 if request.param == "steps" else 1
     small = Tile(32, 256, 4, 2) if request.param == "wide rows" else Tile(2, 1024, 4, 2, steps)
-    monkeypatch.setattr(forward, "find", lambda *_: small)
+    for module in (norm_rows, norm_wide):
+        monkeypatch.setattr(module, "find", lambda *_: small)
     return Way(forward.launch, request.param != "rows")
 
 
@@ -211,16 +213,16 @@ def test_fp8_and_amax_are_of_the_fp32_result(
 
 @pytest.mark.parametrize(
     ("turning", "bands", "delay"),
-    [(forward.TURNING, 4, 1), (forward.TURNING, 4, 99), (forward.SLIM_TURNING, 3, 2)],
+    [(norm_rows.TURNING, 4, 1), (norm_rows.TURNING, 4, 99), (norm_rows.SLIM_TURNING, 3, 2)],
 )
 def test_transposes_wait_for_all_rows_of_their_band(
-    turning: forward.Turning, bands: int, delay: int, device: str, monkeypatch: pytest.MonkeyPatch
+    turning: norm_rows.Turning, bands: int, delay: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, cols = bands * turning.band + 32, 96
     programs = turning.band // 2 + 1  # of a band: normalizing, transposing
-    monkeypatch.setattr(forward, "find", lambda *_: Tile(2, 128, 4))
-    monkeypatch.setattr(forward, "TURNING", turning._replace(warps=delay * programs * 4))
-    assert forward.mix(rows, cols, Tile(2, 128, 4), is_turned=True).delay == min(delay, bands + 1)
+    monkeypatch.setattr(norm_rows, "find", lambda *_: Tile(2, 128, 4))
+    monkeypatch.setattr(norm_rows, "TURNING", turning._replace(warps=delay * programs * 4))
+    assert norm_rows.mix(rows, cols, Tile(2, 128, 4), is_turned=True).delay == min(delay, bands + 1)
     x, weight = torch.randn(rows, cols, device=device), torch.randn(cols, device=device)
     options: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scale": torch.ones(1, device=device)}
     for _ in range(2):
@@ -232,13 +234,13 @@ def test_transposes_wait_for_all_rows_of_their_band(
 
 def test_only_many_programs_of_few_warps_transpose_large_tiles() -> None:
     for rows, rms, expected in (
-        (8192, False, forward.SLIM_TURNING),
-        (8191, False, forward.TURNING),
-        (8192, True, forward.TURNING),
+        (8192, False, norm_rows.SLIM_TURNING),
+        (8191, False, norm_rows.TURNING),
+        (8192, True, norm_rows.TURNING),
     ):
-        tile = forward.row_tile(torch.bfloat16, 4096, rms=rms, is_turned=True)
-        assert forward.turning(rows, 4096, tile) == expected
-        assert forward.mix(rows, 4096, tile, is_turned=True).band == expected.band
+        tile = norm_rows.row_tile(torch.bfloat16, 4096, rms=rms, is_turned=True)
+        assert norm_rows.turning(rows, 4096, tile) == expected
+        assert norm_rows.mix(rows, 4096, tile, is_turned=True).band == expected.band
 
 
 def test_amax_only_grows(way: Way, device: str) -> None:
@@ -396,18 +398,18 @@ def check_compiled(
 @pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm, residual"])
 @pytest.mark.parametrize("is_turned", [False, True], ids=["rows", "transposed"])
 def test_whole_rows_compile_for_hopper(cols: int, rms: bool, is_turned: bool) -> None:
-    tile = forward.row_tile(torch.bfloat16, cols, rms=rms, is_turned=is_turned)
-    mix = forward.mix(8192, cols, tile, is_turned=is_turned)
+    tile = norm_rows.row_tile(torch.bfloat16, cols, rms=rms, is_turned=is_turned)
+    mix = norm_rows.mix(8192, cols, tile, is_turned=is_turned)
     absent = {"bias_ptr", "mean_ptr"} if rms else {"residual_ptr", "summed_ptr"}
     absent |= set() if is_turned else {"columnwise_ptr", "arrived_ptr"}
     constants = {
         **{"COLS": cols, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "WHOLE": is_turned},
-        **{"STAGES": tile.stages, "STEPS": tile.steps, "ROWWISE_POLICY": forward.KEPT if is_turned else ""},
+        **{"STAGES": tile.stages, "STEPS": tile.steps, "ROWWISE_POLICY": norm_rows.KEPT if is_turned else ""},
         **{"BAND": mix.band, "TURNED_COLS": mix.cols, "DELAY": mix.delay, "IS_EARLY": True},
     }
     is_staged = tile.stages > 1 and tile.steps > 1
     compiled = check_compiled(
-        *("norm_forward", "_row_kernel", ROWS, absent, constants, tile.warps),
+        *("norm_rows", "_row_kernel", ROWS, absent, constants, tile.warps),
         loads="cp.async.cg.shared.global" if is_staged else "ld.global.v4.b32",
     )
     assert "ldmatrix" in compiled.ptx or not is_turned
@@ -416,18 +418,18 @@ def test_whole_rows_compile_for_hopper(cols: int, rms: bool, is_turned: bool) ->
 
 
 def test_wide_rows_compile_for_hopper() -> None:
-    tile = forward.wide_tile(torch.bfloat16, 32768)
+    tile = norm_wide.wide_tile(torch.bfloat16, 32768)
     constants = {"COLS": 32768, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages}
     check_compiled(
-        *("norm_forward", "_wide_kernel", INPUTS, {"out_ptr"}, constants, tile.warps),
+        *("norm_wide", "_wide_kernel", INPUTS, {"out_ptr"}, constants, tile.warps),
         loads="cp.async.cg.shared.global",
     )
 
 
 def test_casts_of_odd_shapes_keep_their_values_in_ptxas() -> None:
-    tile = forward.wide_tile(torch.float32, 272)
+    tile = norm_wide.wide_tile(torch.float32, 272)
     compiled = compile_for_hopper(
-        "norm_forward",
+        "norm_wide",
         "_wide_kernel",
         {**INPUTS, **{name: "*fp32" for name, kind in INPUTS.items() if kind == "*bf16"}},
         {
@@ -448,7 +450,7 @@ def test_backward_compiles_for_hopper(cols: int) -> None:
         *("norm_backward", "_backward_kernel", GRADIENTS, absent, constants, tile.warps),
         loads="cp.async.cg.shared.global",
     )
-    programs = backward.programs_of(tile) // backward.MULTIPROCESSORS
+    programs = backward.programs_of(tile) // MULTIPROCESSORS
     assert compiled.registers * 32 * tile.warps * programs <= backward.REGISTERS, "all run at once"
 
 
