@@ -22,8 +22,17 @@ setup(
     package_data={"flatfsdp": ["py.typed"]},
     install_requires=["torch>=2.11,<2.14", "numpy", "rich", "typer", "matplotlib"],
     extras_require={
-        "test": ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "ruff", "mypy"],
+        "test": [
+            "pytest",
+            "pytest-timeout",
+            "pytest-xdist",
+            "hypothesis",
+            "ruff",
+            "mypy",
+            "lightning-fabric",
+        ],
         "cuda": ["triton", "nvmath-python"],
         "baseline": ["fairscale==0.4.13"],
+        "lightning": ["lightning-fabric"],
     },
 )

@@ -135,3 +135,19 @@ def test_performance_adds_up_no_gradients_once_they_are_fused() -> None:
     *unfused, fused = (float(row[-1]) for row in rows)
     assert unfused == [16.0] * 3
     assert fused < 0.2
+
+
+def test_fabric_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    pytest.importorskip("flatfsdp.compat.lightning", reason="needs Lightning Fabric")
+
+    def steps(until: int, folder: str) -> list[str]:
+        small = ["--accelerator", "cpu", "--layers", "1", "--microbatches", "2"]
+        return run_example(
+            "fabric.py", *small, "--steps", str(until), "--out", tmp_path / folder
+        ).splitlines()
+
+    through = steps(3, "through")
+    assert [line.split()[:2] for line in through] == [["step", str(step)] for step in (1, 2, 3)]
+    losses = [float(line.split()[3]) for line in through]
+    assert losses[0] > losses[1] > losses[2]
+    assert steps(2, "halves") + steps(3, "halves") == through

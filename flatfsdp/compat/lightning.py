@@ -1,0 +1,248 @@
+"""Lightning Fabric's interface: `from flatfsdp.compat.lightning import Fabric, FlatFSDPStrategy`.
+
+In:   Fabric's calls, on a model that FlatFSDP has wrapped.
+Out:  the engine's; nothing is sharded, gathered or reduced here.
+
+Fabric comes in two distributions, `lightning` and the smaller `lightning-fabric`, which know nothing of each
+other's classes.  So take `Fabric` from here as well: it is that of `lightning`, if there is one.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from flatfsdp import checkpoint
+from flatfsdp.fsdp import FlatFSDP
+
+try:
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins import Precision
+    from lightning.fabric.strategies import DDPStrategy
+except ModuleNotFoundError:
+    try:
+        from lightning_fabric import Fabric
+        from lightning_fabric.plugins import Precision
+        from lightning_fabric.strategies import DDPStrategy
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"flatfsdp.compat.lightning needs Lightning Fabric ({error}): pip install lightning-fabric"
+        ) from error
+
+__all__ = ["Fabric", "FlatFSDPStrategy"]
+
+REST = "meta.pt"
+"""In a checkpoint's folder: what is neither model nor optimizer; Fabric's own strategies call it so, too."""
+
+
+class FlatFSDPStrategy(DDPStrategy):
+    """Fabric with FlatFSDP as its engine: one process for each device, which Fabric or torchrun starts.
+
+        fabric = Fabric(devices=2, strategy=FlatFSDPStrategy())
+        fabric.launch()
+        model = auto_wrap(GPT(config), by_class(Block), device=fabric.device)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model, optimizer = fabric.setup(model, optimizer)
+        for tokens, targets in microbatches(model, batches):
+            fabric.backward(model(tokens, targets))
+        fabric.clip_gradients(model, optimizer, max_norm=1.0)
+        optimizer.step()
+        fabric.save("out", {"model": model, "optimizer": optimizer, "step": 1})
+
+    Where the model is wrapped, it is said how it is sharded and in which dtypes it computes.  Gradients are
+    accumulated with `microbatches` or with `fabric.no_backward_sync`; the first also tells FP8 layers which
+    microbatch is the first.  A checkpoint is a folder that `flatfsdp.checkpoint.load` reads, too, on any
+    number of ranks; what is neither model nor optimizer is in a file in it.
+
+    Args:
+        options: of Fabric's DDPStrategy, but none for DistributedDataParallel.
+
+    Raises:
+        TypeError: for other options.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        if self._ddp_kwargs:
+            raise TypeError(
+                f"FlatFSDPStrategy has no option {', '.join(self._ddp_kwargs)}; what concerns the model is "
+                "said where it is wrapped, in auto_wrap or FlatFSDP"
+            )
+        self._backward_sync_control = _BackwardSync()
+
+    # ---- setup ------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """
+        Raises:
+            ValueError: if Fabric is to cast, too.
+        """
+        if type(self.precision) is not Precision:
+            raise ValueError(
+                f"Fabric has precision={self.precision.precision!r}, but FlatFSDP casts, unit by unit; leave "
+                "it out, and wrap the model with precision=flatfsdp.Precision(compute=...)"
+            )
+        super().setup_environment()
+
+    def setup_module(self, module: nn.Module) -> FlatFSDP:
+        """
+        Raises:
+            TypeError: if FlatFSDP has not wrapped the model.
+            ValueError: if it has, but on another device, or over other ranks.
+        """
+        if not isinstance(module, FlatFSDP):
+            raise TypeError(
+                f"FlatFSDPStrategy runs a FlatFSDP module, not a {type(module).__name__}; wrap it before "
+                "fabric.setup: auto_wrap(model, by_class(Block), device=fabric.device)"
+            )
+        if module._device != self.root_device:
+            raise ValueError(
+                f"the model is on {module._device}, and Fabric's device is {self.root_device}; wrap it with "
+                "device=fabric.device"
+            )
+        if module._grid.num_ranks != self.world_size:
+            raise ValueError(
+                f"the model is data parallel over {module._grid.num_ranks} of {self.world_size} ranks, and "
+                "Fabric gives each of them other data; wrap it after fabric.launch(), over all ranks and "
+                "without tp_group"
+            )
+        return module
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """
+        Raises:
+            ValueError: if it was made before the model was wrapped.
+        """
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            name = getattr(parameter, "_flatfsdp_name", None)
+            if name is not None:
+                raise ValueError(
+                    f"the optimizer has parameter {name}, which is in a flat buffer by now; make it after "
+                    "the model is wrapped, of model.parameters() or flatfsdp.param_groups"
+                )
+        return optimizer
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """A FlatFSDP module is where it computes, even if its shards are in host memory."""
+        if not isinstance(module, FlatFSDP):
+            super().module_to_device(module)
+
+    # ---- training ---------------------------------------------------------------------------------------
+
+    def clip_gradients_norm(
+        self,
+        module: FlatFSDP,
+        optimizer: Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """As `FlatFSDP.clip_grad_norm_`: the norm is that of all ranks."""
+        return module.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: Any = None,
+    ) -> None:
+        """Writes a folder, each rank its part.
+
+        Raises:
+            NotImplementedError: with storage_options or a filter.
+            ValueError: unless `state` has one model, and no more than one optimizer.
+        """
+        if storage_options is not None or filter:
+            raise NotImplementedError(
+                "FlatFSDPStrategy saves whole models, to a folder; for parts of one, or other storage, take "
+                "flatfsdp.checkpoint.full_state_dict(model.module)"
+            )
+        model, optimizer, rest = _parts(state)
+        folder = Path(self.broadcast(path))
+        if self.is_global_zero:
+            folder.mkdir(parents=True, exist_ok=True)
+            states = {key: each.state_dict() if _is_stateful(each) else each for key, each in rest.items()}
+            # Before all others: a checkpoint is complete as soon as it has a file .metadata.
+            torch.save(states, folder / REST)
+        checkpoint.save(folder, model, optimizer)
+
+    def load_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        state: Any = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """Loads a folder, or into a model alone a file with the state dict of a plain one (`load_raw`).
+
+        Args:
+            strict: whether everything in `state` has to be in the checkpoint.
+            weights_only: as of `torch.load`, for what is neither model nor optimizer.
+
+        Returns:
+            What `state` does not have a place for.
+
+        Raises:
+            ValueError: unless `state` has one model, and no more than one optimizer; if the optimizer's state
+                is missing, or does not fit.
+            KeyError: if something else is missing.
+        """
+        folder = Path(self.broadcast(path))
+        if isinstance(state, FlatFSDP):
+            saved = torch.load(folder, map_location="cpu", mmap=True, weights_only=weights_only)
+            state.load_state_dict(saved, strict)
+            return {}
+        model, optimizer, rest = _parts(state)
+        file = folder / REST
+        saved = torch.load(file, map_location="cpu", weights_only=weights_only) if file.exists() else {}
+        missing = rest.keys() - saved.keys()
+        if strict and missing:
+            raise KeyError(f"the checkpoint {folder} has no {', '.join(sorted(missing))}; it has {[*saved]}")
+        checkpoint.load(folder, model, optimizer)
+        for key in rest.keys() - missing:
+            value = saved.pop(key)
+            if _is_stateful(state[key]):
+                state[key].load_state_dict(value)
+            else:
+                state[key] = value
+        return saved
+
+
+class _BackwardSync:
+    """What `fabric.no_backward_sync` asks for."""
+
+    def no_backward_sync(self, module: FlatFSDP, enabled: bool) -> AbstractContextManager[None]:
+        return module.no_sync() if enabled else nullcontext()
+
+
+def _parts(state: Any) -> tuple[FlatFSDP, Optimizer | None, dict[str, Any]]:
+    """The model, the optimizer, and everything else by its key.
+
+    Raises:
+        ValueError: unless there is one model, and no more than one optimizer.
+    """
+    state = state if isinstance(state, dict) else {}
+    models = [each for each in state.values() if isinstance(each, FlatFSDP)]
+    optimizers = [each for each in state.values() if isinstance(each, Optimizer)]
+    if len(models) != 1 or len(optimizers) > 1:
+        raise ValueError(
+            f"a checkpoint is of one FlatFSDP module and at most one optimizer, and the state has "
+            f"{len(models)} and {len(optimizers)}; pass a dict such as "
+            '{"model": model, "optimizer": optimizer, "step": step}'
+        )
+    rest = {key: each for key, each in state.items() if not isinstance(each, FlatFSDP | Optimizer)}
+    return models[0], next(iter(optimizers), None), rest
+
+
+def _is_stateful(value: object) -> bool:
+    """Such as a learning-rate scheduler."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
