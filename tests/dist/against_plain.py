@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP
@@ -57,22 +56,6 @@ def plain_grads(net: nn.Module, batches: Sequence[Sequence[Tensor]]) -> Grads:
 
 def trained(net: nn.Module) -> Iterable[tuple[str, nn.Parameter]]:
     return ((name, p) for name, p in net.named_parameters() if p.requires_grad)
-
-
-def full_grads(model: FlatFSDP) -> Grads:
-    """The reduced gradients, put together from all ranks' shards."""
-    grads: Grads = {}
-    for prefix, group in ((prefix, group) for prefix, w in units_in(model) for group in w._unit.trained):
-        flat = group.master.flat
-        shard = flat.grad if flat.grad is not None else flat.main_grad
-        shards = [torch.empty_like(shard) for _ in range(group.grid.shard.size)]
-        if len(shards) > 1:
-            dist.all_gather(shards, shard)
-        else:
-            shards = [shard.clone()]
-        for slot, grad in zip(group.layout.slots, group.layout.views(torch.cat(shards)), strict=True):
-            grads[prefix + slot.name] = grad
-    return grads
 
 
 def assert_equal(ours: Grads, expected: Grads) -> None:

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
+from flatfsdp import FlatFSDP, ParamSlot, auto_wrap, by_class, microbatches
+from flatfsdp.comm import Ranks
+from flatfsdp.walk import named_groups
 
 VOCAB, WIDTH = 30, 20  # sizes that no alignment divides
 
@@ -107,6 +110,32 @@ def train_unsharded(
 
 def grads_of(model: FlatFSDP) -> list[Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def whole_grads(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the reduced gradients by name, joined over all ranks; checked to be equal where they should
+    be.  Collective."""
+    found = {}
+    for prefix, group in named_groups(model):
+        if not group.trainable:
+            continue
+        full = group.master.gather(torch.cat(list(group.master.grads)).to(group.master.device))
+        assert full is not None
+        for slot, grad in zip(group.layout.slots, group.layout.views(full), strict=True):
+            found[prefix + slot.name] = _joined(grad, slot, group.grid.tensor)
+    return found
+
+
+def _joined(grad: Tensor, slot: ParamSlot, ranks: Ranks) -> Tensor:
+    """From the parts of tensor-parallel ranks, or what all of them have."""
+    parts = [grad]
+    if ranks.size > 1:
+        parts = [torch.empty_like(grad) for _ in range(ranks.size)]
+        dist.all_gather(parts, grad.contiguous(), group=ranks.group)
+    if slot.partition is not None:
+        return slot.partition.join(parts)
+    assert all(torch.equal(part, parts[0]) for part in parts), slot.name
+    return parts[0]
 
 
 def same(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -14,8 +14,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleZB
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
 from flatfsdp.parallel import FlatStage
-from flatfsdp.walk import units_in
-from tests.dist.models import VOCAB, WIDTH, Block
+from tests.dist.models import VOCAB, WIDTH, Block, whole_grads
 
 MICROBATCHES, STEPS = 4, 3
 
@@ -116,15 +115,11 @@ class Pipeline:
 
     def named_grads(self) -> dict[str, Tensor]:
         """Whole gradients, by the number of the block and the parameter's name in it."""
-        found = {}
-        for index, model in zip(self.indices, self.models, strict=True):
-            for prefix, wrapped in units_in(model):
-                for group in wrapped._unit.trained:
-                    full = group.master.gather(group.master.flat.grad)
-                    assert full is not None
-                    for slot, grad in zip(group.layout.slots, group.layout.views(full), strict=True):
-                        found[whole_name(prefix + slot.name, index * len(model.blocks))] = grad
-        return found
+        return {
+            whole_name(name, index * len(model.blocks)): grad
+            for index, model in zip(self.indices, self.models, strict=True)
+            for name, grad in whole_grads(model).items()
+        }
 
     def zero_grad(self) -> None:
         """As an optimizer does: what has been accumulated and not reduced, it cannot see."""

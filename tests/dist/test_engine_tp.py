@@ -16,9 +16,9 @@ from flatfsdp.layers import Linear, RMSNorm
 from flatfsdp.layout import FlatLayout
 from flatfsdp.placement import Placement
 from flatfsdp.tensor_parallel import declare_split, declare_whole
-from tests.dist.models import Trace, data, same_trace
+from tests.dist.models import Trace, data, same_trace, whole_grads
 from tests.dist.ranks import run_ranks
-from tests.dist.tp_models import ParallelMLP, ParallelNet, build_tp, data_rank, tp_mesh, whole_grads
+from tests.dist.tp_models import ParallelMLP, ParallelNet, build_tp, data_rank, tp_mesh
 
 STEPS, COUNT = 2, 2
 BF16 = Precision(compute=torch.bfloat16, accumulate=torch.bfloat16, reduce=torch.bfloat16)

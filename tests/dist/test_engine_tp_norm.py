@@ -15,10 +15,10 @@ from flatfsdp import FlatFSDP, Precision, param_groups
 from flatfsdp.layers import Linear
 from flatfsdp.optim import SGD, AdamW
 from flatfsdp.parallel import clip_grad_norm_
-from tests.dist.models import data
+from tests.dist.models import data, whole_grads
 from tests.dist.pipelines import MICROBATCHES, Pipeline, loss_of, parts, tokens_of
 from tests.dist.ranks import run_ranks
-from tests.dist.tp_models import ParallelNet, build_tp, data_rank, tp_mesh, whole_grads
+from tests.dist.tp_models import ParallelNet, build_tp, data_rank, tp_mesh
 
 NORMS = [2.0, 1.0, math.inf]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint
 from flatfsdp.comm import Ranks
@@ -17,9 +17,8 @@ from flatfsdp.models import Llama
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import FlatStage, clip_grad_norm_
 from flatfsdp.placement import Placement
-from flatfsdp.walk import units_in
-from tests.dist.llamas import CONFIG, LlamaPipeline, mesh_of, samples
-from tests.dist.models import WIDTH, same
+from tests.dist.llamas import CONFIG, SmallPipeline, mesh_of, microbatches_of, samples
+from tests.dist.models import WIDTH, same, whole_grads
 from tests.dist.ranks import run_ranks
 from tests.dist.test_checkpoint import equal
 from tests.dist.tp_models import ParallelMLP
@@ -30,18 +29,6 @@ MICROBATCHES = 3
 def part(ranks: Ranks, stage: int) -> nn.Sequential:
     torch.manual_seed(stage)
     return nn.Sequential(*(ParallelMLP(ranks, fused=False) for _ in range(2)))
-
-
-def grads_of(module: nn.Module) -> dict[str, Tensor]:
-    """Of this rank's parts, whole over data-parallel ranks."""
-    found = {}
-    for prefix, wrapped in units_in(module):
-        for group in wrapped._unit.trained:
-            full = group.master.gather(group.master.flat.grad)
-            assert full is not None
-            for slot, grad in zip(group.layout.slots, group.layout.views(full), strict=True):
-                found[prefix + slot.name] = grad
-    return found
 
 
 def one_by_one(rank: int, world_size: int) -> None:
@@ -60,7 +47,7 @@ def one_by_one(rank: int, world_size: int) -> None:
         schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=lambda x, y: (x - y).square().mean())
         x = torch.randn(2 * MICROBATCHES, WIDTH, generator=torch.Generator().manual_seed(9))
         schedule.step(*([x] if stage.is_first else []), target=x if stage.is_last else None)
-        grads = grads_of(module)
+        grads = whole_grads(module)
         runs.append((grads, clip_grad_norm_(stage, 0.1, mesh.pp_group)))
         assert runs[0][0].keys() == grads.keys()
         assert same([*runs[0][0].values()], [*grads.values()])
@@ -83,14 +70,12 @@ BF16 = Precision(compute=torch.bfloat16)
 def save(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
     """Returns everything that this rank has of the whole model, whole over its tensor-parallel ranks."""
     mesh = mesh_of(pp=2, tp=2)
-    options = {"recipe": RECIPE, "sequence_parallel": True}
-    pipeline = LlamaPipeline(ScheduleInterleaved1F1B, mesh, options, precision=BF16)
-    flats = [p for model in pipeline.models for p in model.parameters()]
-    optimizer = AdamW(flats, lr=1e-2, max_grad_norm=1.0, pp_group=mesh.pp_group)
-    pipeline.step(*samples(mesh.dp_rank)[0])
+    pipeline = SmallPipeline("interleaved", mesh, recipe=RECIPE, sequence_parallel=True, precision=BF16)
+    optimizer = AdamW(pipeline.parameters(), lr=1e-2, max_grad_norm=1.0, pp_group=mesh.pp_group)
+    pipeline.forward_backward(microbatches_of(samples(mesh.dp_rank)[0]))
     optimizer.step()
-    checkpoint.save(folder, pipeline.models, optimizer)
-    found = {k: v for model in pipeline.models for k, v in checkpoint.full_state_dict(model).items()}
+    checkpoint.save(folder, pipeline.stages, optimizer)
+    found = {k: v for stage in pipeline.stages for k, v in checkpoint.full_state_dict(stage).items()}
     assert any(key.endswith("fp8_backward_scale") for key in found)
     return {key: value for key, value in found.items() if isinstance(value, Tensor)}
 

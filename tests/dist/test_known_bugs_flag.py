@@ -25,13 +25,12 @@ from tests.dist.against_plain import (
     assert_equal,
     batches_of_all_ranks,
     fp32_tensors,
-    full_grads,
     gradient_buffers,
     plain_grads,
     plain_net,
     resident_bytes,
 )
-from tests.dist.models import Block, Net, build, data, grads_of, same
+from tests.dist.models import Block, Net, build, data, grads_of, same, whole_grads
 from tests.dist.ranks import run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
@@ -143,7 +142,7 @@ def frozen_unit(rank: int, world_size: int, options: dict[str, Any]) -> None:
             assert torch.equal(model(tokens), plain(tokens)), grad_mode.__name__
     for tokens in microbatches(model, batches[rank]):
         model(tokens).backward()
-    assert_equal(full_grads(model), plain_grads(plain, batches))
+    assert_equal(whole_grads(model), plain_grads(plain, batches))
     frozen = model.blocks[1].frozen_flat_param
     assert frozen.grad is None
     assert getattr(frozen, "main_grad", None) is None
@@ -208,7 +207,7 @@ def mark_by_hand(
         for index, tokens in enumerate(batches[rank]):
             mark(model, index == len(batches[rank]) - 1)
             model(tokens).backward()
-        assert_equal(full_grads(model), expected)
+        assert_equal(whole_grads(model), expected)
         model.zero_grad()
 
 
@@ -244,7 +243,7 @@ def marks_at_forward(rank: int, world_size: int, options: dict[str, Any]) -> Non
         for index, loss in enumerate(losses):
             model.set_is_last_backward(index == len(losses) - 1)
             loss.backward()
-        assert_equal(full_grads(model), expected)
+        assert_equal(whole_grads(model), expected)
         model.zero_grad()
 
 
@@ -289,7 +288,7 @@ def hooks_on_weights(rank: int, world_size: int, options: dict[str, Any]) -> Non
     assert net.seen == [plain.blocks[1].up.weight.shape] * len(batches[rank]), "once a microbatch, whole"
     if options["precision"] != Precision():
         plain.bfloat16()
-    assert_equal(full_grads(model), plain_grads(plain, batches))
+    assert_equal(whole_grads(model), plain_grads(plain, batches))
 
 
 @FLAGS
@@ -311,7 +310,7 @@ def used_twice(rank: int, world_size: int, options: dict[str, Any]) -> None:
     batches = batches_of_all_ranks(world_size)
     for tokens in microbatches(model, batches[rank]):
         model(tokens).backward()
-    ours, exact = full_grads(model), plain_grads(full_precision, batches)
+    ours, exact = whole_grads(model), plain_grads(full_precision, batches)
     assert_equal(ours, plain_grads(low_precision, batches))
     error = [ours[name] - exact[name] for name in exact]
     relative_error = torch.nn.utils.get_total_norm(error) / torch.nn.utils.get_total_norm([*exact.values()])
@@ -340,7 +339,7 @@ def mixed_groups(rank: int, world_size: int, flag: bool) -> None:
         model = auto_wrap(copy.deepcopy(plain), by_class(Block), optimize_backward_concat=flag)
         for tokens in microbatches(model, batches[rank]):
             model(tokens).backward()
-    assert_equal(full_grads(model), plain_grads(plain, batches))
+    assert_equal(whole_grads(model), plain_grads(plain, batches))
     assert [block.frozen_flat_param.grad for block in model.blocks] == [None] * 3
 
 

@@ -27,12 +27,11 @@ from tests.dist.against_plain import (
     UNITS,
     assert_equal,
     batches_of_all_ranks,
-    full_grads,
     plain_grads,
     plain_net,
     resident_bytes,
 )
-from tests.dist.models import Block, Net, build, data
+from tests.dist.models import Block, Net, build, data, whole_grads
 from tests.dist.ranks import run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
@@ -127,7 +126,7 @@ def steps_in_a_world_of_one(rank: int, world_size: int, flag: bool, precision: P
     for batches in data(rank, steps=3, count=2):
         for tokens in microbatches(model, batches):
             model(tokens).backward()
-        assert_equal(full_grads(model), plain_grads(net, [batches]))
+        assert_equal(whole_grads(model), plain_grads(net, [batches]))
         optimizer.step()
         optimizer.zero_grad()
 
@@ -162,7 +161,7 @@ def clip_bf16_parameters(rank: int, world_size: int, flag: bool, grad: torch.dty
     for tokens in microbatches(model, batches[rank]):
         model(tokens).backward()
     assert_grads_are_where_they_belong(model, grad)
-    reduced = full_grads(model)
+    reduced = whole_grads(model)
     exact = plain_grads(plain_net().bfloat16(), batches)
     assert_equal(reduced, {name: g.to(grad or BF16) for name, g in exact.items()})
 
@@ -171,7 +170,7 @@ def clip_bf16_parameters(rank: int, world_size: int, flag: bool, grad: torch.dty
     torch.testing.assert_close(norm, true_norm, rtol=1e-5, atol=0)
     assert_grads_are_where_they_belong(model, grad)
     precision = 1e-5 if grad == torch.float32 else 1e-2
-    for name, clipped in full_grads(model).items():
+    for name, clipped in whole_grads(model).items():
         expected = reduced[name].float() * (0.1 / true_norm)
         torch.testing.assert_close(clipped.float(), expected, rtol=precision, atol=1e-6, msg=name)
 
@@ -188,23 +187,23 @@ def accumulate_bf16_parameters(rank: int, world_size: int, flag: bool, grad: tor
     model = build(optimize_backward_concat=flag, precision=bf16_parameters(grad))
     same_batch, *others = batches_of_all_ranks(world_size)[rank]
     model(same_batch).backward()
-    once = full_grads(model)
+    once = whole_grads(model)
     model(same_batch).backward()
-    twice = full_grads(model)
+    twice = whole_grads(model)
     assert_equal(twice, {name: 2 * g for name, g in once.items()})
     model(same_batch).backward()
-    assert_equal(full_grads(model), {name: twice[name] + g for name, g in once.items()})
+    assert_equal(whole_grads(model), {name: twice[name] + g for name, g in once.items()})
     assert_grads_are_where_they_belong(model, grad)
 
     model.zero_grad()
     parts = []
     for tokens in others:
         model(tokens).backward()
-        parts.append(full_grads(model))
+        parts.append(whole_grads(model))
         model.zero_grad()
     for tokens in others:
         model(tokens).backward()
-    assert_equal(full_grads(model), {name: parts[0][name] + parts[1][name] for name in once})
+    assert_equal(whole_grads(model), {name: parts[0][name] + parts[1][name] for name in once})
 
 
 @FLAGS
@@ -388,7 +387,7 @@ def reduce_odd_sizes(rank: int, world_size: int, flag: bool) -> None:
         assert len(shard) == len(full) == 1
         assert full.numel() == world_size * shard.numel()
     expected = plain_grads(plain, batches)
-    for name, grad in full_grads(model).items():
+    for name, grad in whole_grads(model).items():
         torch.testing.assert_close(grad, expected[name], msg=name)
 
 

@@ -8,28 +8,38 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch import Tensor, nn
+from torch.distributed.pipelining import Schedule1F1B
 
 from flatfsdp import Precision, auto_wrap, by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama, stage_layers
-from flatfsdp.parallel import ParallelMesh
-from tests.dist.llamas import CONFIG, LlamaPipeline, Trace, in_one_process, joined, mesh_of, samples
+from flatfsdp.models.pipeline import ScheduleName
+from flatfsdp.parallel import FlatStage, ParallelMesh
+from tests.dist.llamas import (
+    CONFIG,
+    MICROBATCHES,
+    SmallPipeline,
+    Trace,
+    in_one_process,
+    mesh_of,
+    samples,
+)
 from tests.dist.models import same
 from tests.dist.ranks import run_ranks
 
-BF16 = {"precision": Precision(compute=torch.bfloat16)}
+BF16 = Precision(compute=torch.bfloat16)
 
 
-def off_and_on(mesh: ParallelMesh, schedule: type, options: dict[str, Any], **fsdp: Any) -> Trace:
+def off_and_on(mesh: ParallelMesh, schedule: ScheduleName, **options: Any) -> Trace:
     off, on = (
-        LlamaPipeline(schedule, mesh, options, optimize_backward_concat=flag, **fsdp).train()
+        SmallPipeline(schedule, mesh, optimize_backward_concat=flag, **options).train()
         for flag in (False, True)
     )
     assert off.grads
     for field in ("losses", "grads", "parameters"):
-        assert same(getattr(off, field), getattr(on, field)), (schedule.__name__, field, options, fsdp)
+        assert same(getattr(off, field), getattr(on, field)), (schedule, field, options)
     return on
 
 
@@ -37,21 +47,22 @@ def pipelines(rank: int, world_size: int, tp: int) -> None:
     """In FP32 as one process; in bf16 and FP8, too, the same bits flag off and on."""
     mesh = mesh_of(pp=2, tp=tp)
     losses, grads = in_one_process(mesh.dp_rank, mesh.dp_size)
-    fused: dict[str, Any] = {"fuse_wgrad_accumulation": True, "sequence_parallel": tp > 1}
-    low: dict[type, dict[str, Any]] = {
-        ScheduleGPipe: {},
-        Schedule1F1B: {"recipe": CurrentScaling()},
-        ScheduleInterleaved1F1B: {"recipe": DelayedScaling(amax_history_len=4)},
+    split = {"sequence_parallel": tp > 1}
+    low: dict[ScheduleName, dict[str, Any]] = {
+        "gpipe": {},
+        "1f1b": {"recipe": CurrentScaling()},
+        "interleaved": {"recipe": DelayedScaling(amax_history_len=4)},
     }
     for schedule in low:
-        for options in (fused, {}) if schedule is ScheduleGPipe and tp > 1 else (fused,):
-            on = off_and_on(mesh, schedule, options)
+        unfused = [{"fuse_wgrad_accumulation": False}] if schedule == "gpipe" and tp > 1 else []
+        for options in (split, *unfused):
+            on = off_and_on(mesh, schedule, **options)
             if on.losses:
                 torch.testing.assert_close(torch.stack(on.losses), torch.stack(losses), rtol=1e-6, atol=0)
             assert on.first_grads.keys() < grads.keys()
             for name, grad in on.first_grads.items():
                 assert (grad - grads[name]).norm() / grads[name].norm() < 1e-5, name
-        off_and_on(mesh, schedule, {**fused, **low[schedule]}, reshard_after_forward=False, **BF16)
+        off_and_on(mesh, schedule, **split, **low[schedule], reshard_after_forward=False, precision=BF16)
 
 
 @pytest.mark.parametrize("tp", [1, 2], ids=["dp2-pp2", "tp2-pp2"])
@@ -61,17 +72,32 @@ def test_pipelines_are_one_process_and_the_flag_changes_no_bit(tp: int) -> None:
 
 def finds_out_shapes(rank: int, world_size: int) -> None:
     mesh = mesh_of(pp=2, tp=2)
-    options = {"recipe": DelayedScaling(amax_history_len=4), "sequence_parallel": True}
-    found = LlamaPipeline(Schedule1F1B, mesh, options, **BF16).train()
+    options = {"recipe": DelayedScaling(amax_history_len=4), "sequence_parallel": True, "precision": BF16}
+    known, found = (SmallPipeline("1f1b", mesh, **options) for _ in range(2))
+    (model,) = found.stages
     # By default the ranks that have a stage share its scales.
-    options["amax_group"] = None
-    known = LlamaPipeline(Schedule1F1B, mesh, options, knows_shapes=True, **BF16).train()
+    model.module.amax_group = None
+    stage = FlatStage(model, mesh.pp_rank, mesh.pp_size, group=mesh.pp_group)
+    found._schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=model.loss)
+    expected, trace = known.train(), found.train()
     for field in ("losses", "grads", "parameters"):
-        assert same(getattr(found, field), getattr(known, field)), field
+        assert same(getattr(trace, field), getattr(expected, field)), field
 
 
 def test_scales_are_the_stages_and_a_run_that_finds_out_shapes_leaves_them_alone() -> None:
     run_ranks(4, finds_out_shapes)
+
+
+def joined(part: Tensor, like: nn.Parameter, group: dist.ProcessGroup) -> Tensor:
+    """The whole of what each rank of `group` has a part of; `like`: the parameter, which says how."""
+    size = dist.get_world_size(group)
+    if size == 1 or not like.tensor_model_parallel:  # type: ignore[attr-defined]
+        return part
+    parts = [torch.empty_like(part) for _ in range(size)]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    dim, sizes = like.partition_dim, like.partition_sizes  # type: ignore[attr-defined]
+    pieces = [of_rank.split([n // size for n in sizes], dim) for of_rank in parts]
+    return torch.cat([of_rank[k] for k in range(len(sizes)) for of_rank in pieces], dim)
 
 
 FOUR_GROUPS = replace(CONFIG, kv_heads=4)

@@ -16,8 +16,8 @@ from flatfsdp.layers import TransformerLayer
 from flatfsdp.parallel import ParallelMesh, make_mesh
 from flatfsdp.rng import seeded
 from flatfsdp.tensor_parallel import part_of
+from tests.dist.models import whole_grads
 from tests.dist.ranks import run_ranks
-from tests.dist.tp_models import whole_grads
 from tests.unit.fp8.common import relative_error
 
 SEQUENCE, BATCH, WIDTH, FFN, HEADS = 16, 2, 32, 64, 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from flatfsdp import FlatFSDP, auto_wrap, by_class
 from flatfsdp.comm import ALONE, Ranks
 from flatfsdp.tensor_parallel import declare_split, declare_whole, initialize
-from flatfsdp.walk import units_in
 from tests.dist.models import VOCAB, WIDTH
 
 HIDDEN, HEAD = 36, 3
@@ -147,28 +145,3 @@ def build_tp(mesh: DeviceMesh | None, *, fused: bool = False, seed: int = 0, **o
         options |= {"mesh": data_parallel(mesh), "tp_group": mesh.get_group("tp")}
     net = ParallelNet(Ranks.of(options.get("tp_group")), fused=fused)
     return auto_wrap(net, by_class(ParallelMLP), **options)
-
-
-def whole_grads(model: FlatFSDP) -> dict[str, Tensor]:
-    """Reduced gradients by name, joined over all ranks; checked to be equal where they should be."""
-    found = {}
-    for name, slot, grad, tensor in _grads(model):
-        parts = [torch.empty_like(grad) for _ in range(tensor.size)]
-        if tensor.size == 1:
-            parts = [grad]
-        else:
-            dist.all_gather(parts, grad.contiguous(), group=tensor.group)
-        if slot.partition is None:
-            assert all(torch.equal(part, parts[0]) for part in parts), name
-        found[name] = parts[0] if slot.partition is None else slot.partition.join(parts)
-    return found
-
-
-def _grads(model: FlatFSDP) -> Iterator[tuple[str, Any, Tensor, Ranks]]:
-    for prefix, wrapped in units_in(model):
-        for group in wrapped._unit.trained:
-            grads = group.master.grads
-            full = group.master.gather(torch.cat(list(grads)).to(group.master.device))
-            assert full is not None
-            for slot, grad in zip(group.layout.slots, group.layout.views(full), strict=True):
-                yield prefix + slot.name, slot, grad, group.grid.tensor

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import get_args
 
 import pytest
 import torch
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from flatfsdp import Precision
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.models import LlamaConfig
-from tests.dist.llamas import LlamaPipeline, in_one_process, mesh_of
+from flatfsdp.models.pipeline import ScheduleName
+from tests.dist.llamas import SmallPipeline, in_one_process, mesh_of
 from tests.dist.models import same
 from tests.dist.ranks import run_ranks
 
@@ -20,30 +20,29 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices"),
 ]
 TP = pytest.mark.parametrize("tp", [1, 2], ids=["dp2-pp2", "tp2-pp2"])
-SCHEDULES = [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B]
+SCHEDULES = get_args(ScheduleName)
 LARGER = LlamaConfig(4, 1024, 2816, heads=8, kv_heads=4, vocab=4096, seq=512)
 BF16 = Precision(compute=torch.bfloat16)
 
 
 def off_and_on(rank: int, world_size: int, tp: int) -> None:
     mesh = mesh_of(pp=2, tp=tp)
-    fused: dict[str, Any] = {"fuse_wgrad_accumulation": True, "sequence_parallel": True}
     for schedule in SCHEDULES:
         for options in (
-            fused,
-            {**fused, "recipe": DelayedScaling(amax_history_len=4)},
-            {**fused, "recipe": CurrentScaling(), "sequence_parallel": False},
+            {"sequence_parallel": True},
+            {"sequence_parallel": True, "recipe": DelayedScaling(amax_history_len=4)},
+            {"recipe": CurrentScaling()},
         ):
             off, on, again = (
-                LlamaPipeline(
-                    schedule, mesh, options, LARGER, optimize_backward_concat=flag, precision=BF16
+                SmallPipeline(
+                    schedule, mesh, LARGER, optimize_backward_concat=flag, precision=BF16, **options
                 ).train()
                 for flag in (False, True, True)
             )
             assert all(torch.isfinite(grad).all() for grad in on.grads)
             for field in ("losses", "grads", "parameters"):
-                assert same(getattr(on, field), getattr(again, field)), ("again", schedule.__name__, field)
-                assert same(getattr(off, field), getattr(on, field)), (schedule.__name__, field, options)
+                assert same(getattr(on, field), getattr(again, field)), ("again", schedule, field)
+                assert same(getattr(off, field), getattr(on, field)), (schedule, field, options)
 
 
 @TP
@@ -54,9 +53,8 @@ def test_the_flag_changes_no_bit(tp: int) -> None:
 def as_one_process(rank: int, world_size: int, tp: int) -> None:
     mesh = mesh_of(pp=2, tp=tp)
     losses, grads = in_one_process(mesh.dp_rank, mesh.dp_size, "cuda")
-    options = {"fuse_wgrad_accumulation": True, "sequence_parallel": True}
     for schedule in SCHEDULES:
-        found = LlamaPipeline(schedule, mesh, options).train()
+        found = SmallPipeline(schedule, mesh, sequence_parallel=True).train()
         if found.losses:
             torch.testing.assert_close(torch.stack(found.losses), torch.stack(losses), rtol=1e-5, atol=0)
         for name, grad in found.first_grads.items():
