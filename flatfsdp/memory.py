@@ -6,14 +6,13 @@ Out:  a `MemoryReport`, whose rows add up; `print` shows it as a table.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from flatfsdp.buffers import FlatBuffer
 from flatfsdp.placement import Placement
 from flatfsdp.policy import Prefetch
 from flatfsdp.unit import Unit
@@ -109,99 +108,128 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(aligned).rstrip()
 
 
+class GroupSizes(NamedTuple):
+    """Buffers of one flat group on this rank's device; None: there is none, or it is in host memory.
+
+    Attributes:
+        flat_buffer: gathered parameters.
+        transposed: of FP8 weights.
+        main_grad: unsharded, of all microbatches.
+    """
+
+    master: Size | None
+    compute_shard: Size | None
+    flat_buffer: Size | None
+    transposed: Size | None
+    main_grad: Size | None
+    reduced_grad: Size | None
+
+
 def memory_report(
     units: Sequence[Unit], prefetch: Prefetch, optimizer: torch.optim.Optimizer | None
 ) -> MemoryReport:
     """See `FlatFSDP.memory_report`."""
     groups = [group for unit in units for group in unit.groups]
-    trained = [group for group in groups if group.main_grad is not None]
     state = [] if optimizer is None else list(_state_on(groups[0].master.device, optimizer))
-    device_masters = [group for group in groups if not group.master.is_offloaded]
-    ahead = max(prefetch.forward, prefetch.backward)
+    frees = any(group.policy.reshard_after_forward for group in groups)
+    sizes = [[_sizes_of(group) for group in unit.groups] for unit in units]
+    return report_of(sizes, state, units_ahead(prefetch) if frees else None)
+
+
+def units_ahead(prefetch: Prefetch) -> int:
+    """That are gathered beside the one which computes, at most."""
+    return max(prefetch.forward, prefetch.backward)
+
+
+def report_of(
+    units: Sequence[Sequence[GroupSizes]], state: Iterable[Size], ahead: int | None
+) -> MemoryReport:
+    """The rows of buffers of these sizes.
+
+    Args:
+        units: the root's own first.
+        state: of the optimizer.
+        ahead: units that are gathered beside the one which computes; None: all stay until the last
+            microbatch.
+    """
+    groups = [group for unit in units for group in unit]
     rows = [
-        *_rows("master shard", "MasterShard", ALWAYS, [_size(g.master.flat, g) for g in device_masters]),
-        *_rows("compute shard", "FlatGroup", ALWAYS, [_size(g.compute_shard, g) for g in groups if g.casts]),
+        *_rows("master shard", "MasterShard", ALWAYS, (g.master for g in groups)),
+        *_rows("compute shard", "FlatGroup", ALWAYS, (g.compute_shard for g in groups)),
         *_rows("optimizer state", "the optimizer", ALWAYS, state),
-        *_unsharded("flat buffer", "FlatGroup", "unshard to reshard", units, ahead, _gathered),
         *_unsharded(
-            "transposed weights", "FP8Weights", "unshard for backward to reshard", units, ahead, _transposed
+            "flat buffer",
+            "FlatGroup",
+            "unshard to reshard",
+            [[g.flat_buffer for g in u] for u in units],
+            ahead,
         ),
-        *_rows("main_grad", "MainGrad", "first gradient to reduction", [_main_grad(g) for g in trained]),
+        *_unsharded(
+            "transposed weights",
+            "FP8Weights",
+            "unshard for backward to reshard",
+            [[g.transposed for g in u] for u in units],
+            ahead,
+        ),
+        *_rows("main_grad", "MainGrad", "first gradient to reduction", (g.main_grad for g in groups)),
         *_rows(
-            "reduced gradient",
-            "the optimizer",
-            "reduction to zero_grad",
-            [
-                Size(g.master.flat.numel(), g.master.grad_dtype, _placement(g))
-                for g in trained
-                if not g.master.is_offloaded
-            ],
+            "reduced gradient", "the optimizer", "reduction to zero_grad", (g.reduced_grad for g in groups)
         ),
     ]
     return MemoryReport(tuple(rows))
 
 
-def _size(tensor: Tensor, group: FlatGroup | None = None) -> Size:
-    """
-    Args:
-        group: for whose parameters it is.
-    """
-    return Size(tensor.numel(), tensor.dtype, None if group is None else _placement(group))
+def _sizes_of(group: FlatGroup) -> GroupSizes:
+    """Of what is there, and of what appears in a step."""
+    placement = None if group.grid.tensor.size == 1 else group.layout.placement
+    master, columnwise = group.master, None if group.fp8 is None else group.fp8.columnwise
 
+    def size(tensor: Tensor) -> Size:
+        return Size(tensor.numel(), tensor.dtype, placement)
 
-def _placement(group: FlatGroup) -> Placement | None:
-    return None if group.grid.tensor.size == 1 else group.layout.placement
+    padded, on_device = group.layout.padded_numel(group.grid.shard.size), not master.is_offloaded
+    trained = group.main_grad is not None
+    return GroupSizes(
+        master=size(master.flat) if on_device else None,
+        compute_shard=size(group.compute_shard) if group.casts else None,
+        flat_buffer=None if group.buffer is None else size(group.buffer.tensor),
+        transposed=None if columnwise is None else size(columnwise.tensor),
+        main_grad=Size(padded, group.policy.precision.accumulate, placement) if trained else None,
+        reduced_grad=(
+            Size(master.flat.numel(), master.grad_dtype, placement) if trained and on_device else None
+        ),
+    )
 
 
 def _state_on(device: torch.device, optimizer: torch.optim.Optimizer) -> Iterator[Size]:
     for state in optimizer.state.values():
         for value in state.values():
             if isinstance(value, Tensor) and value.device == device:
-                yield _size(value)
+                yield Size(value.numel(), value.dtype)
 
 
-def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size]) -> Iterator[Row]:
+def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size | None]) -> Iterator[Row]:
     """One a dtype and placement, of buffers that all live at the same time."""
     by_kind: dict[tuple[torch.dtype, Placement | None], list[int]] = {}
     for size in sizes:
-        by_kind.setdefault(size[1:], []).append(size.nbytes)
+        if size is not None:
+            by_kind.setdefault(size[1:], []).append(size.nbytes)
     for (dtype, placement), found in by_kind.items():
         yield Row(buffer, owner, dtype, len(found), sum(found), sum(found), lives, placement)
 
 
-def _main_grad(group: FlatGroup) -> Size:
-    numel = group.layout.padded_numel(group.grid.shard.size)
-    return Size(numel, group.policy.precision.accumulate, _placement(group))
-
-
-def _gathered(group: FlatGroup) -> FlatBuffer | None:
-    return group.buffer
-
-
-def _transposed(group: FlatGroup) -> FlatBuffer | None:
-    return None if group.fp8 is None else group.fp8.columnwise
-
-
 def _unsharded(
-    buffer: str,
-    owner: str,
-    lives: str,
-    units: Sequence[Unit],
-    ahead: int,
-    buffer_of: Callable[[FlatGroup], FlatBuffer | None],
+    buffer: str, owner: str, lives: str, units: Sequence[Sequence[Size | None]], ahead: int | None
 ) -> Iterator[Row]:
     """Of the root all the time, and of a unit and those gathered ahead of it; of all units if they stay until
     the last microbatch."""
-    sizes = [
-        [_size(found.tensor, group) for group in unit.groups if (found := buffer_of(group)) is not None]
-        for unit in units
-    ]
-    for row in _rows(buffer, owner, lives, [size for of_unit in sizes for size in of_unit]):
+    for row in _rows(buffer, owner, lives, (size for unit in units for size in unit)):
         kind = (row.dtype, row.placement)
-        each = [sum(size.nbytes for size in of_unit if size[1:] == kind) for of_unit in sizes]
-        at_a_time = sum(each)
-        if any(group.policy.reshard_after_forward for unit in units for group in unit.groups):
-            inner = each[1:]
-            windows = [sum(inner[start : start + 1 + ahead]) for start in range(len(inner))]
-            at_a_time = each[0] + max(windows, default=0)
+        each = [sum(size.nbytes for size in unit if size and size[1:] == kind) for unit in units]
+        at_a_time = sum(each) if ahead is None else each[0] + largest_window(each[1:], ahead)
         yield replace(row, at_a_time=at_a_time)
+
+
+def largest_window(sizes: Sequence[int], ahead: int) -> int:
+    """The largest sum of one and those that follow it."""
+    return max((sum(sizes[start : start + 1 + ahead]) for start in range(len(sizes))), default=0)

@@ -48,6 +48,8 @@ class Llama(nn.Module):
         layers: consecutive ones; default: all.  Those from 0 come with the embedding, those to the end with
             the last norm and the head.
         tp_group: ranks that share each layer.
+        tp_size: of the group; may be left out.  Without the group the model cannot compute, but has its
+            parameters' shapes; see `plan`.
         sequence_parallel: they share the activations between layers, too.
         tp_overlap: as of `Linear`.
         fuse_wgrad_accumulation: add weight gradients to their FP32 `main_grad`; see `Linear`.
@@ -73,6 +75,7 @@ class Llama(nn.Module):
         layers: range | None = None,
         *,
         tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
         sequence_parallel: bool = False,
         tp_overlap: bool = False,
         fuse_wgrad_accumulation: FuseWgrad = False,
@@ -90,9 +93,9 @@ class Llama(nn.Module):
         self.recipe = recipe
         self.amax_group = amax_group
         self.seed = seed
-        self.parallel = TensorParallel.of("Llama", tp_group, 1, sequence_parallel, tp_overlap)
+        self.parallel = TensorParallel.of("Llama", tp_group, tp_size, sequence_parallel, tp_overlap)
         self.rotary = RotaryPositionEmbedding(config.head_dim, config.rope_theta)
-        new = _Factory(config, self.parallel, fuse_wgrad_accumulation, params_dtype)
+        new = _Factory(config, self.parallel, tp_group, fuse_wgrad_accumulation, params_dtype)
         # In the order of the forward.
         self.embedding = new.embedding() if layers.start == 0 else None
         self.layers = nn.ModuleDict({str(number): new.layer(number) for number in layers})
@@ -170,11 +173,13 @@ class _Factory:
         self,
         config: LlamaConfig,
         parallel: TensorParallel,
+        tp_group: dist.ProcessGroup | None,
         fuse_wgrad_accumulation: FuseWgrad,
         params_dtype: torch.dtype | None,
     ) -> None:
         self._config = config
-        self._tp_group = parallel.ranks.group
+        self._tp_group = tp_group
+        self._tp_size = parallel.ranks.size
         self._sequence_parallel = parallel.sequence_parallel
         self._tp_overlap = parallel.overlap
         self._fuse_wgrad_accumulation = fuse_wgrad_accumulation
@@ -192,6 +197,7 @@ class _Factory:
             device="meta",
             fuse_wgrad_accumulation=bool(self._fuse_wgrad_accumulation),
             tp_group=self._tp_group,
+            tp_size=self._tp_size,
             sequence_parallel=self._sequence_parallel,
         )
 
@@ -217,6 +223,7 @@ class _Factory:
             device="meta",
             set_parallel_mode=True,
             tp_group=self._tp_group,
+            tp_size=self._tp_size,
             sequence_parallel=self._sequence_parallel,
             tp_overlap=self._tp_overlap,
         )
@@ -240,6 +247,7 @@ class _Factory:
             device="meta",
             parallel_mode="column",
             tp_group=self._tp_group,
+            tp_size=self._tp_size,
             sequence_parallel=self._sequence_parallel,
         )
 

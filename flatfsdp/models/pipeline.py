@@ -33,6 +33,24 @@ SCHEDULES: dict[ScheduleName, Any] = {
 }
 
 
+def pipeline_stages(
+    config: LlamaConfig, pp_size: int, schedule: ScheduleName, stages_per_rank: int
+) -> list[range]:
+    """The layers of all stages; pipeline rank r has stages r, r + pp_size, ...
+
+    Args:
+        stages_per_rank: with the interleaved schedule; with others, and without a pipeline, there is one.
+
+    Raises:
+        ValueError: if the schedule is unknown, or there are fewer layers than stages.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}; it must be one of {get_args(ScheduleName)}")
+    is_interleaved = pp_size > 1 and schedule == "interleaved"
+    total = pp_size * (stages_per_rank if is_interleaved else 1)
+    return stage_layers(config.layers, total, config.head_layers)
+
+
 class LlamaPipeline:
     """A Llama over pipeline, data and tensor parallel ranks; each transformer layer is a unit.
 
@@ -83,16 +101,13 @@ class LlamaPipeline:
         seed: int = 0,
         **fsdp_options: Any,
     ) -> None:
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule is {schedule!r}; it must be one of {get_args(ScheduleName)}")
         self.config = config
         self.mesh = mesh
         self.microbatches = microbatches
         self._cache_fp8_weights = cache_fp8_weights
         precision = Precision() if precision is None else precision
-        is_interleaved = mesh.pp_size > 1 and schedule == "interleaved"
-        total = mesh.pp_size * (stages_per_rank if is_interleaved else 1)
-        layers = stage_layers(config.layers, total, config.head_layers)
+        layers = pipeline_stages(config, mesh.pp_size, schedule, stages_per_rank)
+        total = len(layers)
         numbers = self.numbers = range(mesh.pp_rank, total, mesh.pp_size)
         self.stages: list[FlatFSDP] = []
         for number in numbers:
@@ -134,7 +149,7 @@ class LlamaPipeline:
                 )
                 for number, stage in zip(numbers, self.stages, strict=True)
             ]
-            some: Any = stages if is_interleaved else stages[0]
+            some: Any = stages if schedule == "interleaved" else stages[0]
             self._schedule = SCHEDULES[schedule](some, microbatches, loss_fn=self.stages[-1].loss)
 
     def parameters(self) -> Iterator[nn.Parameter]:

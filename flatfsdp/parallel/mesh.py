@@ -123,7 +123,7 @@ def make_mesh(
             "make_mesh arranges the ranks of torch.distributed; call dist.init_process_group() first"
         )
     sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
-    shape = _filled(sizes, dist.get_world_size())
+    shape = filled(sizes, dist.get_world_size())
     if device_type is None:
         device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
@@ -135,8 +135,12 @@ def make_mesh(
     )
 
 
-def _filled(sizes: dict[str, int], world_size: int) -> tuple[int, ...]:
-    """The sizes, with that of dp_shard instead of -1."""
+def filled(sizes: dict[str, int], world_size: int) -> tuple[int, ...]:
+    """The sizes of the dimensions, with that of dp_shard instead of -1.
+
+    Raises:
+        ValueError: if a size is not positive, or the sizes do not give the number of ranks.
+    """
     for name, size in sizes.items():
         if size < 1 and (name, size) != ("dp_shard", -1):
             hint = ", or -1 for all ranks that are left" if name == "dp_shard" else ""
