@@ -1,0 +1,120 @@
+"""What the forward of one microbatch keeps for its backward, and what the backward needs beside it.
+
+In:   a `Job`; sizes of one tensor-parallel rank.
+Out:  bytes, equal to what autograd saves (`tests/dist/test_plan.py` counts it).
+Next: `memory.py` multiplies them with microbatches in flight.
+
+Letters: h = hidden, f = ffn, k = hidden size of keys; t = tensor-parallel ranks, s = t where they share the
+sequence, else 1; c = bytes of the compute dtype; o = bytes of a product's operand, 1 in FP8; p = bytes of the
+rows that ranks gather for one, c in block scaling, whose blocks reach over the rows of several ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flatfsdp.fp8 import BlockScaling, DelayedScaling
+from flatfsdp.plan.job import Job
+
+FP8_BYTES = 1
+FP32_BYTES = 4
+ID_BYTES = 8
+BLOCK = 128
+"""Elements that have one scale in block scaling."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The letters above, of one job; `tokens` are those of one microbatch."""
+
+    tokens: int
+    h: int
+    f: int
+    k: int
+    heads: int
+    vocab: int
+    t: int
+    s: int
+    c: int
+    o: int
+    p: int
+
+    @staticmethod
+    def of(job: Job) -> Sizes:
+        model, ranks = job.model, job.ranks
+        c = job.precision.compute.itemsize
+        o = FP8_BYTES if job.is_fp8 else c
+        return Sizes(
+            tokens=job.tokens,
+            h=model.hidden,
+            f=model.ffn,
+            k=model.kv_heads * model.head_dim,
+            heads=model.heads,
+            vocab=model.vocab,
+            t=ranks.tp,
+            s=ranks.sequence_ranks,
+            c=c,
+            o=o,
+            p=c if isinstance(job.recipe, BlockScaling) else o,
+        )
+
+
+def saved_by_layer(job: Job) -> int:
+    """Bytes of one `TransformerLayer`, for each token:
+
+        what both norms read, and 1 / rms   2 (h c + 4) / s
+        what both norms return              2 h o / s          operands of products; p where rows are gathered
+        query, key, value                   (h + 2 k) c / t    rotated
+        attention's result, and log sums    (h c + 4 heads) / t
+        the operand of its projection       h o / t            in FP8; otherwise the result itself
+        gate and up                         2 f c / t
+        the operand of down                 f o / t
+
+    Weights that the layer casts to FP8 itself are kept, too, one byte each, and scales of block scaling: one
+    for 128 elements of an activation, or 128 x 128 of a weight.
+    """
+    z = Sizes.of(job)
+    norms = 2 * (z.h * z.c + FP32_BYTES + z.h * (z.p if z.s > 1 else z.o))
+    attention = 2 * (z.h + z.k) * z.c + FP32_BYTES * z.heads
+    operands = (job.is_fp8 * z.h + z.f) * z.o
+    saved = z.tokens * norms // z.s + z.tokens * (attention + operands + 2 * z.f * z.c) // z.t
+    weights = job.model.layer_weights // z.t
+    if job.is_fp8 and not job.stores_fp8:
+        saved += weights * FP8_BYTES
+    if isinstance(job.recipe, BlockScaling):
+        elements = (z.h + z.f) // z.t + (2 * z.h if z.s == 1 else 0)
+        saved += (z.tokens * elements // BLOCK + weights // BLOCK**2) * FP32_BYTES
+    return saved
+
+
+def saved_by_head(job: Job) -> int:
+    """Bytes of the last norm and the head without their logits; for each token (2 h c + 4) / s of what the
+    norm reads and returns, the target, three statistics of its logits, and the logarithm of their sum."""
+    z = Sizes.of(job)
+    return z.tokens * (2 * z.h * z.c + FP32_BYTES) // z.s + z.tokens * (ID_BYTES + 4 * FP32_BYTES)
+
+
+def logits(job: Job) -> int:
+    """Bytes of one microbatch's, over which their gradient is written."""
+    z = Sizes.of(job)
+    return z.tokens * z.vocab // z.t * z.c
+
+
+def between_stages(job: Job) -> int:
+    """Bytes of what one pipeline stage sends the next in one microbatch."""
+    z = Sizes.of(job)
+    return z.tokens * z.h * z.c // z.s
+
+
+def backward_of_layer(job: Job) -> int:
+    """Bytes that a layer's backward needs at most beside what was saved: at the activation, for each token,
+    gradients of its result (f c / t), of gate and up (2 f c / t, but for delayed scaling, which casts them in
+    the same kernel) and their operands (by rows and by columns, 4 f / t, in FP8); a weight gradient that is
+    not fused."""
+    z = Sizes.of(job)
+    high = 0 if isinstance(job.recipe, DelayedScaling) else 2 * z.f * z.c
+    moving = z.tokens * (z.f * z.c + high + (4 * z.f * FP8_BYTES if job.is_fp8 else 0)) // z.t
+    if job.fuse_wgrad_accumulation is True:
+        return moving
+    one = FP32_BYTES if job.fuse_wgrad_accumulation == "two_pass" else z.c
+    return moving + 2 * z.h * z.f // z.t * one

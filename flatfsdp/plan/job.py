@@ -1,0 +1,166 @@
+"""What is planned: a Llama, how ranks share it, and what they do in one step.
+
+In:   the options of `LlamaPipeline` and `make_mesh`, as numbers; no process group, no parameters.
+Out:  a `Job`, whose parts fit each other, or an error.
+Next: `parts.py` says what each rank has of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from flatfsdp.fp8 import BlockScaling, Recipe
+from flatfsdp.fp8.linear import FuseWgrad
+from flatfsdp.models import LlamaConfig
+from flatfsdp.models.pipeline import ScheduleName, pipeline_stages
+from flatfsdp.parallel.mesh import DIMENSIONS, filled
+from flatfsdp.policy import Precision, Prefetch
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """How ranks share a model.
+
+    Attributes:
+        gpus: all ranks; one GPU each.
+        pp, dp_replicate, dp_shard, tp: as of `make_mesh`; a dp_shard of -1 becomes what is left.
+        sequence_parallel, tp_overlap: as of `Llama`; without effect where tp is 1.
+        schedule, stages_per_rank: as of `LlamaPipeline`; without effect where pp is 1.
+        reshard_after_forward: as of `FlatFSDP`: ZeRO-3, else ZeRO-2.
+
+    Raises:
+        ValueError: if the sizes do not give the number of ranks.
+    """
+
+    gpus: int
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = -1
+    tp: int = 1
+    sequence_parallel: bool = False
+    tp_overlap: bool = False
+    schedule: ScheduleName = "1f1b"
+    stages_per_rank: int = 2
+    reshard_after_forward: bool = True
+
+    def __post_init__(self) -> None:
+        shape = filled({name: getattr(self, name) for name in DIMENSIONS}, self.gpus)
+        for name, size in zip(DIMENSIONS, shape, strict=True):
+            object.__setattr__(self, name, size)
+        if self.tp == 1:
+            object.__setattr__(self, "sequence_parallel", False)
+
+    @property
+    def dp(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Over which activations between layers are split."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def is_interleaved(self) -> bool:
+        return self.pp > 1 and self.schedule == "interleaved"
+
+    def __str__(self) -> str:
+        """Such as "tp 8 + SP x pp 4 interleaved x dp_shard 16, ZeRO-3"."""
+        named = (
+            (f"tp {self.tp}{' + SP' if self.sequence_parallel else ''}", self.tp),
+            (f"pp {self.pp} {self.schedule}", self.pp),
+            (f"dp_replicate {self.dp_replicate}", self.dp_replicate),
+            (f"dp_shard {self.dp_shard}", self.dp_shard),
+        )
+        sizes = " x ".join(name for name, size in named if size > 1) or "one rank"
+        if self.dp_shard == 1:
+            return sizes
+        return f"{sizes}, ZeRO-{3 if self.reshard_after_forward else 2}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training step of a Llama in FlatFSDP's own layers, with AdamW in FP32.
+
+    Attributes:
+        model: `model.seq` is the length of all sequences.
+        batch: sequences in one microbatch of one data-parallel rank.
+        microbatches: in one step.
+        precision: of the stations of a parameter; `precision.compute` is also that of activations.
+        recipe: of FP8 products; None: they are in `precision.compute`.
+        fuse_wgrad_accumulation: as of `Linear`.
+
+    Raises:
+        ValueError: if there are fewer layers than stages; if the schedule cannot run so many microbatches; if
+            FP8 weights have no recipe.
+    """
+
+    model: LlamaConfig
+    ranks: Arrangement
+    batch: int = 1
+    microbatches: int = 1
+    precision: Precision = field(default_factory=lambda: Precision(compute=torch.bfloat16))
+    recipe: Recipe | None = None
+    fuse_wgrad_accumulation: FuseWgrad = True
+    prefetch: Prefetch = field(default_factory=Prefetch)
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.precision.fp8_weights is not None and self.recipe is None:
+            raise ValueError(
+                f"FP8 weights are for products in FP8, and precision is {self.precision.compute}; choose an "
+                "FP8 precision, or leave FP8 weights out"
+            )
+        if self.precision.fp8_weights is not None and isinstance(self.recipe, BlockScaling):
+            raise ValueError(
+                "FP8 weights have one scale each, and block scaling needs one a block; choose another "
+                "recipe, or leave FP8 weights out"
+            )
+        stages, pp = len(self.stages), self.ranks.pp
+        if self.ranks.is_interleaved:
+            rounds = max(1, self.microbatches // pp)
+            if self.microbatches % rounds:
+                raise ValueError(
+                    f"microbatches is {self.microbatches}; an interleaved schedule runs {rounds} rounds over "
+                    f"{pp} pipeline ranks: choose a multiple of {pp}"
+                )
+        elif self.microbatches < stages:
+            raise ValueError(
+                f"microbatches is {self.microbatches}; a pipeline of {stages} stages needs at least as many"
+            )
+
+    @property
+    def stages(self) -> tuple[range, ...]:
+        """The layers of each pipeline stage."""
+        ranks = self.ranks
+        return _stages(self.model, ranks.pp, ranks.schedule, ranks.stages_per_rank)
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch of one data-parallel rank."""
+        return self.batch * self.model.seq
+
+    @property
+    def step_tokens(self) -> int:
+        """Of one step of all ranks."""
+        return self.ranks.dp * self.microbatches * self.tokens
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether products of layers are in FP8."""
+        return self.recipe is not None
+
+    @property
+    def stores_fp8(self) -> bool:
+        """Whether weights of layers are in FP8 in the flat buffers."""
+        return self.precision.fp8_weights is not None
+
+
+@cache
+def _stages(model: LlamaConfig, pp: int, schedule: ScheduleName, stages_per_rank: int) -> tuple[range, ...]:
+    return tuple(pipeline_stages(model, pp, schedule, stages_per_rank))

@@ -1,0 +1,72 @@
+"""How long collectives take, by how the ranks of a group lie in hosts.
+
+In:   bytes that each rank sends, and a dimension of the mesh.
+Out:  seconds.
+Next: `time.py` says which of them are hidden.
+
+    pp     outermost        ranks of one group are stride apart:   dp * tp
+    dp_replicate                                                   dp_shard * tp
+    dp_shard                                                       tp
+    tp     innermost                                               1
+
+Ranks are numbered host by host, so neighbours share NVLink.  A collective over several hosts moves all bytes
+into each host, which its ranks of the group share: with few of them there, the network is the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from flatfsdp.plan.job import Arrangement
+from flatfsdp.plan.machine import Machine
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of one dimension of the mesh.
+
+    Attributes:
+        stride: from one rank to the next.
+    """
+
+    machine: Machine
+    size: int
+    stride: int
+
+    @property
+    def in_one_host(self) -> int:
+        """How many of its ranks a host has."""
+        return min(self.size, max(1, self.machine.gpus_per_host // self.stride))
+
+    def seconds(self, sent: float) -> float:
+        """Of one collective.
+
+        Args:
+            sent: bytes, by each rank.
+        """
+        if self.size == 1 or not sent:
+            return 0.0
+        machine, hosts = self.machine, math.ceil(self.size / self.in_one_host)
+        if hosts == 1:
+            return machine.link_latency + sent / machine.link_bandwidth
+        bandwidth = min(machine.link_bandwidth, self.in_one_host * machine.network_bandwidth)
+        return machine.link_latency + (hosts - 1) * machine.network_latency + sent / bandwidth
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Of one rank, by dimension of the mesh."""
+
+    tp: Group
+    dp_shard: Group
+    dp_replicate: Group
+    pp: Group
+
+    @staticmethod
+    def of(ranks: Arrangement, machine: Machine) -> Groups:
+        stride, found = 1, {}
+        for name in ("tp", "dp_shard", "dp_replicate", "pp"):
+            found[name] = Group(machine, getattr(ranks, name), stride)
+            stride *= getattr(ranks, name)
+        return Groups(**found)

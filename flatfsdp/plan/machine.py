@@ -1,0 +1,111 @@
+"""What one kind of machine can do: every number of a plan that was measured, or assumed, and not counted.
+
+In:   nothing, or a JSON file with some of the numbers.
+Out:  a `Machine`.
+Next: `compute.py` and `links.py` divide by these rates.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+
+import torch
+
+from flatfsdp.fp8 import BlockScaling, Recipe
+
+
+@dataclass(frozen=True)
+class Machine:
+    """By default hosts of eight H200s.
+
+    Rates are what long runs of our kernels reach, not what data sheets say.  Files are those in
+    benchmarks/results, from which `tests/unit/test_plan_measured.py` computes the numbers again.
+
+    Attributes:
+        gpu_memory: bytes; H200: 141 GB.
+        reserved_memory: bytes that CUDA, cuBLAS and NCCL take for themselves.  Assumed.
+        fragmentation: share of what is allocated that PyTorch's allocator needs for gaps besides.  Assumed.
+        fp8_flops: of products with one scale a tensor, without bytes of FP32 gradients: layer.json, "gemms".
+        fp8_block_flops: of products with a scale a block; benchmarks/LOG.md.
+        bf16_flops: layer.json, what the bf16 layer takes besides attention and bytes.
+        fp32_flops: data sheet, 67e12 without tensor cores, times 0.75.  Not measured.
+        attention_flops: causal, forward and backward, heads of 128, long sequences.
+        attention_ramp: length of sequences with which it is half of that; both from 2048 tokens in
+            layer.json and 8192 in tensor-parallel-8b-2.json.
+        narrow_attention: the share of it with heads of 64: the mean of pretrain-1b-dp-2.json and -tp-2.json.
+        memory_bandwidth: bytes a second, read and written, that kernels reach: the median of kernels.json.
+        host_ms_bf16, host_ms_fp8: that the host needs for one layer's forward and backward in one microbatch,
+            inside of FlatFSDP; benchmarks/LOG.md, "Host time of a layer".  A GPU that is faster waits.
+        gpus_per_host: that NVLink connects.
+        link_bandwidth: bytes a second that one GPU sends through it in collectives; collectives-nccl-4.json.
+        link_latency: seconds of a collective of few bytes; the same file.
+        network_bandwidth: bytes a second that one GPU sends to other hosts: 400 Gbit/s, times 0.8.  Assumed.
+        network_latency: seconds that each further host of a collective adds.  Assumed.
+        hidden_exchange: share of what tensor-parallel ranks send that products hide: pretrain-1b-tp-2.json.
+    """
+
+    name: str = "H200"
+    gpu_memory: float = 141e9
+    reserved_memory: float = 2.5e9
+    fragmentation: float = 0.03
+    fp8_flops: float = 1315e12
+    fp8_block_flops: float = 1100e12
+    bf16_flops: float = 690e12
+    fp32_flops: float = 50e12
+    attention_flops: float = 405e12
+    attention_ramp: float = 700.0
+    narrow_attention: float = 0.8
+    memory_bandwidth: float = 3.84e12
+    host_ms_bf16: float = 3.4
+    host_ms_fp8: float = 6.7
+    gpus_per_host: int = 8
+    link_bandwidth: float = 330e9
+    link_latency: float = 20e-6
+    network_bandwidth: float = 40e9
+    network_latency: float = 5e-6
+    hidden_exchange: float = 0.28
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name != "name" and not value >= 0:
+                raise ValueError(
+                    f"{field.name} of the machine is {value!r}; it must be a number of at least 0"
+                )
+        if self.hidden_exchange > 1:
+            raise ValueError(f"hidden_exchange of the machine is {self.hidden_exchange}; it is a share of 1")
+
+    @staticmethod
+    def load(path: Path) -> Machine:
+        """The default one with what a JSON object says.
+
+        Raises:
+            ValueError: for names that it has not.
+        """
+        found = json.loads(path.read_text())
+        unknown = sorted(found.keys() - {field.name for field in fields(Machine)})
+        if unknown:
+            raise ValueError(f"{path}: {unknown[0]!r} is no number of a Machine")
+        return replace(Machine(), **found)
+
+    def with_gb(self, **fields_in_gb: float | None) -> Machine:
+        """The same with numbers given in 10^9 bytes, those that are not None."""
+        given = {name: value * 1e9 for name, value in fields_in_gb.items() if value is not None}
+        return replace(self, **given)  # type: ignore[arg-type]
+
+    def product_flops(self, dtype: torch.dtype, recipe: Recipe | None) -> float:
+        """Operations a second."""
+        if recipe is not None:
+            return self.fp8_block_flops if isinstance(recipe, BlockScaling) else self.fp8_flops
+        return self.fp32_flops if dtype == torch.float32 else self.bf16_flops
+
+    def attention_rate(self, seq: int, head_dim: int) -> float:
+        """Operations a second, of those that a causal mask leaves."""
+        width = 1.0 if head_dim >= 128 else self.narrow_attention
+        return width * self.attention_flops * seq / (seq + self.attention_ramp)
+
+    def usable_memory(self) -> float:
+        """Bytes that a plan may come to."""
+        return (self.gpu_memory - self.reserved_memory) / (1 + self.fragmentation)

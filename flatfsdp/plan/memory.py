@@ -1,0 +1,240 @@
+"""The memory of one rank: what is there between steps, and what is there at the fullest moment of a step.
+
+In:   a `Job`.
+Out:  a `MemoryPlan` of the pipeline rank that needs most.
+Next: `cli/plan.py` prints it; `search.py` compares.
+
+Buffers of parameters and gradients are those of `FlatFSDP.memory_report`, by the same code, from layouts in
+place of tensors.  Activations are added, and a moment is looked for:
+
+    the head's backward            all microbatches in flight, logits; gradients of the microbatches before
+    the last layer's backward      the same without these logits, and what a layer's backward needs
+    the end of the last backward   activations are gone, all but a few units' gradients are reduced
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from flatfsdp.fp8_weights import FP8_DTYPE
+from flatfsdp.layout import FlatLayout, Role
+from flatfsdp.memory import ALWAYS, GroupSizes, MemoryReport, Size, largest_window, report_of, units_ahead
+from flatfsdp.plan import activations
+from flatfsdp.plan.job import Job
+from flatfsdp.plan.parts import Layouts, Part, layouts_of, parts_of
+from flatfsdp.plan.schedule import in_flight
+from flatfsdp.reduce import MAX_IN_FLIGHT
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Line(NamedTuple):
+    """Memory of one kind.
+
+    Attributes:
+        note: what decides it.
+    """
+
+    name: str
+    nbytes: int
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Of one rank at its fullest moment, in bytes.
+
+    Attributes:
+        pp_rank: whose it is.
+        static: lines that are there between steps, too, without gradients.
+        passing: all others.
+        moment: when it is.
+    """
+
+    pp_rank: int
+    static: tuple[Line, ...]
+    passing: tuple[Line, ...]
+    moment: str
+
+    @property
+    def between_steps(self) -> int:
+        return sum(line.nbytes for line in self.static)
+
+    @property
+    def peak(self) -> int:
+        """What PyTorch's allocator hands out at most; without CUDA's and NCCL's own, and gaps."""
+        return self.between_steps + sum(line.nbytes for line in self.passing)
+
+
+def group_sizes(layout: FlatLayout, job: Job) -> GroupSizes:
+    """What `memory_report` finds in the group of this layout."""
+    precision, shards = job.precision, job.ranks.dp_shard
+    placement = None if job.ranks.tp == 1 else layout.placement
+    shard, padded = layout.shard_numel(shards), layout.padded_numel(shards)
+    is_fp8 = layout.role is Role.FP8
+    stored = FP8_DTYPE if is_fp8 else precision.compute
+
+    def size(numel: int, dtype: torch.dtype) -> Size:
+        return Size(numel, dtype, placement)
+
+    return GroupSizes(
+        master=size(shard, precision.param),
+        compute_shard=None if stored == precision.param else size(shard, stored),
+        flat_buffer=None if shards == 1 else size(padded, stored),
+        transposed=size(padded, stored) if is_fp8 else None,
+        main_grad=size(padded, precision.accumulate),
+        reduced_grad=size(shard, precision.grad or precision.param),
+    )
+
+
+def stage_sizes(part: Part, layouts: Layouts, job: Job) -> list[list[GroupSizes]]:
+    """Of each unit of a stage, the root's first."""
+    root, *layers = layouts.units(part)
+    of_root, of_layer = ([group_sizes(layout, job) for layout in unit] for unit in (root, layers[0]))
+    return [of_root, *[of_layer] * len(layers)]
+
+
+def stage_report(units: Sequence[Sequence[GroupSizes]], job: Job) -> MemoryReport:
+    """What `memory_report` says of a stage after a step of AdamW, but for its counters of steps."""
+    state = [group.master for unit in units for group in unit if group.master for _ in MOMENTS]
+    return report_of(units, state, _ahead(job))
+
+
+def _ahead(job: Job) -> int | None:
+    return units_ahead(job.prefetch) if job.ranks.reshard_after_forward else None
+
+
+def memory_plan(job: Job) -> MemoryPlan:
+    """Of the fullest rank.
+
+    Raises:
+        ValueError: as `layouts_of`.
+    """
+    return fullest(job, parts_of(job), layouts_of(job))
+
+
+def fullest(job: Job, parts: Sequence[Sequence[Part]], layouts: Layouts) -> MemoryPlan:
+    """Of the rank that needs most, where each pipeline rank has these stages."""
+    # Of ranks with the same stages the first has most microbatches in flight.
+    first = {tuple(of_rank): rank for rank, of_rank in reversed(list(enumerate(parts)))}
+    plans = (_of_rank(job, rank, of_rank, layouts) for of_rank, rank in first.items())
+    return max(plans, key=lambda plan: plan.peak)
+
+
+def _of_rank(job: Job, rank: int, parts: Sequence[Part], layouts: Layouts) -> MemoryPlan:
+    stages = [stage_sizes(part, layouts, job) for part in parts]
+    held = _Rank(job, parts, stages, in_flight(job, rank))
+    moments = {
+        "the head's backward": held.at_the_head(),
+        "the last layer's backward": held.at_the_last_layer(),
+        "the end of the last backward": held.at_the_end(),
+    }
+    moment, lines = max(moments.items(), key=lambda item: sum(line.nbytes for line in item[1]))
+    reports = [stage_report(stage, job) for stage in stages]
+    passing = (*held.gathered(), *lines, held.stage_buffers())
+    return MemoryPlan(rank, _static(reports), tuple(line for line in passing if line.nbytes), moment)
+
+
+def _static(reports: Sequence[MemoryReport]) -> tuple[Line, ...]:
+    """One line a buffer and dtype, of all stages."""
+    found: dict[str, int] = {}
+    for row in (row for report in reports for row in report.rows if row.lives == ALWAYS):
+        name = f"{row.buffer}, {str(row.dtype).removeprefix('torch.')}"
+        found[name] = found.get(name, 0) + row.total
+    return tuple(Line(name, nbytes) for name, nbytes in found.items())
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """A pipeline rank at moments of a step.
+
+    Attributes:
+        stages: the sizes of all groups: of each stage those of each unit, the root's first.
+        flying: microbatches between forward and backward, of each stage, at most.
+    """
+
+    job: Job
+    parts: Sequence[Part]
+    stages: Sequence[Sequence[Sequence[GroupSizes]]]
+    flying: Sequence[int]
+
+    # ---- parameters and gradients -----------------------------------------------------------------------
+
+    def gathered(self) -> list[Line]:
+        ahead = _ahead(self.job)
+        live = "all units, until the last microbatch" if ahead is None else f"the root and {1 + ahead} units"
+        return [
+            Line("flat buffer", self._unsharded("flat_buffer", ahead), f"gathered: {live}"),
+            Line("transposed weights", self._unsharded("transposed", ahead), "FP8, for the backward"),
+        ]
+
+    def _unsharded(self, buffer: str, ahead: int | None) -> int:
+        """Of roots between forward and backward, and of units of the one stage that computes."""
+        sizes = [_by_unit(stage, buffer) for stage in self.stages]
+        if ahead is None:
+            return sum(map(sum, sizes))
+        return sum(each[0] for each in sizes) + max(largest_window(each[1:], ahead) for each in sizes)
+
+    def _main_grad(self, layers: int) -> Line:
+        """Of roots, and of so many layers of the stage that computes."""
+        sizes = [_by_unit(stage, "main_grad") for stage in self.stages]
+        largest = max(sum(sorted(each[1:])[-layers:]) if layers else 0 for each in sizes)
+        return Line("main_grad", sum(each[0] for each in sizes) + largest, "unsharded, until it is reduced")
+
+    def _all_main_grad(self) -> Line:
+        total = sum(sum(_by_unit(stage, "main_grad")) for stage in self.stages)
+        return Line("main_grad", total, f"unsharded, added up over {self.job.microbatches} microbatches")
+
+    # ---- moments ----------------------------------------------------------------------------------------
+
+    def at_the_head(self) -> list[Line]:
+        several = self.job.microbatches > 1
+        return [self._all_main_grad() if several else self._main_grad(0), *self._saved(spent_logits=0)]
+
+    def at_the_last_layer(self) -> list[Line]:
+        several = self.job.microbatches > 1
+        gradients = self._all_main_grad() if several else self._main_grad(1)
+        return [gradients, *self._saved(spent_logits=1), self._backward()]
+
+    def at_the_end(self) -> list[Line]:
+        """One layer computes, and reductions of others are under way."""
+        reduced = sum(sum(_by_unit(stage, "reduced_grad")) for stage in self.stages)
+        return [
+            self._main_grad(1 + MAX_IN_FLIGHT),
+            Line("reduced gradient", reduced, "until zero_grad"),
+            Line("activations", activations.saved_by_layer(self.job), "one layer"),
+            self._backward(),
+        ]
+
+    def _backward(self) -> Line:
+        return Line("backward of a layer", activations.backward_of_layer(self.job), "what it needs beside")
+
+    def _saved(self, *, spent_logits: int) -> list[Line]:
+        layer, head = activations.saved_by_layer(self.job), activations.saved_by_head(self.job)
+        between = activations.between_stages(self.job) if self.job.ranks.pp > 1 else 0
+        total = sum(
+            flying * (part.layers * layer + part.has_head * head + (not part.has_head) * between)
+            for part, flying in zip(self.parts, self.flying, strict=True)
+        )
+        heads = sum(n for part, n in zip(self.parts, self.flying, strict=True) if part.has_head)
+        layers = "+".join(str(part.layers) for part in self.parts)
+        flying = "+".join(map(str, self.flying))
+        return [
+            Line("activations", total, f"{layers} layers x {flying} microbatches in flight"),
+            Line("logits", max(0, heads - spent_logits) * activations.logits(self.job)),
+        ]
+
+    def stage_buffers(self) -> Line:
+        """Where torch's stages receive activations and gradients, one for each microbatch."""
+        ends = sum((not part.has_embedding) + (not part.has_head) for part in self.parts)
+        nbytes = ends * self.job.microbatches * activations.between_stages(self.job)
+        return Line("pipeline buffers", nbytes, f"received, {self.job.microbatches} microbatches")
+
+
+def _by_unit(units: Sequence[Sequence[GroupSizes]], buffer: str) -> list[int]:
+    sizes = [[getattr(group, buffer) for group in unit] for unit in units]
+    return [sum(size.nbytes for size in unit if size is not None) for unit in sizes]

@@ -1,0 +1,112 @@
+"""What each rank has of a model: the flat layouts of its units, packed by the engine's own code.
+
+In:   a `Job`.
+Out:  for each pipeline rank its `Part`s, and for each of these the layouts of its units.
+Next: `memory.py` and `traffic.py` cut the layouts into shards.
+
+One layer is built, on the meta device, whatever the size of the model: all layers are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+from torch import nn
+
+from flatfsdp.comm import Ranks
+from flatfsdp.fp8.module import FP8Module
+from flatfsdp.layout import FlatLayout
+from flatfsdp.models import Llama, LlamaConfig
+from flatfsdp.ownership import bindings_of
+from flatfsdp.plan.job import Job
+from flatfsdp.tensor_parallel import TensorParallel
+
+UnitLayouts = tuple[FlatLayout, ...]
+"""Of the flat groups of one unit."""
+
+
+class Part(NamedTuple):
+    """One pipeline stage."""
+
+    layers: int
+    has_embedding: bool
+    has_head: bool
+
+
+def parts_of(job: Job) -> list[list[Part]]:
+    """The stages of each pipeline rank."""
+    stages, pp = job.stages, job.ranks.pp
+    parts = [
+        Part(len(layers), number == 0, number == len(stages) - 1) for number, layers in enumerate(stages)
+    ]
+    return [parts[rank::pp] for rank in range(pp)]
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """Of a tensor-parallel rank's parts of a model.
+
+    Attributes:
+        layer: of each transformer layer, which is a unit.
+    """
+
+    layer: UnitLayouts
+    embedding: UnitLayouts
+    head: UnitLayouts
+    both: UnitLayouts
+
+    def units(self, part: Part) -> list[UnitLayouts]:
+        """Of a stage, in FlatFSDP's order: the root, which has all that is in no layer, then the layers."""
+        roots = {(True, True): self.both, (True, False): self.embedding, (False, True): self.head}
+        return [roots.get(part[1:], ()), *[self.layer] * part.layers]
+
+
+def layouts_of(job: Job) -> Layouts:
+    """
+    Raises:
+        ValueError: if tensor-parallel ranks cannot share a size; if a product cannot be in FP8.
+    """
+    # Lengths and depths change no layout.
+    config, ranks = replace(job.model, layers=1, seq=1), job.ranks
+    model = _model(config, ranks.tp, ranks.sequence_parallel)
+    if ranks.sequence_parallel:
+        TensorParallel(model.parallel.ranks).share("Llama", "the sequence length", job.model.seq)
+    if job.is_fp8:
+        _check_fp8(model, job.tokens)
+    return _layouts(config, ranks.tp, ranks.sequence_parallel, job.stores_fp8)
+
+
+@cache
+def _model(config: LlamaConfig, tp: int, sequence_parallel: bool) -> Llama:
+    return Llama(config, tp_size=tp, sequence_parallel=sequence_parallel, device="meta")
+
+
+@cache
+def _layouts(config: LlamaConfig, tp: int, sequence_parallel: bool, stores_fp8: bool) -> Layouts:
+    model = _model(config, tp, sequence_parallel)
+    (layer,) = model.layers.values()
+    assert model.embedding is not None and model.norm is not None and model.head is not None
+    table = list(model.embedding.parameters())
+    head = [*model.norm.parameters(), *model.head.parameters()]
+
+    def pack(owner: nn.Module, parameters: Iterable[nn.Parameter]) -> UnitLayouts:
+        bindings = bindings_of(owner, parameters, Ranks(None, tp, 0), fp8=stores_fp8)
+        return tuple(binding.layout for binding in bindings)
+
+    return Layouts(
+        layer=pack(layer, layer.parameters()),
+        embedding=pack(model, table),
+        head=pack(model, head),
+        both=pack(model, table + head),
+    )
+
+
+def _check_fp8(model: Llama, tokens: int) -> None:
+    for module in model.layers.modules():
+        if isinstance(module, FP8Module):
+            for name in module.linear_maps:
+                out_features, in_features = getattr(module, name).shape
+                module.require_fp8_shape(name, tokens, in_features, out_features)

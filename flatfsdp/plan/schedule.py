@@ -1,0 +1,35 @@
+"""How many microbatches a pipeline rank holds between forward and backward.
+
+In:   a `Job` and a pipeline rank.
+Out:  for each of its stages, forwards that wait for their backward, at most.
+Next: `memory.py` counts their activations.
+
+The orders are those of torch.distributed.pipelining: `tests/unit/test_plan.py` runs through them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from flatfsdp.plan.job import Job
+
+
+def in_flight(job: Job, rank: int) -> list[int]:
+    """Microbatches of each stage of pipeline rank `rank` when it holds most.
+
+    plain         1
+    GPipe         all
+    1F1B          as many as there are ranks from here to the end
+    interleaved   (stages - 1) * round + 2 * (ranks behind this one) + 1 chunks, dealt out in rounds, where
+                  a round is of about as many microbatches as there are ranks
+    """
+    ranks, count = job.ranks, job.microbatches
+    if ranks.pp == 1:
+        return [1]
+    if not ranks.is_interleaved:
+        return [count if ranks.schedule == "gpipe" else min(count, ranks.pp - rank)]
+    stages = ranks.stages_per_rank
+    a_round = count // max(1, count // ranks.pp)
+    chunks = min((stages - 1) * a_round + 2 * (ranks.pp - 1 - rank) + 1, count * stages)
+    held = Counter(chunk // a_round % stages for chunk in range(chunks))
+    return [held[stage] for stage in range(stages)]

@@ -1,0 +1,116 @@
+"""The fastest ways to spread a model over a number of GPUs, among those that fit.
+
+In:   a `Job`, of which the ranks are to be found, a `Machine` and sequences in a step.
+Out:  `Candidate`s, the fastest first.
+Next: `cli/plan.py` prints them.
+
+Times are computed for all, memory only from the fastest on, until enough fit.  Of ways that differ in the
+number of shards or the microbatch alone, the fastest is enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from flatfsdp.memory import GIB
+from flatfsdp.models.pipeline import ScheduleName
+from flatfsdp.plan.job import Arrangement, Job
+from flatfsdp.plan.machine import Machine
+from flatfsdp.plan.memory import MemoryPlan, memory_plan
+from flatfsdp.plan.time import TimePlan, time_plan
+
+BATCHES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    job: Job
+    time: TimePlan
+    memory: MemoryPlan
+
+
+def search(job: Job, machine: Machine, global_batch: int, count: int) -> list[Candidate]:
+    """
+    Args:
+        job: whose `ranks.gpus` are kept, and nothing else of `ranks`, `batch` and `microbatches`.
+        global_batch: sequences in one step of all ranks.
+        count: of candidates, at most.
+
+    Raises:
+        ValueError: if the ranks cannot share so many sequences in any way, or nothing fits.
+    """
+    timed = sorted(
+        ((time_plan(each, machine), each) for each in _jobs(job, machine, global_batch)),
+        key=lambda found: found[0].seconds,
+    )
+    if not timed:
+        raise ValueError(
+            f"{job.ranks.gpus} GPUs cannot share {global_batch} sequences, {job.model.layers} layers and "
+            f"{job.model.kv_heads} groups of heads equally; choose another global batch, such as "
+            f"{job.ranks.gpus}, or number of GPUs"
+        )
+    found: dict[tuple[object, ...], Candidate] = {}
+    smallest = math.inf
+    for time, each in timed:
+        ranks = each.ranks
+        kind = (ranks.tp, ranks.pp, ranks.schedule, ranks.reshard_after_forward)
+        if kind in found:
+            continue
+        memory = memory_plan(each)
+        smallest = min(smallest, memory.peak)
+        if memory.peak <= machine.usable_memory():
+            found[kind] = Candidate(each, time, memory)
+        if len(found) == count:
+            break
+    if not found:
+        raise ValueError(
+            f"nothing fits: of {len(timed)} ways the smallest needs {smallest / GIB:.1f} GiB of "
+            f"{machine.usable_memory() / GIB:.1f}; use more GPUs, shorter sequences, or FP8 weights"
+        )
+    return list(found.values())
+
+
+def _jobs(job: Job, machine: Machine, global_batch: int) -> Iterator[Job]:
+    """All that the checks of `Job` and of the layers let pass."""
+    for ranks in _arrangements(job, machine):
+        for batch in BATCHES:
+            microbatches, rest = divmod(global_batch, ranks.dp * batch)
+            if rest or not microbatches:
+                continue
+            try:
+                yield replace(job, ranks=ranks, batch=batch, microbatches=microbatches)
+            except ValueError:
+                continue
+
+
+def _arrangements(job: Job, machine: Machine) -> Iterator[Arrangement]:
+    """Tensor-parallel ranks of one host, which share the sequence, too; shards of all data-parallel ranks, or
+    of a power of two of them; pipelines with one or two stages a rank."""
+    config, gpus = job.model, job.ranks.gpus
+    for tp in _powers_of_two(min(machine.gpus_per_host, config.kv_heads)):
+        if gpus % tp or config.vocab % tp or config.seq % tp or config.ffn % tp or config.kv_heads % tp:
+            continue
+        for pp in (size for size in range(1, min(config.layers, gpus // tp) + 1) if gpus // tp % size == 0):
+            schedules: list[ScheduleName] = ["1f1b"]
+            if 1 < pp <= config.layers // 2:
+                schedules.append("interleaved")
+            dp = gpus // tp // pp
+            for shards in {dp, *(size for size in _powers_of_two(dp) if dp % size == 0)}:
+                for schedule in schedules:
+                    for frees in (True, False) if shards > 1 else (True,):
+                        yield Arrangement(
+                            gpus,
+                            pp=pp,
+                            dp_replicate=dp // shards,
+                            dp_shard=shards,
+                            tp=tp,
+                            sequence_parallel=True,
+                            schedule=schedule,
+                            reshard_after_forward=frees,
+                        )
+
+
+def _powers_of_two(limit: int) -> Iterator[int]:
+    return (1 << power for power in range(limit.bit_length()))

@@ -1,0 +1,184 @@
+"""How long a step takes: computation, what communication leaves bare, the pipeline's bubble.
+
+In:   a `Job` and a `Machine`.
+Out:  a `TimePlan` of the slowest pipeline rank.
+Next: `cli/plan.py` prints it; `search.py` compares.
+
+What overlaps, as the engine does it:
+
+    gathers of a layer       beside the layer before; bare is what takes longer, the root's, and the first in
+                             a forward
+    reductions of a layer    beside layers that follow in the last backward; bare are the root's and the last
+    tensor-parallel ranks    beside products, by a share that was measured
+    pipeline stages          not at all: torch's schedules wait for what they receive
+
+What collectives beside products take of memory bandwidth and multiprocessors is not counted: planned steps
+are 6 to 9 % short where much is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from flatfsdp.layout import FlatLayout
+from flatfsdp.models import flops_per_token
+from flatfsdp.plan import compute
+from flatfsdp.plan.activations import between_stages
+from flatfsdp.plan.compute import Passes
+from flatfsdp.plan.job import Job
+from flatfsdp.plan.links import Groups
+from flatfsdp.plan.machine import Machine
+from flatfsdp.plan.parts import Layouts, Part, layouts_of, parts_of
+from flatfsdp.plan.traffic import Sent, of_stage, of_unit
+
+EXCHANGES = {False: 4, True: 10}
+"""Collectives of one layer in one microbatch, without sequence parallelism and with it; see `Exchange`."""
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """One step, in seconds.
+
+    Attributes:
+        pp_rank: the one that has most to do; lines are its.
+        lines: add up to the step.
+        flops: operations of one step and GPU, by `flops_per_token`.
+    """
+
+    pp_rank: int
+    lines: dict[str, float]
+    tokens: int
+    flops: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.lines.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs."""
+        return self.tokens / self.seconds
+
+    @property
+    def flops_per_second(self) -> float:
+        """Of one GPU."""
+        return self.flops / self.seconds
+
+
+def time_plan(job: Job, machine: Machine) -> TimePlan:
+    """
+    Raises:
+        ValueError: as `layouts_of`.
+    """
+    return step_of(job, machine, parts_of(job), layouts_of(job))
+
+
+def step_of(job: Job, machine: Machine, parts: Sequence[Sequence[Part]], layouts: Layouts) -> TimePlan:
+    """Of these stages of each pipeline rank.
+
+    A pipeline fills and drains once: while one rank has a microbatch, all others wait, for a part of a
+    microbatch where each rank has several stages.
+    """
+    groups = Groups.of(job.ranks, machine)
+    # Ranks in the middle of a pipeline are alike.
+    different = {tuple(each): RankTime(job, machine, groups, each, layouts) for each in parts}
+    kinds = {each: rank.microbatch() for each, rank in different.items()}
+    seconds = [sum(kinds[tuple(each)].values()) for each in parts]
+    slowest = max(range(len(parts)), key=lambda rank: seconds[rank])
+    own = tuple(parts[slowest])
+    lines = {name: job.microbatches * value for name, value in kinds[own].items()}
+    lines["pipeline bubble"] = (sum(seconds) - seconds[slowest]) / len(own)
+    lines |= different[own].once()
+    flops = flops_per_token(job.model) * job.step_tokens / job.ranks.gpus
+    return TimePlan(slowest, {name: value for name, value in lines.items() if value}, job.step_tokens, flops)
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """One pipeline rank."""
+
+    job: Job
+    machine: Machine
+    groups: Groups
+    parts: Sequence[Part]
+    layouts: Layouts
+
+    # ---- one microbatch ---------------------------------------------------------------------------------
+
+    def microbatch(self) -> dict[str, float]:
+        """Seconds by kind, of forward and backward through all stages of the rank, on average of a step."""
+        layer = compute.layer(self.job, self.machine)
+        layers = sum(part.layers for part in self.parts)
+        ends = [compute.head(self.job, self.machine)] * sum(part.has_head for part in self.parts)
+        ends += [compute.embedding(self.job, self.machine)] * sum(part.has_embedding for part in self.parts)
+        passes = [layer] * layers + ends
+        exchanged = self._exchanged()
+        bare = self._bare(layer)
+        busy = sum(each.forward.seconds + each.backward.seconds for each in passes) + exchanged + bare
+        return {
+            "products": sum(each.forward.products + each.backward.products for each in passes),
+            "attention": sum(each.forward.attention + each.backward.attention for each in passes),
+            "memory-bound": sum(each.forward.memory + each.backward.memory for each in passes),
+            "waiting for tensor-parallel ranks": exchanged,
+            "waiting for parameters and gradients": bare,
+            "waiting for other stages": self._transfers(),
+            "waiting for the host": max(0.0, layers * self._host_seconds() - busy),
+        }
+
+    def _host_seconds(self) -> float:
+        """Of one layer."""
+        return (self.machine.host_ms_fp8 if self.job.is_fp8 else self.machine.host_ms_bf16) / 1e3
+
+    def _exchanged(self) -> float:
+        """What tensor-parallel ranks send and nothing hides."""
+        sent = sum(sum(of_stage(part, self.job)) for part in self.parts)
+        calls = sum(part.layers for part in self.parts) * EXCHANGES[self.job.ranks.sequence_parallel]
+        return (1 - self.machine.hidden_exchange) * calls * self.groups.tp.seconds(sent / calls)
+
+    def _transfers(self) -> float:
+        """Activations received in forward, gradients in backward."""
+        if self.job.ranks.pp == 1:
+            return 0.0
+        ends = sum((not part.has_embedding) + (not part.has_head) for part in self.parts)
+        return ends * self.groups.pp.seconds(between_stages(self.job))
+
+    def _bare(self, layer: Passes) -> float:
+        """Of gathers and reductions, on average of a step's microbatches."""
+        frees, count = self.job.ranks.reshard_after_forward, self.job.microbatches
+        gather, reduce = self._gather(self.layouts.layer), self._reduce(self.layouts.layer)
+        forward, backward = layer.forward.seconds, layer.backward.seconds
+        layers = sum(part.layers for part in self.parts)
+        roots = sum(self._gather(self.layouts.units(part)[0]) for part in self.parts)
+        first = roots + len(self.parts) * gather + (layers - len(self.parts)) * max(0.0, gather - forward)
+        again = layers * max(0.0, gather - backward)
+        # In the last backward a layer's gather goes first.
+        last = layers * max(0.0, reduce - max(0.0, backward - (gather if frees else 0.0)))
+        return (first + again if frees else first / count) + last / count
+
+    # ---- once a step ------------------------------------------------------------------------------------
+
+    def once(self) -> dict[str, float]:
+        """Reductions after the last backward, and the optimizer."""
+        roots = [self.layouts.units(part)[0] for part in self.parts]
+        units = [unit for part in self.parts for unit in self.layouts.units(part)]
+        return {
+            "waiting for the last reduction": self._reduce(roots[0]) + self._reduce(self.layouts.layer),
+            "optimizer": compute.optimizer(units, self.job, self.machine),
+        }
+
+    # ---- collectives of one unit ------------------------------------------------------------------------
+
+    def _sent(self, unit: Sequence[FlatLayout]) -> Sent:
+        return of_unit(unit, self.job, times=1)
+
+    def _gather(self, unit: Sequence[FlatLayout]) -> float:
+        return self.groups.dp_shard.seconds(self._sent(unit).gather)
+
+    def _reduce(self, unit: Sequence[FlatLayout]) -> float:
+        sent, groups = self._sent(unit), self.groups
+        return (
+            groups.dp_shard.seconds(sent.reduce)
+            + groups.dp_replicate.seconds(sent.all_reduce)
+            + groups.tp.seconds(sent.tp_all_reduce)
+        )
