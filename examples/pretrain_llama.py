@@ -29,20 +29,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import Precision, checkpoint, param_groups
 from flatfsdp.cli.data import Sampler, load_corpus
-from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
+from flatfsdp.cli.options import RECIPES
+from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import make_mesh
 from flatfsdp.timeline import redraw, save_spans
 from flatfsdp.trace import cpu_spans_of, spans_in
 
-RECIPES = {
-    "fp32": None,
-    "bf16": None,
-    "fp8-delayed": DelayedScaling(amax_history_len=16),
-    "fp8-current": CurrentScaling(),
-    "fp8-block": BlockScaling(),
-}
 Preset = Enum("Preset", {name: name for name in PRESETS}, type=str)
 Products = Enum("Products", {name: name for name in RECIPES}, type=str)
 Schedule = Enum("Schedule", {name: name for name in ("gpipe", "1f1b", "interleaved")}, type=str)

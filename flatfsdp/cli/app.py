@@ -1,6 +1,7 @@
 """The commands and their options; what they do is in one file each.
 
-Exit codes: 0 all is well; 1 `verify` found a difference, or a rank failed; 2 the options make no sense.
+Exit codes: 0 all is well; 1 `verify` found a difference, a rank failed, or what is planned does not fit;
+2 the options make no sense.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from flatfsdp.cli import options
+from flatfsdp.cli.console import results_console, usage_errors
 from flatfsdp.cli.gpt import GPTConfig
 from flatfsdp.cli.matrix import MatrixPlan, MatrixReport, run_matrix
 from flatfsdp.cli.parallel_training import ParallelSettings
+from flatfsdp.cli.plan import plan
 from flatfsdp.cli.ranks import Device, Launch, is_main, run_on_ranks
 from flatfsdp.cli.train import train_on_rank
 from flatfsdp.cli.training import Fusion, PrecisionName, Strategy, TrainSettings
@@ -235,13 +237,7 @@ def train(
             results_console().print(f"{report.summary()}. Wrote {out}.", highlight=False)
 
 
-@contextmanager
-def usage_errors() -> Iterator[None]:
-    """What a configuration refuses is the user's to mend: a message and exit code 2, no traceback."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+app.command()(plan)
 
 
 def check_input_and_output(settings: TrainSettings | ParallelSettings, out: Path) -> None:
@@ -258,9 +254,3 @@ def reported_failures() -> Iterator[None]:
     except (ProcessRaisedException, ProcessExitedException) as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from error
-
-
-def results_console() -> Console:
-    """stdout; a pipe or a log has no width, and gets one that fits the table."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)

@@ -8,6 +8,16 @@ from typing import Annotated
 import typer
 
 from flatfsdp.cli.ranks import Device
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Recipe
+
+RECIPES: dict[str, Recipe | None] = {
+    "fp32": None,
+    "bf16": None,
+    "fp8-delayed": DelayedScaling(amax_history_len=16),
+    "fp8-current": CurrentScaling(),
+    "fp8-block": BlockScaling(),
+}
+"""How products are scaled, by what they are called."""
 
 Layers = Annotated[int, typer.Option(min=1, help="Transformer layers; each is one unit.")]
 Hidden = Annotated[int, typer.Option(min=1, help="Width of the model; a multiple of --heads.")]

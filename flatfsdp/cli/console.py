@@ -1,0 +1,24 @@
+"""What commands do alike at the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+from rich.console import Console
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """What a configuration refuses is the user's to mend: a message and exit code 2, no traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def results_console() -> Console:
+    """stdout; a pipe or a log has no width, and gets one that fits the table."""
+    console = Console()
+    return console if console.is_terminal else Console(width=120)

@@ -1,0 +1,190 @@
+"""`plan`: whether a run fits, what it sends and how long a step takes, before anything is built.
+
+In:   the options of `examples/pretrain_llama.py`, and a number of GPUs.
+Out:  a report; exit code 1 if it does not fit.
+Next: `plan_report.py` prints it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from flatfsdp.cli import options
+from flatfsdp.cli.console import results_console, usage_errors
+from flatfsdp.cli.plan_report import PlanReport, SearchReport
+from flatfsdp.cli.training import Fusion
+from flatfsdp.fp8 import CurrentScaling, Recipe
+from flatfsdp.models import PRESETS, LlamaConfig
+from flatfsdp.models.pipeline import ScheduleName
+from flatfsdp.plan import Arrangement, Job, Machine, search
+from flatfsdp.policy import Precision
+
+
+class Preset(str, Enum):
+    """The keys of `PRESETS`."""
+
+    tiny = "tiny"
+    debug = "debug"
+    llama_1b = "1b"
+    llama_8b = "8b"
+    llama_70b = "70b"
+
+
+class Schedule(str, Enum):
+    """Those of `LlamaPipeline`."""
+
+    gpipe = "gpipe"
+    one_f_one_b = "1f1b"
+    interleaved = "interleaved"
+
+    @property
+    def option(self) -> ScheduleName:
+        return self.value
+
+
+class Products(str, Enum):
+    """The keys of `RECIPES`, and what `verify` calls bf16 and, with --fp8-weights, fp8-current."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+    bf16_fused = "bf16-fused"
+    fp8_delayed = "fp8-delayed"
+    fp8_current = "fp8-current"
+    fp8_block = "fp8-block"
+    fp8_weights = "fp8-weights"
+
+    @property
+    def recipe(self) -> Recipe | None:
+        same = {Products.bf16_fused: Products.bf16, Products.fp8_weights: Products.fp8_current}
+        return options.RECIPES[same.get(self, self).value]
+
+    def dtypes(self, fp8_weights: bool) -> Precision:
+        """Of the stations of a parameter."""
+        stored = fp8_weights or self is Products.fp8_weights
+        return Precision(
+            compute=torch.float32 if self is Products.fp32 else torch.bfloat16,
+            fp8_weights=CurrentScaling() if stored else None,
+        )
+
+
+def plan(
+    preset: Annotated[Preset, typer.Option(help="Sizes of the model.")] = Preset.llama_8b,
+    config: Annotated[Path | None, typer.Option(help="JSON file with the sizes instead.")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="In place of the preset's; the same for those below.")
+    ] = None,
+    hidden: Annotated[int | None, typer.Option(help="Width of the model.")] = None,
+    ffn: Annotated[int | None, typer.Option(help="Width of gate and up each.")] = None,
+    heads: Annotated[int | None, typer.Option(help="Query heads.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(help="Key/value heads (groups).")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Size of the vocabulary.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="All of them.")] = 8,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences in a microbatch, of a replica.")] = 1,
+    microbatches: Annotated[int, typer.Option(min=1, help="In one step.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")] = 1,
+    sequence_parallel: Annotated[bool, typer.Option(help="They share the sequence as well.")] = False,
+    pp: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 1,
+    schedule: Annotated[Schedule, typer.Option(help="Of the pipeline.")] = Schedule.one_f_one_b,
+    stages_per_rank: Annotated[int, typer.Option(min=2, help="With --schedule interleaved.")] = 2,
+    dp_shard: Annotated[int, typer.Option(help="Ranks that share parameters; -1: all the others.")] = -1,
+    dp_replicate: Annotated[int, typer.Option(min=1, help="Replicas of each set of shards.")] = 1,
+    zero: Annotated[int, typer.Option(min=2, max=3, help="3 frees parameters after use.")] = 3,
+    precision: Annotated[Products, typer.Option(help="Of matrix products.")] = Products.bf16,
+    fp8_weights: Annotated[bool, typer.Option(help="Weights are FP8 in the flat buffers.")] = False,
+    fusion: Annotated[Fusion, typer.Option(help="Of weight gradients into FP32.")] = Fusion.fused,
+    search_layouts: Annotated[
+        bool,
+        typer.Option("--search", help="Find the fastest layouts that fit; --tp to --zero do not matter."),
+    ] = False,
+    global_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences in a step of all ranks; for --search.")
+    ] = None,
+    top: Annotated[int, typer.Option(min=1, help="Layouts that --search shows.")] = 8,
+    machine: Annotated[
+        Path | None, typer.Option(help="JSON file with numbers of `flatfsdp.plan.Machine`; default: H200s.")
+    ] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="GB of a GPU; default: 141, an H200.")] = None,
+    gpus_per_host: Annotated[
+        int | None, typer.Option(min=1, help="NVLink connects them; default: 8.")
+    ] = None,
+    link_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s that a GPU sends in its host; default: 330, measured.")
+    ] = None,
+    network_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s that a GPU sends to other hosts; default: 40.")
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
+    """Plan a run: whether a Llama fits, what each rank sends, how long a step takes.
+
+    Nothing is built, and no GPU or process group is needed: one layer without memory says where parameters
+    lie, and the engine's layouts how they are cut. Exits with 1 if the plan does not fit.
+
+    [bold]Examples[/bold]
+
+    [green]python -m flatfsdp plan --preset 8b --gpus 4 --precision fp8-delayed --fp8-weights[/green]
+
+    [green]python -m flatfsdp plan --preset 70b --gpus 64 --tp 8 --sequence-parallel --pp 2
+    --microbatches 16[/green]
+
+    [green]python -m flatfsdp plan --preset 70b --layers 100 --gpus 4096 --precision fp8-delayed --fp8-weights
+    --search --global-batch 4096[/green]
+
+    [green]python -m flatfsdp plan --preset 8b --gpus 16 --gpu-memory 80 --json[/green]
+    """
+    with usage_errors():
+        base = PRESETS[preset.value] if config is None else LlamaConfig(**json.loads(config.read_text()))
+        sizes = {
+            **{"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads},
+            **{"kv_heads": kv_heads, "vocab": vocab, "seq": seq},
+        }
+        job = Job(
+            replace(base, **{name: size for name, size in sizes.items() if size is not None}),
+            Arrangement(gpus)
+            if search_layouts
+            else Arrangement(
+                gpus,
+                pp=pp,
+                dp_replicate=dp_replicate,
+                dp_shard=dp_shard,
+                tp=tp,
+                sequence_parallel=sequence_parallel,
+                schedule=schedule.option,
+                stages_per_rank=stages_per_rank,
+                reshard_after_forward=zero == 3,
+            ),
+            batch=batch,
+            microbatches=microbatches,
+            precision=precision.dtypes(fp8_weights),
+            recipe=precision.recipe,
+            fuse_wgrad_accumulation=fusion.option,
+        )
+        hosts = Machine() if machine is None else Machine.load(machine)
+        rates = {
+            "gpu_memory": gpu_memory,
+            "link_bandwidth": link_bandwidth,
+            "network_bandwidth": network_bandwidth,
+        }
+        hosts = hosts.with_gb(**rates)
+        if gpus_per_host is not None:
+            hosts = replace(hosts, gpus_per_host=gpus_per_host)
+        report: PlanReport | SearchReport
+        if search_layouts:
+            if global_batch is None:
+                raise ValueError("--search needs --global-batch, the sequences in a step of all ranks")
+            report = SearchReport(job, hosts, global_batch, search(job, hosts, global_batch, top))
+        else:
+            report = PlanReport.of(job, hosts)
+    if as_json:
+        print(report.json())
+    else:
+        report.show(results_console())
+    raise typer.Exit(0 if report.fits else 1)

@@ -1,0 +1,150 @@
+"""`plan`: what it prints, what it refuses, and what it finds."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from flatfsdp.cli.app import app
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling
+from flatfsdp.models import PRESETS
+from flatfsdp.plan import Arrangement, Job, Machine, memory_plan, search, time_plan
+from flatfsdp.plan.links import Group
+from flatfsdp.policy import Precision
+
+FP8 = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
+
+
+def run(*options: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *options], env={"COLUMNS": "200"})
+
+
+def planned(*options: str) -> Any:
+    result = run(*options, "--json")
+    assert result.exit_code in (0, 1), result.output
+    return json.loads(result.stdout)
+
+
+def test_tables_add_up_and_say_whether_it_fits() -> None:
+    result = run("--preset", "8b", "--gpus", "4", "--precision", "fp8-delayed", "--fp8-weights")
+    assert result.exit_code == 0
+    for words in (
+        "master shard, float32",
+        "activations",
+        "gradients reduced over shards",
+        "products",
+        "It fits",
+    ):
+        assert words in result.output
+    assert not dist.is_initialized()
+    report = planned("--preset", "8b", "--gpus", "4", "--precision", "fp8-delayed", "--fp8-weights")
+    memory = report["memory"]
+    assert sum(memory["static"].values()) == memory["between_steps"]
+    assert sum(memory["passing"].values()) + memory["between_steps"] == memory["peak"]
+    assert sum(report["seconds"].values()) * 1e3 == pytest.approx(report["ms"])
+
+
+def test_too_small_a_gpu_ends_with_1() -> None:
+    options = ("--preset", "8b", "--gpus", "4")
+    assert planned(*options)["fits"]
+    result = run(*options, "--gpu-memory", "40")
+    assert result.exit_code == 1
+    assert "DOES NOT FIT" in result.output
+
+
+def test_names_of_verify_mean_the_same() -> None:
+    same = [
+        ("fp8-weights", planned("--precision", "fp8-weights")),
+        ("fp8-current", planned("--precision", "fp8-current", "--fp8-weights")),
+    ]
+    assert same[0][1] == same[1][1]
+    unfused, fused = (planned("--precision", "bf16-fused", "--fusion", how)["ms"] for how in ("off", "fused"))
+    assert fused < unfused
+
+
+def test_machines_come_from_a_file_and_from_options(tmp_path: Path) -> None:
+    slower = tmp_path / "machine.json"
+    slower.write_text(json.dumps({"name": "half", "bf16_flops": 345e12, "link_bandwidth": 100e9}))
+    default, half = planned("--gpus", "4"), planned("--gpus", "4", "--machine", str(slower))
+    assert half["machine"]["name"] == "half"
+    gradients = 8.03e9 * 4 / 3.84e12  # written, which takes the same time
+    both = [each["seconds"]["products"] - gradients for each in (half, default)]
+    assert both[0] == pytest.approx(2 * both[1], rel=0.01)
+    fast = planned("--gpus", "4", "--machine", str(slower), "--link-bandwidth", "330")
+    assert (
+        fast["seconds"]["waiting for parameters and gradients"]
+        < half["seconds"]["waiting for parameters and gradients"]
+    )
+    slower.write_text(json.dumps({"teraflops": 1}))
+    assert "'teraflops' is no number of a Machine" in run("--machine", str(slower)).output
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--heads", "24"], "must be an even multiple of heads, 24"),
+        (["--kv-heads", "5"], "must be a multiple of kv_heads, 5"),
+        (["--gpus", "6", "--tp", "4"], "needs a multiple of 4 ranks, and there are 6"),
+        (["--gpus", "8", "--dp-shard", "3"], "needs 3 ranks, and there are 8"),
+        (["--gpus", "16", "--tp", "16"], "which 16 tensor-parallel ranks cannot share"),
+        (["--gpus", "8", "--tp", "8", "--sequence-parallel", "--seq", "100"], "the sequence length is 100"),
+        (["--gpus", "64", "--pp", "64", "--microbatches", "64"], "32 layers cannot be split into 64 stages"),
+        (
+            ["--gpus", "4", "--pp", "4", "--microbatches", "3"],
+            "a pipeline of 4 stages needs at least as many",
+        ),
+        (
+            ["--gpus", "4", "--pp", "4", "--microbatches", "9", "--schedule", "interleaved"],
+            "choose a multiple of 4",
+        ),
+        (["--precision", "fp8-delayed", "--seq", "100"], "tokens is 100; FP8 products need multiples of 16"),
+        (["--precision", "bf16", "--fp8-weights"], "choose an FP8 precision"),
+        (["--precision", "fp8-block", "--fp8-weights"], "choose another recipe"),
+        (["--search"], "--search needs --global-batch"),
+        (["--search", "--global-batch", "1", "--gpus", "4096"], "cannot share 1 sequences"),
+        (["--search", "--global-batch", "8", "--gpu-memory", "10"], "nothing fits"),
+    ],
+)
+def test_what_does_not_go_together_is_said(options: list[str], message: str) -> None:
+    result = run(*options)
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
+
+
+def test_search_over_thousands_of_gpus_takes_seconds() -> None:
+    job = Job(PRESETS["70b"], Arrangement(8192), precision=FP8, recipe=DelayedScaling())
+    start = time.process_time()
+    found = search(job, Machine(), global_batch=8192, count=5)
+    assert time.process_time() - start < 15  # about two
+    seconds = [each.time.seconds for each in found]
+    assert seconds == sorted(seconds) and len(found) == 5
+    for each in found:
+        ranks = each.job.ranks
+        assert ranks.gpus == ranks.tp * ranks.pp * ranks.dp == 8192
+        assert each.job.batch * each.job.microbatches * ranks.dp == 8192
+        assert each.memory.peak <= Machine().usable_memory()
+        assert each.memory == memory_plan(each.job) and each.time == time_plan(each.job, Machine())
+
+
+def test_a_table_of_layouts() -> None:
+    options = ("--search", "--global-batch", "64", "--gpus", "16", "--preset", "8b", "--top", "3")
+    assert "tp 2 + SP" in run(*options).output or "dp_shard 16" in run(*options).output
+    found = planned(*options)["found"]
+    assert len(found) == 3
+    assert found[0]["tokens_per_s"] >= found[1]["tokens_per_s"] >= found[2]["tokens_per_s"]
+
+
+def test_groups_share_a_network_by_how_they_lie_in_hosts() -> None:
+    machine = Machine(network_latency=0.0, link_latency=0.0)
+    neighbours, apart = Group(machine, 16, stride=1), Group(machine, 16, stride=8)
+    assert Group(machine, 8, stride=1).seconds(330e9) == pytest.approx(1.0)
+    assert neighbours.in_one_host == 8 and neighbours.seconds(320e9) == pytest.approx(1.0)
+    assert apart.in_one_host == 1 and apart.seconds(40e9) == pytest.approx(1.0)
+    assert Group(machine, 1, stride=8).seconds(1e9) == 0.0
