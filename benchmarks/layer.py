@@ -2,8 +2,8 @@
 
 One run measures all of them, by turns, on the same shape: Transformer Engine's quickstart layer (LayerNorm,
 biases, gelu, causal attention; hidden 4096, ffn 16384, 32 heads, sequence 2048, batch 4).  All have bf16
-parameters, the same normal inputs and output gradients, and cuDNN's attention where there is one.  After each
-timed run outputs and gradients are checked to be finite: NaNs and zeros run faster.
+parameters, the same normal inputs and output gradients, and cuDNN's attention where there is one.  Before and
+after the timed runs outputs and gradients are checked to be finite: NaNs and zeros run faster.
 
 In bf16 two steps of accumulation are compared: the first microbatch of a step, whose gradients overwrite
 (PyTorch: new bf16 `.grad`; fused: FP32 main_grad), and a further one ("added"), whose gradients are added
@@ -16,8 +16,9 @@ have to move outside of them, back to back: no Python, no launch gaps.
 from __future__ import annotations
 
 import math
+import random
 import statistics
-import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,10 +28,11 @@ import matplotlib as mpl
 import torch
 import typer
 from _common import RESULTS, environment, publish
-from _device import free_memory, host_ms, timed
+from _device import host_ms, timed
 from _floor import floors
-from _layers import LayerShape, Mode, build
+from _layers import Contestant, LayerShape, Mode, build
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 BEST_OF_TORCHAO = (Mode.ao_tensorwise, Mode.ao_rowwise)
@@ -41,37 +43,47 @@ WARMUP = 6
 def measure(
     modes: list[Mode], shape: LayerShape, rounds: int, steps: int, device: torch.device
 ) -> list[dict[str, Any]]:
+    """All of them by turns, in another random order in each round: a chip gets hot, and slower."""
+    contestants: dict[str, Contestant] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for turn in range(rounds):
-        # Forwards, then backwards: whoever runs first finds a cooler chip.
-        for mode in modes if turn % 2 == 0 else reversed(modes):
-            row = rows.setdefault(mode.value, {"name": mode.value, "label": mode.label, "runs": []})
-            row["skipped"] = mode.unavailable()
-            if row["skipped"] or row.get("failed"):
-                continue
-            try:
-                _measure_into(row, mode, shape, steps, device)
-            except Exception as error:  # the others' figures are worth having
-                row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
-            free_memory(device)
-            print(f"{mode.label}: {row.get('failed') or _median(row):}", file=sys.stderr, flush=True)
-        if device.type == "cuda":
-            for name, work in floors(shape, device).items():
-                row = rows.setdefault(name, {"name": name, "label": f"floor: {name}", "runs": []})
-                row["runs"].append(timed(work, steps, device, warmup=WARMUP))
-            free_memory(device)
+    for mode in track(modes, "build", console=Console(stderr=True)):
+        row: dict[str, Any] = {
+            "name": mode.value,
+            "label": mode.label,
+            "runs": [],
+            "skipped": mode.unavailable(),
+        }
+        rows[mode.value] = row
+        if row["skipped"]:
+            continue
+        try:
+            contestants[mode.value] = _warmed_up(mode, shape, device)
+        except Exception as error:  # the others' figures are worth having
+            row["failed"] = f"{type(error).__name__}: {error}".splitlines()[0]
+    work: dict[str, Callable[[], object]] = {name: each.step for name, each in contestants.items()}
+    if device.type == "cuda":
+        for name, part in floors(shape, device).items():
+            rows[name] = {"name": name, "label": f"floor: {name}", "runs": []}
+            work[name] = part
+    order, shuffle = list(work), random.Random(0).shuffle
+    for _ in track(range(rounds), "measure", console=Console(stderr=True)):
+        shuffle(order)
+        for name in order:
+            rows[name]["runs"].append(timed(work[name], steps, device, warmup=WARMUP))
+    for name, contestant in contestants.items():
+        contestant.check()
+        rows[name]["host_ms"] = host_ms(contestant.step) if device.type == "cuda" else math.nan
     for row in rows.values():
         row["ms"] = _median(row)
     return list(rows.values())
 
 
-def _measure_into(
-    row: dict[str, Any], mode: Mode, shape: LayerShape, steps: int, device: torch.device
-) -> None:
+def _warmed_up(mode: Mode, shape: LayerShape, device: torch.device) -> Contestant:
     contestant = build(mode, shape, device)
-    row["runs"].append(timed(contestant.step, steps, device, warmup=WARMUP))
-    row["host_ms"] = host_ms(contestant.step) if device.type == "cuda" else math.nan
+    for _ in range(WARMUP):
+        contestant.step()
     contestant.check()
+    return contestant
 
 
 def _median(row: dict[str, Any]) -> float | None:
@@ -104,7 +116,7 @@ def show(payload: dict[str, Any], shape: LayerShape) -> None:
     console.width = max(console.width, 110)
     table = Table(title=f"\n{_title(shape)}", title_justify="left", box=None, padding=(0, 0, 0, 2))
     table.add_column("mode", no_wrap=True)
-    for column in ("ms", "TFLOP/s", "host ms", "ms of each run"):
+    for column in ("ms", "TFLOP/s", "host ms", "least and most of a run"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in payload["rows"]:
         if row["ms"] is None:
@@ -116,7 +128,7 @@ def show(payload: dict[str, Any], shape: LayerShape) -> None:
             f"{row['ms']:.2f}",
             "" if is_part else f"{shape.flops / row['ms'] / 1e9:.0f}",
             f"{row['host_ms']:.2f}" if "host_ms" in row else "",
-            " / ".join(f"{statistics.median(run):.2f}" for run in row["runs"]),
+            " to ".join(f"{end(map(statistics.median, row['runs'])):.2f}" for end in (min, max)),
         )
     console.print(table)
     for name, value in payload["ratios"].items():
@@ -181,8 +193,8 @@ def main(
     seq: Annotated[int, typer.Option(min=1)] = 2048,
     batch: Annotated[int, typer.Option(min=1)] = 4,
     dropout: Annotated[float, typer.Option(min=0.0, max=0.99)] = 0.0,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each run.")] = 16,
-    rounds: Annotated[int, typer.Option(min=1, help="Times to measure every mode, by turns.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each run.")] = 20,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of every mode, by turns.")] = 12,
     device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
     out: Annotated[
         Path, typer.Option(help="Folder for the JSON and the picture.", show_default="benchmarks/results")
