@@ -163,7 +163,7 @@ class FP8Module(Declaring):
                 would change which collectives that rank joins.
         """
         before = self._scalings.get(direction)
-        is_same = not renew or (before is not None and (before.recipe is recipe or before.recipe == recipe))
+        is_same = not renew or (before is not None and _equal(before.recipe, recipe))
         if before is not None and is_same and before.device == device and before.is_current:
             return before
         forward, backward = recipe.fp8_format.forward, recipe.fp8_format.backward
@@ -176,11 +176,10 @@ class FP8Module(Declaring):
         return scaling
 
     def _notice_change(self, recipe: Recipe) -> None:
-        if recipe is self._last_recipe or recipe == self._last_recipe:
-            return
-        if self._last_recipe is not None:
-            _warn_of_change(self._last_recipe, recipe)
-        self._last_recipe = recipe
+        if self._last_recipe is None or not _equal(self._last_recipe, recipe):
+            if self._last_recipe is not None:
+                _warn_of_change(self._last_recipe, recipe)
+            self._last_recipe = recipe
 
     def prepare_map(
         self,
@@ -382,6 +381,11 @@ class FP8Module(Declaring):
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have the buffers, and find their own place in an arena."""
         return {**super().__getstate__(), "_scalings": {}, "_cached_weights": {}}
+
+
+def _equal(one: Recipe, other: Recipe) -> bool:
+    """Usually they are one object, and to compare all fields takes longer."""
+    return one is other or one == other
 
 
 _HIGH = Roles(Unquantized(), Unquantized(), Unquantized, SplitAccumulator(), None)
