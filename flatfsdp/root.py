@@ -15,13 +15,13 @@ import torch
 
 from flatfsdp.autograd import call_at_end_of_backward, running_backward
 from flatfsdp.comm import Lane
-from flatfsdp.fp8_weights import weight_scales
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger
 from flatfsdp.policy import Prefetch
 from flatfsdp.reduce import Reducer
 from flatfsdp.summon import Gathering
 from flatfsdp.unit import Unit
+from flatfsdp.weight_scales import weight_scales
 
 logger = logging.getLogger(__name__)
 
