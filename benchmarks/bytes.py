@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import _options as options
 import matplotlib as mpl
 import typer
 from _bytes_formulas import CASES, UNITS, WEIGHTS, Case
@@ -67,7 +68,7 @@ def main(
         list[int],
         typer.Option("--microbatches", help="Microbatches per optimizer step; repeat for several."),
     ] = [1, 4],  # noqa: B006
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     rows: list[Row] = []
     for world_size in ranks:

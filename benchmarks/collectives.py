@@ -35,6 +35,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import _options as options
 import matplotlib as mpl
 import torch
 import torch.distributed as dist
@@ -438,14 +439,10 @@ def main(
     ] = None,
     dtype: Annotated[DtypeName, typer.Option(help="Of the tensors.")] = DtypeName.float32,
     repeats: Annotated[int, typer.Option(min=1, help="Timed batches of calls; the median counts.")] = 10,
-    device: Annotated[
-        Device, typer.Option(help="Where the ranks run: gloo on CPUs, NCCL on GPUs.")
-    ] = Device.auto,
-    ranks: Annotated[int, typer.Option(min=2, help="Processes to start; torchrun starts its own.")] = 2,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the JSON and the picture.", show_default="benchmarks/results")
-    ] = RESULTS,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    device: options.OnDevice = Device.auto,
+    ranks: options.Ranks = 2,
+    out: options.Out = RESULTS,
+    as_json: options.Json = False,
 ) -> None:
     launch = launch_of(ranks, device)
     if launch.world < 2:

@@ -14,14 +14,15 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import _options as options
 import matplotlib as mpl
 import typer
-from _common import RESULTS, environment, publish
+from _common import RESULTS, environment, launch_of, publish
 from rich.console import Console
 from rich.table import Table
 
 from flatfsdp.cli.gpt import GPTConfig
-from flatfsdp.cli.ranks import Device, Launch, Rank, is_main, run_on_ranks
+from flatfsdp.cli.ranks import Device, Rank, is_main, run_on_ranks
 from flatfsdp.cli.training import PrecisionName, TrainSettings, train
 
 PRECISIONS = (
@@ -114,19 +115,17 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 )
 def main(
     steps: Annotated[int, typer.Option(min=2)] = 300,
-    layers: Annotated[int, typer.Option(min=1)] = 6,
-    hidden: Annotated[int, typer.Option(min=16)] = 512,
-    heads: Annotated[int, typer.Option(min=1)] = 8,
-    seq: Annotated[int, typer.Option(min=1)] = 512,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in one microbatch.")] = 8,
-    microbatches: Annotated[int, typer.Option(min=1)] = 2,
+    layers: options.Layers = 6,
+    hidden: options.Hidden = 512,
+    heads: options.Heads = 8,
+    seq: options.Seq = 512,
+    batch: options.Batch = 8,
+    microbatches: options.Microbatches = 2,
     lr: Annotated[float, typer.Option(help="Of the first step; it falls linearly to zero.")] = 1e-3,
-    ranks: Annotated[int, typer.Option(min=1)] = 1,
-    device: Annotated[Device, typer.Option(help="Where the ranks run.")] = Device.auto,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the JSON and the picture.", show_default="benchmarks/results")
-    ] = RESULTS,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    ranks: options.Ranks = 1,
+    device: options.OnDevice = Device.auto,
+    out: options.Out = RESULTS,
+    as_json: options.Json = False,
 ) -> None:
     try:
         settings = TrainSettings(
@@ -138,9 +137,9 @@ def main(
             lr=lr,
             decays=True,
         )
-        launch = Launch(ranks, device)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+    launch = launch_of(ranks, device)
     losses = run_on_ranks(train_all, settings, launch)
     if not is_main():
         return

@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import _options as options
 import matplotlib as mpl
 import torch
 import typer
@@ -163,17 +164,11 @@ def main(
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Batches of each.", show_default="10, or 3 if --quick")
     ] = None,
-    device: Annotated[
-        Device, typer.Option(help="On a CPU: tiny sizes, which only show that it runs.")
-    ] = Device.cuda,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the JSON and the picture.", show_default="benchmarks/results")
-    ] = RESULTS,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    device: options.OneDevice = Device.cuda,
+    out: options.Out = RESULTS,
+    as_json: options.Json = False,
 ) -> None:
-    if device is not Device.cpu and not torch.cuda.is_available():
-        raise typer.BadParameter("there is no CUDA device here; --device cpu only shows that it runs")
-    kind = torch.device("cpu" if device is Device.cpu else "cuda")
+    kind = options.one_device(device)
     rounds = rounds or (3 if quick else 10)
     torch.manual_seed(0)
     bench = Bench(TINY if kind.type == "cpu" else FULL, kind, quick)

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import _options as options
 import matplotlib as mpl
 import torch
 import typer
@@ -34,6 +35,8 @@ from _layers import Contestant, LayerShape, Mode, build
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+from flatfsdp.cli.ranks import Device
 
 BEST_OF_TORCHAO = (Mode.ao_tensorwise, Mode.ao_rowwise)
 MAIN = Mode.delayed_fused
@@ -193,20 +196,17 @@ def main(
     seq: Annotated[int, typer.Option(min=1)] = 2048,
     batch: Annotated[int, typer.Option(min=1)] = 4,
     dropout: Annotated[float, typer.Option(min=0.0, max=0.99)] = 0.0,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each run.")] = 20,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of every mode, by turns.")] = 12,
-    device: Annotated[str, typer.Option(help="cuda or cpu.")] = "cuda",
-    out: Annotated[
-        Path, typer.Option(help="Folder for the JSON and the picture.", show_default="benchmarks/results")
-    ] = RESULTS,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    steps: options.Steps = 20,
+    rounds: options.Rounds = 12,
+    device: options.OneDevice = Device.cuda,
+    out: options.Out = RESULTS,
+    as_json: options.Json = False,
 ) -> None:
-    if device == "cuda" and not torch.cuda.is_available():
-        raise typer.BadParameter("there is no CUDA device here; pass --device cpu and small sizes")
+    where = options.one_device(device)
     shape = LayerShape(hidden, ffn, heads, seq, batch, dropout)
-    rows = measure(list(dict.fromkeys(modes)), shape, rounds, steps, torch.device(device))
+    rows = measure(list(dict.fromkeys(modes)), shape, rounds, steps, where)
     payload = {
-        "environment": environment(device),
+        "environment": environment(where.type),
         "shape": asdict(shape),
         "flops": shape.flops,
         "ratios": ratios(rows),

@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import _options as options
 import matplotlib as mpl
 import typer
 from _common import RESULTS, environment, launch_of, publish
@@ -283,9 +284,9 @@ def main(
         bool,
         typer.Option("--reshard/--keep", help="Free parameters after use (ZeRO-3), or once a step (ZeRO-2)."),
     ] = True,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each run.")] = 10,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Times to measure every engine, by turns.")] = 1,
+    steps: options.Steps = 10,
+    warmup: options.Warmup = 4,
+    rounds: options.Rounds = 1,
     engines: Annotated[
         list[Engine] | None, typer.Option(help="Repeat for several.", show_default="all of the plain Llama")
     ] = None,
@@ -297,18 +298,14 @@ def main(
         bool,
         typer.Option("--own-adamw/--torch-adamw", help="Which AdamW steps FlatFSDP's own layers."),
     ] = True,
-    device: Annotated[Device, typer.Option(help="Where the ranks run.")] = Device.auto,
-    ranks: Annotated[int, typer.Option(min=1, help="Processes to start; torchrun starts its own.")] = 1,
-    out: Annotated[
-        Path, typer.Option(help="Folder for the JSON and the picture.", show_default="benchmarks/results")
-    ] = RESULTS,
-    breakdown: Annotated[
-        bool, typer.Option("--breakdown", help="Profile one more step and sort its kernels by class.")
-    ] = False,
+    device: options.OnDevice = Device.auto,
+    ranks: options.Ranks = 1,
+    out: options.Out = RESULTS,
+    breakdown: options.Breakdown = False,
     traces: Annotated[
         Path | None, typer.Option("--trace", help="Folder for a Chrome trace of one step of each engine.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    as_json: options.Json = False,
 ) -> None:
     wanted = engines or (FP8 if fp8 else PLAIN)
     chosen = [Variant.first_of(engine) for engine in dict.fromkeys(wanted)]

@@ -34,6 +34,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import _options as options
 import matplotlib as mpl
 import typer
 from _common import RESULTS, environment, launch_of, publish, write
@@ -269,19 +270,13 @@ def main(
             show_default="all that are not compiled; of the first shape, some compiled ones, too",
         ),
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of each run.")] = 10,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps before those.")] = 3,
-    rounds: Annotated[int, typer.Option(min=1, help="Times to measure every mode, by turns.")] = 1,
-    breakdown: Annotated[
-        bool, typer.Option("--breakdown", help="Profile one more step and sort its kernels by class.")
-    ] = False,
-    device: Annotated[
-        Device, typer.Option(help="Where the ranks run: gloo on CPUs, NCCL on GPUs.")
-    ] = Device.auto,
-    ranks: Annotated[int, typer.Option(min=2, help="Processes to start; torchrun starts its own.")] = 2,
-    out: Annotated[
-        Path, typer.Option(help="Folder for JSON and pictures.", show_default="benchmarks/results")
-    ] = RESULTS,
+    steps: options.Steps = 10,
+    warmup: options.Warmup = 3,
+    rounds: options.Rounds = 1,
+    breakdown: options.Breakdown = False,
+    device: options.OnDevice = Device.auto,
+    ranks: options.Ranks = 2,
+    out: options.Out = RESULTS,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, a list with an item a shape, not tables.")
     ] = False,

@@ -1,0 +1,56 @@
+"""The options that several benchmarks share, each written once, and those of the commands that fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from flatfsdp.cli.options import Batch, Heads, Hidden, Json, Layers, Microbatches, OnDevice, Seq
+from flatfsdp.cli.ranks import Device
+
+__all__ = [
+    "Batch",
+    "Breakdown",
+    "Heads",
+    "Hidden",
+    "Json",
+    "Layers",
+    "Microbatches",
+    "OnDevice",
+    "OneDevice",
+    "Out",
+    "Ranks",
+    "Rounds",
+    "Seq",
+    "Steps",
+    "Warmup",
+    "one_device",
+]
+
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps of each run.")]
+Warmup = Annotated[int, typer.Option(min=1, help="Steps before those.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Times to measure everything, by turns.")]
+Breakdown = Annotated[
+    bool, typer.Option("--breakdown", help="Profile one more step and sort its kernels by class.")
+]
+Ranks = Annotated[int, typer.Option(min=1, help="Processes to start; torchrun starts its own.")]
+OneDevice = Annotated[Device, typer.Option("--device", help="A CPU only shows that it runs, at small sizes.")]
+Out = Annotated[
+    Path, typer.Option(help="Folder for the JSON and the picture.", show_default="benchmarks/results")
+]
+
+
+def one_device(device: Device) -> torch.device:
+    """Of a benchmark without ranks: the GPU, unless a CPU is asked for.
+
+    Raises:
+        typer.BadParameter: if there is no GPU.
+    """
+    if device is Device.cpu:
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise typer.BadParameter("there is no CUDA device here; --device cpu only shows that it runs")
+    return torch.device("cuda")
