@@ -33,6 +33,7 @@ from flatfsdp.ownership import (
 )
 from flatfsdp.placement import check_marks, check_placement
 from flatfsdp.policy import Division, GradSync, Policy, Precision, Prefetch
+from flatfsdp.portion import attach_targets
 from flatfsdp.root import Root
 from flatfsdp.summon import Gathering, whole_parameters
 from flatfsdp.tensors import cast_floats, tensors_in
@@ -136,6 +137,7 @@ class FlatFSDP(UnitModule):
         for binding in bindings:
             group = FlatGroup(binding, grid, device, policy, self.microbatch, self.ledger, self._unit.landed)
             self._unit.add(group)
+            attach_targets(group)
             self._register_flat(group.flat_name, group.master.flat)
         mark_taken(bindings, taken)
         module.register_forward_pre_hook(self._check_gathered)

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from flatfsdp.master import MasterShard, Portion
+from flatfsdp.portion import attach_targets
 from flatfsdp.walk import Model, named_groups
 
 Selection = Callable[[str, tuple[int, ...]], bool] | Iterable[str]
@@ -59,9 +60,9 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
         indices = [chosen[prefix + slot.name] for slot in master.layout.slots]
         master.portions = []
         for index, portion in _cut(master, indices):
-            portion.parameter.flat_shard = flat_group.target(portion)  # type: ignore[attr-defined]
             master.portions.append(portion)
             parameters[index].append(portion.parameter)
+        attach_targets(flat_group)
     options = [*groups, {}]
     used = [*range(len(groups)), *([len(groups)] if len(groups) in chosen.values() else [])]
     return [{**options[index], "params": parameters[index]} for index in used]

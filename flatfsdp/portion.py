@@ -9,15 +9,19 @@ An optimizer that knows nothing of this updates the master shard alone; the engi
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from flatfsdp.comm import Grid
+from flatfsdp.unshard import FlatGroup
 
-if TYPE_CHECKING:
-    from flatfsdp.unshard import FlatGroup
+
+def attach_targets(group: FlatGroup) -> None:
+    """Gives the parameters that an optimizer has of this group their `flat_shard`."""
+    for parameter, start, stop in group.master.portions:
+        parameter.flat_shard = PortionTarget(group, start, stop)  # type: ignore[attr-defined]
 
 
 class PortionTarget:

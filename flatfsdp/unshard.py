@@ -28,13 +28,12 @@ from flatfsdp.comm import ALONE, Grid, Lane, all_gather, broadcast, compute_wait
 from flatfsdp.fp8_weights import FP8_DTYPE, FP8Weights
 from flatfsdp.kernels.scaling import Scales
 from flatfsdp.layout import Role
-from flatfsdp.master import MasterShard, Portion, Version
+from flatfsdp.master import MasterShard, Version
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger, span
 from flatfsdp.params import Leaves, Views
 from flatfsdp.placement import Placement
 from flatfsdp.policy import Division, Policy
-from flatfsdp.portion import PortionTarget
 
 
 class ShardState(Enum):
@@ -101,8 +100,6 @@ class FlatGroup:
         )
         for slot, parameter in zip(self.layout.slots, parameters, strict=True):
             self.master.load(slot, parameter.detach())
-        for portion in self.master.portions:
-            portion.parameter.flat_shard = self.target(portion)  # type: ignore[attr-defined]
 
         is_fp8 = self.layout.role is Role.FP8 and precision.fp8_weights != "in_layers"
         stored_dtype = FP8_DTYPE if is_fp8 else precision.compute
@@ -238,10 +235,6 @@ class FlatGroup:
         self.fp8.scales = scales
         self._scaled_version = self._version
         self._cast_version = None
-
-    def target(self, portion: Portion) -> PortionTarget:
-        """What an optimizer may write when it updates this portion of the master shard."""
-        return PortionTarget(self, portion.start, portion.stop)
 
     def portion_done(self, start: int, stop: int) -> None:
         """The optimizer has updated this portion of the master shard, and written what goes with it."""
