@@ -10,8 +10,8 @@ rank; an amax_reduction_group with all of them, such as the default, keeps them 
 """
 
 from flatfsdp.checkpoint.full import full_state_dict, load_full_state_dict
+from flatfsdp.checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from flatfsdp.checkpoint.local import consolidate, load_local_state_dict, local_metadata, local_state_dict
-from flatfsdp.checkpoint.optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
 from flatfsdp.checkpoint.sharded import load, save, sharded_optimizer_state_dict, sharded_state_dict
 
 __all__ = [

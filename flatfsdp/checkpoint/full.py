@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from flatfsdp.checkpoint.whole import joined, own_part, scattered_part
+from flatfsdp.checkpoint.tp_parts import joined, own_part, scattered_part
 from flatfsdp.comm import broadcast_object
 from flatfsdp.layout import ParamSlot
 from flatfsdp.master import require_same_ranks

@@ -3,7 +3,7 @@
 In:   an optimizer over the portions of a model's master shards.
 Out:  `described`: for each parameter, its group and which states it has; `state_shard`: one state of one flat
       group, as long as the master shard; `install`: the reverse.
-Next: `optimizer.py` joins the shards to whole tensors, `sharded.py` leaves them apart.
+Next: `full_optimizer.py` joins the shards to whole tensors, `sharded.py` leaves them apart.
 """
 
 from __future__ import annotations

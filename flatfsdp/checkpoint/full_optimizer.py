@@ -15,7 +15,7 @@ from flatfsdp.checkpoint.optimizer_state import (
     state_shard,
     trained_masters,
 )
-from flatfsdp.checkpoint.whole import joined, own_part, parts
+from flatfsdp.checkpoint.tp_parts import joined, own_part, parts
 from flatfsdp.comm import broadcast_object, scatter
 from flatfsdp.master import MasterShard, require_same_ranks
 from flatfsdp.walk import Model
