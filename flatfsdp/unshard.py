@@ -78,75 +78,93 @@ class FlatGroup:
         self.ledger = ledger
         self.binding = binding
         self.layout = binding.layout
-        parameters = binding.parameters()
-        self.trainable = parameters[0].requires_grad
+        self.trainable = binding.parameters()[0].requires_grad
         self.state = ShardState.SHARDED
         self.division: Division | None = None
+        self._gathered: torch.cuda.Event | None = None
         self._partial_grad: Tensor | None = None
         self._partial_step = -1
         self._cast_version: Version | None = None
         self._scaled_version: Version | None = None
         self._done: dict[tuple[int, int], Version] = {}
 
-        precision, num_shards = policy.precision, grid.shard.size
-        self.master = MasterShard(
-            self.layout,
-            grid,
-            precision.param,
-            device,
-            grad_dtype=precision.grad or precision.param,
-            cpu_offload=policy.cpu_offload,
-            trainable=self.trainable,
-        )
-        for slot, parameter in zip(self.layout.slots, parameters, strict=True):
-            self.master.load(slot, parameter.detach())
-
-        is_fp8 = self.layout.role is Role.FP8 and precision.fp8_weights != "in_layers"
-        stored_dtype = FP8_DTYPE if is_fp8 else precision.compute
-        self.compute_shard = self.master.flat.data
-        if stored_dtype != precision.param or self.master.is_offloaded:
-            self.compute_shard = torch.zeros(self.master.flat.shape, dtype=stored_dtype, device=device)
+        is_fp8 = self.layout.role is Role.FP8 and policy.precision.fp8_weights != "in_layers"
+        dtype = FP8_DTYPE if is_fp8 else policy.precision.compute
+        self.master = self._filled_master(device)
+        self.compute_shard = self._new_compute_shard(dtype)
+        self.buffer = self._new_buffer(dtype)
         # One rank holds everything: the compute shard already is the unsharded buffer.
-        self.buffer: FlatBuffer | None = None
-        unsharded = self.compute_shard.data
-        if num_shards > 1:
-            numel = self.layout.padded_numel(num_shards)
-            self.buffer = FlatBuffer(numel, stored_dtype, device, poison=policy.poison_on_free)
-            unsharded = self.buffer.alias()
-        self.fp8: FP8Weights | None = None
-        if is_fp8:
-            self.fp8 = FP8Weights(
-                self.layout, grid.shard, unsharded, precision.compute, poison=policy.poison_on_free
-            )
-            # What the module sees has the dtype that gradients have, and no memory.
-            unsharded = torch.full((), torch.nan, dtype=precision.compute, device=device).expand(
-                unsharded.shape
-            )
-        self._gathered: torch.cuda.Event | None = None
-
-        self.main_grad: MainGrad | None = None
-        if self.trainable:
-            self.main_grad = MainGrad(
-                self.layout,
-                num_shards,
-                precision.accumulate,
-                device,
-                microbatch,
-                ledger,
-                poison=policy.poison_on_free,
-            )
-        self.params: Leaves | Views
-        if self.main_grad is None or policy.optimize_backward_concat:
-            self.params = Leaves(binding, unsharded, self.main_grad, partial(landed, self))
-        else:
-            self.params = Views(binding, unsharded, self.main_grad, partial(landed, self))
-        if self.fp8 is not None:
-            for index, weight in enumerate(self.params.shown):
-                weight.fp8_operand = partial(self.fp8.operand, index)  # type: ignore[attr-defined]
+        unsharded = self.compute_shard.data if self.buffer is None else self.buffer.alias()
+        self.fp8 = self._new_fp8(unsharded) if is_fp8 else None
+        self.main_grad = self._new_main_grad() if self.trainable else None
+        self.params = self._shown_parameters(unsharded, partial(landed, self))
         if self.buffer is not None:
             self._free(self.buffer)
         elif self.fp8 is None:
             self._cast()
+
+    # ---- construction -----------------------------------------------------------------------------------
+
+    def _filled_master(self, device: torch.device) -> MasterShard:
+        precision = self.policy.precision
+        master = MasterShard(
+            self.layout,
+            self.grid,
+            precision.param,
+            device,
+            grad_dtype=precision.grad or precision.param,
+            cpu_offload=self.policy.cpu_offload,
+            trainable=self.trainable,
+        )
+        for slot, parameter in zip(self.layout.slots, self.binding.parameters(), strict=True):
+            master.load(slot, parameter.detach())
+        return master
+
+    def _new_compute_shard(self, dtype: torch.dtype) -> Tensor:
+        flat = self.master.flat
+        if dtype == flat.dtype and not self.master.is_offloaded:
+            return flat.data
+        return torch.zeros(flat.shape, dtype=dtype, device=self.master.device)
+
+    def _new_buffer(self, dtype: torch.dtype) -> FlatBuffer | None:
+        num_shards = self.grid.shard.size
+        if num_shards == 1:
+            return None
+        numel = self.layout.padded_numel(num_shards)
+        return FlatBuffer(numel, dtype, self.master.device, poison=self.policy.poison_on_free)
+
+    def _new_fp8(self, unsharded: Tensor) -> FP8Weights:
+        through, poison = self.policy.precision.compute, self.policy.poison_on_free
+        return FP8Weights(self.layout, self.grid.shard, unsharded, through, poison=poison)
+
+    def _new_main_grad(self) -> MainGrad:
+        return MainGrad(
+            self.layout,
+            self.grid.shard.size,
+            self.policy.precision.accumulate,
+            self.master.device,
+            self.microbatch,
+            self.ledger,
+            poison=self.policy.poison_on_free,
+        )
+
+    def _shown_parameters(self, unsharded: Tensor, landed: Callable[[int | None], None]) -> Leaves | Views:
+        """What the module sees: the unsharded buffer, or NaN in place of what is stored in FP8."""
+        if self.fp8 is not None:
+            # In the dtype that gradients have, and without memory.
+            nan = torch.full((), torch.nan, dtype=self.policy.precision.compute, device=unsharded.device)
+            unsharded = nan.expand(unsharded.shape)
+        params: Leaves | Views
+        if self.main_grad is None or self.policy.optimize_backward_concat:
+            params = Leaves(self.binding, unsharded, self.main_grad, landed)
+        else:
+            params = Views(self.binding, unsharded, self.main_grad, landed)
+        if self.fp8 is not None:
+            for index, weight in enumerate(params.shown):
+                weight.fp8_operand = partial(self.fp8.operand, index)  # type: ignore[attr-defined]
+        return params
+
+    # ---- the root ---------------------------------------------------------------------------------------
 
     def attach(self, microbatch: Microbatch, ledger: ByteLedger) -> None:
         """Joins a root: its microbatch and its ledger from now on.  Collective: replicas become equal, and
