@@ -114,7 +114,19 @@ def backward_of_layer(job: Job) -> int:
     z = Sizes.of(job)
     high = 0 if isinstance(job.recipe, DelayedScaling) else 2 * z.f * z.c
     moving = z.tokens * (z.f * z.c + high + (4 * z.f * FP8_BYTES if job.is_fp8 else 0)) // z.t
+    return moving + unfused_grad(2 * z.h * z.f // z.t, job)
+
+
+def backward_of_head(job: Job) -> int:
+    """Bytes that the head's backward needs beside what was saved: the gradient of its input, and of a weight
+    that is not fused."""
+    z = Sizes.of(job)
+    return z.tokens * z.h * z.c // z.s + unfused_grad(z.h * z.vocab // z.t, job)
+
+
+def unfused_grad(weights: int, job: Job) -> int:
+    """Bytes of a gradient that is made before it is added up; none, if it is added in the product."""
     if job.fuse_wgrad_accumulation is True:
-        return moving
-    one = FP32_BYTES if job.fuse_wgrad_accumulation == "two_pass" else z.c
-    return moving + 2 * z.h * z.f // z.t * one
+        return 0
+    two_passes = job.fuse_wgrad_accumulation == "two_pass"
+    return weights * (FP32_BYTES if two_passes else job.precision.compute.itemsize)

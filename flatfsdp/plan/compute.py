@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from flatfsdp.fp8 import DelayedScaling
 from flatfsdp.layout import FlatLayout, Role
-from flatfsdp.plan.activations import FP8_BYTES, FP32_BYTES, Sizes
+from flatfsdp.plan.activations import FP8_BYTES, FP32_BYTES, Sizes, unfused_grad
 from flatfsdp.plan.job import Job
 from flatfsdp.plan.machine import Machine
 
@@ -92,15 +92,10 @@ def _layer_bytes(job: Job) -> tuple[float, float]:
     return z.tokens * forward, z.tokens * backward + own
 
 
-def weight_grad_bytes(weights: float, job: Job) -> float:
+def weight_grad_bytes(weights: int, job: Job) -> float:
     """FP32 that is written in the first microbatch, and read and written in the others, on average; and the
     gradient itself, written and read, where it is not added up in the product."""
-    added = FP32_BYTES * (2 - 1 / job.microbatches)
-    if job.fuse_wgrad_accumulation is not True:
-        added += 2 * (
-            FP32_BYTES if job.fuse_wgrad_accumulation == "two_pass" else job.precision.compute.itemsize
-        )
-    return weights * added
+    return weights * FP32_BYTES * (2 - 1 / job.microbatches) + 2 * unfused_grad(weights, job)
 
 
 def head(job: Job, machine: Machine) -> Passes:

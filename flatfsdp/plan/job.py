@@ -27,7 +27,7 @@ class Arrangement:
     Attributes:
         gpus: all ranks; one GPU each.
         pp, dp_replicate, dp_shard, tp: as of `make_mesh`; a dp_shard of -1 becomes what is left.
-        sequence_parallel, tp_overlap: as of `Llama`; without effect where tp is 1.
+        sequence_parallel: as of `Llama`; without effect where tp is 1.
         schedule, stages_per_rank: as of `LlamaPipeline`; without effect where pp is 1.
         reshard_after_forward: as of `FlatFSDP`: ZeRO-3, else ZeRO-2.
 
@@ -41,7 +41,6 @@ class Arrangement:
     dp_shard: int = -1
     tp: int = 1
     sequence_parallel: bool = False
-    tp_overlap: bool = False
     schedule: ScheduleName = "1f1b"
     stages_per_rank: int = 2
     reshard_after_forward: bool = True

@@ -193,7 +193,12 @@ class _Rank:
 
     def at_the_head(self) -> list[Line]:
         several = self.job.microbatches > 1
-        return [self._all_main_grad() if several else self._main_grad(0), *self._saved(spent_logits=0)]
+        beside = activations.backward_of_head(self.job) if self.parts[-1].has_head else 0
+        return [
+            self._all_main_grad() if several else self._main_grad(0),
+            *self._saved(spent_logits=0),
+            Line("backward of the head", beside, "what it needs beside"),
+        ]
 
     def at_the_last_layer(self) -> list[Line]:
         several = self.job.microbatches > 1
@@ -201,10 +206,10 @@ class _Rank:
         return [gradients, *self._saved(spent_logits=1), self._backward()]
 
     def at_the_end(self) -> list[Line]:
-        """One layer computes, and reductions of others are under way."""
+        """One layer computes, and others are being reduced; without shards, gradients stay where they are."""
         reduced = sum(sum(_by_unit(stage, "reduced_grad")) for stage in self.stages)
         return [
-            self._main_grad(1 + MAX_IN_FLIGHT),
+            *([self._main_grad(1 + MAX_IN_FLIGHT)] if self.job.ranks.dp_shard > 1 else []),
             Line("reduced gradient", reduced, "until zero_grad"),
             Line("activations", activations.saved_by_layer(self.job), "one layer"),
             self._backward(),
