@@ -46,7 +46,10 @@ WARMUP = 6
 def measure(
     modes: list[Mode], shape: LayerShape, rounds: int, steps: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """All of them by turns, in another random order in each round: a chip gets hot, and slower."""
+    """Runs of all by turns, in another random order in each round, as a chip gets hot, and slower.
+
+    Of each run the median of its steps is kept.
+    """
     contestants: dict[str, Contestant] = {}
     rows: dict[str, dict[str, Any]] = {}
     for mode in track(modes, "build", console=Console(stderr=True)):
@@ -72,12 +75,12 @@ def measure(
     for _ in track(range(rounds), "measure", console=Console(stderr=True)):
         shuffle(order)
         for name in order:
-            rows[name]["runs"].append(timed(work[name], steps, device, warmup=WARMUP))
+            rows[name]["runs"].append(statistics.median(timed(work[name], steps, device, warmup=WARMUP)))
     for name, contestant in contestants.items():
         contestant.check()
         rows[name]["host_ms"] = host_ms(contestant.step) if device.type == "cuda" else math.nan
     for row in rows.values():
-        row["ms"] = _median(row)
+        row["ms"] = statistics.median(row["runs"]) if row["runs"] else None
     return list(rows.values())
 
 
@@ -87,11 +90,6 @@ def _warmed_up(mode: Mode, shape: LayerShape, device: torch.device) -> Contestan
         contestant.step()
     contestant.check()
     return contestant
-
-
-def _median(row: dict[str, Any]) -> float | None:
-    times = [ms for run in row["runs"] for ms in run]
-    return statistics.median(times) if times else None
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float | None]:
@@ -131,7 +129,7 @@ def show(payload: dict[str, Any], shape: LayerShape) -> None:
             f"{row['ms']:.2f}",
             "" if is_part else f"{shape.flops / row['ms'] / 1e9:.0f}",
             f"{row['host_ms']:.2f}" if "host_ms" in row else "",
-            " to ".join(f"{end(map(statistics.median, row['runs'])):.2f}" for end in (min, max)),
+            " to ".join(f"{end(row['runs']):.2f}" for end in (min, max)),
         )
     console.print(table)
     for name, value in payload["ratios"].items():
@@ -166,7 +164,7 @@ def draw(payload: dict[str, Any], shape: LayerShape, path: Path) -> None:
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_xlabel("ms, forward and backward (median)")
-    axis.set_title(_title(shape), loc="left", fontsize=9)
+    figure.suptitle(_title(shape), x=0.01, ha="left", fontsize=9)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 
