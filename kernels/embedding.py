@@ -28,9 +28,8 @@ RUN = 32
 """Sorted ids that are looked at together, for the end of a run of equal ones."""
 MOST_RANKED = 16384
 """Tokens; the pairs of more would take longer than a sort."""
-LARGEST_ID = 2**31 - 2**25
-"""Integers from -1 up to here are in the order of the FP32 numbers whose bits are 2**23 more: -1 is then the
-only one below the normal numbers, and none is infinity or NaN."""
+LARGEST_ID = 2**19 - 2
+"""Ids from -1 up to here are FP32 numbers so far apart that no rounding confuses them; see `_rank_kernel`."""
 
 
 def tile(dtype: torch.dtype, cols: int) -> Tile:
@@ -55,10 +54,12 @@ def reference(target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None, 
 
 
 @jit
-def _load_ids(ids_ptr, index, n):
-    """As FP32 numbers in the same order, which the GPU compares faster; beyond the end larger than all."""
-    ids = tl.load(ids_ptr + index, index < n, 2**31 - 2**25)
-    return (ids.to(tl.int32) + 2**23).to(tl.float32, bitcast=True)
+def _number(ids, shift):
+    """An FP32 number in [1, 2], the larger the smaller the id is; neighbours are 2**-19 apart.
+
+    A `shift` of 16 gives the number of the next smaller id.
+    """
+    return (0x40000000 - 32 + shift - 16 * ids.to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @jit
@@ -69,29 +70,38 @@ def _rank_kernel(
     n,
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_OTHERS: tl.constexpr,
-    STAGES: tl.constexpr,
+    STEPS: tl.constexpr,
     IS_EARLY: tl.constexpr,
 ):
-    """Stores each id, and its token, at the place that it has when sorted."""
+    """Stores each id, and its token, at the place that it has when sorted.
+
+    A pair costs one instruction, a multiplication and addition.  `scale` is 0.5 divided by what lies half-way
+    between the number of an id and that of the next smaller one.  Numbers of smaller ids times `scale` are
+    above 0.5, those of other ids below, and added to 2**23, from where on FP32 numbers are whole, they round
+    to 1 or 0.  (Rounding of `scale` and of the products takes less than two thirds of the distance.)
+    """
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
     first = tl.program_id(0) * BLOCK_TOKENS
     token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
-    row = _load_ids(ids_ptr, token, n)
-    # Equal ids count if they come before.  In most blocks all of them do, or none.
+    row = tl.load(ids_ptr + token, token < n, 0).to(tl.int32)
+    scale = 0.5 / (_number(row, 0) + 2**-20)
     middle = first // BLOCK_OTHERS * BLOCK_OTHERS
+    count = tl.full([BLOCK_TOKENS, BLOCK_OTHERS], 2.0**23, tl.float32)
+    for start in tl.range(0, n, BLOCK_OTHERS * STEPS):
+        for step in tl.static_range(STEPS):
+            begin = start + step * BLOCK_OTHERS
+            other = (begin + tl.arange(0, BLOCK_OTHERS))[None, :]
+            ids = tl.load(ids_ptr + other, other < n, 2**19 - 2)
+            # Before the middle block equal ids count, too: all of them are taken for the next smaller ones.
+            count += _number(ids, min(max(middle - begin, 0), 16)) * scale
+    before = count.to(tl.int32, bitcast=True) - 0x4B000000
+    # In the middle block some of the equal ones count.
     other = (middle + tl.arange(0, BLOCK_OTHERS))[None, :]
-    other_row = _load_ids(ids_ptr, other, n)
-    is_before = (other_row < row) | ((other_row == row) & (other < token))
-    before = is_before.to(tl.float32)
-    for start in tl.range(0, middle, BLOCK_OTHERS, num_stages=STAGES):
-        other = (start + tl.arange(0, BLOCK_OTHERS))[None, :]
-        before += (_load_ids(ids_ptr, other, n) <= row).to(tl.float32)
-    for start in tl.range(middle + BLOCK_OTHERS, n, BLOCK_OTHERS, num_stages=STAGES):
-        other = (start + tl.arange(0, BLOCK_OTHERS))[None, :]
-        before += (_load_ids(ids_ptr, other, n) < row).to(tl.float32)
-    place = tl.sum(before, axis=1, keep_dims=True).to(tl.int32)
-    tl.store(sorted_ptr + place, row.to(tl.int32, bitcast=True) - 2**23, token < n)
+    is_equal = tl.load(ids_ptr + other, other < n, -1).to(tl.int32) == row
+    before += (is_equal & (other < token)).to(tl.int32)
+    place = tl.sum(before, axis=1, keep_dims=True)
+    tl.store(sorted_ptr + place, row, token < n)
     tl.store(tokens_ptr + place, token, token < n)
 
 
@@ -106,7 +116,7 @@ def sort_ids(ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     tile, is_early = find("embedding_grad, sort", ids.dtype, n), starts_early(ids.device)
     with on_device_of(ids):
         _rank_kernel[(cdiv(n, tile.rows),)](
-            *(ids, sorted_ids, tokens, n, tile.rows, tile.cols, tile.stages, is_early),
+            *(ids, sorted_ids, tokens, n, tile.rows, tile.cols, tile.steps, is_early),
             **tile.options,
             launch_pdl=is_early,
         )
@@ -156,9 +166,10 @@ def _embedding_kernel(
             old = tl.load(at_row, mask, 0.0)
         # The first token by itself: most ids occur once, and nothing then waits for the end of their run.
         total = tl.load(dy_ptr + token * cols + col, mask, 0.0).to(tl.float32)
-        for at in tl.range(begin + 1, _end_of_run(ids_ptr, begin, n, row, RUN), num_stages=STAGES):
-            token = tl.load(tokens_ptr + at).to(tl.int64)
-            total += tl.load(dy_ptr + token * cols + col, mask, 0.0).to(tl.float32)
+        if row == tl.load(ids_ptr + begin + 1, begin + 1 < n, -1):
+            for at in tl.range(begin + 1, _end_of_run(ids_ptr, begin, n, row, RUN), num_stages=STAGES):
+                token = tl.load(tokens_ptr + at).to(tl.int64)
+                total += tl.load(dy_ptr + token * cols + col, mask, 0.0).to(tl.float32)
         tl.store(at_row, total if FIRST else old + total, mask)
 
 
