@@ -42,12 +42,13 @@ from flatfsdp.kernels._pairs import (
     widened,
 )
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
-from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, on_device_of, tl
+from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from flatfsdp.kernels.flat import (
     LOAD_BYTES,
-    device_table,
+    are_aligned,
     first_blocks,
     is_aligned,
+    kept_table,
     tensor_of_block,
 )
 from torch import Tensor
@@ -365,24 +366,25 @@ def _transpose_many_kernel(
 
 
 def transpose_many_launch(like: Tensor, sources: list[Tensor], targets: list[Tensor]) -> None:
+    shapes = [source.shape for source in sources]
     # One for all of them, whatever their widths.
-    tile = find("transpose", like.dtype, max(source.shape[1] for source in sources))
-    starts, blocks = first_blocks([_blocks(source, tile) for source in sources])
+    tile = find("transpose", like.dtype, max(cols for _, cols in shapes))
+    starts, blocks = first_blocks([cdiv(rows, tile.rows) * cdiv(cols, tile.cols) for rows, cols in shapes])
     fields = [
         starts,
         [source.data_ptr() for source in sources],
         [target.data_ptr() for target in targets],
-        [source.shape[0] for source in sources],
-        [source.shape[1] for source in sources],
+        [rows for rows, _ in shapes],
+        [cols for _, cols in shapes],
     ]
-    n = len(sources)
-    with on_device_of(like):
-        _transpose_many_kernel[(blocks,)](
-            device_table(fields, like.device),
-            *(n, power_of_two(n), all(is_whole(*pair) for pair in zip(sources, targets, strict=True))),
-            *(tile.rows, tile.cols),
-            **tile.options,
-        )
+    start = _transpose_many_launch(blocks, len(sources), are_aligned(*fields[1:]), tile)
+    start(kept_table(fields, like.device))
+
+
+@for_each_shape
+def _transpose_many_launch(blocks: int, n: int, whole: bool, tile: Tile) -> Launch:
+    numbers = (n, power_of_two(n), whole, tile.rows, tile.cols)
+    return Launch(_transpose_many_kernel, (blocks,), *numbers, **tile.options)
 
 
 # `like` is there for the dispatch, which looks at the first argument.
@@ -396,7 +398,7 @@ _transpose_many = operator(
 def transpose_many(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Transposes many FP8 matrices in one launch, such as all weights of a unit after their all-gather.
 
-    Addresses and shapes go to the device in a table (see `flat.device_table`) rather than as arguments: one
+    Addresses and shapes go to the device in a table (see `flat.kept_table`) rather than as arguments: one
     compiled kernel then serves every list, and nothing waits for the device.
 
     Args:
@@ -420,11 +422,6 @@ def transpose_many(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             )
     sources, targets = zip(*pairs, strict=True)
     _transpose_many(sources[0], list(sources), list(targets))
-
-
-def _blocks(q: Tensor, tile: Tile) -> int:
-    rows, cols = q.shape
-    return cdiv(rows, tile.rows) * cdiv(cols, tile.cols)
 
 
 def is_whole(q: Tensor, out: Tensor) -> bool:

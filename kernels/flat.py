@@ -17,12 +17,15 @@ A program counts the tensors that start at or before its block, which is one loa
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache, reduce
 from itertools import accumulate as running_sums
+from itertools import chain
+from operator import or_
 
 import torch
 from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._tiles import find, power_of_two
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels._tiles import Tile, find, power_of_two
+from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from flatfsdp.kernels.accumulate import accumulate
 from torch import Tensor
 
@@ -44,6 +47,21 @@ def device_table(fields: Sequence[Sequence[int]], device: torch.device) -> Tenso
     return table.to(device, non_blocking=True)
 
 
+def kept_table(fields: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """As `device_table`, and kept: in a training loop the same tensors are at the same addresses again, and
+    to make a table takes the host longer than to launch a kernel.
+
+    Each stream has its own, because nobody else waits for the copy.
+    """
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return _kept_table(tuple(map(tuple, fields)), device, stream)
+
+
+@lru_cache(maxsize=4096)
+def _kept_table(fields: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    return device_table(fields, device)
+
+
 def first_blocks(counts: Sequence[int]) -> tuple[list[int], int]:
     """Where each tensor's blocks start if all are numbered in one row, and how many there are."""
     ends = list(running_sums(counts))
@@ -51,7 +69,12 @@ def first_blocks(counts: Sequence[int]) -> tuple[list[int], int]:
 
 
 def is_aligned(*tensors: Tensor) -> bool:
-    return all(tensor.data_ptr() % LOAD_BYTES == 0 for tensor in tensors)
+    return are_aligned([tensor.data_ptr() for tensor in tensors])
+
+
+def are_aligned(*rows: Sequence[int]) -> bool:
+    """Whether all numbers, addresses or sizes, are multiples of the widest load."""
+    return reduce(or_, chain(*rows), 0) % LOAD_BYTES == 0
 
 
 @jit
@@ -107,25 +130,25 @@ def _accumulate_many_kernel(table_ptr, n, N_POW2: tl.constexpr, ALIGNED: tl.cons
 
 def launch(like: Tensor, targets: list[Tensor], grads: list[Tensor], first: list[bool]) -> None:
     tile = find("accumulate_many", torch.bfloat16, 1)
-    starts, blocks = first_blocks([cdiv(target.numel(), tile.cols) for target in targets])
+    sizes = [target.numel() for target in targets]
+    starts, blocks = first_blocks([cdiv(size, tile.cols) for size in sizes])
     fields = [
         starts,
         [target.data_ptr() for target in targets],
         [grad.data_ptr() for grad in grads],
-        [target.numel() for target in targets],
+        sizes,
         [DTYPES.index(grad.dtype) for grad in grads],
         [int(is_first) for is_first in first],
     ]
-    n = len(targets)
-    with on_device_of(like):
-        _accumulate_many_kernel[(blocks,)](
-            device_table(fields, like.device),
-            n,
-            power_of_two(n),
-            is_aligned(*targets, *grads),
-            tile.cols,
-            **tile.options,
-        )
+    start = _launch(blocks, len(targets), are_aligned(*fields[1:3]), tile)
+    start(kept_table(fields, like.device))
+
+
+@for_each_shape
+def _launch(blocks: int, n: int, aligned: bool, tile: Tile) -> Launch:
+    return Launch(
+        _accumulate_many_kernel, (blocks,), *(n, power_of_two(n), aligned, tile.cols), **tile.options
+    )
 
 
 # `like` is there for the dispatch, which looks at the first argument.

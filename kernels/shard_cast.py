@@ -29,9 +29,9 @@ from flatfsdp.kernels._outputs import (
     saturate,
     write_outputs,
 )
-from flatfsdp.kernels._tiles import find, power_of_two
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl, triton_dtype
-from flatfsdp.kernels.flat import device_table, first_blocks, is_aligned, tensor_of_block
+from flatfsdp.kernels._tiles import Tile, find, power_of_two
+from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl, triton_dtype
+from flatfsdp.kernels.flat import are_aligned, first_blocks, kept_table, tensor_of_block
 from torch import Tensor
 
 
@@ -79,15 +79,24 @@ def _max_abs_many_kernel(
 
 def max_abs_launch(amax: Tensor, tensors: list[Tensor], through: torch.dtype) -> None:
     tile = find("max_abs_many", torch.float32, 1)
-    starts, blocks = first_blocks([cdiv(tensor.numel(), tile.cols) for tensor in tensors])
-    fields = [starts, [tensor.data_ptr() for tensor in tensors], [tensor.numel() for tensor in tensors]]
-    n = len(tensors)
-    with on_device_of(amax):
-        _max_abs_many_kernel[(blocks,)](
-            *(amax, device_table(fields, amax.device), n, power_of_two(n)),
-            *(triton_dtype(tensors[0].dtype), triton_dtype(through), is_aligned(*tensors), tile.cols),
-            **tile.options,
-        )
+    sizes = [tensor.numel() for tensor in tensors]
+    starts, blocks = first_blocks([cdiv(size, tile.cols) for size in sizes])
+    fields = [starts, [tensor.data_ptr() for tensor in tensors], sizes]
+    dtype, n = tensors[0].dtype, len(tensors)
+    start = _max_abs_launch(blocks, n, dtype, through, are_aligned(fields[1]), tile)
+    start(amax, kept_table(fields, amax.device))
+
+
+@for_each_shape
+def _max_abs_launch(
+    blocks: int, n: int, dtype: torch.dtype, through: torch.dtype, aligned: bool, tile: Tile
+) -> Launch:
+    return Launch(
+        _max_abs_many_kernel,
+        (blocks,),
+        *(n, power_of_two(n), triton_dtype(dtype), triton_dtype(through), aligned, tile.cols),
+        **tile.options,
+    )
 
 
 _max_abs_many = operator(
@@ -165,21 +174,27 @@ def _cast_many_kernel(
 
 def cast_launch(scale: Tensor, sources: list[Tensor], targets: list[Tensor], through: torch.dtype) -> None:
     tile = find("cast_many", torch.float32, 1)
-    starts, blocks = first_blocks([cdiv(source.numel(), tile.cols) for source in sources])
+    sizes = [source.numel() for source in sources]
+    starts, blocks = first_blocks([cdiv(size, tile.cols) for size in sizes])
     fields = [
         starts,
         [source.data_ptr() for source in sources],
         [target.data_ptr() for target in targets],
-        [source.numel() for source in sources],
+        sizes,
     ]
-    n = len(sources)
-    with on_device_of(scale):
-        _cast_many_kernel[(blocks,)](
-            *(scale, device_table(fields, scale.device), n, power_of_two(n)),
-            *(triton_dtype(dtype) for dtype in (sources[0].dtype, targets[0].dtype, through)),
-            *(is_aligned(*sources, *targets), tile.cols),
-            **tile.options,
-        )
+    dtypes = (sources[0].dtype, targets[0].dtype, through)
+    start = _cast_launch(blocks, len(sources), dtypes, are_aligned(*fields[1:3]), tile)
+    start(scale, kept_table(fields, scale.device))
+
+
+@for_each_shape
+def _cast_launch(blocks: int, n: int, dtypes: tuple[torch.dtype, ...], aligned: bool, tile: Tile) -> Launch:
+    return Launch(
+        _cast_many_kernel,
+        (blocks,),
+        *(n, power_of_two(n), *map(triton_dtype, dtypes), aligned, tile.cols),
+        **tile.options,
+    )
 
 
 _cast_many = operator(

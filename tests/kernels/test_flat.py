@@ -8,7 +8,7 @@ import pytest
 import torch
 from flatfsdp.kernels import flat
 from flatfsdp.kernels._tiles import find
-from flatfsdp.kernels.flat import accumulate_many
+from flatfsdp.kernels.flat import accumulate_many, kept_table
 from torch import Tensor
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
@@ -143,3 +143,13 @@ def test_it_compiles_for_hopper_with_wide_loads_and_without_spills() -> None:
     # 16 bytes: FP32 gradient and target in quarters of the elements, 16-bit gradient in eighths.
     assert compiled.ptx.count("ld.global.v4.b32") == per_thread // 4 * 2 + per_thread // 8
     assert compiled.ptx.count("st.global.v4.b32") == per_thread // 4
+
+
+def test_a_table_is_made_once_for_the_same_numbers() -> None:
+    fields, device = torch.randint(2**40, (3, 5)).tolist(), torch.device("cpu")
+    table = kept_table(fields, device)
+    assert table.tolist() == fields
+    assert kept_table([list(row) for row in fields], device) is table
+    fields[1][2] += 16
+    assert kept_table(fields, device).tolist() == fields
+    assert table.tolist() != fields
