@@ -101,7 +101,8 @@ class MainGrad:
         poison: bool,
     ) -> None:
         self._layout = layout
-        self._num_shards = num_shards
+        self._numel = layout.padded_numel(num_shards)
+        self._gaps = layout.gaps(num_shards)
         self._dtype = dtype
         self._device = device
         self._poison = poison
@@ -232,11 +233,10 @@ class MainGrad:
         return self._views
 
     def _allocate(self) -> None:
-        numel = self._layout.padded_numel(self._num_shards)
-        self._tensor = torch.empty(numel, dtype=self._dtype, device=self._device)
+        self._tensor = torch.empty(self._numel, dtype=self._dtype, device=self._device)
         if self._poison:
             self._tensor.fill_(torch.nan)
-        for start, stop in self._layout.gaps(self._num_shards):
+        for start, stop in self._gaps:
             self._tensor[start:stop].zero_()
         self._views = self._layout.views(self._tensor)
         self._written = [False] * len(self._views)

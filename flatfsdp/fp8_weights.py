@@ -12,7 +12,7 @@ Rounding to the compute dtype first gives the bits that a layer gets which casts
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -55,7 +55,7 @@ class FP8Weights:
     Attributes:
         columnwise: the transposes, of the same layout as the weights.
         amax: FP32 [slots], of this rank's pieces.
-        scales: of all slots, of one generation; set by `WeightScales`.
+        scales: of all slots, of one generation.
         measured_version: of the master shard, to which `amax` belongs; kept by the group.
     """
 
@@ -70,15 +70,17 @@ class FP8Weights:
     ) -> None:
         self._slots = layout.slots
         self._pieces = layout.pieces(ranks.rank, ranks.size)
+        self._cuts = _cuts(self._pieces, layout.shard_numel(ranks.size))
         self._through = through
         self.columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, unsharded.device, poison=poison)
         self._rowwise_views = layout.views(unsharded)
         # What autograd saves must not see that the memory is filled again.
         self._columnwise_views = self._turned(layout, self.columnwise.alias())
-        self._targets = self._turned(layout, self.columnwise.tensor)
+        targets = self._turned(layout, self.columnwise.tensor)
+        self._to_transpose = list(zip(self._rowwise_views, targets, strict=True))
         self.columnwise.free()
         self.amax = torch.zeros(len(self._slots), device=unsharded.device)
-        self.scales = Scales(torch.ones_like(self.amax), torch.ones_like(self.amax))
+        self.set_scales(Scales(torch.ones_like(self.amax), torch.ones_like(self.amax)))
         self.measured_version: Version | None = None
 
     def _turned(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
@@ -87,6 +89,14 @@ class FP8Weights:
         return [view.view(slot.shape[::-1]) for slot, view in zip(self._slots, views, strict=True)]
 
     # ---- scales and bytes of this rank's shard ----------------------------------------------------------
+
+    def set_scales(self, scales: Scales) -> None:
+        """Called by `WeightScales`, once a step."""
+        self.scales = scales
+        forms = zip(self._rowwise_views, self._columnwise_views, scales.scale_inv.split(1), strict=True)
+        self._operands = [
+            Operand(None, rowwise, columnwise, inverse, inverse) for rowwise, columnwise, inverse in forms
+        ]
 
     def runs(self, first: int, last: int) -> list[tuple[int, int, Tensor]]:
         """Pieces that begin in elements [first, last) of the shard: from where to where each is, counted from
@@ -103,13 +113,8 @@ class FP8Weights:
 
     def measure(self, master: MasterShard) -> int:
         """Takes the amax of what the master shard holds now; returns the bytes it read."""
-        shard = master.flat.detach()
-        sources = [_cut(shard, piece) for piece in self._pieces]
-        amax = torch.zeros(len(sources), device=shard.device)
-        max_abs_many(sources, amax, through=self._through)
-        self.amax.zero_()
-        if sources:
-            self._of_pieces(self.amax).copy_(amax)
+        sources = self._cut(master.flat.detach())
+        max_abs_many(sources, self._of_pieces(self.amax.zero_()), through=self._through)
         return sum(source.numel() * source.element_size() for source in sources)
 
     def cast(self, shard: Tensor, out: Tensor) -> None:
@@ -119,8 +124,12 @@ class FP8Weights:
             shard: of the master, on the compute device.
             out: E4M3, as long.
         """
-        sources, targets = ([_cut(flat, piece) for piece in self._pieces] for flat in (shard, out))
-        cast_many(sources, targets, self._of_pieces(self.scales.scale), through=self._through)
+        scale = self._of_pieces(self.scales.scale)
+        cast_many(self._cut(shard), self._cut(out), scale, through=self._through)
+
+    def _cut(self, shard: Tensor) -> Sequence[Tensor]:
+        """This rank's pieces of the weights."""
+        return shard.split(self._cuts)[1::2]
 
     def _of_pieces(self, of_slots: Tensor) -> Tensor:
         """The slots of which this rank has a piece are neighbours."""
@@ -132,8 +141,7 @@ class FP8Weights:
     def operand(self, index: int) -> Operand:
         """Weight `index` for products: its memory is there while the group is unsharded, that of the
         columnwise form in backward."""
-        inverse = self.scales.scale_inv.narrow(0, index, 1)
-        return Operand(None, self._rowwise_views[index], self._columnwise_views[index], inverse, inverse)
+        return self._operands[index]
 
     def allocate_columnwise(self) -> bool:
         """Gets memory for the transposes; False if there is some, and the transposes are in it."""
@@ -144,12 +152,18 @@ class FP8Weights:
 
     def transpose(self) -> None:
         """Fills the columnwise form from the rowwise one."""
-        transpose_many(list(zip(self._rowwise_views, self._targets, strict=True)))
+        transpose_many(self._to_transpose)
 
     def free(self) -> None:
         if self.columnwise.is_allocated:
             self.columnwise.free()
 
 
-def _cut(flat: Tensor, piece: Piece) -> Tensor:
-    return flat.narrow(0, piece.shard_offset, piece.stop - piece.start)
+def _cuts(pieces: Sequence[Piece], numel: int) -> list[int]:
+    """Lengths of the gap before the first piece, of that piece, of the gap after it, and so on."""
+    lengths, cursor = [], 0
+    for piece in pieces:
+        length = piece.stop - piece.start
+        lengths += [piece.shard_offset - cursor, length]
+        cursor = piece.shard_offset + length
+    return [*lengths, numel - cursor]

@@ -17,6 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from torch import Tensor
 
@@ -82,7 +83,7 @@ class ParamSlot:
     placement: Placement = Placement.EQUAL
     partition: Partition | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return math.prod(self.shape)
 
@@ -155,6 +156,15 @@ class FlatLayout:
             cursor, multiple = slot.end, math.lcm(multiple, unit)
         return FlatLayout(tuple(slots), cursor, multiple)
 
+    @cached_property
+    def _cuts(self) -> list[int]:
+        """Lengths of the gap before the first slot, of that slot, of the gap after it, and so on."""
+        lengths, cursor = [], 0
+        for slot in self.slots:
+            lengths += [slot.offset - cursor, slot.numel]
+            cursor = slot.end
+        return lengths
+
     @property
     def role(self) -> Role:
         """Of all slots; a buffer has one."""
@@ -197,12 +207,7 @@ class FlatLayout:
         Differentiable when `flat` is: one split over the whole buffer, whose backward is the one concat
         that `optimize_backward_concat` avoids.
         """
-        sizes: list[int] = []
-        cursor = 0
-        for slot in self.slots:
-            sizes += [slot.offset - cursor, slot.numel]
-            cursor = slot.end
-        parts = flat.split([*sizes, flat.numel() - cursor])
+        parts = flat.split([*self._cuts, flat.numel() - self.numel])
         return [part.view(slot.shape) for part, slot in zip(parts[1::2], self.slots, strict=False)]
 
 

@@ -250,7 +250,7 @@ class FlatGroup:
     def set_scales(self, scales: Scales) -> None:
         """For the FP8 weights as the master holds them now."""
         assert self.fp8 is not None
-        self.fp8.scales = scales
+        self.fp8.set_scales(scales)
         self._scaled_version = self._version
         self._cast_version = None
 
