@@ -148,8 +148,11 @@ class Root:
             unit.reshard()
             unit.expire()
 
-    def begin_backward(self) -> None:
-        """Called by whatever happens first in a backward, and often after that."""
+    def begin_backward(self) -> int:
+        """Called by whatever happens first in a backward, and often after that; returns its number."""
+        running = running_backward()
+        if self._in_backward and running == self._backward_task:
+            return running
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "create_graph=True is not supported: second derivatives would need parameters that are freed "
@@ -163,8 +166,9 @@ class Root:
             callback = _EndOfBackward(self)
             call_at_end_of_backward(callback)
             self._end_of_backward = weakref.ref(callback)
-            self._backward_task = running_backward()
+            self._backward_task = running
             self._in_backward = True
+        return running
 
     @property
     def in_nested_backward(self) -> bool:

@@ -164,8 +164,7 @@ class Unit:
     # ---- backward ---------------------------------------------------------------------------------------
 
     def _before_backward(self, use: object | None, order: list[Unit], position: int, _grad: Tensor) -> None:
-        self.root.begin_backward()
-        self._reached_in.add(running_backward())
+        self._reached_in.add(self.root.begin_backward())
         if use is not None:
             self._open_uses.add(use)
             self._was_followed = True
@@ -184,8 +183,7 @@ class Unit:
 
     def landed(self, group: FlatGroup, index: int | None) -> None:
         """Slot `index` of a trained group, or every slot of it, holds this backward's gradient."""
-        self.root.begin_backward()
-        landed = self._landed[running_backward()]
+        landed = self._landed[self.root.begin_backward()]
         if index is None:
             landed.update((group, slot) for slot in range(len(group.layout.slots)))
         else:
