@@ -22,7 +22,7 @@ from flatfsdp.fp8.linear import (
     quantize_grad,
 )
 from flatfsdp.fp8.operand import Operand
-from flatfsdp.layers.normalized import NormKind, add_to, normalize, normalize_backward, reset_norm
+from flatfsdp.layers.normalized import NormKind, add_to, input_grads, normalize, reset_norm
 from flatfsdp.layers.parameters import new_parameter
 from flatfsdp.layers.projection import LinearOptions, Projection, residual_matrix
 from flatfsdp.tensor_parallel import declare_norm
@@ -167,17 +167,12 @@ class _LayerNormLinear(torch.autograd.Function):
     def backward(
         ctx: Any, dy: Tensor | None, dnormalized: Tensor | None, dresidual: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        x, norm_weight, mean, rstd, *saved = ctx.saved_tensors
+        saved = ctx.saved_tensors
         call, norm = ctx.spec.call, ctx.spec.norm
         dweight = dbias = None
         if dy is not None:
-            dx, dweight, dbias = linear_backward(quantize_grad(dy, call), LinearSaved.of(saved), call)
+            dx, dweight, dbias = linear_backward(quantize_grad(dy, call), LinearSaved.of(saved[4:]), call)
             dnormalized = add_to(dx, dnormalized)
         dbias = None if dbias is None else dbias.to(ctx.bias_dtype)
-        needs_residual_grad = ctx.needs_input_grad[1]
-        if dnormalized is None or x is None:
-            added = dresidual if needs_residual_grad else None
-            return dresidual, added, None, None, dweight, dbias, None, None
-        grads = normalize_backward(dnormalized, x, norm_weight, mean, rstd, norm, dresidual)
-        added = grads.x if needs_residual_grad else None
-        return grads.x, added, grads.weight, grads.bias, dweight, dbias, None, None
+        grads = input_grads(dnormalized, saved[:4], norm, dresidual, has_residual=ctx.needs_input_grad[1])
+        return *grads, dweight, dbias, None, None

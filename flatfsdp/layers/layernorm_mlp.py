@@ -33,14 +33,7 @@ from flatfsdp.fp8.module import FP8Module, activation_dtype
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
-from flatfsdp.layers.normalized import (
-    Normalized,
-    NormKind,
-    add_to,
-    normalize,
-    normalize_backward,
-    reset_norm,
-)
+from flatfsdp.layers.normalized import Normalized, NormKind, add_to, input_grads, normalize, reset_norm
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
 from flatfsdp.layers.projection import as_matrix, residual_matrix
 from flatfsdp.tensor_parallel import (
@@ -354,25 +347,20 @@ class _LayerNormMLP(torch.autograd.Function):
                 dnormalized = add_to(dx, dnormalized)
         dtype = ctx.params_dtype
         maps = (fc1_dweight, _as(fc1_dbias, dtype), fc2_dweight, _as(fc2_dbias, dtype))
-        needs_residual_grad = ctx.needs_input_grad[1]
-        if dnormalized is None or saved.x is None:
-            added = dresidual if needs_residual_grad else None
-            return dresidual, added, None, None, *maps, None, None, None
-        assert saved.norm_weight is not None and saved.rstd is not None
-        grads = normalize_backward(
-            dnormalized, saved.x, saved.norm_weight, saved.mean, saved.rstd, spec.norm, dresidual
+        grads = input_grads(
+            dnormalized, saved.norm, spec.norm, dresidual, has_residual=ctx.needs_input_grad[1]
         )
-        added = grads.x if needs_residual_grad else None
-        return grads.x, added, grads.weight, grads.bias, *maps, None, None, None
+        return *grads, *maps, None, None, None
 
 
 class _Saved(NamedTuple):
-    """None: not needed.  x is what was normalized."""
+    """None: not needed.
 
-    x: Tensor | None
-    norm_weight: Tensor | None
-    mean: Tensor | None
-    rstd: Tensor | None
+    Attributes:
+        norm: what was normalized, weight, mean and rstd.
+    """
+
+    norm: Sequence[Tensor | None]
     fc1_out: Tensor | None
     fc1: LinearSaved
     fc2: LinearSaved
@@ -381,10 +369,10 @@ class _Saved(NamedTuple):
 def _saved(tensors: Sequence[Tensor | None], spec: _Spec) -> _Saved:
     """What the forward saved, or computes again."""
     if not spec.checkpoint:
-        x, norm_weight, mean, rstd, fc1_out, *maps = tensors
+        norm, fc1_out, maps = tensors[:4], tensors[4], tensors[5:]
         middle = len(maps) // 2
         fc1, fc2 = LinearSaved.of(maps[:middle]), LinearSaved.of(maps[middle:])
-        return _Saved(x, norm_weight, mean, rstd, fc1_out, fc1, fc2)
+        return _Saved(norm, fc1_out, fc1, fc2)
     x, norm_weight, norm_bias, fc1_bias, *weights = tensors
     assert x is not None and norm_weight is not None
     middle = len(weights) // 2
@@ -392,7 +380,7 @@ def _saved(tensors: Sequence[Tensor | None], spec: _Spec) -> _Saved:
     before = _before_fc2(x, None, norm_weight, norm_bias, fc1_weight, fc1_bias, spec)
     fc2 = LinearSaved(before.activated.for_backward, fc2_weight)
     mean, rstd = before.normalized.mean, before.normalized.rstd
-    return _Saved(x, norm_weight, mean, rstd, before.fc1_out, before.fc1, fc2)
+    return _Saved((x, norm_weight, mean, rstd), before.fc1_out, before.fc1, fc2)
 
 
 def _activation_backward(dy: Tensor, x: Tensor, spec: _Spec) -> Quantized:

@@ -7,6 +7,7 @@ Next: `layernorm_linear.py` and `layernorm_mlp.py` begin with it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -132,6 +133,38 @@ def normalize_backward(
     )
     dbias = None if grads.dbias is None else grads.dbias.to(weight.dtype)
     return NormGrads(grads.dx, grads.dweight.to(weight.dtype), dbias)
+
+
+class InputGrads(NamedTuple):
+    """Gradients of what a layer that begins with a norm takes for it; None: needs none."""
+
+    x: Tensor | None
+    residual: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def input_grads(
+    dy: Tensor | None,
+    saved: Sequence[Tensor | None],
+    kind: NormKind,
+    d_residual: Tensor | None,
+    *,
+    has_residual: bool,
+) -> InputGrads:
+    """
+    Args:
+        dy: of the norm's result; None if nothing reaches it.
+        saved: what was normalized, weight, mean and rstd; None where nothing before the product is trained.
+        d_residual: as in `normalize_backward`.
+        has_residual: whether a residual was added to x, and needs a gradient: the same as x.
+    """
+    x, weight, mean, rstd = saved
+    if dy is None or x is None:
+        return InputGrads(d_residual, d_residual if has_residual else None, None, None)
+    assert weight is not None and rstd is not None
+    grads = normalize_backward(dy, x, weight, mean, rstd, kind, d_residual)
+    return InputGrads(grads.x, grads.x if has_residual else None, grads.weight, grads.bias)
 
 
 def add_to(grad: Tensor | None, other: Tensor | None) -> Tensor | None:
