@@ -8,10 +8,9 @@ Next: `training.py` wraps it, one unit for each `TransformerLayer` and one for t
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp.cli.gpt import GPTConfig
+from flatfsdp.cli.gpt import GPTConfig, logits_or_loss
 from flatfsdp.fp8.linear import FuseWgrad
 from flatfsdp.layers import Embedding, LayerNorm, Linear, TransformerLayer
 from flatfsdp.layers.parameters import InitMethod
@@ -77,16 +76,8 @@ class FusedGPT(nn.Module):
         Raises:
             ValueError: if the sequence is longer than `config.seq`.
         """
-        seq = tokens_bt.shape[1]
-        if seq > self.config.seq:
-            raise ValueError(
-                f"a sequence of {seq} tokens does not fit the model's {self.config.seq} positions"
-            )
-        positions_bt = torch.arange(seq, device=tokens_bt.device).expand_as(tokens_bt)
+        positions_bt = self.config.positions_of(tokens_bt).expand_as(tokens_bt)
         x_btc = self.tokens(tokens_bt) + self.positions(positions_bt)
         for block in self.blocks:
             x_btc = block(x_btc, is_first_microbatch=is_first_microbatch)
-        logits_btv = self.head(self.norm(x_btc))
-        if targets_bt is None:
-            return logits_btv
-        return F.cross_entropy(logits_btv.float().flatten(0, 1), targets_bt.flatten())
+        return logits_or_loss(self.head(self.norm(x_btc)), targets_bt)

@@ -36,6 +36,17 @@ class GPTConfig:
                 "choose hidden as a multiple of heads"
             )
 
+    def positions_of(self, tokens_bt: Tensor) -> Tensor:
+        """0, 1, 2, ..., int64 [t].
+
+        Raises:
+            ValueError: if the sequence is longer than `seq`.
+        """
+        seq = tokens_bt.shape[1]
+        if seq > self.seq:
+            raise ValueError(f"a sequence of {seq} tokens does not fit the model's {self.seq} positions")
+        return torch.arange(seq, device=tokens_bt.device)
+
 
 class Attention(nn.Module):
     """Causal self-attention, [b, t, c] -> [b, t, c]; one matrix for query, key and value."""
@@ -116,17 +127,18 @@ class GPT(nn.Module):
         Raises:
             ValueError: if the sequence is longer than `config.seq`.
         """
-        seq = tokens_bt.shape[1]
-        if seq > self.config.seq:
-            raise ValueError(
-                f"a sequence of {seq} tokens does not fit the model's {self.config.seq} positions"
-            )
-        positions_t = torch.arange(seq, device=tokens_bt.device)
+        positions_t = self.config.positions_of(tokens_bt)
         x_btc = self.tokens(tokens_bt) + self.positions(positions_t)
         for block in self.blocks:
             x_btc = block(x_btc)
-        logits_btv = self.head(self.norm(x_btc))
-        if targets_bt is None:
-            return logits_btv
-        # FP32 whatever the compute dtype: in bf16 the sum of 256 exponentials loses the loss's last digits.
-        return F.cross_entropy(logits_btv.float().flatten(0, 1), targets_bt.flatten())
+        return logits_or_loss(self.head(self.norm(x_btc)), targets_bt)
+
+
+def logits_or_loss(logits_btv: Tensor, targets_bt: Tensor | None) -> Tensor:
+    """The mean cross-entropy if there are targets.
+
+    In FP32 whatever the compute dtype: in bf16 the sum of 256 exponentials loses the loss's last digits.
+    """
+    if targets_bt is None:
+        return logits_btv
+    return F.cross_entropy(logits_btv.float().flatten(0, 1), targets_bt.flatten())
