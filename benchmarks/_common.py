@@ -6,6 +6,7 @@ import json
 import pickle
 import platform
 import tempfile
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import metadata
@@ -15,12 +16,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 import typer
+from _device import free_memory
 from torch import Tensor, nn
 
-from flatfsdp.cli.ranks import Device, Launch, start_and_join, under_torchrun
+from flatfsdp.cli.ranks import Device, Launch, Rank, start_and_join, under_torchrun
 
 RESULTS = Path(__file__).parent / "results"
 """Where every benchmark writes its JSON and its picture."""
+
+LONGEST_MESSAGE = 600
+"""Characters of an exception's message that a row of results keeps."""
 
 Result = TypeVar("Result")
 
@@ -73,6 +78,22 @@ def _rank_main(
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def on_all_ranks(measure: Callable[[], Result], rank: Rank) -> list[Result] | str:
+    """What each rank has measured, or what went wrong on the first one that failed; the same on all ranks."""
+    try:
+        mine: Result | str = measure()
+    except Exception as error:  # the other figures are worth having
+        mine = f"{type(error).__name__}: {error}".strip()[:LONGEST_MESSAGE]
+        if rank.index == 0:
+            traceback.print_exc()
+    # Only now that the exception is gone, and its frames with it, can all of a model go.
+    free_memory(rank.device)
+    everyones: list[Any] = [None] * rank.world
+    dist.all_gather_object(everyones, mine)
+    failures = (f"rank {index}: {found}" for index, found in enumerate(everyones) if isinstance(found, str))
+    return next(failures, everyones)
 
 
 def environment(device: str = "cpu") -> dict[str, str]:

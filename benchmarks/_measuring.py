@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from _device import GIB, allocated_gib, free_memory, peak_gib, start_together, timed
+from _common import on_all_ranks
+from _device import GIB, allocated_gib, peak_gib, start_together, timed
 from _engines import PLAIN, Variant, adamw, position, shard
 from _llama import SHAPES, Llama, LlamaConfig
 from torch import Tensor
@@ -120,23 +120,11 @@ def measure_all(rank: Rank, job: Job) -> list[Row]:
     for variant in job.order():
         if skipped[variant] or failed[variant]:
             continue
-        try:
-            mine: Run | str = _measure(variant, job, rank, batches)
-        except Exception as error:  # the other engines' figures are worth having
-            mine = f"{type(error).__name__}: {error}".strip()
-            if rank.index == 0:
-                traceback.print_exc()
-        # Only now that the exception is gone, and its frames with it, can all of the model go.
-        free_memory(rank.device)
-        everyones: list[Any] = [None] * rank.world
-        dist.all_gather_object(everyones, mine)
-        problems = [
-            f"rank {index}: {found}" for index, found in enumerate(everyones) if isinstance(found, str)
-        ]
-        if problems:
-            failed[variant] = problems[0]
+        found = on_all_ranks(partial(_measure, variant, job, rank, batches), rank)
+        if isinstance(found, str):
+            failed[variant] = found
         else:
-            runs[variant].append(_over_ranks(everyones))
+            runs[variant].append(_over_ranks(found))
         if rank.index == 0:
             outcome = failed[variant] or _outcome(runs[variant][-1])
             print(f"{variant.label}: {outcome}", file=sys.stderr, flush=True)

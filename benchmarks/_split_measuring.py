@@ -10,15 +10,14 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from _device import allocated_gib, free_memory, host_ms, peak_gib, start_together, timed
+from _common import on_all_ranks
+from _device import allocated_gib, host_ms, peak_gib, start_together, timed
 from _llama import LlamaConfig, flops_per_token
 from _split_layers import Contestant, Engine, Mode, Problem, Split, build, whole_results
 from _traffic import Traffic
@@ -128,20 +127,11 @@ def _measure_job(rank: Rank, job: Job) -> list[Row]:
         if skipped[mode] or failed[mode]:
             continue
         start = time.perf_counter()
-        try:
-            mine: Run | str = _measure(mode, job, rank, problem, expected)
-        except Exception as error:  # the other modes' figures are worth having
-            mine = f"{type(error).__name__}: {error}".strip()[:600]
-            if rank.index == 0:
-                traceback.print_exc()
-        free_memory(rank.device)
-        everyones: list[Any] = [None] * rank.world
-        dist.all_gather_object(everyones, mine)
-        failed[mode] = next(
-            (f"rank {r}: {found}" for r, found in enumerate(everyones) if isinstance(found, str)), ""
-        )
-        if not failed[mode]:
-            runs[mode].append(_over_ranks(everyones))
+        found = on_all_ranks(partial(_measure, mode, job, rank, problem, expected), rank)
+        if isinstance(found, str):
+            failed[mode] = found
+        else:
+            runs[mode].append(_over_ranks(found))
         if rank.index == 0:
             outcome = failed[mode] or f"{statistics.median(runs[mode][-1].ms):.3f} ms"
             print(
