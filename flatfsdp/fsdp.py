@@ -2,7 +2,7 @@
 
 In:   a module, ranks, a policy.
 Out:  a module whose `parameters()` are flat shards that any optimizer can update.
-Next: its `forward` drives `unit.py`; to follow one parameter, start at `layout.py`.
+Next: its `forward` drives `unit.py`; to follow one parameter, start at `ownership.py`.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 In:   units whose last gradient of a reducing backward has landed (`unit.py`).
 Out:  the master's gradient: this rank's shard of the mean over all data-parallel ranks.
-Next: `optim.clip_grad_norm_` and the optimizer.
+Next: `optim/clip.py` and the optimizer.
 
 Every rank launches the reductions in one fixed order, whatever order the gradients land in: the reverse of
 registration, which is the order of a backward.  A unit that is ready early waits for its turn.  So ranks

@@ -370,7 +370,7 @@ def activation_forward(
 
     Args:
         x: [rows, cols], or [rows, 2 * cols] for gated functions; FP32, FP16 or bf16, contiguous.
-        name: gelu, silu, relu, srelu, geglu, swiglu or reglu.
+        name: one of `NAMES`.
         scale: FP32, one element: what values are multiplied by before the cast to FP8.
         amax: FP32, one element, becomes max(amax, max |y|) of the FP32 result, unscaled.
         dtype: float8_e4m3fn or float8_e5m2, for the outputs that `rowwise` and `columnwise` ask for.

@@ -1,7 +1,7 @@
 """Between reduction and the next forward: norms of sharded gradients, and optimizers.
 
-Any torch.optim optimizer works over flat shards.  These also write the
-shard that is gathered next, in the same pass.
+Any torch.optim optimizer works over flat shards.  These also write the shard that is gathered next, in the
+same pass.
 """
 
 from flatfsdp.optim.adamw import AdamW
