@@ -14,7 +14,6 @@ from dataclasses import dataclass, fields, replace
 import torch
 import torch.distributed as dist
 from _bytes_formulas import HIDDEN, UNITS, WIDTH, Case, Traffic, promised
-from _common import Block
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -98,6 +97,18 @@ class Row:
 def equal(a: float, b: float) -> bool:
     """Up to rounding."""
     return abs(a - b) < 1e-6 * max(1.0, abs(a), abs(b))
+
+
+class Block(nn.Module):
+    """One unit to shard: x + down(relu(up(x))), 2 * width * hidden parameters and no biases."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).relu())
 
 
 class NormedBlock(Block):

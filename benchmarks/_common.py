@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks in processes of their own, a model to shard, and results on disk."""
+"""What the benchmarks share: ranks in processes of their own, what each has found, and results on disk."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 import typer
 from _device import free_memory
-from torch import Tensor, nn
 
 from flatfsdp.cli.ranks import Device, Launch, Rank, start_and_join, under_torchrun
 
@@ -30,32 +29,7 @@ LONGEST_MESSAGE = 600
 Result = TypeVar("Result")
 
 
-class Block(nn.Module):
-    """One unit to shard: x + down(relu(up(x))), 2 * width * hidden parameters and no biases."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.up = nn.Linear(width, hidden, bias=False)
-        self.down = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.up(x).relu())
-
-
-class Blocks(nn.Module):
-    """Equal blocks one after the other; the root itself has no parameters."""
-
-    def __init__(self, depth: int, width: int, hidden: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(width, hidden) for _ in range(depth))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def run_on_ranks(world_size: int, fn: Callable[..., Result], *args: object) -> list[Result]:
+def results_of_ranks(world_size: int, fn: Callable[..., Result], *args: object) -> list[Result]:
     """Returns what `fn(rank, world_size, *args)` returned on each of `world_size` gloo ranks, by rank.
 
     Each rank is a process of its own with one thread and an initialised default group; `fn` is a top-level

@@ -25,7 +25,7 @@ import matplotlib as mpl
 import typer
 from _bytes_formulas import CASES, UNITS, WEIGHTS, Case
 from _bytes_measured import Row, equal, measure_all
-from _common import RESULTS, environment, publish, run_on_ranks
+from _common import RESULTS, environment, publish, results_of_ranks
 from rich.console import Console
 from rich.table import Table
 
@@ -73,7 +73,7 @@ def main(
     rows: list[Row] = []
     for world_size in ranks:
         cases = [(case, steps) for steps in accumulation for case in _cases(steps)]
-        per_rank = run_on_ranks(world_size, measure_all, cases)
+        per_rank = results_of_ranks(world_size, measure_all, cases)
         for row, *others in zip(*per_rank, strict=True):
             assert all(other == row for other in others), f"ranks disagree about {row.label}"
             rows.append(row)

@@ -20,7 +20,7 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize(("ranks", "steps"), [(2, 1), (4, 3)])
 def test_fp8_rows_equal_their_formulas(benchmark: ModuleType, ranks: int, steps: int) -> None:
     cases = [(case, steps) for case in benchmark.CASES if case.fp8 and case.runs_here]
-    per_rank = benchmark.run_on_ranks(ranks, benchmark.measure_all, cases)
+    per_rank = benchmark.results_of_ranks(ranks, benchmark.measure_all, cases)
     for row in per_rank[0]:
         assert row.disagreements() == [], row.label
     ours = [row.measured for row in per_rank[0] if row.case.engine == "FlatFSDP"]
