@@ -1,20 +1,30 @@
-"""A layer that ranks share against the same layer on one process: values, gradients, initial parameters."""
+"""A layer that ranks share against the same layer on one process, and what it sends and computes in order."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, Literal, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp.comm import Ranks
-from flatfsdp.fp8 import autocast
-from flatfsdp.tensor_parallel import part_of
+from flatfsdp.comm import Pending, Ranks
+from flatfsdp.fp8 import DelayedScaling, autocast, products
+from flatfsdp.layers import LayerNormMLP, Linear
+from flatfsdp.tensor_parallel import Exchange, part_of
 from tests.unit.fp8.common import relative_error
 
 SEQUENCE, BATCH = 16, 4
+WIDTH, OUT, FFN, HEADS = 64, 96, 128, 8
+TOKENS = SEQUENCE * BATCH
+SHORT = DelayedScaling(amax_history_len=4)
+COLUMN = partial(Linear, WIDTH, OUT, parallel_mode="column")
+ROW = partial(Linear, WIDTH, OUT, parallel_mode="row")
+MLP = partial(LayerNormMLP, WIDTH, FFN, set_parallel_mode=True)
 
 Kind = Literal["column", "row", "both"]
 """What is split between layers without sequence parallelism: the output, the input, neither."""
@@ -54,6 +64,10 @@ class Pair(NamedTuple):
 
 def world() -> Ranks:
     return Ranks.of(dist.group.WORLD)
+
+
+def whole_group(sequence_parallel: bool = True) -> dict[str, Any]:
+    return {"tp_group": dist.group.WORLD, "sequence_parallel": sequence_parallel}
 
 
 def make_pair(
@@ -167,3 +181,37 @@ def compare(
             if whole.grad is not None:
                 checks.append((complete_grad(part), mine(whole.grad, part).float(), grad_tolerance, name))
         assert_all_close(checks)
+
+
+@contextmanager
+def events() -> Iterator[list[str]]:
+    """Names of products and of what is sent, in order; a wait begins with "wait"."""
+    log: list[str] = []
+    started: dict[int, str] = {}
+
+    def noting(owner: Any, name: str, label: str) -> Any:
+        original = getattr(owner, name)
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            log.append(label)
+            result = original(*args, **kwargs)
+            if isinstance(result, Pending):
+                started[id(result.tensor)] = label
+            return result
+
+        return mock.patch.object(owner, name, noted)
+
+    wait = Pending.wait
+
+    def noted_wait(pending: Pending) -> Tensor:
+        if pending.work is not None:
+            log.append(f"wait {started[id(pending.tensor)]}")
+        return wait(pending)
+
+    with ExitStack() as stack:
+        for name in ("fprop", "dgrad", "wgrad"):
+            stack.enter_context(noting(products, name, name))
+        stack.enter_context(noting(Exchange, "start_gather", "gather"))
+        stack.enter_context(noting(Exchange, "start_sum", "sum"))
+        stack.enter_context(mock.patch.object(Pending, "wait", noted_wait))
+        yield log

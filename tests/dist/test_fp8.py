@@ -1,27 +1,25 @@
-"""FP8 over ranks: one maximum for all of them, FlatFSDP's checkpoints, and training that is the same bits."""
+"""FP8 over ranks: one maximum for all of them, and training that is the same bits."""
 
 from __future__ import annotations
 
 import math
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, fp8, microbatches
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8, microbatches
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from tests.dist.fp8_training import batch, build, counted_reductions, same_on_all_ranks
 from tests.dist.models import same
 from tests.dist.ranks import run_ranks
 from tests.unit.fp8.common import (
     SHORT,
-    TOKENS,
     WIDTH,
     Block,
     Stack,
@@ -33,37 +31,6 @@ from tests.unit.fp8.common import (
 )
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-
-
-@contextmanager
-def counted_reductions() -> Iterator[list[tuple[torch.Size, Any]]]:
-    """Shape and operation of every all-reduce inside."""
-    calls: list[tuple[torch.Size, Any]] = []
-    all_reduce = dist.all_reduce
-
-    def counting(tensor: Tensor, op: Any = dist.ReduceOp.SUM, **options: Any) -> Any:
-        calls.append((tensor.shape, op))
-        return all_reduce(tensor, op, **options)
-
-    dist.all_reduce = counting
-    try:
-        yield calls
-    finally:
-        dist.all_reduce = all_reduce
-
-
-def batch(rank: int, step: int = 0, scale: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * rank + step)
-    return scale * torch.randn(TOKENS, WIDTH, generator=generator)
-
-
-def same_on_all_ranks(tensors: list[Tensor]) -> bool:
-    for tensor in tensors:
-        others = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, tensor.contiguous())
-        if not all(torch.equal(other.nan_to_num(7.0), tensor.nan_to_num(7.0)) for other in others):
-            return False
-    return True
 
 
 # ---- reductions --------------------------------------------------------------------------------------------
@@ -218,27 +185,6 @@ def test_a_rank_without_tokens() -> None:
 # ---- FlatFSDP ----------------------------------------------------------------------------------------------
 
 
-def build(flag: bool = True, seed: int = 0, **options: Any) -> FlatFSDP:
-    return auto_wrap(seeded(Stack, seed), by_class(Block), optimize_backward_concat=flag, **options)
-
-
-def train(
-    model: nn.Module, rank: int, steps: int = 2, recipe: Any = SHORT, start: int = 0, count: int = 2
-) -> list[Tensor]:
-    """Losses of this rank; SGD with momentum, so that what is in the optimizer counts."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
-    losses = []
-    for step in range(start, start + steps):
-        for index, x in enumerate(microbatches(model, [batch(rank, 7 * step + m) for m in range(count)])):
-            with autocast(recipe=recipe):
-                loss = model(x * 2.0**step, index == 0).square().mean()
-            loss.backward()
-            losses.append(loss.detach())
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
-
-
 def one_process_for_two(rank: int, world_size: int, options: dict[str, Any]) -> None:
     """Both ranks' batches in one region and one backward have the same maxima, sums and so the same bits."""
     model, plain = build(**options), seeded(Stack)
@@ -295,124 +241,6 @@ def recomputed(rank: int, world_size: int, flag: bool, reentrant: bool, recipe: 
 @pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
 def test_recompute_of_sharded_blocks(flag: bool, reentrant: bool, recipe: Any) -> None:
     run_ranks(2, recomputed, flag, reentrant, recipe)
-
-
-# ---- checkpoints -------------------------------------------------------------------------------------------
-
-
-def save_and_load(kind: str, model: FlatFSDP, other: FlatFSDP, folder: str) -> None:
-    if kind == "full":
-        other.load_state_dict(checkpoint.full_state_dict(model))
-    elif kind == "from_rank0":
-        state = checkpoint.full_state_dict(model, rank0_only=True, cpu_offload=True)
-        checkpoint.load_full_state_dict(other, state, from_rank0=True)
-    elif kind == "sharded":
-        checkpoint.save(folder, model)
-        checkpoint.load(folder, other)
-    else:
-        state = {key: value.clone() for key, value in checkpoint.local_state_dict(model).items()}
-        checkpoint.load_local_state_dict(other, state)
-
-
-def resumed(rank: int, world_size: int, kind: str, ran_before: str, folder: str, recipes: Any) -> None:
-    model, other = build(), build(seed=9, flag=False)
-    train(model, rank, recipe=recipes[0])
-    if ran_before:
-        train(other, rank, recipe=recipes[0] if ran_before == "same" else DelayedScaling(amax_history_len=11))
-    save_and_load(kind, model, other, folder)
-    assert_same_state(snapshot(model), snapshot(other))
-    losses = [train(each, rank, start=2, recipe=recipes[1]) for each in (model, other)]
-    assert same(*losses)
-    assert_same_state(snapshot(model), snapshot(other))
-
-
-KINDS = ["full", "from_rank0", "sharded", "local"]
-
-
-@pytest.mark.parametrize("ran_before", ["", "same", "other-length"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_resume_is_the_uninterrupted_run(kind: str, ran_before: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(2, resumed, kind, ran_before, folder, (SHORT, SHORT))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("length", [2, 9])
-def test_resume_with_another_history_length(kind: str, length: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(2, resumed, kind, "", folder, (SHORT, DelayedScaling(amax_history_len=length)))
-
-
-def without_state(rank: int, world_size: int, kind: str, folder: str) -> None:
-    """A checkpoint from before FP8 into a model that has run with it, and the other way round."""
-    before, model = build(seed=9), build()
-    before(batch(rank))
-    train(model, rank)
-    save_and_load(kind, before, model, folder)
-    state = before.state_dict()
-    assert_same_state({k: v for k, v in model.state_dict().items() if k in state}, state)
-    train(model, rank)
-    assert same_on_all_ranks(list(fp8_state(model).values()))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_without_fp8_state(kind: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(2, without_state, kind, folder)
-
-
-def stale_cache(rank: int, world_size: int, kind: str, folder: str) -> None:
-    model, other = build(), build(seed=9)
-    train(model, rank)
-    train(other, rank)
-    save_and_load(kind, model, other, folder)
-    with pytest.raises(RuntimeError, match="is_first_microbatch=True"), autocast(recipe=SHORT):
-        other(batch(rank), False)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_loading_drops_weights_that_were_cast_before(kind: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(2, stale_cache, kind, folder)
-
-
-def write(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
-    model = build()
-    train(model, rank)
-    checkpoint.save(folder, model)
-    return snapshot(model)
-
-
-def read(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
-    model = build(seed=9)
-    checkpoint.load(folder, model)
-    return snapshot(model)
-
-
-def test_another_number_of_ranks_reads_what_two_have_written() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        written = run_ranks(2, write, folder)
-        for found in (*run_ranks(1, read, folder), *run_ranks(3, read, folder)):
-            assert_same_state(written[0], found)
-
-
-def into_plain(rank: int, world_size: int) -> None:
-    """The plain model, and back into another wrapped one."""
-    model = build()
-    train(model, rank)
-    plain, again = seeded(Stack, seed=9), build(seed=8)
-    plain.load_state_dict(model.state_dict())
-    with torch.no_grad(), autocast(recipe=SHORT):
-        assert torch.equal(plain(batch(rank)), model(batch(rank)))
-    again.load_state_dict(plain.state_dict())
-    assert same(*(train(each, rank, start=2) for each in (model, again)))
-    before = fp8_state(plain)
-    rewrapped = auto_wrap(plain, by_class(Block), precision=Precision(buffer=torch.bfloat16))
-    assert_same_state(fp8_state(rewrapped), before)
-
-
-def test_plain_and_wrapped_models_read_each_other() -> None:
-    run_ranks(2, into_plain)
 
 
 def bf16_compute(rank: int, world_size: int, flag: bool) -> None:

@@ -18,10 +18,10 @@ from flatfsdp.fp8.module import FP8Module
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.parallel import FlatStage, ParallelMesh, make_mesh
+from tests.dist.fp8_training import counted_reductions
 from tests.dist.llamas import mesh_of
 from tests.dist.models import same
 from tests.dist.ranks import run_ranks
-from tests.dist.test_fp8 import counted_reductions
 from tests.unit.fp8.common import TOKENS, WIDTH, Block, fp8_state
 
 MICROBATCHES, STEPS = 4, 2

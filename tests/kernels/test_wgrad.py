@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
-from collections import Counter
 from collections.abc import Iterator
-from enum import IntEnum
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +11,8 @@ import torch
 from flatfsdp.kernels import wgrad as module
 from flatfsdp.kernels.wgrad import wgrad, wgrad_unfused
 from torch import Tensor
+
+from tests.kernels.fake_cublas_lt import FakeCublasLt
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_PAIRS = pytest.mark.parametrize(("dy_dtype", "x_dtype"), [(E5M2, E4M3), (E4M3, E4M3), (E4M3, E5M2)])
@@ -85,136 +83,15 @@ def test_only_its_slot_of_the_flat_buffer_is_written() -> None:
     assert not (flat[16:-16] == 5).any()
 
 
-class FakeCublasLt:
-    """As nvmath.bindings.cublasLt for what a plan calls: same arguments, on CPU memory, columns first.
-
-    Args:
-        first_choice: whether an algorithm is found if only those without split-K are asked for.
-        others: splits, reduction scheme and tile of each of those found if any kind is asked for.
-    """
-
-    MatmulDescAttribute = IntEnum(
-        "MatmulDescAttribute", "TRANSA TRANSB FAST_ACCUM A_SCALE_POINTER B_SCALE_POINTER"
-    )
-    MatmulPreferenceAttribute = IntEnum(
-        "MatmulPreferenceAttribute",
-        "MAX_WORKSPACE_BYTES REDUCTION_SCHEME_MASK MIN_ALIGNMENT_A_BYTES MIN_ALIGNMENT_B_BYTES "
-        "MIN_ALIGNMENT_C_BYTES MIN_ALIGNMENT_D_BYTES",
-    )
-    MatmulAlgoConfigAttribute = IntEnum("MatmulAlgoConfigAttribute", "SPLITK_NUM REDUCTION_SCHEME TILE_ID")
-    MatmulTile = IntEnum("MatmulTile", {"TILE_128x128": 20, "TILE_128x160": 29})
-    ReductionScheme = IntEnum("ReductionScheme", {"NONE": 0, "COMPUTE_TYPE": 2, "MASK": 7})
-    SIZES = SimpleNamespace(
-        desc={"TRANSA": 4, "TRANSB": 4, "FAST_ACCUM": 1, "A_SCALE_POINTER": 8, "B_SCALE_POINTER": 8},
-        preference={"MAX_WORKSPACE_BYTES": 8, "REDUCTION_SCHEME_MASK": 4},
-    )
-    DTYPES = {  # noqa: RUF012
-        0: torch.float32, 2: torch.float16, 14: torch.bfloat16, 28: E4M3, 29: E5M2
-    }  # fmt: skip
-
-    class cuBLASLtError(Exception):  # noqa: N801
-        pass
-
-    def __init__(self, first_choice: bool = True, others: tuple[tuple[int, ...], ...] = ()) -> None:
-        self.calls: Counter[str] = Counter()
-        self.things: dict[int, Any] = {}
-        self.algorithms_run: list[int] = []
-        self.betas: list[float] = []
-        self.first_choice, self.others = first_choice, others
-
-    def _new(self, thing: Any) -> int:
-        self.things[len(self.things) + 1] = thing
-        return len(self.things)
-
-    def get_version(self) -> int:
-        return 130000
-
-    def create(self) -> int:
-        self.calls["create"] += 1
-        return self._new("handle")
-
-    def matrix_layout_create(self, kind: int, rows: int, cols: int, ld: int) -> int:
-        return self._new((self.DTYPES[kind], rows, cols, ld))
-
-    def matmul_desc_create(self, compute_type: int, scale_type: int) -> int:
-        assert (compute_type, scale_type) == (68, 0)
-        return self._new({})
-
-    def matmul_desc_set_attribute(self, desc: int, name: int, address: int, size: int) -> None:
-        name = self.MatmulDescAttribute(name).name
-        assert size == self.SIZES.desc[name]
-        self.things[desc][name] = int.from_bytes(ctypes.string_at(address, size), "little")
-
-    def matmul_preference_create(self) -> int:
-        return self._new({})
-
-    def matmul_preference_set_attribute(self, preference: int, name: int, address: int, size: int) -> None:
-        name = self.MatmulPreferenceAttribute(name).name
-        assert size == self.SIZES.preference.get(name, 4)
-        self.things[preference][name] = int.from_bytes(ctypes.string_at(address, size), "little")
-
-    def matmul_preference_destroy(self, preference: int) -> None:
-        self.calls["preferences destroyed"] += 1
-
-    def MatmulHeuristicResult(self, size: int) -> Any:  # noqa: N802
-        found = [self._new(("algorithm", None)) for _ in range(size)]
-        results = Results(SimpleNamespace(ptr=pointer, state=0, workspace_size=64) for pointer in found)
-        results.ptr = results[0].ptr
-        return results
-
-    def matmul_algo_get_heuristic(self, *args: int) -> None:
-        _handle, desc, a, _b, c, d, preference, wanted, results, count = args
-        self.calls["heuristic"] += 1
-        wished = dict(self.things[preference])
-        mask = wished.pop("REDUCTION_SCHEME_MASK")
-        assert wished.pop("MAX_WORKSPACE_BYTES") == 32 << 20 and mask in (0, 7)
-        assert len(wished) == 4 and set(wished.values()) == {16}, "one algorithm for every buffer"
-        told, is_fp8 = self.things[desc], self.things[a][0].itemsize == 1
-        assert ("A_SCALE_POINTER" in told) == ("B_SCALE_POINTER" in told) == ("FAST_ACCUM" in told) == is_fp8
-        assert c == d
-        found = self.others if mask else ((1, 0, 0),) * self.first_choice
-        if not found:
-            raise self.cuBLASLtError("NOT_SUPPORTED")
-        for index, configuration in enumerate(found[:wanted]):
-            self.things[results + index] = ("algorithm", configuration)
-        ctypes.c_int32.from_address(count).value = len(found[:wanted])
-
-    def matmul_algo_config_get_attribute(
-        self, algorithm: int, name: int, address: int, size: int, written: int
-    ) -> None:
-        assert size == 4 and written
-        ctypes.c_int32.from_address(address).value = self.things[algorithm][1][name - 1]
-
-    def _matrix(self, address: int, layout: int) -> Tensor:
-        dtype, rows, cols, ld = self.things[layout]
-        size = torch.empty((), dtype=dtype).element_size() * ld * cols
-        memory = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
-        return memory.view(dtype).view(cols, ld)[:, :rows].t()
-
-    def matmul(self, handle: int, desc: int, alpha: int, *args: int) -> None:
-        a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm, workspace, size, stream = args
-        told = self.things[desc]
-        assert not (a % 16 or b % 16 or c % 16 or d % 16)
-        left, right = self._matrix(a, a_layout).float(), self._matrix(b, b_layout).float()
-        left = left.t() if told["TRANSA"] else left
-        right = right.t() if told["TRANSB"] else right
-        product = left @ right * ctypes.c_float.from_address(alpha).value
-        for name in ("A_SCALE_POINTER", "B_SCALE_POINTER"):
-            if name in told:
-                product *= ctypes.c_float.from_address(told[name]).value
-        kept = ctypes.c_float.from_address(beta).value
-        if kept:
-            product += kept * self._matrix(c, c_layout)
-        self._matrix(d, d_layout).copy_(product)
-        self.algorithms_run.append(algorithm)
-        self.betas.append(kept)
-        assert self.things[handle] == "handle" and workspace and size == 64 and stream == 7
-
-
-class Results(list):  # type: ignore[type-arg]
-    """Of a heuristic: an array of structures, with an address."""
-
-    ptr: int
+def written_and_added() -> tuple[Tensor, Tensor]:
+    """FP8 gradients of two microbatches, as launched, and what they should be."""
+    ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
+    scales = (torch.tensor([0.25]), torch.tensor([4.0]))
+    for first in (True, False):
+        dy, x = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
+        module.launch_fp8(ours, dy, x, *scales, first, True)
+        module.reference_fp8(expected, dy, x, *scales, first, True)
+    return ours, expected
 
 
 @pytest.fixture
@@ -352,13 +229,8 @@ def test_a_shape_without_an_algorithm_is_added_and_the_log_says_so_once(
     fake: FakeCublasLt, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake.first_choice, fake.others = False, ((8, 2, 0),)
-    ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
-    scales = (torch.tensor([0.25]), torch.tensor([4.0]))
     with caplog.at_level(logging.INFO, module.__name__):
-        for first in (True, False):
-            dy, x = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
-            module.launch_fp8(ours, dy, x, *scales, first, True)
-            module.reference_fp8(expected, dy, x, *scales, first, True)
+        ours, expected = written_and_added()
     assert torch.equal(ours, expected) and not fake.betas
     (message,) = (record.getMessage() for record in caplog.records)
     assert "out, in, tokens = (48, 80, 32)" in message and "split-K" in message
@@ -371,13 +243,8 @@ def test_without_nvmath_the_product_is_added_and_the_log_says_so_once(
         raise ModuleNotFoundError(f"No module named {name!r}")
 
     monkeypatch.setattr(module.importlib, "import_module", missing)
-    ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
-    scales = (torch.tensor([0.25]), torch.tensor([4.0]))
     with caplog.at_level(logging.INFO, module.__name__):
-        for first in (True, False):
-            dy, x = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
-            module.launch_fp8(ours, dy, x, *scales, first, True)
-            module.reference_fp8(expected, dy, x, *scales, first, True)
+        ours, expected = written_and_added()
     assert torch.equal(ours, expected)
     (message,) = (record.getMessage() for record in caplog.records)
     assert "FP32 temporary" in message and "nvmath" in message

@@ -17,6 +17,11 @@ TOKENS, WIDTH, FFN = 32, 32, 48
 SHORT = DelayedScaling(amax_history_len=4)
 
 
+def batch(scale: float = 1.0) -> Tensor:
+    """For a `Stack`, or one of its layers."""
+    return scale * torch.randn(TOKENS, WIDTH)
+
+
 class Block(nn.Module):
     """Every layer with FP8 products, and a residual connection."""
 

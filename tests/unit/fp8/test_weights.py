@@ -12,17 +12,13 @@ from torch import Tensor, nn
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
-from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH, Stack, relative_error, seeded
+from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH, Stack, batch, relative_error, seeded
 
 E4M3 = torch.float8_e4m3fn
 RECIPES = pytest.mark.parametrize(
     "recipe", [SHORT, CurrentScaling(), BlockScaling()], ids=["delayed", "current", "block"]
 )
 LAYERS = pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
-
-
-def batch(scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(TOKENS, WIDTH)
 
 
 def fp8_of(x: Tensor, scale: Tensor) -> Tensor:

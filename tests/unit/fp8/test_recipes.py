@@ -1,0 +1,198 @@
+"""Recipes: what a change from one to another does, and what they, sizes and devices may not be."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+
+from flatfsdp import fp8
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, SplitAccumulator, autocast
+from flatfsdp.fp8.module import require_fp8
+from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH, Stack, batch, relative_error, seeded
+
+RECIPES = pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
+
+
+# ---- another recipe ----------------------------------------------------------------------------------------
+
+
+def test_a_changed_recipe_is_logged_once_and_works(caplog: pytest.LogCaptureFixture) -> None:
+    model, x = seeded(Stack), batch()
+    exact = model(x)
+    # Recipes that no other test has, because the log remembers.
+    recipes = [
+        DelayedScaling(amax_history_len=4, margin=1),
+        DelayedScaling(amax_history_len=7, margin=1),
+        CurrentScaling(amax_epsilon=1e-30),
+        DelayedScaling(amax_history_len=3, margin=1, amax_compute_algo="most_recent"),
+    ]
+    with caplog.at_level(logging.WARNING, "flatfsdp"):
+        for recipe in recipes:
+            for _ in range(3):
+                with autocast(recipe=recipe):
+                    out = model(x)
+                out.sum().backward()
+            assert relative_error(out, exact) < 0.1
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 3 and all("recipe changed" in message for message in messages)
+    assert model.head.fp8_forward_amax_history.shape == (3, 2)
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 9), (9, 4), (4, 1), (1, 4), (2, 2)])
+def test_a_history_of_another_length_keeps_the_latest_updates(old: int, new: int) -> None:
+    layer = Linear(WIDTH, FFN)
+    for amax in range(1, 7):
+        with autocast(recipe=DelayedScaling(amax_history_len=old, margin=2)):
+            layer(torch.full((TOKENS, WIDTH), float(amax)))
+    before = layer.fp8_forward_amax_history[:, 0].tolist()
+    with autocast(recipe=DelayedScaling(amax_history_len=new, margin=3)):
+        layer(torch.full((TOKENS, WIDTH), 7.0))
+    kept = before[1:][1:] if old == new else before[1:]
+    expected = [0.0, *([0.0] * new + kept + [7.0])[-(new - 1) :]] if new > 1 else [0.0]
+    assert layer.fp8_forward_amax_history[:, 0].tolist() == expected
+
+
+ONE_ROW = pytest.mark.xfail(strict=True, reason="a history of one row has nothing to rescale from")
+
+
+@pytest.mark.parametrize("algo", ["max", "most_recent"])
+@pytest.mark.parametrize("length", [pytest.param(1, marks=ONE_ROW), 2, 4])
+def test_a_changed_format_changes_scales_at_once(algo: Any, length: int) -> None:
+    """An E5M2 scale would saturate nearly all of an E4M3 gradient."""
+    layer, x = Linear(WIDTH, FFN), batch().requires_grad_()
+    for fp8_format in (Format.HYBRID, Format.HYBRID, Format.E4M3):
+        x.grad = None
+        with autocast(recipe=DelayedScaling(0, fp8_format, length, algo)):
+            out = layer(x)
+        dy = torch.randn_like(out)
+        out.backward(dy)
+    assert relative_error(x.grad, dy @ layer.weight) < 0.08
+
+
+def test_a_changed_margin_changes_scales_at_once() -> None:
+    layer, x = Linear(WIDTH, FFN), batch()
+    for margin in (0, 0, 3):
+        with autocast(recipe=DelayedScaling(margin=margin, amax_history_len=4)):
+            layer(x)
+            scale = layer.fp8_forward_scale.clone()
+        if margin == 0:
+            before = layer.fp8_forward_scale.clone()
+    assert torch.equal(scale, before / 8)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        DelayedScaling(amax_history_len=9),
+        DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent"),
+        DelayedScaling(amax_history_len=4, split_accumulator=SplitAccumulator(fprop=True)),
+    ],
+    ids=["length", "algo", "split"],
+)
+def test_what_does_not_concern_the_scale_of_now_leaves_it(other: Any) -> None:
+    """The oldest row, 100, counted in the last update and is not there any more."""
+    layer = Linear(WIDTH, FFN)
+    for amax in (100.0, 1.0, 1.0, 1.0):
+        with autocast(recipe=SHORT):
+            layer(torch.full((TOKENS, WIDTH), amax))
+    assert layer.fp8_forward_scale[0] == 4
+    with torch.no_grad(), autocast(recipe=other):
+        layer(torch.full((TOKENS, WIDTH), 1.0))
+    assert layer.fp8_forward_scale[0] == 4
+
+
+def test_a_forward_keeps_its_recipe_for_its_backward() -> None:
+    """Another recipe in between, as in an evaluation with gradients."""
+    layer, other, x = seeded(lambda: Linear(WIDTH, FFN)), seeded(lambda: Linear(WIDTH, FFN)), batch()
+    grads = []
+    for each in (layer, other):
+        y = x.clone().requires_grad_()
+        with autocast(recipe=SHORT):
+            out = each(y)
+        if each is layer:
+            with autocast(recipe=DelayedScaling(fp8_format=Format.E4M3, amax_history_len=8)):
+                each(batch(100.0))
+        out.backward(torch.ones_like(out))
+        grads.append((y.grad, each.weight.grad, each.bias.grad))
+    for a, b in zip(*grads, strict=True):
+        assert torch.equal(a, b)
+    with autocast(recipe=SHORT):
+        out = layer(x)
+    out.sum().backward()
+
+
+# ---- what they, and FP8, do not take -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DelayedScaling(margin="1"), "margin"),
+        (lambda: DelayedScaling(margin=float("inf")), "margin"),
+        (lambda: DelayedScaling(amax_history_len=0), "amax_history_len"),
+        (lambda: DelayedScaling(amax_history_len=2.0), "amax_history_len"),
+        (lambda: DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo"),
+        (lambda: DelayedScaling(fp8_format="HYBRID"), "fp8_format"),
+        (lambda: CurrentScaling(fp8_format=None), "fp8_format"),
+        (lambda: CurrentScaling(amax_epsilon=-1.0), "amax_epsilon"),
+        (lambda: CurrentScaling(amax_epsilon=float("nan")), "amax_epsilon"),
+        (lambda: fp8.BlockScaling(fp8_format=Format.HYBRID), "fp8_format"),
+        (lambda: fp8.BlockScaling(split_accumulator=SplitAccumulator()), "split"),
+    ],
+)
+def test_values_that_no_recipe_has(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_something_else_than_a_recipe() -> None:
+    with pytest.raises(TypeError, match="DelayedScaling"), autocast(recipe="delayed"):
+        pass
+    with pytest.raises(TypeError, match="DelayedScaling"), autocast(recipe=DelayedScaling):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape", "name"),
+    [
+        (lambda: Linear(WIDTH, FFN), (TOKENS + 1, WIDTH), "tokens is 33"),
+        (lambda: Linear(WIDTH + 8, FFN), (TOKENS, WIDTH + 8), "in_features is 40"),
+        (lambda: Linear(WIDTH, FFN + 1), (TOKENS, WIDTH), "out_features is 49"),
+        (lambda: LayerNormLinear(WIDTH, FFN + 4), (TOKENS, WIDTH), "out_features is 52"),
+        (lambda: LayerNormMLP(WIDTH, 24), (TOKENS, WIDTH), "fc1_weight: out_features is 24"),
+        (lambda: LayerNormMLP(WIDTH, 24, activation="swiglu"), (TOKENS, WIDTH), "fc2_weight: in_features"),
+    ],
+)
+@RECIPES
+def test_sizes_that_fp8_does_not_take(layer: Any, shape: tuple[int, int], name: str, recipe: Any) -> None:
+    layer, x = layer(), torch.randn(shape)
+    with autocast(recipe=recipe), pytest.raises(ValueError, match=rf"{type(layer).__name__}.*{name}"):
+        layer(x)
+    assert layer(x).shape[0] == shape[0]
+
+
+def test_tokens_are_the_product_of_leading_dimensions() -> None:
+    layer = Linear(WIDTH, FFN)
+    with autocast():
+        assert layer(torch.randn(2, 4, 4, WIDTH)).shape == (2, 4, 4, FFN)
+        with pytest.raises(ValueError, match="tokens is 8"):
+            layer(torch.randn(2, 4, WIDTH))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0)])
+def test_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Old")
+    require_fp8.cache_clear()
+    try:
+        if capability >= (8, 9):
+            require_fp8(torch.device("cuda", 0))
+        else:
+            with pytest.raises(RuntimeError, match=r"NVIDIA Old.*autocast\(enabled=False\)"):
+                require_fp8(torch.device("cuda", 0))
+    finally:
+        require_fp8.cache_clear()
