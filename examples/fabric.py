@@ -2,7 +2,7 @@
 
 python examples/fabric.py                                         # on all GPUs, or one CPU process
 python examples/fabric.py --accelerator cpu --devices 2           # two processes on the CPU
-python examples/fabric.py --devices 4 --hidden 4096 --heads 32 --compile
+python examples/fabric.py --devices 4 --hidden 4096 --heads 32 --lr 3e-4 --compile
 
 Needs `pip install lightning-fabric` (or `lightning`).  Started again with more --steps, it goes on.
 """
@@ -32,6 +32,7 @@ def main(
     layers: options.Layers = 2,
     hidden: options.Hidden = 64,
     heads: options.Heads = 4,
+    lr: options.LearningRate = 3e-3,
     accumulation: Annotated[int, typer.Option("--microbatches", min=1, help="In one step.")] = 4,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint.")] = Path("out/fabric"),
 ) -> None:
@@ -57,7 +58,7 @@ def main(
         precision=Precision(compute=torch.bfloat16, fp8_weights=stored),
         optimize_backward_concat=True,
     )
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     model, optimizer = fabric.setup(model, optimizer)
 
     recipe = DelayedScaling(amax_history_len=16)  # of activations and gradients
@@ -70,13 +71,13 @@ def main(
         # Gradients are added up in FP32, and reduced in the last backward.
         for tokens, targets in microbatches(model, fabric.to_device(samples)):
             with autocast(fp8, recipe=recipe):
-                loss = model(tokens, targets) / accumulation
-            fabric.backward(loss)
+                loss = model(tokens, targets)
+            fabric.backward(loss / accumulation)
         norm = fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         optimizer.zero_grad()
         state["step"] = step + 1
-        fabric.print(f"step {step + 1:3d}  loss {loss * accumulation:.4f}  gradient norm {norm:.3f}")
+        fabric.print(f"step {step + 1:3d}  loss {loss:.4f}  gradient norm {norm:.3f}", flush=True)
     fabric.save(out, state)  # each rank its part; any number of ranks can go on from it
 
 
