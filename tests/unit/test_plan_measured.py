@@ -1,7 +1,7 @@
 """The plan beside what H200s did, from the committed results; and where its numbers come from.
 
-Bytes between steps are exact.  Peaks were 5 to 8 % above what was measured, single layers within 5 %, steps 17 %
-below to 4 % above; tests leave room for new measurements.
+Bytes between steps are exact.  Peaks were 5 to 8 % above what was measured, single layers within 5 %, steps
+17 % below to 4 % above; tests leave room for new measurements.
 """
 
 from __future__ import annotations
