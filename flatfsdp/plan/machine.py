@@ -37,7 +37,9 @@ class Machine:
         narrow_attention: the share of it with heads of 64: the mean of pretrain-1b-dp-2.json and -tp-2.json.
         memory_bandwidth: bytes a second, read and written, that kernels reach: the median of kernels.json.
         host_ms_bf16, host_ms_fp8: that the host needs for one layer's forward and backward in one microbatch,
-            inside of FlatFSDP; benchmarks/LOG.md, "Host time of a layer".  A GPU that is faster waits.
+            inside of FlatFSDP: benchmarks/LOG.md, "Host time of a layer", and plan-1b-2.json, the interleaved
+            pipeline.  A GPU that is faster waits.
+        host_ms_exchange: what one collective of tensor-parallel ranks adds; the same file, TP 2 with FP8.
         gpus_per_host: that NVLink connects.
         link_bandwidth: bytes a second that one GPU sends through it in collectives; collectives-nccl-4.json.
         link_latency: seconds of a collective of few bytes; the same file.
@@ -59,7 +61,8 @@ class Machine:
     narrow_attention: float = 0.8
     memory_bandwidth: float = 3.84e12
     host_ms_bf16: float = 3.4
-    host_ms_fp8: float = 6.7
+    host_ms_fp8: float = 5.0
+    host_ms_exchange: float = 0.35
     gpus_per_host: int = 8
     link_bandwidth: float = 330e9
     link_latency: float = 20e-6

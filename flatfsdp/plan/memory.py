@@ -7,14 +7,15 @@ Next: `cli/plan.py` prints it; `search.py` compares.
 Buffers of parameters and gradients are those of `FlatFSDP.memory_report`, by the same code, from layouts in
 place of tensors.  Activations are added, and a moment is looked for:
 
-    the head's backward            all microbatches in flight, logits; gradients of the microbatches before
+    the head's backward            most microbatches in flight, logits; gradients of the microbatches before
     the last layer's backward      the same without these logits, and what a layer's backward needs
+    the second backward            where all of a step's microbatches were in flight before the first one
     the end of the last backward   activations are gone, all but a few units' gradients are reduced
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -131,15 +132,20 @@ def _of_rank(job: Job, rank: int, parts: Sequence[Part], layouts: Layouts) -> Me
     moments = {
         "the head's backward": held.at_the_head(),
         "the last layer's backward": held.at_the_last_layer(),
+        "the second backward": held.at_the_second_backward(),
         "the end of the last backward": held.at_the_end(),
     }
     moment, lines = max(moments.items(), key=lambda item: sum(line.nbytes for line in item[1]))
-    reports = [stage_report(stage, job) for stage in stages]
-    passing = (*held.gathered(), *lines, held.stage_buffers())
-    return MemoryPlan(rank, _static(reports), tuple(line for line in passing if line.nbytes), moment)
+    static = (*_reported([stage_report(stage, job) for stage in stages]), held.stage_buffers())
+    passing = (*held.gathered(), *lines)
+    return MemoryPlan(rank, _there(static), _there(passing), moment)
 
 
-def _static(reports: Sequence[MemoryReport]) -> tuple[Line, ...]:
+def _there(lines: Iterable[Line]) -> tuple[Line, ...]:
+    return tuple(line for line in lines if line.nbytes)
+
+
+def _reported(reports: Sequence[MemoryReport]) -> tuple[Line, ...]:
     """One line a buffer and dtype, of all stages."""
     found: dict[str, int] = {}
     for row in (row for report in reports for row in report.rows if row.lives == ALWAYS):
@@ -179,11 +185,17 @@ class _Rank:
             return sum(map(sum, sizes))
         return sum(each[0] for each in sizes) + max(largest_window(each[1:], ahead) for each in sizes)
 
-    def _main_grad(self, layers: int) -> Line:
-        """Of roots, and of so many layers of the stage that computes."""
+    def _main_grad(self, layers: int, *, embedding: bool) -> Line:
+        """Of roots, and of so many layers of the stage that computes.
+
+        Args:
+            embedding: whether a root without the head has a gradient already.
+        """
         sizes = [_by_unit(stage, "main_grad") for stage in self.stages]
+        pairs = zip(self.parts, sizes, strict=True)
+        roots = sum(each[0] for part, each in pairs if embedding or part.has_head)
         largest = max(sum(sorted(each[1:])[-layers:]) if layers else 0 for each in sizes)
-        return Line("main_grad", sum(each[0] for each in sizes) + largest, "unsharded, until it is reduced")
+        return Line("main_grad", roots + largest, "unsharded, until it is reduced")
 
     def _all_main_grad(self) -> Line:
         total = sum(sum(_by_unit(stage, "main_grad")) for stage in self.stages)
@@ -191,25 +203,37 @@ class _Rank:
 
     # ---- moments ----------------------------------------------------------------------------------------
 
+    @property
+    def _has_all_in_flight(self) -> bool:
+        """Whether no forward of the step follows its first backward."""
+        return sum(self.flying) == len(self.parts) * self.job.microbatches
+
+    def _gradients(self, layers: int) -> Line:
+        """When most microbatches are in flight and the backward of so many layers has begun."""
+        if self._has_all_in_flight:
+            return self._main_grad(layers, embedding=False)
+        return self._all_main_grad()
+
     def at_the_head(self) -> list[Line]:
-        several = self.job.microbatches > 1
         beside = activations.backward_of_head(self.job) if self.parts[-1].has_head else 0
-        return [
-            self._all_main_grad() if several else self._main_grad(0),
-            *self._saved(spent_logits=0),
-            Line("backward of the head", beside, "what it needs beside"),
-        ]
+        head = Line("backward of the head", beside, "what it needs beside")
+        return [self._gradients(layers=0), *self._saved(self.flying, spent_logits=0), head]
 
     def at_the_last_layer(self) -> list[Line]:
-        several = self.job.microbatches > 1
-        gradients = self._all_main_grad() if several else self._main_grad(1)
-        return [gradients, *self._saved(spent_logits=1), self._backward()]
+        return [self._gradients(layers=1), *self._saved(self.flying, spent_logits=1), self._backward()]
+
+    def at_the_second_backward(self) -> list[Line]:
+        if not self._has_all_in_flight or self.job.microbatches == 1:
+            return []
+        # The last stage's backward is the first one.
+        flying = [*self.flying[:-1], self.flying[-1] - 1]
+        return [self._all_main_grad(), *self._saved(flying, spent_logits=1), self._backward()]
 
     def at_the_end(self) -> list[Line]:
         """One layer computes, and others are being reduced; without shards, gradients stay where they are."""
         reduced = sum(sum(_by_unit(stage, "reduced_grad")) for stage in self.stages)
         return [
-            *([self._main_grad(1 + MAX_IN_FLIGHT)] if self.job.ranks.dp_shard > 1 else []),
+            *([self._main_grad(1 + MAX_IN_FLIGHT, embedding=True)] if self.job.ranks.dp_shard > 1 else []),
             Line("reduced gradient", reduced, "until zero_grad"),
             Line("activations", activations.saved_by_layer(self.job), "one layer"),
             self._backward(),
@@ -218,25 +242,31 @@ class _Rank:
     def _backward(self) -> Line:
         return Line("backward of a layer", activations.backward_of_layer(self.job), "what it needs beside")
 
-    def _saved(self, *, spent_logits: int) -> list[Line]:
+    def _saved(self, flying: Sequence[int], *, spent_logits: int) -> list[Line]:
+        """
+        Args:
+            flying: microbatches of each stage.
+            spent_logits: of how many of them logits are gone.
+        """
         layer, head = activations.saved_by_layer(self.job), activations.saved_by_head(self.job)
         between = activations.between_stages(self.job) if self.job.ranks.pp > 1 else 0
         total = sum(
-            flying * (part.layers * layer + part.has_head * head + (not part.has_head) * between)
-            for part, flying in zip(self.parts, self.flying, strict=True)
+            count * (part.layers * layer + part.has_head * head + (not part.has_head) * between)
+            for part, count in zip(self.parts, flying, strict=True)
         )
-        heads = sum(n for part, n in zip(self.parts, self.flying, strict=True) if part.has_head)
+        heads = sum(n for part, n in zip(self.parts, flying, strict=True) if part.has_head)
         layers = "+".join(str(part.layers) for part in self.parts)
-        flying = "+".join(map(str, self.flying))
+        counts = "+".join(map(str, flying))
         return [
-            Line("activations", total, f"{layers} layers x {flying} microbatches in flight"),
+            Line("activations", total, f"{layers} layers x {counts} microbatches in flight"),
             Line("logits", max(0, heads - spent_logits) * activations.logits(self.job)),
         ]
 
     def stage_buffers(self) -> Line:
         """Where torch's stages receive activations and gradients, one for each microbatch."""
         ends = sum((not part.has_embedding) + (not part.has_head) for part in self.parts)
-        nbytes = ends * self.job.microbatches * activations.between_stages(self.job)
+        count = self.job.microbatches if self.job.ranks.pp > 1 else 0
+        nbytes = ends * count * activations.between_stages(self.job)
         return Line("pipeline buffers", nbytes, f"received, {self.job.microbatches} microbatches")
 
 

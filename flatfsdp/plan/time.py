@@ -32,9 +32,6 @@ from flatfsdp.plan.machine import Machine
 from flatfsdp.plan.parts import Layouts, Part, layouts_of, parts_of
 from flatfsdp.plan.traffic import Sent, of_stage, of_unit
 
-EXCHANGES = {False: 4, True: 10}
-"""Collectives of one layer in one microbatch, without sequence parallelism and with it; see `Exchange`."""
-
 
 @dataclass(frozen=True)
 class TimePlan:
@@ -128,12 +125,23 @@ class RankTime:
 
     def _host_seconds(self) -> float:
         """Of one layer."""
-        return (self.machine.host_ms_fp8 if self.job.is_fp8 else self.machine.host_ms_bf16) / 1e3
+        machine = self.machine
+        own = machine.host_ms_fp8 if self.job.is_fp8 else machine.host_ms_bf16
+        return (own + self._exchanges * machine.host_ms_exchange) / 1e3
+
+    @property
+    def _exchanges(self) -> int:
+        """Collectives of one layer among tensor-parallel ranks, forward and backward; see `Exchange`."""
+        if self.job.ranks.tp == 1:
+            return 0
+        return 10 if self.job.ranks.sequence_parallel else 4
 
     def _exchanged(self) -> float:
         """What tensor-parallel ranks send and nothing hides."""
+        if not self._exchanges:
+            return 0.0
         sent = sum(sum(of_stage(part, self.job)) for part in self.parts)
-        calls = sum(part.layers for part in self.parts) * EXCHANGES[self.job.ranks.sequence_parallel]
+        calls = sum(part.layers for part in self.parts) * self._exchanges
         return (1 - self.machine.hidden_exchange) * calls * self.groups.tp.seconds(sent / calls)
 
     def _transfers(self) -> float:
