@@ -60,25 +60,34 @@ class PlanReport:
                 },
                 "sent": self.sent._asdict(),
                 "seconds": self.time.lines,
+                "communication_seconds": self.time.communication,
+                "hidden_share": self.time.hidden_share,
             }
         )
 
     def show(self, console: Console) -> None:
         job, ranks = self.job, self.job.ranks
-        parameters = " + ".join(str(part.layers) for part in parts_of(job)[self.memory.pp_rank])
+        layers = " + ".join(str(part.layers) for part in parts_of(job)[self.memory.pp_rank])
         console.print(
             f"{_sizes(job)}\n{ranks.gpus} GPUs: {ranks}; {job.microbatches} microbatches of {job.batch} x "
             f"{job.model.seq} tokens; {_products(job)}",
             highlight=False,
         )
-        where = f", pipeline rank {self.memory.pp_rank} with {parameters} layers" if ranks.pp > 1 else ""
+        where = f", pipeline rank {self.memory.pp_rank} with {layers} layers" if ranks.pp > 1 else ""
         console.print(self._memory_table(f"Memory of the fullest rank{where}, at {self.memory.moment}"))
         console.print(self._traffic_table())
         console.print(self._time_table())
+        hidden = self.time.hidden_share
+        if hidden is not None:
+            console.print(
+                f"Communication takes {1e3 * self.time.communication:.1f} ms, {hidden:.0%} of it beside "
+                "computation.",
+                highlight=False,
+            )
         verdict = "fits" if self.fits else "DOES NOT FIT"
         console.print(
-            f"It {verdict}: {self.memory.peak / GIB:.1f} GiB of {self.machine.usable_memory() / GIB:.1f}, "
-            f"which {self.machine.gpu_memory / GIB:.1f} leave beside what CUDA and NCCL take, and gaps.",
+            f"It {verdict}: {self.memory.peak / GIB:.1f} GiB of {self.machine.usable_memory() / GIB:.1f} "
+            f"(a GPU's {self.machine.gpu_memory / GIB:.1f} less what CUDA, NCCL and gaps take).",
             style="green" if self.fits else "bold red",
             highlight=False,
         )

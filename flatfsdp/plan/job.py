@@ -91,6 +91,7 @@ class Job:
         precision: of the stations of a parameter; `precision.compute` is also that of activations.
         recipe: of FP8 products; None: they are in `precision.compute`.
         fuse_wgrad_accumulation: as of `Linear`.
+        prefetch: as of `FlatFSDP`.
 
     Raises:
         ValueError: if there are fewer layers than stages; if the schedule cannot run so many microbatches; if

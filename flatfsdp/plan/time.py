@@ -30,7 +30,12 @@ from flatfsdp.plan.job import Job
 from flatfsdp.plan.links import Groups
 from flatfsdp.plan.machine import Machine
 from flatfsdp.plan.parts import Layouts, Part, layouts_of, parts_of
-from flatfsdp.plan.traffic import Sent, of_stage, of_unit
+from flatfsdp.plan.traffic import Sent, gathers, of_stage, of_unit
+
+EXCHANGE, PARAMETERS = "waiting for tensor-parallel ranks", "waiting for parameters and gradients"
+STAGES, LAST_REDUCTION = "waiting for other stages", "waiting for the last reduction"
+BARE = (EXCHANGE, PARAMETERS, STAGES, LAST_REDUCTION)
+"""Lines of communication that nothing hides."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +45,25 @@ class TimePlan:
     Attributes:
         pp_rank: the one that has most to do; lines are its.
         lines: add up to the step.
+        communication: of the same rank, all that it sends in a step, beside computation or not.
         flops: operations of one step and GPU, by `flops_per_token`.
     """
 
     pp_rank: int
     lines: dict[str, float]
+    communication: float
     tokens: int
     flops: float
 
     @property
     def seconds(self) -> float:
         return sum(self.lines.values())
+
+    @property
+    def hidden_share(self) -> float | None:
+        """Of communication, what computation hides; None if there is none."""
+        bare = sum(self.lines.get(name, 0.0) for name in BARE)
+        return 1 - bare / self.communication if self.communication else None
 
     @property
     def tokens_per_second(self) -> float:
@@ -88,7 +101,13 @@ def step_of(job: Job, machine: Machine, parts: Sequence[Sequence[Part]], layouts
     lines["pipeline bubble"] = (sum(seconds) - seconds[slowest]) / len(own)
     lines |= different[own].once()
     flops = flops_per_token(job.model) * job.step_tokens / job.ranks.gpus
-    return TimePlan(slowest, {name: value for name, value in lines.items() if value}, job.step_tokens, flops)
+    return TimePlan(
+        slowest,
+        {name: value for name, value in lines.items() if value},
+        different[own].communication(),
+        job.step_tokens,
+        flops,
+    )
 
 
 @dataclass(frozen=True)
@@ -110,16 +129,16 @@ class RankTime:
         ends = [compute.head(self.job, self.machine)] * sum(part.has_head for part in self.parts)
         ends += [compute.embedding(self.job, self.machine)] * sum(part.has_embedding for part in self.parts)
         passes = [layer] * layers + ends
-        exchanged = self._exchanged()
+        exchanged = (1 - self.machine.hidden_exchange) * self._exchanged()
         bare = self._bare(layer)
         busy = sum(each.forward.seconds + each.backward.seconds for each in passes) + exchanged + bare
         return {
             "products": sum(each.forward.products + each.backward.products for each in passes),
             "attention": sum(each.forward.attention + each.backward.attention for each in passes),
             "memory-bound": sum(each.forward.memory + each.backward.memory for each in passes),
-            "waiting for tensor-parallel ranks": exchanged,
-            "waiting for parameters and gradients": bare,
-            "waiting for other stages": self._transfers(),
+            EXCHANGE: exchanged,
+            PARAMETERS: bare,
+            STAGES: self._transfers(),
             "waiting for the host": max(0.0, layers * self._host_seconds() - busy),
         }
 
@@ -137,12 +156,12 @@ class RankTime:
         return 10 if self.job.ranks.sequence_parallel else 4
 
     def _exchanged(self) -> float:
-        """What tensor-parallel ranks send and nothing hides."""
+        """What tensor-parallel ranks send in one microbatch."""
         if not self._exchanges:
             return 0.0
         sent = sum(sum(of_stage(part, self.job)) for part in self.parts)
         calls = sum(part.layers for part in self.parts) * self._exchanges
-        return (1 - self.machine.hidden_exchange) * calls * self.groups.tp.seconds(sent / calls)
+        return calls * self.groups.tp.seconds(sent / calls)
 
     def _transfers(self) -> float:
         """Activations received in forward, gradients in backward."""
@@ -171,9 +190,19 @@ class RankTime:
         roots = [self.layouts.units(part)[0] for part in self.parts]
         units = [unit for part in self.parts for unit in self.layouts.units(part)]
         return {
-            "waiting for the last reduction": self._reduce(roots[0]) + self._reduce(self.layouts.layer),
+            LAST_REDUCTION: self._reduce(roots[0]) + self._reduce(self.layouts.layer),
             "optimizer": compute.optimizer(units, self.job, self.machine),
         }
+
+    def communication(self) -> float:
+        """All that is sent in a step."""
+        times, layers = gathers(self.job), sum(part.layers for part in self.parts)
+        layer, roots = self.layouts.layer, [self.layouts.units(part)[0] for part in self.parts]
+        return (
+            self.job.microbatches * (self._exchanged() + self._transfers())
+            + layers * (times.layer * self._gather(layer) + self._reduce(layer))
+            + sum(times.root * self._gather(root) + self._reduce(root) for root in roots)
+        )
 
     # ---- collectives of one unit ------------------------------------------------------------------------
 

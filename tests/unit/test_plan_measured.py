@@ -28,7 +28,7 @@ from flatfsdp.plan.parts import Part, layouts_of, parts_of
 from flatfsdp.plan.time import RankTime, step_of
 from flatfsdp.policy import Precision
 from flatfsdp.timeline import load_spans, overlap_of
-from flatfsdp.trace import ATTENTION, breakdown
+from flatfsdp.trace import ATTENTION, COMMUNICATION, breakdown
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -76,6 +76,9 @@ def test_steps(file: str, engine: str) -> None:
     assert memory.between_steps / GIB == pytest.approx(measured["runs"][0]["reported_gib"], rel=1e-9)
     assert memory.peak / GIB == pytest.approx(measured["peak_gib"], rel=0.15)
     assert 1e3 * time.seconds == pytest.approx(measured["ms"], rel=0.2)
+    if frees:
+        sent = measured["runs"][0]["breakdown"]["shares"][COMMUNICATION]
+        assert time.hidden_share == pytest.approx(1 - sent["alone_ms"] / sent["busy_ms"], abs=0.1)
 
 
 NAMES = [row["name"] for row in results("plan-1b-2.json")["rows"]]
