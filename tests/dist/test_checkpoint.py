@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 import flatfsdp
 from flatfsdp import FlatFSDP, Precision, checkpoint
-from tests.dist.models import Block, data
+from tests.dist.checkpoints import FORMS, equal, load_form, step
+from tests.dist.models import Block
 from tests.dist.ranks import run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-FORMS = ["full", "rank 0", "sharded"]
 
 
 class Model(nn.Module):
@@ -63,14 +63,6 @@ def adamw(model: FlatFSDP, grouped: bool) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-2)
 
 
-def step(model: FlatFSDP, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """The same batch on all ranks, so that the result does not depend on their number."""
-    ((tokens,),) = data(seed, 1, 1)
-    model(tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def full_state(model: FlatFSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {
         "model": checkpoint.full_state_dict(model),
@@ -102,25 +94,8 @@ def load(rank: int, world_size: int, folder: str, grouped: bool, form: str) -> b
     """Whether a fresh model and optimizer, after loading, say what the saved ones said."""
     model = wrapped(1)
     optimizer = adamw(model, grouped)
-    saved = torch.load(f"{folder}/full.pt")
-    if form == "sharded":
-        checkpoint.load(f"{folder}/sharded", model, optimizer)
-    else:
-        from_rank0 = form == "rank 0"
-        state = saved if rank == 0 or not from_rank0 else {"model": {}, "optimizer": {}}
-        checkpoint.load_full_state_dict(model, state["model"], from_rank0=from_rank0)
-        checkpoint.load_full_optimizer_state_dict(model, optimizer, state["optimizer"], from_rank0=from_rank0)
+    saved = load_form(form, folder, model, optimizer, rank)
     return equal(full_state(model, optimizer), saved)
-
-
-def equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return list(a) == list(b) and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
-    return a == b
 
 
 @pytest.mark.parametrize("grouped", [False, True], ids=["one group", "three groups"])

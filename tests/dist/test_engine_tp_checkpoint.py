@@ -13,12 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import flatfsdp
 from flatfsdp import FlatFSDP, checkpoint
-from tests.dist.models import Block, data
+from tests.dist.checkpoints import FORMS, equal, load_form, step
+from tests.dist.models import Block
 from tests.dist.ranks import run_ranks
-from tests.dist.test_checkpoint import equal
 from tests.dist.tp_models import ParallelNet, build_tp, tp_mesh
 
-FORMS = ["full", "rank 0", "sharded"]
 NO_DECAY = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
 
 
@@ -42,14 +41,6 @@ def full_state(model: FlatFSDP, optimizer: torch.optim.Optimizer) -> dict[str, A
     }
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
-    """The same batch on all ranks."""
-    ((tokens,),) = data(seed, 1, 1)
-    model(tokens).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
 def save(rank: int, world_size: int, folder: str, sizes: tuple[int, ...], grouped: bool) -> Any:
     model, optimizer = model_and_optimizer(sizes, 0, grouped)
     torch.manual_seed(0)
@@ -70,18 +61,9 @@ def save(rank: int, world_size: int, folder: str, sizes: tuple[int, ...], groupe
 
 
 def load(rank: int, world_size: int, folder: str, sizes: tuple[int, ...] | None, grouped: bool) -> None:
-    saved = torch.load(f"{folder}/full.pt")
     for form in FORMS:
         model, optimizer = model_and_optimizer(sizes, 1, grouped)
-        if form == "sharded":
-            checkpoint.load(f"{folder}/sharded", model, optimizer)
-        else:
-            from_rank0 = form == "rank 0"
-            state = saved if rank == 0 or not from_rank0 else {"model": {}, "optimizer": {}}
-            checkpoint.load_full_state_dict(model, state["model"], from_rank0=from_rank0)
-            checkpoint.load_full_optimizer_state_dict(
-                model, optimizer, state["optimizer"], from_rank0=from_rank0
-            )
+        saved = load_form(form, folder, model, optimizer, rank)
         assert equal(full_state(model, optimizer), saved), form
     # And goes on.
     step(model, optimizer, 5)

@@ -17,10 +17,10 @@ from flatfsdp.models import Llama
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import FlatStage, clip_grad_norm_
 from flatfsdp.placement import Placement
+from tests.dist.checkpoints import equal
 from tests.dist.llamas import CONFIG, SmallPipeline, mesh_of, microbatches_of, samples
 from tests.dist.models import WIDTH, same, whole_grads
 from tests.dist.ranks import run_ranks
-from tests.dist.test_checkpoint import equal
 from tests.dist.tp_models import ParallelMLP
 
 MICROBATCHES = 3
