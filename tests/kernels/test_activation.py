@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from flatfsdp.kernels import activation
 from flatfsdp.kernels._outputs import Outputs, rows_at_once
 from flatfsdp.kernels._tiles import Tile
@@ -16,6 +15,8 @@ from torch import Tensor
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
+from tests.kernels.layouts import check_layouts
+from tests.unit.layers.plain import activated
 
 FORWARD = pytest.mark.parametrize(
     "run", [activation.forward_reference, activation.forward_launch], ids=["reference", "kernel"]
@@ -26,14 +27,6 @@ BACKWARD = pytest.mark.parametrize(
 FUNCTIONS = pytest.mark.parametrize("name", NAMES)
 # What differs between the others is in FP32, before rounding.
 ROUNDED = pytest.mark.parametrize("name", ["gelu", "silu", "relu", "srelu", "geglu", "swiglu", "glu"])
-EXACT = {
-    "gelu": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "relu": F.relu,
-    "srelu": lambda x: F.relu(x).square(),
-    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "sigmoid": torch.sigmoid,
-}
 
 
 def garbage(*shape: int, like: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -83,13 +76,6 @@ def gradient(
     return ActivationBackward(result.out, result.rowwise, result.columnwise, sums)
 
 
-def exact(x: Tensor, name: str) -> Tensor:
-    if name in GATED:
-        activated, linear = x.chunk(2, 1)
-        return EXACT[GATED[name]](activated) * linear
-    return EXACT[name](x)
-
-
 def inputs(
     rows: int, cols: int, name: str, device: str, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
@@ -118,15 +104,7 @@ def check_casts(
     limit = torch.finfo(dtype).max
     expected = (out * scale).clamp(-limit, limit).to(dtype)
     assert (expected.float().abs() == limit).any() and expected.isnan().any()
-    for layout, ours in (("rowwise", rowwise), ("columnwise", columnwise.T)):
-        torch.testing.assert_close(
-            ours.float(),
-            expected.float(),
-            rtol=0,
-            atol=0,
-            equal_nan=True,
-            msg=lambda m, of=layout: f"{of}: {m}",
-        )
+    check_layouts(expected, rowwise, columnwise)
 
 
 @FORWARD
@@ -134,7 +112,7 @@ def check_casts(
 def test_forward_against_float64(run: Any, name: str, device: str) -> None:
     for rows, cols in ((5, 48), (67, 80), (3, 1000)):
         _, x = inputs(rows, cols, name, device)
-        assert error(activate(run, x, name).out, exact(x.double(), name)) < 1e-6
+        assert error(activate(run, x, name).out, activated(x.double(), name)) < 1e-6
 
 
 @BACKWARD
@@ -144,7 +122,7 @@ def test_backward_against_float64(run: Any, name: str, column_sum: bool, device:
     for rows, cols in ((5, 48), (131, 80)):
         dy, x = inputs(rows, cols, name, device)
         wide = x.double().requires_grad_()
-        exact(wide, name).backward(dy.double())
+        activated(wide, name).backward(dy.double())
         assert wide.grad is not None
         result = gradient(run, dy, x, name, column_sum=column_sum)
         assert error(result.dx, wide.grad) < 1e-6
@@ -226,7 +204,7 @@ def test_special_values(name: str, device: str) -> None:
         out = activate(forward, x, name).out
         assert out is not None
         torch.testing.assert_close(
-            out.double(), exact(x.double(), name), rtol=1e-6, atol=1e-38, equal_nan=True
+            out.double(), activated(x.double(), name), rtol=1e-6, atol=1e-38, equal_nan=True
         )
         dx = gradient(backward, torch.ones(3, 8, device=device), x, name).dx
         assert dx is not None and dx[:, :7].isfinite().all()

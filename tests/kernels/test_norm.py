@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
+from tests.kernels.layouts import check_layouts
 
 EPS = 1e-5
 FORWARD = pytest.mark.parametrize("run", [forward.reference, forward.launch], ids=["reference", "kernel"])
@@ -195,19 +196,8 @@ def test_fp8_and_amax_are_of_the_fp32_result(
     assert result.out is not None and result.rowwise is not None
     expected = (result.out * scale).clamp(-limit, limit).to(dtype)
     assert (expected.float().abs() == limit).any() and expected[7].isnan().all()
-    layouts = {"rowwise": result.rowwise}
-    if columnwise:
-        assert result.columnwise is not None
-        layouts["columnwise"] = result.columnwise.T
-    for layout, ours in layouts.items():
-        torch.testing.assert_close(
-            ours.float(),
-            expected.float(),
-            rtol=0,
-            atol=0,
-            equal_nan=True,
-            msg=lambda m, of=layout: f"{of}: {m}",
-        )
+    assert (result.columnwise is not None) == columnwise
+    check_layouts(expected, result.rowwise, result.columnwise)
     assert amax.isnan()
 
 

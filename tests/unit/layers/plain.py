@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from flatfsdp.kernels.activation import GATED
 from torch import Tensor
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "srelu": lambda x: F.relu(x).square(),
+    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "sigmoid": torch.sigmoid,
+}
 
 EPS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 """Relative errors that rounding explains."""
@@ -94,3 +105,23 @@ def norm(
     if rms:
         return F.rms_norm(x, shape, weight, eps)
     return F.layer_norm(x, shape, weight, bias, eps)
+
+
+def norm_of(layer: Any, x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
+    """That of a layer which begins with one, with these parameters in place of its own."""
+    return norm(
+        x,
+        parameters["layer_norm_weight"],
+        parameters.get("layer_norm_bias"),
+        rms=layer.norm.rms,
+        eps=layer.norm.eps,
+        zero_centered=layer.norm.zero_centered,
+    )
+
+
+def activated(x: Tensor, name: str) -> Tensor:
+    """By one of `flatfsdp.kernels.activation.NAMES`."""
+    if name not in GATED:
+        return ACTIVATIONS[name](x)
+    first, second = x.chunk(2, -1)
+    return ACTIVATIONS[GATED[name]](first) * second

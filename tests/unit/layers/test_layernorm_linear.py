@@ -34,14 +34,7 @@ def trained(layer: nn.Module) -> nn.Module:
 def expected(layer: LayerNormLinear, x: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
     """Result and norm, with these parameters in place of the layer's."""
     named = dict(zip((name for name, _ in layer.named_parameters()), parameters, strict=True))
-    normalized = plain.norm(
-        x,
-        named["layer_norm_weight"],
-        named.get("layer_norm_bias"),
-        rms=layer.norm.rms,
-        eps=layer.norm.eps,
-        zero_centered=layer.norm.zero_centered,
-    )
+    normalized = plain.norm_of(layer, x, named)
     return F.linear(normalized, named["weight"], named.get("bias")), normalized
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,14 +16,6 @@ from tests.unit.layers import plain
 
 NORMS = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 ACTIVATIONS = pytest.mark.parametrize("activation", NAMES)
-FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": lambda x: F.gelu(x, approximate="tanh"),
-    "silu": F.silu,
-    "relu": F.relu,
-    "srelu": lambda x: F.relu(x).square(),
-    "qgelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "sigmoid": torch.sigmoid,
-}
 
 
 def trained(layer: nn.Module) -> nn.Module:
@@ -34,25 +25,11 @@ def trained(layer: nn.Module) -> nn.Module:
     return layer
 
 
-def activated(x: Tensor, activation: str) -> Tensor:
-    if activation not in GATED:
-        return FUNCTIONS[activation](x)
-    first, second = x.chunk(2, -1)
-    return FUNCTIONS[GATED[activation]](first) * second
-
-
 def expected(layer: LayerNormMLP, x: Tensor, *parameters: Tensor) -> Tensor:
     named = dict(zip((name for name, _ in layer.named_parameters()), parameters, strict=True))
-    normalized = plain.norm(
-        x,
-        named["layer_norm_weight"],
-        named.get("layer_norm_bias"),
-        rms=layer.norm.rms,
-        eps=layer.norm.eps,
-        zero_centered=layer.norm.zero_centered,
-    )
+    normalized = plain.norm_of(layer, x, named)
     hidden = F.linear(normalized, named["fc1_weight"], named.get("fc1_bias"))
-    return F.linear(activated(hidden, layer.activation), named["fc2_weight"], named.get("fc2_bias"))
+    return F.linear(plain.activated(hidden, layer.activation), named["fc2_weight"], named.get("fc2_bias"))
 
 
 HAS_A_KINK = ("relu", "reglu")
