@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from flatfsdp.kernels import wgrad as module
+from flatfsdp.kernels import _cublas_lt as cublas_lt
 from flatfsdp.kernels.accumulate import accumulate
 from flatfsdp.kernels.wgrad import wgrad, wgrad_unfused
 from torch import Tensor
@@ -153,7 +153,7 @@ def test_in_place_means_no_temporary_of_the_targets_size(dtype: torch.dtype) -> 
     before = torch.cuda.memory_allocated()
     target = accumulated(wgrad, microbatches, (4096, 14336))
     size = target.numel() * target.element_size()
-    assert torch.cuda.max_memory_allocated() - before - size <= module.MAX_WORKSPACE + (1 << 20) < size
+    assert torch.cuda.max_memory_allocated() - before - size <= cublas_lt.MAX_WORKSPACE + (1 << 20) < size
 
 
 @pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16], ids=["fp8", "bf16"])
@@ -224,10 +224,10 @@ def test_the_host_does_not_wait() -> None:
 
 @pytest.fixture
 def _without_nvmath(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(module, "_cublas_lt", lambda: None)
-    module._plan.cache_clear()
+    monkeypatch.setattr(cublas_lt, "bindings", lambda: None)
+    cublas_lt.plan_of.cache_clear()
     yield
-    module._plan.cache_clear()
+    cublas_lt.plan_of.cache_clear()
 
 
 @pytest.mark.usefixtures("_without_nvmath")

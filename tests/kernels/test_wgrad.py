@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from flatfsdp.kernels import _cublas_lt as cublas_lt
 from flatfsdp.kernels import wgrad as module
 from flatfsdp.kernels.wgrad import wgrad, wgrad_unfused
 from torch import Tensor
@@ -97,7 +98,9 @@ def written_and_added() -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def fresh_choices() -> Iterator[None]:
     """Choices, handles and plans are kept per process; these tests make their own."""
-    cached = [fn for fn in (module._plan, module._handle, module._cublas_lt) if hasattr(fn, "cache_clear")]
+    cached = [
+        fn for fn in (cublas_lt.plan_of, cublas_lt._handle, cublas_lt.bindings) if hasattr(fn, "cache_clear")
+    ]
     for fn in cached:
         fn.cache_clear()
     yield
@@ -109,7 +112,7 @@ def fresh_choices() -> Iterator[None]:
 def fake(fresh_choices: None, monkeypatch: pytest.MonkeyPatch) -> FakeCublasLt:
     """What launches reach on the CPU; the public functions launch."""
     made = FakeCublasLt()
-    monkeypatch.setattr(module, "_cublas_lt", lambda: made)
+    monkeypatch.setattr(cublas_lt, "bindings", lambda: made)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(module, "_wgrad", module.launch)
     monkeypatch.setattr(module, "_wgrad_fp8", module.launch_fp8)
@@ -199,14 +202,14 @@ def test_if_cublas_lt_refuses_an_algorithm_without_split_k_is_picked_from_many(
     ],
 )
 def test_which_tile_is_preferred(shape: tuple[int, int, int], is_fp8: bool, tile: str | None) -> None:
-    assert module.preferred_tile(shape, is_fp8) == tile
+    assert cublas_lt.preferred_tile(shape, is_fp8) == tile
 
 
 @CALLS
 def test_the_first_algorithm_with_the_preferred_tile_and_without_split_k(
     fake: FakeCublasLt, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "preferred_tile", lambda shape, is_fp8: "TILE_128x160")
+    monkeypatch.setattr(cublas_lt, "preferred_tile", lambda shape, is_fp8: "TILE_128x160")
     fake.others = ((1, 0, 20), (8, 2, 29), (1, 0, 29), (0, 0, 29))
     tensors, scales = call()
     for run in (wgrad, wgrad_unfused):
@@ -218,7 +221,7 @@ def test_the_first_algorithm_with_the_preferred_tile_and_without_split_k(
 def test_without_an_algorithm_with_the_preferred_tile(
     fake: FakeCublasLt, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "preferred_tile", lambda shape, is_fp8: "TILE_128x160")
+    monkeypatch.setattr(cublas_lt, "preferred_tile", lambda shape, is_fp8: "TILE_128x160")
     fake.others = ((1, 0, 20), (8, 2, 29))
     tensors, scales = call()
     wgrad(*tensors, first=True, **scales)
@@ -229,7 +232,7 @@ def test_a_shape_without_an_algorithm_is_added_and_the_log_says_so_once(
     fake: FakeCublasLt, caplog: pytest.LogCaptureFixture
 ) -> None:
     fake.first_choice, fake.others = False, ((8, 2, 0),)
-    with caplog.at_level(logging.INFO, module.__name__):
+    with caplog.at_level(logging.INFO, cublas_lt.__name__):
         ours, expected = written_and_added()
     assert torch.equal(ours, expected) and not fake.betas
     (message,) = (record.getMessage() for record in caplog.records)
@@ -242,8 +245,8 @@ def test_without_nvmath_the_product_is_added_and_the_log_says_so_once(
     def missing(name: str) -> None:
         raise ModuleNotFoundError(f"No module named {name!r}")
 
-    monkeypatch.setattr(module.importlib, "import_module", missing)
-    with caplog.at_level(logging.INFO, module.__name__):
+    monkeypatch.setattr(cublas_lt.importlib, "import_module", missing)
+    with caplog.at_level(logging.INFO, cublas_lt.__name__):
         ours, expected = written_and_added()
     assert torch.equal(ours, expected)
     (message,) = (record.getMessage() for record in caplog.records)
@@ -264,9 +267,9 @@ def test_with_nvmath_the_log_names_cublas_lt(
     fresh_choices: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     bindings = FakeCublasLt()
-    monkeypatch.setattr(module.importlib, "import_module", lambda name: bindings)
-    with caplog.at_level(logging.INFO, module.__name__):
-        assert module._cublas_lt() is module._cublas_lt() is bindings
+    monkeypatch.setattr(cublas_lt.importlib, "import_module", lambda name: bindings)
+    with caplog.at_level(logging.INFO, cublas_lt.__name__):
+        assert cublas_lt.bindings() is cublas_lt.bindings() is bindings
     assert [record.getMessage() for record in caplog.records] == [
         "Weight gradients: cuBLASLt 130000 through nvmath-python, accumulating in place"
     ]
