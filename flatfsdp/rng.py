@@ -11,8 +11,9 @@ the same numbers again.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -45,6 +46,16 @@ def seeded(seed: int, *names: str) -> Iterator[None]:
         cpu.set_state(cpu_state)
         if cuda is not None and cuda_state is not None:
             _set(cuda, *cuda_state)
+
+
+class Tracker(Protocol):
+    """Random numbers that differ between tensor-parallel ranks: an `RNGTracker`, or somebody else's."""
+
+    def fork(self) -> AbstractContextManager[Any]:
+        """Inside, this rank draws numbers of its own."""
+
+
+GetTracker = Callable[[], Tracker]
 
 
 class RNGTracker:

@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -206,16 +205,6 @@ class Exchange:
         if self.gathers_input:
             return (sequence * self.ranks.size, *others)
         return (TensorParallel(self.ranks).share(layer, "the sequence length", sequence), *others)
-
-
-class Tracker(Protocol):
-    """Random numbers that differ between tensor-parallel ranks."""
-
-    def fork(self) -> AbstractContextManager[Any]:
-        """Inside, this rank draws numbers of its own."""
-
-
-GetTracker = Callable[[], Tracker]
 
 
 UNSPLIT = Exchange(ALONE, None, False)

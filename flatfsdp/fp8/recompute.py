@@ -21,7 +21,7 @@ from flatfsdp.autograd import in_backward
 from flatfsdp.fp8.autocast import Region, current_region, entered
 from flatfsdp.fp8.state import Scaling
 from flatfsdp.kernels.scaling import Scales
-from flatfsdp.tensor_parallel import GetTracker, Tracker
+from flatfsdp.rng import GetTracker, Tracker
 
 
 class Tape:

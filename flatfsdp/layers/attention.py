@@ -18,7 +18,8 @@ from flatfsdp.fp8.module import ignore_extra_state
 from flatfsdp.layers.dropout import OwnNumbers
 from flatfsdp.layers.masks import CAUSAL, UNLIMITED, Window, WindowMasks, resolve_window, visible_keys
 from flatfsdp.layers.sdpa import attention
-from flatfsdp.tensor_parallel import GetTracker, Shared, TensorParallel
+from flatfsdp.rng import GetTracker
+from flatfsdp.tensor_parallel import Shared, TensorParallel
 
 _FORMATS = ("sbhd", "bshd")
 

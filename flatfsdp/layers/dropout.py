@@ -17,8 +17,7 @@ from flatfsdp.comm import Ranks
 from flatfsdp.fp8.recompute import require_repeatable
 from flatfsdp.kernels.column_sum import column_sum
 from flatfsdp.kernels.dropout import WORDS, counters, dropout_backward, dropout_forward
-from flatfsdp.rng import RNGTracker
-from flatfsdp.tensor_parallel import GetTracker
+from flatfsdp.rng import GetTracker, RNGTracker
 
 
 class PhiloxState(NamedTuple):

@@ -36,14 +36,8 @@ from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activ
 from flatfsdp.layers.normalized import Normalized, NormKind, add_to, input_grads, normalize, reset_norm
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
 from flatfsdp.layers.projection import as_matrix, residual_matrix
-from flatfsdp.tensor_parallel import (
-    GetTracker,
-    Mode,
-    TensorParallel,
-    declare_map,
-    declare_norm,
-    initialize,
-)
+from flatfsdp.rng import GetTracker
+from flatfsdp.tensor_parallel import Mode, TensorParallel, declare_map, declare_norm, initialize
 
 
 class LayerNormMLP(FP8Module):

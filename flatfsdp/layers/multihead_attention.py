@@ -25,7 +25,8 @@ from flatfsdp.layers.projection import LinearOptions
 from flatfsdp.layers.qk_norm import make_qk_norm
 from flatfsdp.layers.qkv import QKV, split_and_rotate, split_qkv
 from flatfsdp.layers.rotary import RotaryPositionEmbedding, RotaryTables, apply_rotary
-from flatfsdp.tensor_parallel import GetTracker, Shared, TensorParallel
+from flatfsdp.rng import GetTracker
+from flatfsdp.tensor_parallel import Shared, TensorParallel
 
 Tables = RotaryTables | tuple[Tensor, Tensor]
 

@@ -13,7 +13,8 @@ from flatfsdp.fp8.linear import FuseWgrad, LinearCall, checked_fuse_wgrad
 from flatfsdp.fp8.module import FP8Module, activation_dtype
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
-from flatfsdp.tensor_parallel import GetTracker, Mode, TensorParallel, declare_map, initialize
+from flatfsdp.rng import GetTracker
+from flatfsdp.tensor_parallel import Mode, TensorParallel, declare_map, initialize
 
 
 class LinearOptions(TypedDict, total=False):

@@ -24,7 +24,8 @@ from flatfsdp.layers.masks import Window
 from flatfsdp.layers.multihead_attention import MultiheadAttention, Tables
 from flatfsdp.layers.norm import LayerNorm, RMSNorm
 from flatfsdp.layers.parameters import InitMethod
-from flatfsdp.tensor_parallel import GetTracker, Shared, TensorParallel
+from flatfsdp.rng import GetTracker
+from flatfsdp.tensor_parallel import Shared, TensorParallel
 
 
 class TransformerLayer(Shared):
