@@ -20,6 +20,8 @@ is one.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from flatfsdp.kernels._norm import NormTensors
 from flatfsdp.kernels._outputs import starts_early
@@ -50,17 +52,24 @@ MOST_ELEMENTS = 2**31
 def fits(tensors: NormTensors) -> bool:
     """Whether this kernel can take them, and is faster than `norm_rows`."""
     x, columnwise = tensors.x, tensors.columnwise
-    if not x.is_cuda or columnwise is None or tensors.residual is not None or tensors.out is not None:
+    if columnwise is None or tensors.residual is not None or tensors.out is not None:
         return False
     inputs = [tensor for tensor in (x, tensors.weight, tensors.bias) if tensor is not None]
     are_taken = all(_is_taken(tensor, torch.bfloat16) for tensor in inputs)
-    return are_taken and _is_taken(columnwise, torch.float8_e4m3fn) and is_good_shape(*x.shape)
+    are_taken = are_taken and _is_taken(columnwise, torch.float8_e4m3fn)
+    return are_taken and is_good_shape(*x.shape) and _is_hopper(x.device)
 
 
 def is_good_shape(rows: int, cols: int) -> bool:
     rounds = cdiv(rows // ROWS, MULTIPROCESSORS)
     are_busy = rows // ROWS >= LEAST_BUSY * rounds * MULTIPROCESSORS
     return are_busy and cols in WIDTHS and rows % ROWS == 0 and 0 < rows * cols <= MOST_ELEMENTS
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    """Most other GPUs have half the shared memory, or less."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _is_taken(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -241,6 +250,9 @@ def _kernel(
             rstd = gl.rsqrt(_mean([value * value for value in values], COLS) + eps)
             gl.store(rstd_ptr + first + row, rstd)
             values = [value * rstd[:, None] for value in values]
+            if rowwise_ptr is not None:
+                to = rowwise_ptr.to(gl.pointer_type(gl.int16), bitcast=True)
+                to += first * PAIRS + (row[:, None] * PAIRS + pair[None, :])
             for part in gl.static_range(len(parts)):
                 even = _weighted(values[part], gains[part], biases[part], ZERO_CENTERED)
                 odd = _weighted(values[ODD + part], gains[ODD + part], biases[ODD + part], ZERO_CENTERED)
@@ -248,10 +260,7 @@ def _kernel(
                     largest = _larger_magnitude(_larger_magnitude(largest, even), odd)
                 q = _to_fp8(even * scale, odd * scale)
                 if rowwise_ptr is not None:
-                    at = (
-                        rowwise_ptr.to(gl.pointer_type(gl.int16), bitcast=True) + first * PAIRS + part * WIDTH
-                    )
-                    gl.store(at + (row[:, None] * PAIRS + pair[None, :]), q)
+                    gl.store(to + part * WIDTH, q)
                 turning[part].index(sweep).store(q)
         for part in gl.static_range(len(parts)):
             corner = columnwise_ptr + part * (WIDTH // 2) * rows + top // 4
