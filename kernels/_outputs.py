@@ -228,11 +228,17 @@ def _sum_bands_kernel(
         band = start + tl.arange(0, BLOCK_ROWS)
         index = (matrix * bands + band)[:, None] * cols + col[None, :]
         total += tl.load(bands_ptr + index, (band < bands)[:, None] & (col < cols)[None, :], 0.0)
-    tl.store(out_ptr + matrix * cols + col, tl.sum(total, axis=0), col < cols)
+    sums = tl.sum(total, axis=0).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + matrix * cols + col, sums, col < cols)
+
+
+def new_bands(out: Tensor, n: int) -> Tensor:
+    """For the sums of n bands, which `sum_bands` will add up to `out`, [.., cols]: FP32 [.., n, cols]."""
+    return out.new_empty(*out.shape[:-1], n, out.shape[-1], dtype=torch.float32)
 
 
 def sum_bands(bands: Tensor, out: Tensor) -> None:
-    """Sums FP32 [.., n, cols] over n into [.., cols], both contiguous."""
+    """Sums FP32 [.., n, cols] over n into [.., cols] of any dtype, both contiguous."""
     n, cols = bands.shape[-2:]
     matrices, tile = out.numel() // cols if cols else 0, find("sum_bands", bands.dtype, cols)
     _sum_bands(matrices, n, cols, tile, starts_early(bands.device))(bands, out)

@@ -30,6 +30,7 @@ from flatfsdp.kernels._outputs import (
     check_input,
     check_like,
     fold,
+    new_bands,
     record_amax,
     rows_at_once,
     sum_bands,
@@ -56,7 +57,7 @@ SIGMOID_SLOPE = {"silu": 1.0, "qgelu": 1.702}
 
 
 class ActivationBackward(NamedTuple):
-    """Gradient of the input; None where not asked for.  `column_sum` is FP32, [cols] of the input."""
+    """Gradient of the input; None where not asked for.  `column_sum` is [cols] of the input."""
 
     dx: Tensor | None
     rowwise: Tensor | None
@@ -333,7 +334,7 @@ def backward_launch(
     tile = backward_tile(x.dtype, cols, is_gated, columnwise is not None, column_sum is not None)
     band_sums = None
     if column_sum is not None:
-        band_sums = column_sum.new_empty(cdiv(rows, tile.rows * tile.steps), x.shape[1])
+        band_sums = new_bands(column_sum, cdiv(rows, tile.rows * tile.steps))
     start = _backward(rows, cols, kind, is_gated, tile, vector_of(x, rowwise))
     start(dy, x, dx, rowwise, columnwise, band_sums, scale, amax)
     if band_sums is not None and column_sum is not None:
@@ -409,15 +410,15 @@ def activation_backward(
     high_precision: bool = True,
     rowwise: bool = True,
     columnwise: bool = False,
-    column_sum: bool = False,
+    column_sum: torch.dtype | None = None,
 ) -> ActivationBackward:
     """Gradient of `activation_forward` with respect to x.
 
     Args:
         dy: [rows, cols], gradient of the result, in x's dtype.
         x: what the forward was given.
-        column_sum: whether the sum over rows of the FP32 gradient is wanted, the bias gradient of the linear
-            layer before; it is deterministic.
+        column_sum: dtype of the sum over rows of the FP32 gradient, the bias gradient of the linear layer
+            before, which is deterministic; None: it is not wanted.
         scale, amax, dtype, high_precision, rowwise, columnwise: as in the forward, for the gradient.
 
     Raises:
@@ -435,7 +436,7 @@ def activation_backward(
         rowwise=rowwise,
         columnwise=columnwise,
     )
-    sums = x.new_empty(x.shape[1], dtype=torch.float32) if column_sum else None
+    sums = None if column_sum is None else x.new_empty(x.shape[1], dtype=column_sum)
     _activation_backward(dy, x, GATED.get(name, name), name in GATED, *outputs, sums, scale, amax)
     return ActivationBackward(outputs.out, outputs.rowwise, outputs.columnwise, sums)
 

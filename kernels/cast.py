@@ -28,6 +28,7 @@ from flatfsdp.kernels._outputs import (
     FP8_DTYPES,
     check_input,
     check_scalar,
+    new_bands,
     record_amax,
     starts_early,
     sum_bands,
@@ -62,7 +63,7 @@ class Cast(NamedTuple):
     columnwise: Tensor | None
     """FP8 [cols, rows]."""
     column_sum: Tensor | None
-    """FP32 [cols]."""
+    """[cols]."""
 
 
 def reference(
@@ -135,7 +136,7 @@ def launch(
 ) -> None:
     rows, cols = x.shape
     tile = find("cast" if column_sum is None else "cast, sum", x.dtype, cols)
-    band_sums = None if column_sum is None else column_sum.new_empty(cdiv(rows, tile.rows), cols)
+    band_sums = None if column_sum is None else new_bands(column_sum, cdiv(rows, tile.rows))
     start = _cast_launch(rows, cols, tile, starts_early(x.device))
     start(x, scale, rowwise, columnwise, amax, band_sums)
     if band_sums is not None and column_sum is not None:
@@ -158,7 +159,7 @@ def cast(
     amax: Tensor | None = None,
     rowwise: bool = True,
     columnwise: bool = False,
-    column_sum: bool = False,
+    column_sum: torch.dtype | None = None,
 ) -> Cast:
     """Casts `x` to FP8, in the layouts that the coming GEMMs read.
 
@@ -169,7 +170,7 @@ def cast(
         amax: FP32, one element, never negative; raised in place to max |x| if that is larger.
         rowwise: return q [rows, cols].
         columnwise: return q transposed [cols, rows].
-        column_sum: return the sums over rows, FP32 [cols], of x before scaling.
+        column_sum: return the sums over rows, [cols] in this dtype, of x before scaling; None: do not.
 
     Raises:
         ValueError: if a shape or dtype does not fit, or neither layout is asked for.
@@ -185,7 +186,7 @@ def cast(
     result = Cast(
         x.new_empty(rows, cols, dtype=dtype) if rowwise else None,
         x.new_empty(cols, rows, dtype=dtype) if columnwise else None,
-        x.new_empty(cols, dtype=torch.float32) if column_sum else None,
+        None if column_sum is None else x.new_empty(cols, dtype=column_sum),
     )
     _cast(x, scale, result.rowwise, result.columnwise, amax, result.column_sum)
     return result

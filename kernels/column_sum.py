@@ -1,6 +1,6 @@
 """Sums over the rows of a matrix, which the gradient of a bias is.
 
-    out = sum over rows of float(x)          FP32
+    out = sum over rows of float(x)          added up in FP32
 
 A program takes a slab of columns from the first row to the last, and nothing has to be added up after it.
 Only where that makes fewer than `PROGRAMS` programs, each slab is cut into bands of rows and `sum_bands`
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import torch
 from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._outputs import check_input, check_like, fold, rows_at_once, sum_bands, vector_of
+from flatfsdp.kernels._outputs import check_input, fold, new_bands, rows_at_once, sum_bands, vector_of
 from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from torch import Tensor
@@ -30,7 +30,7 @@ def division(rows: int, cols: int, tile: Tile) -> tuple[int, int]:
 
 
 def reference(x: Tensor, out: Tensor) -> None:
-    torch.sum(x, 0, dtype=torch.float32, out=out)
+    out.copy_(torch.sum(x, 0, dtype=torch.float32))
 
 
 @jit
@@ -54,7 +54,7 @@ def _column_sum_kernel(
         mask = (row < rows)[:, None] & col_mask[None, :]
         x = tl.load(x_ptr + row[:, None] * cols + col[None, :], mask, 0.0)
         sums += fold(x.to(tl.float32), SUM_ROWS)
-    tl.store(out_ptr + band * cols + col, tl.sum(sums, axis=0), col_mask)
+    tl.store(out_ptr + band * cols + col, tl.sum(sums, axis=0).to(out_ptr.dtype.element_ty), col_mask)
 
 
 @for_each_shape
@@ -71,7 +71,7 @@ def launch(x: Tensor, out: Tensor) -> None:
     rows, cols = x.shape
     tile = find("column_sum", x.dtype, cols)
     bands, steps = division(rows, cols, tile)
-    sums = out if bands == 1 else out.new_empty(bands, cols)
+    sums = out if bands == 1 else new_bands(out, bands)
     _launch(rows, cols, bands, steps, tile, vector_of(x))(x, sums)
     if bands > 1:
         sum_bands(sums, out)
@@ -80,19 +80,17 @@ def launch(x: Tensor, out: Tensor) -> None:
 _column_sum = operator("column_sum_(Tensor x, Tensor(a!) out) -> ()", reference=reference, launch=launch)
 
 
-def column_sum(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """The sums over rows, FP32 [cols]; 0 if there are no rows.
+def column_sum(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The sums over rows, [cols]; 0 if there are no rows.
 
     Args:
         x: bf16, fp16 or FP32 [rows, cols], contiguous.
-        out: FP32 [cols], contiguous; is overwritten and returned.
+        dtype: of the result, which is rounded once.
 
     Raises:
         ValueError: if a shape, dtype or device does not fit.
     """
     check_input("x", x)
-    check_like("out", out, x, (x.shape[1],), torch.float32)
-    if out is None:
-        out = x.new_empty(x.shape[1], dtype=torch.float32)
+    out = x.new_empty(x.shape[1], dtype=dtype)
     _column_sum(x, out)
     return out

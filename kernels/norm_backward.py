@@ -9,8 +9,8 @@
 Bytes per element of p bytes: 2 p read, p more with `d_residual`, p written.  Rows of more than 8192 elements
 need another 2 p: their weight gradients do not fit into registers beside dx and get a kernel of their own.
 
-Weight gradients are FP32 and deterministic: each program sums the rows it owns, and `sum_bands` adds up the
-programs.  How many programs there are depends on the shape only.
+Weight gradients are added up in FP32 and deterministic: each program sums the rows it owns, and `sum_bands`
+adds up the programs.  How many programs there are depends on the shape only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._outputs import HIGH_DTYPES, check_input, check_like, sum_bands
+from flatfsdp.kernels._outputs import HIGH_DTYPES, check_input, check_like, new_bands, sum_bands
 from flatfsdp.kernels._tiles import MULTIPROCESSORS, Tile, find, power_of_two
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from torch import Tensor
@@ -35,7 +35,7 @@ SUM_PROGRAMS = 16
 
 
 class NormBackward(NamedTuple):
-    """dx [rows, cols] in x's dtype, dweight and dbias FP32 [cols]; dbias is None for RMSNorm."""
+    """dx [rows, cols] in x's dtype, dweight and dbias [cols] in the weight's; dbias is None for RMSNorm."""
 
     dx: Tensor
     dweight: Tensor
@@ -209,7 +209,7 @@ def launch(
     is_fused = cols <= WIDEST_FUSED
     of_sums = find("norm_backward, sum", x.dtype, cols)
     sum_rows = rows_each if is_fused else _shared(rows, of_sums.rows, SUM_PROGRAMS)
-    bands = weight_grads.new_empty(weight_grads.shape[0], cdiv(rows, sum_rows), cols)
+    bands = new_bands(weight_grads, cdiv(rows, sum_rows))
     dweight, dbias = bands[0], bands[1] if mean is not None else None
     inside = (dweight, dbias) if is_fused else (None, None)
     start = _backward_launch(rows, rows_each, cols, zero_centered, tile)
@@ -285,6 +285,6 @@ def norm_backward(
         check_like(name, tensor, x, (rows,), torch.float32)
     check_like("weight", weight, x, (cols,), weight.dtype if weight.dtype in HIGH_DTYPES else x.dtype)
     dx = torch.empty_like(x)
-    weight_grads = x.new_empty(1 if rms else 2, cols, dtype=torch.float32)
+    weight_grads = x.new_empty(1 if rms else 2, cols, dtype=weight.dtype)
     _norm_backward(dy, x, weight, mean, rstd, d_residual, dx, weight_grads, zero_centered)
     return NormBackward(dx, weight_grads[0], None if rms else weight_grads[1])

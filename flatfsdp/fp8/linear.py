@@ -67,7 +67,8 @@ class LinearCall:
         quantizer: of x; of all its rows, where they are gathered.
         grad_quantizer: makes the quantizer of dy, when backward comes to it.
         stored_weight: gives the weight as FlatFSDP keeps it, when backward comes to it; None: it is saved.
-        needs_input_grad, needs_weight_grad, needs_bias_grad: what is to be computed in backward.
+        needs_input_grad, needs_weight_grad: what is to be computed in backward.
+        bias_grad: dtype of the bias's gradient; None: it is not to be computed.
         overlaps: whether products that wait for something sent begin with its first chunk.
         keeps_gathered: whether gathered rows of x are kept for backward, not gathered once more.
     """
@@ -85,7 +86,7 @@ class LinearCall:
     stored_weight: Callable[[], Operand] | None
     needs_input_grad: bool
     needs_weight_grad: bool
-    needs_bias_grad: bool
+    bias_grad: torch.dtype | None
     overlaps: bool = False
     keeps_gathered: bool = False
 
@@ -174,11 +175,11 @@ def quantize_grad(dy: Tensor, call: LinearCall) -> Quantized:
     dy = dy.contiguous()
     rowwise, columnwise = call.needs_input_grad, call.needs_weight_grad
     if not (rowwise or columnwise):
-        return Quantized(Operand(), sum_columns(dy) if call.needs_bias_grad else None)
+        return Quantized(Operand(), None if call.bias_grad is None else sum_columns(dy, call.bias_grad))
     quantizer = call.grad_quantizer()
     if call.exchange.gathers_grad:
         quantizer, rowwise, columnwise = quantizer.for_rows(call.exchange.ranks), True, False
-    return quantizer.cast(dy, rowwise=rowwise, columnwise=columnwise, column_sum=call.needs_bias_grad)
+    return quantizer.cast(dy, rowwise=rowwise, columnwise=columnwise, column_sum=call.bias_grad)
 
 
 class LinearGrads(NamedTuple):
@@ -187,7 +188,7 @@ class LinearGrads(NamedTuple):
     Attributes:
         x: [tokens, in], in call.dtype.
         weight: [out, in], in the weight's dtype; None once it is in main_grad.
-        bias: FP32 [out].
+        bias: [out], in the bias's dtype.
     """
 
     x: Tensor | None

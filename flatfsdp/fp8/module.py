@@ -221,7 +221,7 @@ class FP8Module(Declaring):
             stored_weight=getattr(weight, "fp8_operand", None),
             needs_input_grad=needs_input_grad,
             needs_weight_grad=trains and weight.requires_grad,
-            needs_bias_grad=trains and bias is not None and bias.requires_grad,
+            bias_grad=bias.dtype if trains and bias is not None and bias.requires_grad else None,
             overlaps=exchange.overlap and _can_overlap(weight.device, roles.recipe),
         )
         return operand, call

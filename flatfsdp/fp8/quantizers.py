@@ -31,7 +31,7 @@ from flatfsdp.kernels.scaling import current_scales
 class Quantized(NamedTuple):
     operand: Operand
     column_sum: Tensor | None
-    """FP32 [cols]."""
+    """[cols]."""
 
 
 class Quantizer(Protocol):
@@ -42,8 +42,14 @@ class Quantizer(Protocol):
     def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
         """What a kernel has cast with `fused`."""
 
-    def cast(self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Quantized:
-        """`x` is [rows, cols], contiguous."""
+    def cast(
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
+    ) -> Quantized:
+        """
+        Args:
+            x: [rows, cols], contiguous.
+            column_sum: dtype of the sums over its rows; None: they are not wanted.
+        """
 
     def silent(self) -> Quantizer:
         """The same casts, and no amax is recorded."""
@@ -72,10 +78,12 @@ class Unquantized:
     def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
         raise AssertionError("nothing is cast without FP8")
 
-    def cast(self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Quantized:
+    def cast(
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
+    ) -> Quantized:
         if self.amax is not None:
             max_abs(x, self.amax)
-        return Quantized(Operand(high=x), sum_columns(x) if column_sum else None)
+        return Quantized(Operand(high=x), None if column_sum is None else sum_columns(x, column_sum))
 
     def silent(self) -> Unquantized:
         return Unquantized()
@@ -108,7 +116,9 @@ class Delayed:
     def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
         return Operand(None, rowwise, columnwise, self.scale_inv, self.scale_inv)
 
-    def cast(self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Quantized:
+    def cast(
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
+    ) -> Quantized:
         result = cast(
             x,
             self.scale,
@@ -151,7 +161,9 @@ class Current:
     def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
         raise AssertionError("current scaling casts when the amax is known")
 
-    def cast(self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Quantized:
+    def cast(
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
+    ) -> Quantized:
         amax = max_abs(x)
         if self.ranks is not None:
             raise_to_largest(amax, self.ranks)
@@ -189,14 +201,16 @@ class Blockwise:
     def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
         raise AssertionError("block scaling casts when the amaxes are known")
 
-    def cast(self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: bool = False) -> Quantized:
+    def cast(
+        self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
+    ) -> Quantized:
         cast = block_cast(
             x, block=self.block, rowwise=rowwise, columnwise=columnwise, power_of_two=self.power_of_two
         )
         operand = Operand(
             None, cast.rowwise, cast.columnwise, cast.rowwise_scale_inv, cast.columnwise_scale_inv
         )
-        return Quantized(operand, sum_columns(x) if column_sum else None)
+        return Quantized(operand, None if column_sum is None else sum_columns(x, column_sum))
 
     def silent(self) -> Blockwise:
         return self

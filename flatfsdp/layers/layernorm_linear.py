@@ -155,7 +155,6 @@ class _LayerNormLinear(torch.autograd.Function):
         )
         out, saved = linear_forward(normalized.operand, operand, bias, spec.call)
         ctx.spec = spec
-        ctx.bias_dtype = None if bias is None else bias.dtype
         statistics = (normalized.summed, norm_weight, normalized.mean, normalized.rstd)
         is_needed = spec.call.needs_input_grad
         ctx.save_for_backward(*(statistics if is_needed else (None,) * 4), *saved.tensors)
@@ -173,6 +172,5 @@ class _LayerNormLinear(torch.autograd.Function):
         if dy is not None:
             dx, dweight, dbias = linear_backward(quantize_grad(dy, call), LinearSaved.of(saved[4:]), call)
             dnormalized = add_to(dx, dnormalized)
-        dbias = None if dbias is None else dbias.to(ctx.bias_dtype)
         grads = input_grads(dnormalized, saved[:4], norm, dresidual, has_residual=ctx.needs_input_grad[1])
         return *grads, dweight, dbias, None, None

@@ -311,7 +311,6 @@ class _LayerNormMLP(torch.autograd.Function):
         summed = before.normalized.summed
         out, fc2 = linear_forward(before.activated, fc2_weight, fc2_bias, spec.fc2)
         ctx.spec = spec
-        ctx.params_dtype = fc1_param.dtype
         ctx.set_materialize_grads(False)
         if spec.checkpoint:
             ctx.save_for_backward(summed, norm_weight, norm_bias, fc1_bias, *fc1_weight, *fc2.weight)
@@ -339,8 +338,7 @@ class _LayerNormMLP(torch.autograd.Function):
                 quantized = _activation_backward(dactivated, saved.fc1_out, spec)
                 dx, fc1_dweight, fc1_dbias = linear_backward(quantized, saved.fc1, spec.fc1)
                 dnormalized = add_to(dx, dnormalized)
-        dtype = ctx.params_dtype
-        maps = (fc1_dweight, _as(fc1_dbias, dtype), fc2_dweight, _as(fc2_dbias, dtype))
+        maps = (fc1_dweight, fc1_dbias, fc2_dweight, fc2_dbias)
         grads = input_grads(
             dnormalized, saved.norm, spec.norm, dresidual, has_residual=ctx.needs_input_grad[1]
         )
@@ -389,7 +387,7 @@ def _activation_backward(dy: Tensor, x: Tensor, spec: _Spec) -> Quantized:
         high_precision=fused is None,
         rowwise=call.needs_input_grad,
         columnwise=call.needs_weight_grad and fused is not None,
-        column_sum=call.needs_bias_grad,
+        column_sum=call.bias_grad,
         **(fused or {}),
     )
     if fused is not None:
@@ -399,7 +397,3 @@ def _activation_backward(dy: Tensor, x: Tensor, spec: _Spec) -> Quantized:
     assert grads.dx is not None
     cast = quantizer.cast(grads.dx, rowwise=call.needs_input_grad, columnwise=call.needs_weight_grad)
     return cast._replace(column_sum=grads.column_sum)
-
-
-def _as(grad: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    return None if grad is None else grad.to(dtype)

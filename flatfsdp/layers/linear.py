@@ -112,7 +112,6 @@ class _Linear(torch.autograd.Function):
         quantized = call.input_quantizer.cast(x, rowwise=True, columnwise=call.wants_columnwise_input)
         out, saved = linear_forward(quantized.operand, operand, bias, call)
         ctx.call = call
-        ctx.bias_dtype = None if bias is None else bias.dtype
         ctx.save_for_backward(*saved.tensors)
         return out
 
@@ -121,4 +120,4 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = LinearSaved.of(ctx.saved_tensors)
         dx, dweight, dbias = linear_backward(quantize_grad(dy, ctx.call), saved, ctx.call)
-        return dx, dweight, None if dbias is None else dbias.to(ctx.bias_dtype), None, None
+        return dx, dweight, dbias, None, None

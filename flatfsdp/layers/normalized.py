@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.quantizers import Quantizer
-from flatfsdp.kernels.norm_backward import norm_backward
+from flatfsdp.kernels.norm_backward import NormBackward, norm_backward
 from flatfsdp.kernels.norm_forward import norm_forward
 
 
@@ -97,14 +97,6 @@ def normalize(
     return Normalized(operand, result.out if keep else None, result.summed, result.mean, result.rstd)
 
 
-class NormGrads(NamedTuple):
-    """Gradients of what was normalized, of weight and of bias, in their dtypes."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-
-
 def normalize_backward(
     dy: Tensor,
     x: Tensor,
@@ -113,16 +105,15 @@ def normalize_backward(
     rstd: Tensor,
     kind: NormKind,
     d_residual: Tensor | None,
-) -> NormGrads:
+) -> NormBackward:
     """
     Args:
         x: what was normalized.
         d_residual: a gradient that reaches x past the norm; it is added in the same pass.
     """
     residual = None if d_residual is None else d_residual.to(x.dtype).contiguous()
-    dy = dy.contiguous()
-    grads = norm_backward(
-        dy,
+    return norm_backward(
+        dy.contiguous(),
         x,
         weight,
         mean,
@@ -131,8 +122,6 @@ def normalize_backward(
         zero_centered=kind.zero_centered,
         d_residual=residual,
     )
-    dbias = None if grads.dbias is None else grads.dbias.to(weight.dtype)
-    return NormGrads(grads.dx, grads.dweight.to(weight.dtype), dbias)
 
 
 class InputGrads(NamedTuple):
@@ -164,7 +153,7 @@ def input_grads(
         return InputGrads(d_residual, d_residual if has_residual else None, None, None)
     assert weight is not None and rstd is not None
     grads = normalize_backward(dy, x, weight, mean, rstd, kind, d_residual)
-    return InputGrads(grads.x, grads.x if has_residual else None, grads.weight, grads.bias)
+    return InputGrads(grads.dx, grads.dx if has_residual else None, grads.dweight, grads.dbias)
 
 
 def add_to(grad: Tensor | None, other: Tensor | None) -> Tensor | None:

@@ -248,9 +248,10 @@ def test_public_functions_return_what_is_asked_for(device: str) -> None:
     result = activation.activation_forward(x, "swiglu", **options)
     assert result.out is None and result.rowwise is None
     assert result.columnwise is not None and result.columnwise.shape == (48, 7)
-    grads = activation.activation_backward(dy, x, "swiglu", column_sum=True, **options)
+    grads = activation.activation_backward(dy, x, "swiglu", column_sum=torch.bfloat16, **options)
     assert grads.dx is None and grads.columnwise is not None and grads.columnwise.shape == (96, 7)
     assert grads.column_sum is not None and grads.column_sum.isfinite().all()
+    assert grads.column_sum.dtype == torch.bfloat16
 
 
 def test_what_does_not_fit_is_named() -> None:

@@ -222,9 +222,11 @@ def test_4097_rows_in_one_column_tile(device: str) -> None:
 def test_only_what_is_asked_for_comes_back(wanted: tuple[bool, bool], device: str) -> None:
     x, scale = torch.randn(33, 20, device=device), torch.ones((), device=device)
     rowwise, columnwise = wanted
-    for column_sum in (False, True):
+    for column_sum in (None, torch.float32, torch.bfloat16):
         result = cast(x, scale, E4M3, rowwise=rowwise, columnwise=columnwise, column_sum=column_sum)
-        assert [part is not None for part in result] == [rowwise, columnwise, column_sum]
+        assert [part is not None for part in result] == [rowwise, columnwise, column_sum is not None]
+        if column_sum is not None:
+            assert result.column_sum is not None and result.column_sum.dtype == column_sum
         if rowwise:
             assert torch.equal(bits(result.rowwise), bits(rounded(x, E4M3)))
         if columnwise:
