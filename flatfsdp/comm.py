@@ -6,8 +6,8 @@ Next: `unshard.py` gathers and `reduce.py` reduces through these few functions.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
@@ -203,15 +203,12 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
-    @contextmanager
-    def after_compute(self) -> Iterator[None]:
-        """Runs the body's kernels on this lane, after everything the compute stream was given so far."""
+    def after_compute(self) -> AbstractContextManager[Any]:
+        """Kernels inside run on this lane, after everything the compute stream was given before this call."""
         if self._stream is None:
-            yield
-            return
+            return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            yield
+        return torch.cuda.stream(self._stream)
 
     def synchronize(self) -> None:
         """Makes the host wait for the lane's work so far."""
