@@ -180,17 +180,7 @@ def _ours(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
     elif mode is Mode.current_fused:
         recipe = CurrentScaling()
     fused = mode in (Mode.bf16_fused, Mode.bf16_fused_added, Mode.delayed_fused, Mode.current_fused)
-    layer = TransformerLayer(
-        shape.hidden,
-        shape.ffn,
-        shape.heads,
-        hidden_dropout=shape.dropout,
-        attention_dropout=shape.dropout,
-        fuse_qkv_params=True,
-        fuse_wgrad_accumulation=fused,
-        params_dtype=torch.bfloat16,
-        device=x.device,
-    )
+    layer = TransformerLayer(**_arguments(shape, fuse_wgrad_accumulation=fused), device=x.device)
     if fused:
         give_main_grads(layer)
     cached = recipe is not None and mode is not Mode.delayed
@@ -215,16 +205,7 @@ def _transformer_engine(shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
     import transformer_engine.pytorch as te
     from transformer_engine.common import recipe as recipes
 
-    layer = te.TransformerLayer(
-        shape.hidden,
-        shape.ffn,
-        shape.heads,
-        hidden_dropout=shape.dropout,
-        attention_dropout=shape.dropout,
-        fuse_qkv_params=True,
-        fuse_wgrad_accumulation=True,
-        params_dtype=torch.bfloat16,
-    )
+    layer = te.TransformerLayer(**_arguments(shape, fuse_wgrad_accumulation=True))
     give_main_grads(layer)
     recipe = recipes.DelayedScaling(amax_history_len=16)
 
@@ -234,6 +215,20 @@ def _transformer_engine(shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
 
     forward(True)
     return Contestant(_steps(lambda: forward(False), layer, x, dy), layer, x)
+
+
+def _arguments(shape: LayerShape, *, fuse_wgrad_accumulation: bool) -> dict[str, Any]:
+    """Of Transformer Engine's layer and of ours alike."""
+    return {
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn,
+        "num_attention_heads": shape.heads,
+        "hidden_dropout": shape.dropout,
+        "attention_dropout": shape.dropout,
+        "fuse_qkv_params": True,
+        "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+        "params_dtype": torch.bfloat16,
+    }
 
 
 def give_main_grads(layer: nn.Module) -> None:

@@ -188,7 +188,8 @@ def _load_optimizer(
     Args:
         names: of the parameters of all stages.
     """
-    masters, owners = trained_masters(model), _owners(master for _, master in trained_masters(model))
+    masters = trained_masters(model)
+    owners = _owners(master for _, master in masters)
     metadata = dcp.FileSystemReader(path).read_metadata()
     own = {prefix + slot.name for prefix, master in masters for slot in master.layout.slots}
     # Other stages take theirs; what is of no stage is an error.

@@ -118,7 +118,7 @@ def _difference(off: Tensor, on: Tensor) -> str | None:
         return f"{off.dtype} {tuple(off.shape)} and {on.dtype} {tuple(on.shape)}"
     # A NaN is not equal to itself: two broken runs prove nothing about each other.
     if bool(off.isnan().any()) or bool(on.isnan().any()):
-        return f"{int(off.isnan().sum())} NaN with the flag off, {int(on.isnan().sum())} with it on"
+        return f"{int(off.isnan().sum())} NaN with the switch off, {int(on.isnan().sum())} with it on"
     if torch.equal(_bits(off), _bits(on)):
         return None
     return f"{int((_bits(off) != _bits(on)).sum())} of {off.numel()} elements"

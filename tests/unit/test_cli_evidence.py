@@ -28,7 +28,7 @@ def test_the_sign_of_zero_counts() -> None:
 
 def test_nan_equals_nothing_not_even_itself() -> None:
     a = {"x": torch.tensor([1.0, float("nan")])}
-    assert first_difference(a, a) == "x: 1 NaN with the flag off, 1 with it on"
+    assert first_difference(a, a) == "x: 1 NaN with the switch off, 1 with it on"
 
 
 def test_a_missing_tensor_or_another_shape_is_a_difference() -> None:
