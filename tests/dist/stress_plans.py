@@ -4,7 +4,7 @@ A plan prints as the call that makes it, without what has its default value:
 
     Plan(2, (Unit(Leaf('conv', frozen='everything')), Checkpoint(Leaf('tied'), 'reentrant')), width=3)
 
-Next: `stress_models.py` builds the model of a plan, `stress.py` trains it.
+Next: `stress_models.py` builds the model of a plan, `stress_training.py` trains it.
 """
 
 from __future__ import annotations
