@@ -12,7 +12,7 @@ import torch
 from flatfsdp.kernels import adamw, sgd
 from flatfsdp.kernels.activation import activation_backward, activation_forward
 from flatfsdp.kernels.block_cast import Block, block_cast
-from flatfsdp.kernels.cast import cast, max_abs, transpose_many
+from flatfsdp.kernels.cast import cast, max_abs
 from flatfsdp.kernels.column_sum import column_sum
 from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
 from flatfsdp.kernels.dropout import dropout_backward, dropout_forward
@@ -24,6 +24,7 @@ from flatfsdp.kernels.rope import rope
 from flatfsdp.kernels.runs import Run
 from flatfsdp.kernels.scaling import update_scales
 from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
+from flatfsdp.kernels.transpose import transpose_many
 from flatfsdp.kernels.wgrad import wgrad
 from torch import Tensor
 

@@ -21,9 +21,9 @@ from flatfsdp.binding import Binding
 from flatfsdp.buffers import FlatBuffer
 from flatfsdp.comm import Ranks
 from flatfsdp.fp8.operand import Operand
-from flatfsdp.kernels.cast import transpose_many
 from flatfsdp.kernels.scaling import Scales
 from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
+from flatfsdp.kernels.transpose import transpose_many
 from flatfsdp.layout import FlatLayout, Piece, Role
 from flatfsdp.master import MasterShard, Version
 

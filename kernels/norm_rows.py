@@ -18,7 +18,7 @@ from flatfsdp.kernels._outputs import record_amax, starts_early
 from flatfsdp.kernels._pairs import larger_magnitude
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
-from flatfsdp.kernels.cast import is_whole, transpose_tile
+from flatfsdp.kernels.transpose import is_whole, transpose_tile
 
 CLEARED = 256
 """Counters of arrivals that one program clears."""

@@ -23,9 +23,10 @@ from torch import Tensor
 from flatfsdp.comm import Ranks, raise_to_largest
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.kernels.block_cast import Block, block_cast
-from flatfsdp.kernels.cast import cast, max_abs, transpose
+from flatfsdp.kernels.cast import cast, max_abs
 from flatfsdp.kernels.column_sum import column_sum as sum_columns
 from flatfsdp.kernels.scaling import current_scales
+from flatfsdp.kernels.transpose import transpose
 
 
 class Quantized(NamedTuple):

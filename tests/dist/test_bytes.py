@@ -11,8 +11,8 @@ from typing import Literal
 
 import pytest
 import torch
-from flatfsdp.kernels.cast import transpose_many
 from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
+from flatfsdp.kernels.transpose import transpose_many
 from torch import Tensor, nn
 
 from flatfsdp import Precision, auto_wrap, by_class, microbatches

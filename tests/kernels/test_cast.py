@@ -1,4 +1,4 @@
-"""Casts to FP8 in both layouts, with amax and column sums; transposes of FP8 bytes."""
+"""Casts to FP8 in both layouts, with amax and column sums."""
 
 from __future__ import annotations
 
@@ -8,12 +8,8 @@ import pytest
 import torch
 from flatfsdp.kernels import cast as module
 from flatfsdp.kernels._tiles import Tile, find
-from flatfsdp.kernels.cast import (
-    cast,
-    max_abs,
-    transpose,
-    transpose_many,
-)
+from flatfsdp.kernels.cast import cast, max_abs
+from flatfsdp.kernels.transpose import transpose
 from torch import Tensor
 
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
@@ -233,39 +229,6 @@ def test_only_what_is_asked_for_comes_back(wanted: tuple[bool, bool], device: st
             assert torch.equal(bits(result.columnwise), bits(rounded(x, E4M3)).t())
 
 
-@pytest.mark.parametrize("shape", [(1, 16), (123, 48), (129, 1000), (144, 272)])
-@pytest.mark.parametrize("run", [module.transpose_reference, module.transpose_launch])
-def test_transpose_moves_every_byte(run: Any, shape: tuple[int, int], device: str) -> None:
-    q = torch.randint(0, 256, shape, dtype=torch.uint8, device=device).view(E4M3)
-    out = torch.full((shape[1], shape[0]), 85, dtype=torch.uint8, device=device).view(E4M3)
-    run(q, out)
-    assert torch.equal(bits(out), bits(q).t())
-
-
-@pytest.mark.parametrize(
-    "shapes", [[(16, 272), (144, 32), (128, 128)], [(3, 5), (144, 272), (129, 16)]], ids=["whole", "odd"]
-)
-@pytest.mark.parametrize("run", [module.transpose_many_reference, module.transpose_many_launch])
-def test_transpose_many_moves_every_byte(run: Any, shapes: list[tuple[int, int]], device: str) -> None:
-    sources = [torch.randint(0, 256, s, dtype=torch.uint8, device=device).view(E5M2) for s in shapes]
-    flat = torch.full((sum(q.numel() for q in sources) + 16,), 85, dtype=torch.uint8, device=device)
-    pieces = flat[:-16].split([q.numel() for q in sources])
-    targets = [piece.view(q.shape[::-1]).view(E5M2) for piece, q in zip(pieces, sources, strict=True)]
-    run(sources[0], sources, targets)
-    for q, out in zip(sources, targets, strict=True):
-        assert torch.equal(bits(out), bits(q).t())
-    assert (flat[-16:] == 85).all()
-
-
-def test_public_transposes() -> None:
-    q = torch.randn(20, 7).to(E5M2)
-    assert torch.equal(bits(transpose(q)), bits(q).t()) and transpose(q).is_contiguous()
-    out = torch.empty(7, 20, dtype=E5M2)
-    transpose_many([(q, out)])
-    assert torch.equal(bits(out), bits(q).t())
-    transpose_many([])
-
-
 def test_what_does_not_fit_is_named() -> None:
     x, one = torch.randn(4, 6), torch.ones(1)
     with pytest.raises(ValueError, match=r"x is torch\.float32 of shape \(6, 4\) and strides \(1, 6\)"):
@@ -284,15 +247,6 @@ def test_what_does_not_fit_is_named() -> None:
         cast(x, torch.ones(2), E4M3)
     with pytest.raises(ValueError, match=r"amax is torch\.float64"):
         cast(x, one, E4M3, amax=one.double())
-    with pytest.raises(ValueError, match=r"q is torch\.float32"):
-        transpose(x)
-    q = x.to(E4M3)
-    with pytest.raises(ValueError, match=r"pairs\[1\]\[0\] .* with strides \(1, 6\)"):
-        transpose_many([(q, transpose(q)), (q.t(), q)])
-    with pytest.raises(ValueError, match=r"pairs\[0\] is torch\.float8_e4m3fn \(4, 6\)"):
-        transpose_many([(q, q)])
-    with pytest.raises(ValueError, match="one dtype"):
-        transpose_many([(q, torch.empty(6, 4, dtype=E5M2))])
 
 
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
@@ -304,8 +258,6 @@ def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     for arguments in ((x, one, q, q_t, torch.zeros(1), torch.zeros(6)), (x, one, None, q_t, None, None)):
         torch.library.opcheck(operators.cast_.default, arguments, test_utils=tests)
     torch.library.opcheck(operators.max_abs_.default, (x, torch.zeros(1)))
-    torch.library.opcheck(operators.transpose_.default, (q, q_t), test_utils=tests)
-    torch.library.opcheck(operators.transpose_many_.default, (q, [q], [q_t]), test_utils=tests)
 
 
 def compiled_cast(x_type: str, is_summed: bool, aligned: tuple[str, ...]) -> tuple[Compiled, Tile]:
@@ -368,27 +320,3 @@ def test_max_abs_compiles_for_hopper_without_spills(x_type: str) -> None:
     per_thread = tile.cols // (32 * tile.warps)
     assert compiled.ptx.count("ld.global.v4.b32") == per_thread // {"bf16": 8, "fp32": 4}[x_type]
     assert compiled.ptx.count("atom.global") == 1
-
-
-@pytest.mark.parametrize("many", [False, True])
-def test_transposes_compile_for_hopper_without_spills(many: bool) -> None:
-    if many:
-        kernel, signature = "_transpose_many_kernel", {"table_ptr": "*i64", "n": "i32"}
-        constants = {"N_POW2": 16}
-    else:
-        kernel = "_transpose_kernel"
-        signature = {"q_ptr": "*u8", "out_ptr": "*u8", "rows": "i32", "cols": "i32"}
-        constants = {}
-    tile = find("transpose", E4M3, 4096)
-    compiled = compile_for_hopper(
-        "cast",
-        kernel,
-        signature,
-        {"WHOLE": True, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, **constants},
-        num_warps=tile.warps,
-        aligned=("rows", "cols"),
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 64
-    accesses = tile.rows * tile.cols // (32 * tile.warps) // 16
-    assert compiled.ptx.count("ld.global.v4.b32") == compiled.ptx.count("st.global.v4.b32") == accesses
-    assert "ldmatrix" in compiled.ptx, "single bytes from shared memory would be the bottleneck"
