@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from flatfsdp.kernels import adamw, sgd
+from flatfsdp.kernels.accumulate_many import accumulate_many
 from flatfsdp.kernels.activation import activation_backward, activation_forward
 from flatfsdp.kernels.block_cast import Block, block_cast
 from flatfsdp.kernels.cast import cast, max_abs
@@ -17,7 +18,6 @@ from flatfsdp.kernels.column_sum import column_sum
 from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
 from flatfsdp.kernels.dropout import dropout_backward, dropout_forward
 from flatfsdp.kernels.embedding import embedding_grad
-from flatfsdp.kernels.flat import accumulate_many
 from flatfsdp.kernels.norm_backward import norm_backward
 from flatfsdp.kernels.norm_forward import norm_forward
 from flatfsdp.kernels.rope import rope

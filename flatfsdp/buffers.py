@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.kernels.accumulate import accumulate, bytes_moved
-from flatfsdp.kernels.flat import DTYPES, accumulate_many
+from flatfsdp.kernels.accumulate_many import DTYPES, accumulate_many
 from flatfsdp.layout import FlatLayout
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger

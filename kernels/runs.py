@@ -7,7 +7,7 @@ to the `dtype` that the model computes in, one for the whole call:
     compute = round(param)
     amax    = max(amax, max |round(param)|);  NaN wins
 
-All about the runs travels in one table (`flat.device_table`), a column for each, with these rows:
+All about the runs travels in one table (`device_table`), a column for each, with these rows:
 
     0 first block   1 elements   addresses: 2 param   3 grad   4 compute   5 amax   (0 for none)
     6 ...           the bits of the optimizer's FP32 numbers, then the addresses of its states
@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import torch
 from flatfsdp.kernels._outputs import HIGH_DTYPES, check_scalar, magnitude, raise_amax
+from flatfsdp.kernels._tables import device_table, first_blocks, is_aligned, tensor_of_block
 from flatfsdp.kernels._triton import cdiv, jit, tl
-from flatfsdp.kernels.flat import device_table, first_blocks, is_aligned, tensor_of_block
 from torch import Tensor
 
 

@@ -29,9 +29,9 @@ from flatfsdp.kernels._outputs import (
     saturate,
     write_outputs,
 )
+from flatfsdp.kernels._tables import are_aligned, first_blocks, kept_table, tensor_of_block
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl, triton_dtype
-from flatfsdp.kernels.flat import are_aligned, first_blocks, kept_table, tensor_of_block
 from torch import Tensor
 
 

@@ -12,9 +12,7 @@ from collections.abc import Sequence
 import torch
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import FP8_DTYPES
-from flatfsdp.kernels._tiles import Tile, find, power_of_two
-from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
-from flatfsdp.kernels.flat import (
+from flatfsdp.kernels._tables import (
     LOAD_BYTES,
     are_aligned,
     first_blocks,
@@ -22,6 +20,8 @@ from flatfsdp.kernels.flat import (
     kept_table,
     tensor_of_block,
 )
+from flatfsdp.kernels._tiles import Tile, find, power_of_two
+from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from torch import Tensor
 
 
@@ -190,7 +190,7 @@ _transpose_many = operator(
 def transpose_many(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Transposes many FP8 matrices in one launch, such as all weights of a unit after their all-gather.
 
-    Addresses and shapes go to the device in a table (see `flat.kept_table`) rather than as arguments: one
+    Addresses and shapes go to the device in a table (see `kept_table`) rather than as arguments: one
     compiled kernel then serves every list, and nothing waits for the device.
 
     Args:

@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from flatfsdp.kernels import flat
+from flatfsdp.kernels import accumulate_many as module
+from flatfsdp.kernels._tables import kept_table
 from flatfsdp.kernels._tiles import find
-from flatfsdp.kernels.flat import accumulate_many, kept_table
+from flatfsdp.kernels.accumulate_many import accumulate_many
 from torch import Tensor
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
-BOTH = pytest.mark.parametrize("run", [flat.reference, flat.launch], ids=["reference", "kernel"])
+BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
 TILE = find("accumulate_many", torch.bfloat16, 1)
 BLOCK = TILE.cols
 NUMELS = [5, 16, 123, BLOCK, BLOCK + 1, 2 * BLOCK + 48, 1]
@@ -79,8 +80,8 @@ def test_a_second_run_has_the_same_bits(device: str) -> None:
     results = []
     for _ in range(2):
         _, targets = slices(NUMELS, device)
-        flat.launch(targets[0], targets, grads, [True] * len(grads))
-        flat.launch(targets[0], targets, grads, [False] * len(grads))
+        module.launch(targets[0], targets, grads, [True] * len(grads))
+        module.launch(targets[0], targets, grads, [False] * len(grads))
         results.append(targets)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
@@ -132,7 +133,7 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
 
 def test_it_compiles_for_hopper_with_wide_loads_and_without_spills() -> None:
     compiled = compile_for_hopper(
-        "flat",
+        "accumulate_many",
         "_accumulate_many_kernel",
         {"table_ptr": "*i64", "n": "i32"},
         {"N_POW2": 512, "ALIGNED": True, "BLOCK": BLOCK},
