@@ -113,8 +113,13 @@ class FP8Weights:
 
     def measure(self, master: MasterShard) -> int:
         """Takes the amax of what the master shard holds now; returns the bytes it read."""
-        sources = self._cut(master.flat.detach())
-        max_abs_many(sources, self._of_pieces(self.amax.zero_()), through=self._through)
+        shard = master.flat.detach()
+        sources, kept = self._cut(shard), self._of_pieces(self.amax.zero_())
+        # An offloaded shard is measured on the host.
+        amax = kept if kept.device == shard.device else torch.zeros_like(kept, device=shard.device)
+        max_abs_many(sources, amax, through=self._through)
+        if amax is not kept:
+            kept.copy_(amax)
         return sum(source.numel() * source.element_size() for source in sources)
 
     def cast(self, shard: Tensor, out: Tensor) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
@@ -24,7 +25,22 @@ pytestmark = [
 LAYERS, MICROBATCHES, HIDDEN, TOKENS = 3, 2, 256, 128
 
 
-def step(model: FlatFSDP, optimizer: AdamW) -> None:
+def build(**options: Any) -> FlatFSDP:
+    layers = [
+        LayerNormMLP(HIDDEN, 2 * HIDDEN, activation="swiglu", fuse_wgrad_accumulation=True)
+        for _ in range(LAYERS)
+    ]
+    return auto_wrap(
+        nn.Sequential(*layers, nn.Linear(HIDDEN, 48)),
+        by_class(LayerNormMLP),
+        device="cuda",
+        precision=Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling()),
+        optimize_backward_concat=True,
+        **options,
+    )
+
+
+def step(model: FlatFSDP, optimizer: torch.optim.Optimizer) -> None:
     batches = [torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16) for _ in range(MICROBATCHES)]
     for x in microbatches(model, batches):
         with autocast(recipe=CurrentScaling()):
@@ -36,19 +52,7 @@ def step(model: FlatFSDP, optimizer: AdamW) -> None:
 
 def collectives_of_a_step(rank: int, world_size: int, reshard: bool) -> Counter[str]:
     """NCCL kernels by operation, after two steps of warm-up."""
-    layers = [
-        LayerNormMLP(HIDDEN, 2 * HIDDEN, activation="swiglu", fuse_wgrad_accumulation=True)
-        for _ in range(LAYERS)
-    ]
-    precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
-    model = auto_wrap(
-        nn.Sequential(*layers, nn.Linear(HIDDEN, 48)),
-        by_class(LayerNormMLP),
-        device="cuda",
-        precision=precision,
-        optimize_backward_concat=True,
-        reshard_after_forward=reshard,
-    )
+    model = build(reshard_after_forward=reshard)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
         step(model, optimizer)
@@ -74,3 +78,23 @@ def test_one_launch_of_nccl_a_unit_and_direction(world_size: int, reshard: bool)
     expected = {"AllGather": gathers, "ReduceScatter": units, "AllReduce": 1}
     for found in run_ranks(world_size, collectives_of_a_step, reshard, backend="nccl"):
         assert found == expected
+
+
+def trained(rank: int, cpu_offload: bool) -> list[Tensor]:
+    """The master shards after two steps of SGD, whose arithmetic is the same on both devices."""
+    torch.manual_seed(0)
+    model = build(cpu_offload=cpu_offload)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    torch.manual_seed(1 + rank)
+    for _ in range(2):
+        step(model, optimizer)
+    return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+def trained_alike(rank: int, world_size: int) -> bool:
+    return all(map(torch.equal, trained(rank, cpu_offload=False), trained(rank, cpu_offload=True)))
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_cpu_offload_changes_no_bit(world_size: int) -> None:
+    assert all(run_ranks(world_size, trained_alike, backend="nccl"))

@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from flatfsdp.kernels.shard_cast import max_abs_many
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8, fp8_weights
+from flatfsdp.comm import ALONE
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
+from flatfsdp.fp8_weights import FP8Weights
 from flatfsdp.layers import Embedding, LayerNormLinear, Linear
 from flatfsdp.layout import Role
 from tests.unit.fp8.common import TOKENS, WIDTH, Block, Stack, seeded
@@ -144,3 +147,22 @@ def test_overflow_saturates_and_nan_stays() -> None:
     model = FlatFSDP(net, precision=PRECISION)
     with autocast(recipe=CurrentScaling()):
         assert model(torch.randn(TOKENS, WIDTH)).isnan().any()
+
+
+def test_the_amax_of_an_offloaded_weight_is_taken_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for a GPU."""
+    model = FlatFSDP(nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION)
+    (group,) = (group for group in model._unit.groups if group.fp8 is not None)
+    on_device = torch.empty(group.layout.padded_numel(1), dtype=torch.float8_e4m3fn, device="meta")
+    weights = FP8Weights(group.layout, ALONE, on_device, torch.bfloat16, poison=False)
+    taken: list[Tensor] = []
+
+    def take(sources: Any, amax: Tensor, **options: Any) -> None:
+        max_abs_many(sources, amax, **options)
+        taken.append(amax)
+
+    monkeypatch.setattr(fp8_weights, "max_abs_many", take)
+    assert weights.measure(group.master) == 2 * 32 * 32 * 4
+    whole = group.layout.views(group.master.flat.detach())
+    assert taken[0].tolist() == [weight.bfloat16().abs().max().item() for weight in whole]
+    assert weights.amax.is_meta
