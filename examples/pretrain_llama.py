@@ -179,7 +179,7 @@ def main(
     [green]torchrun --nproc-per-node 8 examples/pretrain_llama.py --preset 1b --seq 4096 --tp 2
     --sequence-parallel --pp 2 --microbatches 16 --precision fp8-delayed --fp8-weights --trace[/green]
     """
-    sizes = PRESETS[preset.value] if config is None else LlamaConfig(**json.loads(config.read_text()))
+    sizes = PRESETS[preset.value] if config is None else LlamaConfig.load(config)
     sizes = replace(sizes, seq=seq or sizes.seq)
     text = Sampler(load_corpus(data), batch, sizes.seq, seed)
     device = start_ranks(deterministic)

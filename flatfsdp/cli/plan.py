@@ -7,7 +7,6 @@ Next: `plan_report.py` prints it.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -141,7 +140,7 @@ def plan(
     [green]python -m flatfsdp plan --preset 8b --gpus 16 --gpu-memory 80 --json[/green]
     """
     with usage_errors():
-        base = PRESETS[preset.value] if config is None else LlamaConfig(**json.loads(config.read_text()))
+        base = PRESETS[preset.value] if config is None else LlamaConfig.load(config)
         sizes = {
             **{"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads},
             **{"kv_heads": kv_heads, "vocab": vocab, "seq": seq},

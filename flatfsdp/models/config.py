@@ -5,8 +5,10 @@ Next: `llama.py` builds it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+import json
+from dataclasses import MISSING, dataclass, fields
 from itertools import accumulate, pairwise
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,25 @@ class LlamaConfig:
     seq: int
     rope_theta: float = 500_000.0
     norm_eps: float = 1e-5
+
+    @staticmethod
+    def load(path: Path) -> LlamaConfig:
+        """From a JSON object.
+
+        Raises:
+            ValueError: if it lacks a size, has other names, or something that is no number.
+        """
+        found = json.loads(path.read_text())
+        names = {field.name: field.default is MISSING for field in fields(LlamaConfig)}
+        if not isinstance(found, dict):
+            raise ValueError(f"{path} is no JSON object; it must be one with {', '.join(names)}")
+        for name, value in found.items():
+            if name not in names or not isinstance(value, int | float):
+                raise ValueError(f"{path}: {name} is {value!r}; it must have numbers of {', '.join(names)}")
+        missing = [name for name, is_needed in names.items() if is_needed and name not in found]
+        if missing:
+            raise ValueError(f"{path} has no {', '.join(missing)}; a LlamaConfig needs them")
+        return LlamaConfig(**found)
 
     def __post_init__(self) -> None:
         for field in fields(self):

@@ -15,6 +15,12 @@ import torch
 
 from flatfsdp.fp8 import BlockScaling, Recipe
 
+DIVISORS = (
+    *("fp8_flops", "fp8_block_flops", "bf16_flops", "fp32_flops", "attention_flops", "narrow_attention"),
+    *("memory_bandwidth", "gpus_per_host", "link_bandwidth", "network_bandwidth"),
+)
+"""Numbers of a machine that cannot be 0."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -73,9 +79,15 @@ class Machine:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name != "name" and not value >= 0:
+            if field.name == "name":
+                continue
+            if not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(
                     f"{field.name} of the machine is {value!r}; it must be a number of at least 0"
+                )
+            if value == 0 and field.name in DIVISORS:
+                raise ValueError(
+                    f"{field.name} of the machine is 0; it must be more, as times are divided by it"
                 )
         if self.hidden_exchange > 1:
             raise ValueError(f"hidden_exchange of the machine is {self.hidden_exchange}; it is a share of 1")
@@ -85,9 +97,11 @@ class Machine:
         """The default one with what a JSON object says.
 
         Raises:
-            ValueError: for names that it has not.
+            ValueError: for anything else, and for names that a machine has not.
         """
         found = json.loads(path.read_text())
+        if not isinstance(found, dict):
+            raise ValueError(f'{path} is no JSON object; it must be one, such as {{"bf16_flops": 690e12}}')
         unknown = sorted(found.keys() - {field.name for field in fields(Machine)})
         if unknown:
             raise ValueError(f"{path}: {unknown[0]!r} is no number of a Machine")

@@ -39,18 +39,26 @@ def search(job: Job, machine: Machine, global_batch: int, count: int) -> list[Ca
         count: of candidates, at most.
 
     Raises:
-        ValueError: if the ranks cannot share so many sequences in any way, or nothing fits.
+        ValueError: if the ranks cannot share so many sequences in any way, no way has sizes that products in
+            FP8 can have, or nothing fits.
     """
-    timed = sorted(
-        ((time_plan(each, machine), each) for each in _jobs(job, machine, global_batch)),
-        key=lambda found: found[0].seconds,
-    )
+    timed: list[tuple[TimePlan, Job]] = []
+    refused: list[ValueError] = []
+    for each in _jobs(job, machine, global_batch):
+        try:
+            timed.append((time_plan(each, machine), each))
+        except ValueError as error:
+            # Sizes that products in FP8 cannot have; other ways may have others.
+            refused.append(error)
+    if refused and not timed:
+        raise refused[0]
     if not timed:
         raise ValueError(
             f"{job.ranks.gpus} GPUs cannot share {global_batch} sequences, {job.model.layers} layers and "
             f"{job.model.kv_heads} groups of heads equally; choose another global batch, such as "
             f"{job.ranks.gpus}, or number of GPUs"
         )
+    timed.sort(key=lambda found: found[0].seconds)
     found: dict[tuple[object, ...], Candidate] = {}
     smallest = math.inf
     for time, each in timed:
@@ -73,7 +81,7 @@ def search(job: Job, machine: Machine, global_batch: int, count: int) -> list[Ca
 
 
 def _jobs(job: Job, machine: Machine, global_batch: int) -> Iterator[Job]:
-    """All that the checks of `Job` and of the layers let pass."""
+    """All that the checks of `Job` let pass."""
     for ranks in _arrangements(job, machine):
         for batch in BATCHES:
             microbatches, rest = divmod(global_batch, ranks.dp * batch)

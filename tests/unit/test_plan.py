@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,33 @@ def test_machines_come_from_a_file_and_from_options(tmp_path: Path) -> None:
         fast["seconds"]["waiting for parameters and gradients"]
         < half["seconds"]["waiting for parameters and gradients"]
     )
-    slower.write_text(json.dumps({"teraflops": 1}))
-    assert "'teraflops' is no number of a Machine" in run("--machine", str(slower)).output
+
+
+def test_a_model_comes_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "model.json"
+    file.write_text(json.dumps(asdict(PRESETS["debug"])))
+    assert planned("--config", str(file)) == planned("--preset", "debug")
+
+
+@pytest.mark.parametrize(
+    ("option", "content", "message"),
+    [
+        ("--machine", {"teraflops": 1}, "'teraflops' is no number of a Machine"),
+        ("--machine", {"link_bandwidth": 0}, "link_bandwidth of the machine is 0; it must be more"),
+        ("--machine", {"bf16_flops": "fast"}, "bf16_flops of the machine is 'fast'; it must be a number"),
+        ("--machine", [1], "is no JSON object"),
+        ("--config", {"depth": 2}, "depth is 2; it must have numbers of layers, hidden"),
+        ("--config", {"layers": "2"}, "layers is '2'; it must have numbers of layers, hidden"),
+        ("--config", {"layers": 2, "hidden": 64}, "has no ffn, heads, kv_heads, vocab, seq"),
+        ("--config", 1, "is no JSON object"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, option: str, content: Any, message: str) -> None:
+    file = tmp_path / "file.json"
+    file.write_text(json.dumps(content))
+    result = run(option, str(file))
+    assert result.exit_code == 2
+    assert message in " ".join(result.output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize(
@@ -131,6 +157,13 @@ def test_search_over_thousands_of_gpus_takes_seconds() -> None:
         assert each.job.batch * each.job.microbatches * ranks.dp == 8192
         assert each.memory.peak <= Machine().usable_memory()
         assert each.memory == memory_plan(each.job) and each.time == time_plan(each.job, Machine())
+
+
+def test_search_passes_over_sizes_that_fp8_cannot_have() -> None:
+    """8160 is 510 times 16, of which two ranks have half, but four no quarter."""
+    options = ("--search", "--global-batch", "64", "--precision", "fp8-delayed", "--top", "9", "--ffn")
+    assert {each["ranks"]["tp"] for each in planned(*options, "8160")["found"]} <= {1, 2}
+    assert "in_features is 8168" in " ".join(run(*options, "8168").output.replace("│", " ").split())
 
 
 def test_a_table_of_layouts() -> None:
