@@ -18,8 +18,8 @@ from flatfsdp.fp8 import autocast
 from flatfsdp.optim import SGD, AdamW
 from tests.dist.models import Block, Net, build, data, same
 from tests.dist.ranks import run_ranks
-from tests.dist.test_fp8_weights import RECIPE, batches
-from tests.dist.test_fp8_weights import build as build_fp8
+from tests.dist.stored_weights import RECIPE, batches
+from tests.dist.stored_weights import build as build_fp8
 
 BF16 = torch.bfloat16
 NO_DECAY = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
