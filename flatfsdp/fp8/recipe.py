@@ -19,16 +19,12 @@ class Format(Enum):
     E4M3 = (torch.float8_e4m3fn, torch.float8_e4m3fn)
     HYBRID = (torch.float8_e4m3fn, torch.float8_e5m2)
 
+    def __init__(self, forward: torch.dtype, backward: torch.dtype) -> None:
+        self.forward = forward
+        self.backward = backward
+
     def __repr__(self) -> str:
         return f"Format.{self.name}"
-
-    @property
-    def forward(self) -> torch.dtype:
-        return self.value[0]
-
-    @property
-    def backward(self) -> torch.dtype:
-        return self.value[1]
 
 
 @dataclass(frozen=True)

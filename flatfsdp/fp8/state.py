@@ -212,15 +212,12 @@ def buffer_names(direction: Direction) -> tuple[str, str]:
 
 def update(scalings: Iterable[Scaling], group: dist.ProcessGroup | None) -> None:
     """Updates the scales of all that were used; collective over `group`, if given."""
-    by_kind: dict[tuple[DelayedScaling, torch.device], list[Scaling]] = {}
-    for scaling in scalings:
-        by_kind.setdefault((scaling.recipe, scaling.device), []).append(scaling)
-    for (recipe, device), members in by_kind.items():
-        arenas = dict.fromkeys(scaling.arena for scaling in members)
-        if len(arenas) > 1:
-            # Whole arenas: layers that run in several regions would go back and forth.
-            _merge([scaling for arena in arenas for scaling in arena.members], recipe, device)
-        arena = members[0].arena
+    by_kind: dict[tuple[DelayedScaling, torch.device], list[Arena]] = {}
+    # One look-up for each arena, whose members are of one kind: to hash a recipe takes long.
+    for arena, scaling in {scaling.arena: scaling for scaling in scalings}.items():
+        by_kind.setdefault((scaling.recipe, scaling.device), []).append(arena)
+    for (recipe, device), arenas in by_kind.items():
+        arena = arenas[0] if len(arenas) == 1 else _merged(arenas, recipe, device)
         if group is not None and recipe.reduce_amax:
             arena.agree(recipe, group)
             arena.update(recipe, group)
@@ -228,8 +225,12 @@ def update(scalings: Iterable[Scaling], group: dist.ProcessGroup | None) -> None
             arena.update(recipe, None)
 
 
-def _merge(members: list[Scaling], recipe: DelayedScaling, device: torch.device) -> None:
-    """Puts the columns of all members side by side into one new arena."""
+def _merged(arenas: Iterable[Arena], recipe: DelayedScaling, device: torch.device) -> Arena:
+    """A new arena with the columns of all members of these, side by side.
+
+    Of all, not only of those that were used: layers that run in several regions would go back and forth.
+    """
+    members = [scaling for arena in arenas for scaling in arena.members]
     fp8_max = [limit for scaling in members for limit in scaling.fp8_max]
     arena = Arena(fp8_max, recipe.amax_history_len, device)
     start = 0
@@ -239,3 +240,4 @@ def _merge(members: list[Scaling], recipe: DelayedScaling, device: torch.device)
             scaling.move_to(arena, start)
             start += len(scaling.fp8_max)
     logger.debug("amaxes of %d layers are updated together", len(members))
+    return arena
