@@ -130,7 +130,7 @@ def optimizer(units: Sequence[Sequence[FlatLayout]], job: Job, machine: Machine)
     """
     precision, total = job.precision, 0
     for layout in (layout for unit in units for layout in unit):
-        is_fp8 = layout.role is Role.FP8
+        is_fp8 = layout.role is Role.FP8 and job.stores_fp8
         casts = precision.compute != precision.param and not is_fp8
         each = 8 * FP32_BYTES + casts * precision.compute.itemsize + is_fp8 * (FP32_BYTES + FP8_BYTES)
         total += each * layout.shard_numel(job.ranks.dp_shard)

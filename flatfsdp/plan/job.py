@@ -111,12 +111,12 @@ class Job:
         for name in ("batch", "microbatches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.precision.fp8_weights is not None and self.recipe is None:
+        if self.stores_fp8 and self.recipe is None:
             raise ValueError(
                 f"FP8 weights are for products in FP8, and precision is {self.precision.compute}; choose an "
                 "FP8 precision, or leave FP8 weights out"
             )
-        if self.precision.fp8_weights is not None and isinstance(self.recipe, BlockScaling):
+        if self.stores_fp8 and isinstance(self.recipe, BlockScaling):
             raise ValueError(
                 "FP8 weights have one scale each, and block scaling needs one a block; choose another "
                 "recipe, or leave FP8 weights out"
@@ -158,6 +158,11 @@ class Job:
     @property
     def stores_fp8(self) -> bool:
         """Whether weights of layers are in FP8 in the flat buffers."""
+        return self.packs_fp8 and self.precision.fp8_weights != "in_layers"
+
+    @property
+    def packs_fp8(self) -> bool:
+        """Whether weights of layers are in flat buffers of their own, as those in FP8 are."""
         return self.precision.fp8_weights is not None
 
 

@@ -76,7 +76,7 @@ def group_sizes(layout: FlatLayout, job: Job) -> GroupSizes:
     precision, shards = job.precision, job.ranks.dp_shard
     placement = None if job.ranks.tp == 1 else layout.placement
     shard, padded = layout.shard_numel(shards), layout.padded_numel(shards)
-    is_fp8 = layout.role is Role.FP8
+    is_fp8 = layout.role is Role.FP8 and job.stores_fp8
     stored = FP8_DTYPE if is_fp8 else precision.compute
 
     def size(numel: int, dtype: torch.dtype) -> Size:

@@ -76,7 +76,7 @@ def layouts_of(job: Job) -> Layouts:
         TensorParallel(model.parallel.ranks).share("Llama", "the sequence length", job.model.seq)
     if job.is_fp8:
         _check_fp8(model, job.tokens)
-    return _layouts(config, ranks.tp, ranks.sequence_parallel, job.stores_fp8)
+    return _layouts(config, ranks.tp, ranks.sequence_parallel, job.packs_fp8)
 
 
 @cache
@@ -85,7 +85,7 @@ def _model(config: LlamaConfig, tp: int, sequence_parallel: bool) -> Llama:
 
 
 @cache
-def _layouts(config: LlamaConfig, tp: int, sequence_parallel: bool, stores_fp8: bool) -> Layouts:
+def _layouts(config: LlamaConfig, tp: int, sequence_parallel: bool, packs_fp8: bool) -> Layouts:
     model = _model(config, tp, sequence_parallel)
     (layer,) = model.layers.values()
     assert model.embedding is not None and model.norm is not None and model.head is not None
@@ -93,7 +93,7 @@ def _layouts(config: LlamaConfig, tp: int, sequence_parallel: bool, stores_fp8: 
     head = [*model.norm.parameters(), *model.head.parameters()]
 
     def pack(owner: nn.Module, parameters: Iterable[nn.Parameter]) -> UnitLayouts:
-        bindings = bindings_of(owner, parameters, Ranks(None, tp, 0), fp8=stores_fp8)
+        bindings = bindings_of(owner, parameters, Ranks(None, tp, 0), fp8=packs_fp8)
         return tuple(binding.layout for binding in bindings)
 
     return Layouts(

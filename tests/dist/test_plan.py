@@ -37,7 +37,7 @@ from tests.programs import run_program
 CONFIG = LlamaConfig(4, 48, 80, heads=4, kv_heads=2, vocab=36, seq=16)
 FP8_CONFIG = LlamaConfig(4, 64, 96, heads=4, kv_heads=2, vocab=48, seq=16)
 FP32, BF16 = Precision(), Precision(compute=torch.bfloat16)
-FP8 = replace(BF16, fp8_weights=CurrentScaling())
+FP8, IN_LAYERS = (replace(BF16, fp8_weights=how) for how in (CurrentScaling(), "in_layers"))
 DELAYED = DelayedScaling(amax_history_len=4)
 
 
@@ -102,6 +102,7 @@ def test_buffers_are_those_of_the_memory_report(ranks: Arrangement) -> None:
         (BF16, None, CONFIG),
         (BF16, DELAYED, FP8_CONFIG),
         (FP8, CurrentScaling(), FP8_CONFIG),
+        (IN_LAYERS, CurrentScaling(), FP8_CONFIG),
     ):
         job = Job(config, ranks, microbatches=4, precision=precision, recipe=recipe)
         between_steps = []
@@ -184,6 +185,7 @@ RECIPES: list[tuple[Precision, Recipe | None]] = [
     (BF16, DELAYED),
     (FP8, DELAYED),
     (FP8, CurrentScaling()),
+    (IN_LAYERS, CurrentScaling()),
     (BF16, BlockScaling()),
 ]
 
