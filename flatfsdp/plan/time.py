@@ -179,8 +179,8 @@ class RankTime:
         roots = sum(self._gather(self.layouts.units(part)[0]) for part in self.parts)
         first = roots + len(self.parts) * gather + (layers - len(self.parts)) * max(0.0, gather - forward)
         again = layers * max(0.0, gather - backward)
-        # In the last backward a layer's gather goes first.
-        last = layers * max(0.0, reduce - max(0.0, backward - (gather if frees else 0.0)))
+        # In the last backward a layer's gather goes first; nothing follows the last layer: see `once`.
+        last = (layers - 1) * max(0.0, reduce - max(0.0, backward - (gather if frees else 0.0)))
         return (first + again if frees else first / count) + last / count
 
     # ---- once a step ------------------------------------------------------------------------------------

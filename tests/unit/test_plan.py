@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +172,15 @@ def test_a_table_of_layouts() -> None:
     found = planned(*options)["found"]
     assert len(found) == 3
     assert found[0]["tokens_per_s"] >= found[1]["tokens_per_s"] >= found[2]["tokens_per_s"]
+
+
+@pytest.mark.parametrize("frees", [True, False], ids=["zero3", "zero2"])
+@pytest.mark.parametrize("layers", [1, 8])
+def test_communication_waits_no_longer_than_it_takes(layers: int, frees: bool) -> None:
+    """Of a few tokens, which hide next to nothing."""
+    model, ranks = replace(PRESETS["8b"], layers=layers, seq=16), Arrangement(8, reshard_after_forward=frees)
+    share = time_plan(Job(model, ranks), Machine()).hidden_share
+    assert share is not None and -1e-9 < share < 0.1
 
 
 def test_groups_share_a_network_by_how_they_lie_in_hosts() -> None:
