@@ -77,7 +77,7 @@ class MasterShard:
         self.grad_dtype = grad_dtype
         numel = layout.shard_numel(grid.shard.size)
         if cpu_offload:
-            shard = torch.zeros(numel, dtype=dtype, pin_memory=device.type == "cuda")
+            shard = torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
         else:
             shard = torch.zeros(numel, dtype=dtype, device=device)
         self.flat = nn.Parameter(shard, requires_grad=trainable)

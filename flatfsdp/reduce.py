@@ -231,7 +231,7 @@ class Reducer:
     def _download(self, group: FlatGroup, grad: Tensor) -> Tensor:
         nbytes = grad.numel() * grad.element_size()
         with span("download", group.name, group.microbatch.index, nbytes):
-            host = torch.empty(grad.shape, dtype=grad.dtype, pin_memory=True)
+            host = torch.empty(grad.shape, dtype=grad.dtype, device="cpu", pin_memory=True)
             host.copy_(grad, non_blocking=True)
         self._ledger.add("offload", nbytes)
         return host

@@ -28,7 +28,7 @@ def device_table(fields: Sequence[Sequence[int]], device: torch.device) -> Tenso
     dropped after a launch on the same stream, like any temporary.  Do not capture this in a CUDA graph, which
     would repeat the copy from memory that others own by then.
     """
-    table = torch.tensor(fields, dtype=torch.int64, pin_memory=device.type == "cuda")
+    table = torch.tensor(fields, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
 
 

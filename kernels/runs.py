@@ -143,7 +143,7 @@ def table_of(columns: Columns, block: int) -> Table:
     """`block` is the elements that a program takes."""
     starts, blocks = first_blocks([cdiv(param.numel(), block) for param in columns.params])
     of_elements = [[tensor.data_ptr() for tensor in row] for row in columns.tensors]
-    bits = torch.tensor(columns.numbers, dtype=torch.float32).view(torch.int32)
+    bits = torch.tensor(columns.numbers, dtype=torch.float32, device="cpu").view(torch.int32)
     rows = [
         starts,
         [param.numel() for param in columns.params],

@@ -238,7 +238,7 @@ def _saved_states(metadata: Metadata) -> dict[str, SlotState]:
 def _place(about: Any) -> Tensor | None:
     """What `dcp.load` fills: a tensor in place, anything else by replacing it."""
     return (
-        torch.zeros(about.size, dtype=about.properties.dtype)
+        torch.zeros(about.size, dtype=about.properties.dtype, device="cpu")
         if isinstance(about, TensorStorageMetadata)
         else None
     )

@@ -96,7 +96,7 @@ class AdamW(FusedOptimizer):
         super().__setstate__(state)
         for of_parameter in filter(None, self.state.values()):
             # That of a fused torch.optim.AdamW is on the device.
-            of_parameter["step"] = torch.tensor(float(of_parameter["step"]))
+            of_parameter["step"] = torch.tensor(float(of_parameter["step"]), device="cpu")
             if self.moment_dtype is not None:
                 for name in MOMENTS:
                     of_parameter[name] = of_parameter[name].to(self.moment_dtype)
@@ -104,7 +104,7 @@ class AdamW(FusedOptimizer):
     def _advance(self, due: Due) -> tuple[list[Tensor], Sequence[float], bool]:
         state, group = self.state[due.parameter], due.group
         if not state:
-            state["step"] = torch.zeros(())
+            state["step"] = torch.zeros((), device="cpu")
             for name in MOMENTS:
                 state[name] = torch.zeros_like(due.parameter, dtype=self.moment_dtype)
         state["step"] += 1
