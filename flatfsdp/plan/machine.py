@@ -89,6 +89,10 @@ class Machine:
                 raise ValueError(
                     f"{field.name} of the machine is 0; it must be more, as times are divided by it"
                 )
+        if not isinstance(self.gpus_per_host, int):
+            raise ValueError(
+                f"gpus_per_host of the machine is {self.gpus_per_host!r}; it must be a whole number"
+            )
         if self.hidden_exchange > 1:
             raise ValueError(f"hidden_exchange of the machine is {self.hidden_exchange}; it is a share of 1")
 
@@ -102,9 +106,12 @@ class Machine:
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
             raise ValueError(f'{path} is no JSON object; it must be one, such as {{"bf16_flops": 690e12}}')
-        unknown = sorted(found.keys() - {field.name for field in fields(Machine)})
+        names = [field.name for field in fields(Machine)]
+        unknown = sorted(found.keys() - set(names))
         if unknown:
-            raise ValueError(f"{path}: {unknown[0]!r} is no number of a Machine")
+            raise ValueError(
+                f"{path}: {unknown[0]!r} is no number of a Machine, which has {', '.join(names)}"
+            )
         return replace(Machine(), **found)
 
     def with_gb(self, **fields_in_gb: float | None) -> Machine:

@@ -94,7 +94,12 @@ def test_a_model_comes_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("option", "content", "message"),
     [
-        ("--machine", {"teraflops": 1}, "'teraflops' is no number of a Machine"),
+        ("--machine", {"teraflops": 1}, "'teraflops' is no number of a Machine, which has name, gpu_memory"),
+        (
+            "--machine",
+            {"gpus_per_host": 8.0},
+            "gpus_per_host of the machine is 8.0; it must be a whole number",
+        ),
         ("--machine", {"link_bandwidth": 0}, "link_bandwidth of the machine is 0; it must be more"),
         ("--machine", {"bf16_flops": "fast"}, "bf16_flops of the machine is 'fast'; it must be a number"),
         ("--machine", [1], "is no JSON object"),
