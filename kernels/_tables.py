@@ -37,6 +37,9 @@ def kept_table(fields: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     to make a table takes the host longer than to launch a kernel.
 
     Each stream has its own, because nobody else waits for the copy.
+
+    Raises:
+        RuntimeError: if a table would have to be made while a CUDA graph is captured.
     """
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
     return _kept_table(tuple(map(tuple, fields)), device, stream)
@@ -44,6 +47,12 @@ def kept_table(fields: Sequence[Sequence[int]], device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _kept_table(fields: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # Nothing is copied now: who finds the table later, outside of the graph, would read garbage.
+        raise RuntimeError(
+            "a CUDA graph is captured in which a list of tensors is new; run the same step on this stream, "
+            "with the same tensors, before the capture"
+        )
     return device_table(fields, device)
 
 

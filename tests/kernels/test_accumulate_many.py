@@ -154,3 +154,11 @@ def test_a_table_is_made_once_for_the_same_numbers() -> None:
     fields[1][2] += 16
     assert kept_table(fields, device).tolist() == fields
     assert table.tolist() != fields
+
+
+def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be kept, and nothing would be in it."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    with pytest.raises(RuntimeError, match="run the same step on this stream"):
+        kept_table([[7, 7, 7]], torch.device("cuda", 0))
