@@ -39,6 +39,8 @@ __all__ = ["Fabric", "FlatFSDPStrategy"]
 
 REST = "meta.pt"
 """In a checkpoint's folder: what is neither model nor optimizer; Fabric's own strategies call it so, too."""
+COMPLETE = ".metadata"
+"""What torch.distributed.checkpoint writes there last."""
 
 
 class FlatFSDPStrategy(DDPStrategy):
@@ -171,7 +173,8 @@ class FlatFSDPStrategy(DDPStrategy):
         if self.is_global_zero:
             folder.mkdir(parents=True, exist_ok=True)
             states = {key: each.state_dict() if _is_stateful(each) else each for key, each in rest.items()}
-            # Before all others: a checkpoint is complete as soon as it has a file .metadata.
+            # A checkpoint is complete as soon as it has this file: not while another one is written over it.
+            (folder / COMPLETE).unlink(missing_ok=True)
             torch.save(states, folder / REST)
         checkpoint.save(folder, model, optimizer)
 

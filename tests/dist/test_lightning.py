@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -178,6 +179,23 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
 def test_a_run_goes_on_from_its_checkpoint(world_size: int, tmp_path: Path) -> None:
     for found in run_ranks(world_size, resumed, tmp_path / "deep" / "checkpoint"):
         assert all(found.values()), found
+
+
+def interrupted(rank: int, world_size: int, folder: Path) -> list[bool]:
+    """Whether there is a checkpoint before and after another one could not be written over it."""
+    run = Run(rank, world_size)
+    run.fabric.save(folder, run.state)
+    found = [(folder / ".metadata").exists()]
+    run.train(1)
+    full = OSError("no space left")
+    with mock.patch.object(checkpoint, "save", side_effect=full), pytest.raises(OSError, match="no space"):
+        run.fabric.save(folder, run.state)
+    return [*found, (folder / ".metadata").exists()]
+
+
+def test_what_is_half_overwritten_is_no_checkpoint(tmp_path: Path) -> None:
+    """Its step would not be that of its parameters."""
+    assert run_ranks(1, interrupted, tmp_path) == [[True, False]]
 
 
 def loads_plain_file(rank: int, world_size: int, file: Path) -> bool:
