@@ -122,6 +122,26 @@ def test_neighbouring_ids_are_told_apart(begin: int, device: str) -> None:
     assert torch.equal(ours[0], expected.int()) and torch.equal(ours[1].long(), tokens)
 
 
+@pytest.mark.parametrize("ulps", [-2, 0, 2])
+def test_all_ids_are_told_apart_by_an_inexact_division(ulps: int) -> None:
+    """That of a GPU is wrong by 2 ulps at most; the kernel's arithmetic, on all ids and their neighbours."""
+    ids = torch.arange(-1, embedding.LARGEST_ID)
+
+    def number(ids: Tensor, shift: int) -> Tensor:
+        return (0x40000000 - 32 + shift - 16 * ids).int().view(torch.float32)
+
+    scale = 0.5 / (number(ids, 0) + 2**-20)
+    scale = (scale.view(torch.int32) + ulps).view(torch.float32)
+    for difference in (-1, 0, 1):
+        # The filler of masks is the largest one.
+        other = (ids + difference).clamp(-1, embedding.LARGEST_ID)
+        for shift, counts in ((0, other < ids), (16, other <= ids)):
+            # Exact in FP64, as in an FMA, and then rounded.
+            fused, rounded = number(other, shift).double() * scale.double(), number(other, shift) * scale
+            assert torch.equal(fused > 0.5, counts) and torch.equal(rounded > 0.5, counts)
+            assert (fused != 0.5).all() and (rounded != 0.5).all() and (fused < 1.5).all()
+
+
 def test_many_tokens_are_sorted_by_torch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before, dy, ids = tokens(40, 16, 9, device)
     one, two = before.clone(), before.clone()
