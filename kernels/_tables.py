@@ -45,7 +45,7 @@ def kept_table(fields: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     return _kept_table(tuple(map(tuple, fields)), device, stream)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _kept_table(fields: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # Nothing is copied now: who finds the table later, outside of the graph, would read garbage.
