@@ -3,7 +3,7 @@
 In:   a module and the parameters of one group.
 Out:  a `Binding` that can take the parameters out of the tree, put tensors in their place, and, for
       `state_dict`, register real parameters again for a moment.
-Next: `flat_params_wrapper.py` and `unshard.py` bind views of their flat buffers through it.
+Next: `flat_params_wrapper.py` and `flat_group.py` bind views of their flat buffers through it.
 """
 
 from __future__ import annotations

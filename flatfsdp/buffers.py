@@ -12,7 +12,7 @@
 Parameters are stored in the compute dtype, or in FP8.  With `cpu_offload` the master shard and its gradient
 are in host memory.
 
-Next: `unshard.py` fills the FlatBuffer, `reduce.py` takes the MainGrad.
+Next: `flat_group.py` fills the FlatBuffer, `reduce.py` takes the MainGrad.
 """
 
 from __future__ import annotations

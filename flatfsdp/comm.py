@@ -1,6 +1,6 @@
 """Ranks, side streams and collectives: all that differs between gloo and NCCL, or torch 2.11 and 2.13.
 
-Next: `unshard.py` gathers and `reduce.py` reduces through these few functions.
+Next: `flat_group.py` gathers and `reduce.py` reduces through these few functions.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatfsdp.autograd import in_backward
 from flatfsdp.binding import Binding, parameter_sites
 from flatfsdp.comm import Grid, check_same_on_all_ranks
+from flatfsdp.flat_group import FlatGroup
 from flatfsdp.layout import ParamSlot, Role
 from flatfsdp.memory import MemoryReport, memory_report
 from flatfsdp.meta import ParamInit, is_on_meta, materialize
@@ -38,7 +39,6 @@ from flatfsdp.root import Root
 from flatfsdp.summon import Gathering, whole_parameters
 from flatfsdp.tensors import cast_floats, tensors_in
 from flatfsdp.unit_module import UnitModule
-from flatfsdp.unshard import FlatGroup
 from flatfsdp.walk import named_groups, units_in
 
 

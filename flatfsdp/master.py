@@ -2,7 +2,7 @@
 
 In:   whole parameter values (construction, `load`), reduced gradients (`reduce.py`).
 Out:  one flat parameter with `.grad`; whole values again for checkpoints (`gather`).
-Next: `unshard.py` casts and gathers it for forward and backward.
+Next: `flat_group.py` casts and gathers it for forward and backward.
 """
 
 from __future__ import annotations

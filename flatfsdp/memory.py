@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flatfsdp.flat_group import FlatGroup
 from flatfsdp.placement import Placement
 from flatfsdp.policy import Prefetch
 from flatfsdp.unit import Unit
-from flatfsdp.unshard import FlatGroup
 
 GIB = 2**30
 ALWAYS = "always"

@@ -2,7 +2,7 @@
 
 In:   a module, in which inner units have taken their parts already.
 Out:  the parameters that are left, checked, and grouped into `Binding`s.
-Next: `unshard.py` makes a flat group of each binding.
+Next: `flat_group.py` makes a flat group of each binding.
 """
 
 from __future__ import annotations

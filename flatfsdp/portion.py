@@ -2,7 +2,7 @@
 
 In:   an optimizer that has updated one portion of a master shard (`optim/target.py` says what it has to do).
 Out:  a group whose next unshard has nothing left to cast, or to measure.
-Next: `unshard.py` gathers.
+Next: `flat_group.py` gathers.
 
 An optimizer that knows nothing of this updates the master shard alone; the engine then casts.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.comm import Grid
-from flatfsdp.unshard import FlatGroup
+from flatfsdp.flat_group import FlatGroup
 
 
 def attach_targets(group: FlatGroup) -> None:

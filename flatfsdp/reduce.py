@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from flatfsdp.comm import Lane, all_reduce, compute_waits_for, one_launch, reduce_scatter
+from flatfsdp.flat_group import FlatGroup
 from flatfsdp.observe import ByteLedger, span
-from flatfsdp.unshard import FlatGroup
 
 logger = logging.getLogger(__name__)
 

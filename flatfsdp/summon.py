@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from flatfsdp.comm import broadcast_object
+from flatfsdp.flat_group import FlatGroup
 from flatfsdp.master import require_same_ranks
-from flatfsdp.unshard import FlatGroup
 
 
 @dataclass(frozen=True)

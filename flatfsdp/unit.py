@@ -34,8 +34,9 @@ import torch
 from torch import Tensor
 
 from flatfsdp.autograd import in_backward, running_backward
+from flatfsdp.flat_group import FlatGroup, ShardState
 from flatfsdp.tensors import tensors_in
-from flatfsdp.unshard import FlatGroup, ShardState, unshard
+from flatfsdp.unshard import unshard
 
 if TYPE_CHECKING:
     from flatfsdp.root import Root

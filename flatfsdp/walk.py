@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from flatfsdp.flat_group import FlatGroup
 from flatfsdp.layout import ParamSlot
 from flatfsdp.unit_module import UnitModule
-from flatfsdp.unshard import FlatGroup
 from flatfsdp.wrapper import prefixed_modules
 
 Model = nn.Module | Sequence[nn.Module]

@@ -2,7 +2,7 @@
 
 In:   the amaxes of this rank's pieces, which the optimizer has taken, or `fp8_weights.py` takes.
 Out:  one scale a weight for its group, the same on all ranks.
-Next: `unshard.py` casts the master shards with them.
+Next: `flat_group.py` casts the master shards with them.
 
     amax of this rank's pieces --MAX over ranks, one all-reduce for a whole model--> scale = 448 / amax
 
@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import torch
 
 from flatfsdp.comm import Ranks, raise_to_largest
+from flatfsdp.flat_group import FlatGroup
 from flatfsdp.fp8.recipe import CurrentScaling
 from flatfsdp.fp8_weights import FP8_DTYPE
 from flatfsdp.kernels.scaling import Scales, current_scales, spread
 from flatfsdp.observe import ByteLedger
-from flatfsdp.unshard import FlatGroup
 
 
 def weight_scales(groups: Sequence[FlatGroup], ledger: ByteLedger) -> list[WeightScales]:

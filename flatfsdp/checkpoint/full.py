@@ -10,10 +10,10 @@ from torch.utils._pytree import tree_map_only
 
 from flatfsdp.checkpoint.tp_parts import joined, own_part, scattered_part
 from flatfsdp.comm import broadcast_object
+from flatfsdp.flat_group import FlatGroup
 from flatfsdp.layout import ParamSlot
 from flatfsdp.master import require_same_ranks
 from flatfsdp.summon import Gathering
-from flatfsdp.unshard import FlatGroup
 from flatfsdp.walk import keys_of_slots, named_groups, units_in
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.flat_group import FlatGroup
 from flatfsdp.layout import FlatLayout, ParamSpec
 from flatfsdp.placement import Partition
-from flatfsdp.unshard import FlatGroup
 from flatfsdp.walk import keys_of_slots, named_groups
 from flatfsdp.wrapper import prefixed_modules
 
