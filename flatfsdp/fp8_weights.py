@@ -21,10 +21,10 @@ from flatfsdp.binding import Binding
 from flatfsdp.buffers import FlatBuffer
 from flatfsdp.comm import Ranks
 from flatfsdp.fp8.operand import Operand
-from flatfsdp.kernels.scaling import Scales
+from flatfsdp.kernels.scaling import Scales, one_by_one
 from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.transpose import transpose_many
-from flatfsdp.layout import FlatLayout, Piece, Role
+from flatfsdp.layout import FlatLayout, Role, gaps_and_runs
 from flatfsdp.master import MasterShard, Version
 
 FP8_DTYPE = torch.float8_e4m3fn
@@ -70,7 +70,9 @@ class FP8Weights:
     ) -> None:
         self._slots = layout.slots
         self._pieces = layout.pieces(ranks.rank, ranks.size)
-        self._cuts = _cuts(self._pieces, layout.shard_numel(ranks.size))
+        runs = [(piece.shard_offset, piece.shard_offset + piece.stop - piece.start) for piece in self._pieces]
+        cuts = gaps_and_runs(runs)
+        self._cuts = [*cuts, layout.shard_numel(ranks.size) - sum(cuts)]
         self._through = through
         self.columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, unsharded.device, poison=poison)
         self._rowwise_views = layout.views(unsharded)
@@ -93,9 +95,10 @@ class FP8Weights:
     def set_scales(self, scales: Scales) -> None:
         """Called by `WeightScales`, once a step."""
         self.scales = scales
-        forms = zip(self._rowwise_views, self._columnwise_views, scales.scale_inv.split(1), strict=True)
+        forms = zip(self._rowwise_views, self._columnwise_views, one_by_one(scales), strict=True)
         self._operands = [
-            Operand(None, rowwise, columnwise, inverse, inverse) for rowwise, columnwise, inverse in forms
+            Operand(None, rowwise, columnwise, own.scale_inv, own.scale_inv)
+            for rowwise, columnwise, own in forms
         ]
 
     def runs(self, first: int, last: int) -> list[tuple[int, int, Tensor]]:
@@ -162,13 +165,3 @@ class FP8Weights:
     def free(self) -> None:
         if self.columnwise.is_allocated:
             self.columnwise.free()
-
-
-def _cuts(pieces: Sequence[Piece], numel: int) -> list[int]:
-    """Lengths of the gap before the first piece, of that piece, of the gap after it, and so on."""
-    lengths, cursor = [], 0
-    for piece in pieces:
-        length = piece.stop - piece.start
-        lengths += [piece.shard_offset - cursor, length]
-        cursor = piece.shard_offset + length
-    return [*lengths, numel - cursor]

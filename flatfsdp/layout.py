@@ -158,12 +158,7 @@ class FlatLayout:
 
     @cached_property
     def _cuts(self) -> list[int]:
-        """Lengths of the gap before the first slot, of that slot, of the gap after it, and so on."""
-        lengths, cursor = [], 0
-        for slot in self.slots:
-            lengths += [slot.offset - cursor, slot.numel]
-            cursor = slot.end
-        return lengths
+        return gaps_and_runs((slot.offset, slot.end) for slot in self.slots)
 
     @property
     def role(self) -> Role:
@@ -209,6 +204,16 @@ class FlatLayout:
         """
         parts = flat.split([*self._cuts, flat.numel() - self.numel])
         return [part.view(slot.shape) for part, slot in zip(parts[1::2], self.slots, strict=False)]
+
+
+def gaps_and_runs(runs: Iterable[tuple[int, int]]) -> list[int]:
+    """Lengths of the gap before the first run [start, stop), of that run, of the gap after it, and so on, as
+    `Tensor.split` takes them; what follows the last run is for the caller to add."""
+    lengths, cursor = [], 0
+    for start, stop in runs:
+        lengths += [start - cursor, stop - start]
+        cursor = stop
+    return lengths
 
 
 def _round_up(value: int, multiple: int) -> int:
