@@ -30,7 +30,7 @@ from flatfsdp.plan.job import Job
 from flatfsdp.plan.links import Groups
 from flatfsdp.plan.machine import Machine
 from flatfsdp.plan.parts import Layouts, Part, layouts_of, parts_of
-from flatfsdp.plan.traffic import Sent, gathers, of_stage, of_unit
+from flatfsdp.plan.traffic import Sent, exchanges_of_layer, gathers, of_stage, of_unit
 
 EXCHANGE, PARAMETERS = "waiting for tensor-parallel ranks", "waiting for parameters and gradients"
 STAGES, LAST_REDUCTION = "waiting for other stages", "waiting for the last reduction"
@@ -146,21 +146,15 @@ class RankTime:
         """Of one layer."""
         machine = self.machine
         own = machine.host_ms_fp8 if self.job.is_fp8 else machine.host_ms_bf16
-        return (own + self._exchanges * machine.host_ms_exchange) / 1e3
-
-    @property
-    def _exchanges(self) -> int:
-        """Collectives of one layer among tensor-parallel ranks, forward and backward; see `Exchange`."""
-        if self.job.ranks.tp == 1:
-            return 0
-        return 10 if self.job.ranks.sequence_parallel else 4
+        return (own + exchanges_of_layer(self.job) * machine.host_ms_exchange) / 1e3
 
     def _exchanged(self) -> float:
         """What tensor-parallel ranks send in one microbatch."""
-        if not self._exchanges:
+        exchanges = exchanges_of_layer(self.job)
+        if not exchanges:
             return 0.0
         sent = sum(sum(of_stage(part, self.job)) for part in self.parts)
-        calls = sum(part.layers for part in self.parts) * self._exchanges
+        calls = sum(part.layers for part in self.parts) * exchanges
         return calls * self.groups.tp.seconds(sent / calls)
 
     def _transfers(self) -> float:

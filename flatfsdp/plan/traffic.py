@@ -144,6 +144,13 @@ def exchanged_by_layer(job: Job) -> int:
     return 2 * (2 * share(matrix * z.c, z.t) + 3 * share(matrix * z.p, z.t))
 
 
+def exchanges_of_layer(job: Job) -> int:
+    """How many collectives these are."""
+    if job.ranks.tp == 1:
+        return 0
+    return 2 * (2 + 3) if job.ranks.sequence_parallel else 2 * 2
+
+
 def _embedding(job: Job) -> int:
     """Rows are summed; with sequence parallelism scattered, and their gradient gathered."""
     z = Sizes.of(job)
