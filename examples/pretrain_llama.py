@@ -28,8 +28,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import Precision, checkpoint, param_groups
+from flatfsdp.cli import options
 from flatfsdp.cli.data import Sampler, load_corpus
-from flatfsdp.cli.options import RECIPES
+from flatfsdp.cli.options import RECIPES, Preset, Schedule
 from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
 from flatfsdp.optim import AdamW
@@ -37,9 +38,7 @@ from flatfsdp.parallel import make_mesh
 from flatfsdp.timeline import redraw, save_spans
 from flatfsdp.trace import cpu_spans_of, spans_in
 
-Preset = Enum("Preset", {name: name for name in PRESETS}, type=str)
 Products = Enum("Products", {name: name for name in RECIPES}, type=str)
-Schedule = Enum("Schedule", {name: name for name in ("gpipe", "1f1b", "interleaved")}, type=str)
 
 
 @dataclass(frozen=True)
@@ -138,23 +137,23 @@ app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_c
 
 @app.command()
 def main(
-    preset: Annotated[Preset, typer.Option(help="Sizes of the model.")] = Preset["tiny"],
-    config: Annotated[Path | None, typer.Option(help="JSON file with the sizes instead.")] = None,
+    preset: options.OfModel = Preset.tiny,
+    config: options.Config = None,
     seq: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: the preset's.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in a microbatch, of a replica.")] = 2,
-    microbatches: Annotated[int, typer.Option(min=1, help="In one step.")] = 4,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")] = 1,
-    sequence_parallel: Annotated[bool, typer.Option(help="They share the sequence as well.")] = False,
+    batch: options.ReplicaBatch = 2,
+    microbatches: options.Microbatches = 4,
+    tp: options.TP = 1,
+    sequence_parallel: options.SequenceParallel = False,
     tp_overlap: Annotated[bool, typer.Option(help="What they send overlaps with its product.")] = False,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 1,
-    schedule: Annotated[Schedule, typer.Option(help="Of the pipeline.")] = Schedule["1f1b"],
-    stages_per_rank: Annotated[int, typer.Option(min=2, help="With --schedule interleaved.")] = 2,
-    dp_shard: Annotated[int, typer.Option(help="Ranks that share parameters; -1: all the others.")] = -1,
-    dp_replicate: Annotated[int, typer.Option(min=1, help="Replicas of each set of shards.")] = 1,
-    zero: Annotated[int, typer.Option(min=2, max=3, help="3 frees parameters after use.")] = 3,
+    pp: options.PP = 1,
+    schedule: options.OfPipeline = Schedule.one_f_one_b,
+    stages_per_rank: options.StagesPerRank = 2,
+    dp_shard: options.DPShard = -1,
+    dp_replicate: options.DPReplicate = 1,
+    zero: options.Zero = 3,
     precision: Annotated[Products, typer.Option(help="Of matrix products.")] = Products["bf16"],
-    fp8_weights: Annotated[bool, typer.Option(help="Weights are FP8 in the flat buffers.")] = False,
+    fp8_weights: options.FP8Weights = False,
     optimize_backward_concat: Annotated[bool, typer.Option(help="The flag.")] = True,
     lr: Annotated[float, typer.Option(help="Peak of the learning rate.")] = 1e-3,
     warmup: Annotated[int, typer.Option(min=0, help="Steps up to it.")] = 10,
@@ -187,7 +186,7 @@ def main(
     model = LlamaPipeline(
         sizes,
         mesh,
-        schedule.value,
+        schedule.option,
         microbatches=microbatches,
         batch=batch,
         device=device,

@@ -17,35 +17,13 @@ import typer
 
 from flatfsdp.cli import options
 from flatfsdp.cli.console import results_console, usage_errors
+from flatfsdp.cli.options import Preset, Schedule
 from flatfsdp.cli.plan_report import PlanReport, SearchReport
 from flatfsdp.cli.training import Fusion
 from flatfsdp.fp8 import CurrentScaling, Recipe
 from flatfsdp.models import PRESETS, LlamaConfig
-from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.plan import Arrangement, Job, Machine, search
 from flatfsdp.policy import Precision
-
-
-class Preset(str, Enum):
-    """The keys of `PRESETS`."""
-
-    tiny = "tiny"
-    debug = "debug"
-    llama_1b = "1b"
-    llama_8b = "8b"
-    llama_70b = "70b"
-
-
-class Schedule(str, Enum):
-    """Those of `LlamaPipeline`."""
-
-    gpipe = "gpipe"
-    one_f_one_b = "1f1b"
-    interleaved = "interleaved"
-
-    @property
-    def option(self) -> ScheduleName:
-        return self.value
 
 
 class Products(str, Enum):
@@ -74,8 +52,8 @@ class Products(str, Enum):
 
 
 def plan(
-    preset: Annotated[Preset, typer.Option(help="Sizes of the model.")] = Preset.llama_8b,
-    config: Annotated[Path | None, typer.Option(help="JSON file with the sizes instead.")] = None,
+    preset: options.OfModel = Preset.llama_8b,
+    config: options.Config = None,
     layers: Annotated[
         int | None, typer.Option(help="In place of the preset's; the same for those below.")
     ] = None,
@@ -86,18 +64,18 @@ def plan(
     vocab: Annotated[int | None, typer.Option(help="Size of the vocabulary.")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens in a sequence.")] = None,
     gpus: Annotated[int, typer.Option(min=1, help="All of them.")] = 8,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences in a microbatch, of a replica.")] = 1,
-    microbatches: Annotated[int, typer.Option(min=1, help="In one step.")] = 1,
-    tp: Annotated[int, typer.Option(min=1, help="Ranks that share each layer.")] = 1,
-    sequence_parallel: Annotated[bool, typer.Option(help="They share the sequence as well.")] = False,
-    pp: Annotated[int, typer.Option(min=1, help="Pipeline ranks.")] = 1,
-    schedule: Annotated[Schedule, typer.Option(help="Of the pipeline.")] = Schedule.one_f_one_b,
-    stages_per_rank: Annotated[int, typer.Option(min=2, help="With --schedule interleaved.")] = 2,
-    dp_shard: Annotated[int, typer.Option(help="Ranks that share parameters; -1: all the others.")] = -1,
-    dp_replicate: Annotated[int, typer.Option(min=1, help="Replicas of each set of shards.")] = 1,
-    zero: Annotated[int, typer.Option(min=2, max=3, help="3 frees parameters after use.")] = 3,
+    batch: options.ReplicaBatch = 1,
+    microbatches: options.Microbatches = 1,
+    tp: options.TP = 1,
+    sequence_parallel: options.SequenceParallel = False,
+    pp: options.PP = 1,
+    schedule: options.OfPipeline = Schedule.one_f_one_b,
+    stages_per_rank: options.StagesPerRank = 2,
+    dp_shard: options.DPShard = -1,
+    dp_replicate: options.DPReplicate = 1,
+    zero: options.Zero = 3,
     precision: Annotated[Products, typer.Option(help="Of matrix products.")] = Products.bf16,
-    fp8_weights: Annotated[bool, typer.Option(help="Weights are FP8 in the flat buffers.")] = False,
+    fp8_weights: options.FP8Weights = False,
     fusion: Annotated[Fusion, typer.Option(help="Of weight gradients into FP32.")] = Fusion.fused,
     search_layouts: Annotated[
         bool,
