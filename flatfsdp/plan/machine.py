@@ -68,7 +68,7 @@ class Machine:
     memory_bandwidth: float = 3.84e12
     host_ms_bf16: float = 3.4
     host_ms_fp8: float = 5.0
-    host_ms_exchange: float = 0.35
+    host_ms_exchange: float = 0.2
     gpus_per_host: int = 8
     link_bandwidth: float = 330e9
     link_latency: float = 20e-6

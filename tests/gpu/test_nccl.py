@@ -98,7 +98,8 @@ def traced_backward(rank: int, world_size: int) -> dict[str, Any]:
         optimize_backward_concat=True,
         precision=BF16,
     )
-    batches = [torch.randn(4, WIDE.seq, WIDE.hidden, device="cuda") for _ in range(2)]
+    # Enough for a unit that the GPU is the limit while the host records.
+    batches = [torch.randn(16, WIDE.seq, WIDE.hidden, device="cuda") for _ in range(2)]
     for _ in range(2):
         for batch in microbatches(model, batches):
             model(batch).square().mean().backward()
