@@ -1,8 +1,11 @@
-"""cuBLASLt as weight gradients use it: one GEMM that adds to FP32 in place, by one algorithm a shape.
+"""cuBLASLt through nvmath-python: one algorithm for each product, chosen once and kept.
 
-In:   device, sizes and dtypes of a weight gradient.
-Out:  a `Plan`, or None: without nvmath-python, or without an algorithm that runs in place.
-Next: `wgrad.py` runs it.
+In:   device, sizes and dtypes of a product.
+Out:  a `Plan`, or None: without nvmath-python, or without an algorithm.
+Next: `gemm.py` and `wgrad.py` run it, or else PyTorch's own product.
+
+PyTorch asks cuBLASLt for an algorithm in every call, which is half of its time on the host, and takes the
+first choice, which on an H200 is not always the fastest: `_gemm_tiles.py` knows others.
 """
 
 from __future__ import annotations
@@ -11,20 +14,53 @@ import ctypes
 import importlib
 import logging
 import threading
-from functools import cache
-from typing import Any
+import weakref
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
+from flatfsdp.kernels._gemm_tiles import preferred_tile
 from flatfsdp.kernels._outputs import FP8_DTYPES
-from flatfsdp.kernels.accumulate import accumulate
-from flatfsdp.kernels.gemm import ALIGNMENT
 from torch import Tensor
 
 _log = logging.getLogger(__name__)
 
+ADDRESS_ALIGNMENT = 16
+"""Bytes that addresses of all matrices, and lengths of their rows, are multiples of."""
 MAX_WORKSPACE = 32 << 20
 MAX_CANDIDATES = 64
-"""Algorithms that cuBLASLt is asked for where its first choice without split-K will not do."""
+"""Algorithms that cuBLASLt is asked for where its first choice will not do."""
+
+
+class Product(NamedTuple):
+    """out [rows, cols] = a b, or out += a b, summed over `inner`.
+
+    Attributes:
+        a_along, b_along: whether the operand is read along the sum: `a` is [rows, inner] and `b`
+            [cols, inner]; otherwise they are [inner, rows] and [inner, cols].  FP8 needs both.
+        split_accumulator: FP8 only: partial sums are moved to FP32 registers now and then.
+        has_bias: a vector [cols] in `out_dtype` is added to FP32 sums and rounded with them.
+    """
+
+    rows: int
+    cols: int
+    inner: int
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+    out_dtype: torch.dtype
+    a_along: bool = True
+    b_along: bool = True
+    split_accumulator: bool = False
+    has_bias: bool = False
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.a_dtype in FP8_DTYPES
+
+    @property
+    def sums_once(self) -> bool:
+        """Without split-K, so that each element has one FP32 sum, to which `out` may be added once."""
+        return self.out_dtype == torch.float32
 
 
 @cache
@@ -35,12 +71,13 @@ def bindings() -> Any:
     except ImportError as error:
         _log.info(
             "Weight gradients: a GEMM into an FP32 temporary, then an add; nvmath-python would let the GEMM "
-            "accumulate in place (%s)",
+            "accumulate in place, and choose faster FP8 products (%s)",
             error,
         )
         return None
     _log.info(
-        "Weight gradients: cuBLASLt %d through nvmath-python, accumulating in place", cublas_lt.get_version()
+        "Weight gradients and FP8 products: cuBLASLt %d through nvmath-python, accumulating in place",
+        cublas_lt.get_version(),
     )
     return cublas_lt
 
@@ -66,95 +103,71 @@ def _handle(device: torch.device) -> int:
     return bindings().create()
 
 
-@cache
-def plan_of(
-    device: torch.device,
-    shape: tuple[int, int, int],
-    dy_dtype: torch.dtype,
-    x_dtype: torch.dtype,
-    split_accumulator: bool,
-) -> Plan | None:
-    """The one plan of this GEMM, or None if it does not run in place; `shape` is out, in, tokens."""
-    # FP32 is left to torch.mm, which knows whether TF32 is allowed.
-    if dy_dtype == torch.float32 or 0 in shape or bindings() is None:
+@lru_cache(maxsize=4096)
+def plan_of(device: torch.device, product: Product) -> Plan | None:
+    """The one plan of this product, or None if it does not run."""
+    # FP32 is left to PyTorch, which knows whether TF32 is allowed.
+    if product.a_dtype == torch.float32 or 0 in product[:3] or bindings() is None:
         return None
-    plan = Plan(device, shape, dy_dtype, x_dtype, split_accumulator)
+    plan = Plan(device, product)
     if plan.is_possible:
         return plan
-    _log.info(
-        "Weight gradient with out, in, tokens = %s of %s and %s: a GEMM into an FP32 temporary, then an add; "
-        "cuBLASLt has no algorithm without split-K",
-        shape,
-        dy_dtype,
-        x_dtype,
-    )
+    _log.info("%s: cuBLASLt has no algorithm%s", product, " without split-K" * product.sums_once)
     return None
 
 
-def preferred_tile(shape: tuple[int, int, int], is_fp8: bool) -> str | None:
-    """The tile of D that is faster on an H200 than that of cuBLASLt's first choice; None: no other is.
-
-    Measured with beta = 1 over shapes of layers, 1024 to 8192 tokens.  cuBLASLt foresees neither that
-    the epilogue reads and writes FP32 nor the clock that a GPU keeps up.  In 16 bits 128 x 160 takes
-    1 to 9 % less time at 8192 tokens and 20 to 28 % less at 1024; for FP8 the first choice is within 2 % of
-    the best but for few tokens, where 128 x 128 takes 4 to 13 % less.
-    """
-    out, inner, tokens = shape
-    if out * inner < 1 << 22 or (is_fp8 and tokens > 1024):
-        return None
-    return "TILE_128x128" if is_fp8 or out * inner < 1 << 25 else "TILE_128x160"
+def is_readable(operand: Tensor) -> bool:
+    """Whether a plan can read this matrix, or bias, where it lies."""
+    return operand.is_contiguous() and operand.data_ptr() % ADDRESS_ALIGNMENT == 0
 
 
 class Plan:
-    """One GEMM shape on one device: descriptors, layouts, algorithm; made once and never freed.
+    """One product on one device: descriptors, layouts, algorithm; made once.
 
-    cuBLASLt thinks in columns first, so it computes the transpose of the target:
-
-        D [in, out] = A^T B  with  A = x_t [tokens, in],  B = dy_t [tokens, out]     FP8
-        D [in, out] = A B^T  with  A = x [in, tokens],    B = dy [out, tokens]       bf16, fp16
+    cuBLASLt thinks in columns first, so it computes the transpose, [cols, rows] = B^T A: its first operand
+    is `b` and its second one `a`.
 
     Attributes:
         is_possible: whether there is an algorithm to run.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        shape: tuple[int, int, int],
-        dy_dtype: torch.dtype,
-        x_dtype: torch.dtype,
-        split_accumulator: bool,
-    ) -> None:
+    def __init__(self, device: torch.device, product: Product) -> None:
         lt = self._lt = bindings()
-        out, inner, tokens = shape
-        is_fp8 = dy_dtype in FP8_DTYPES
         self._device = device
         self._handle = _handle(device)
-        self._x_layout = self._layout(x_dtype, *((tokens, inner) if is_fp8 else (inner, tokens)))
-        self._dy_layout = self._layout(dy_dtype, *((tokens, out) if is_fp8 else (out, tokens)))
-        self._target_layout = self._layout(torch.float32, inner, out)
+        rows, cols, inner = product[:3]
+        self._a_layout = self._layout(product.a_dtype, *((inner, rows) if product.a_along else (rows, inner)))
+        self._b_layout = self._layout(product.b_dtype, *((inner, cols) if product.b_along else (cols, inner)))
+        self._out_layout = self._layout(product.out_dtype, cols, rows)
         self._operation = lt.matmul_desc_create(_COMPUTE_32F, _CUDA_TYPES[torch.float32])
         self._lock = threading.Lock()
         names = lt.MatmulDescAttribute
-        self._describe(names.TRANSA, ctypes.c_int32(_TRANSPOSED if is_fp8 else _NOT_TRANSPOSED))
-        self._describe(names.TRANSB, ctypes.c_int32(_NOT_TRANSPOSED if is_fp8 else _TRANSPOSED))
-        # Where the scales are, in memory that stays: a call has 20 microseconds on the host.
-        self._scale_addresses = (ctypes.c_int64 * 2)()
-        self._scale_attributes = [
-            (int(name), ctypes.addressof(self._scale_addresses) + index * ctypes.sizeof(ctypes.c_int64))
-            for index, name in enumerate((names.A_SCALE_POINTER, names.B_SCALE_POINTER))
+        self._describe(names.TRANSA, ctypes.c_int32(_TRANSPOSED if product.b_along else _NOT_TRANSPOSED))
+        self._describe(names.TRANSB, ctypes.c_int32(_NOT_TRANSPOSED if product.a_along else _TRANSPOSED))
+        pointers = []
+        if product.is_fp8:
+            self._describe(names.FAST_ACCUM, ctypes.c_int8(not product.split_accumulator))
+            pointers += [names.A_SCALE_POINTER, names.B_SCALE_POINTER]
+        if product.has_bias:
+            self._describe(names.EPILOGUE, ctypes.c_int32(lt.Epilogue.BIAS))
+            pointers += [names.BIAS_POINTER]
+        # Where scales and bias are, in memory that stays: a call has 20 microseconds on the host.
+        self._addresses = (ctypes.c_int64 * len(pointers))()
+        self._pointers = [
+            (int(name), ctypes.addressof(self._addresses) + index * ctypes.sizeof(ctypes.c_int64))
+            for index, name in enumerate(pointers)
         ]
-        if is_fp8:
-            self._describe(names.FAST_ACCUM, ctypes.c_int8(not split_accumulator))
-            # The choice may depend on whether there are scales, not on what they are.
-            some_scale = torch.ones(1, device=device)
-            self._point_at_scales(some_scale, some_scale)
-        self._algorithm = self._choose_algorithm(preferred_tile(shape, is_fp8))
+        # The choice may depend on whether there are scales and where a bias is aligned, not on what they are.
+        something = torch.ones(cols if product.has_bias else 1, device=device)
+        self._point_at([something] * len(pointers))
+        self._algorithm = self._choose_algorithm(product)
         self.is_possible = self._algorithm is not None
         if self.is_possible:
             # Read once, because these are computed; the algorithm is what a heuristic's result begins with.
             self._algorithm_address = self._algorithm.ptr
             self._workspace_size = self._algorithm.workspace_size
+        layouts = (self._a_layout, self._b_layout, self._out_layout)
+        weakref.finalize(self, _destroy, lt, self._operation, layouts).atexit = False
 
     def _layout(self, dtype: torch.dtype, rows: int, cols: int) -> int:
         """Of a matrix [rows, cols], columns first, without gaps."""
@@ -165,31 +178,40 @@ class Plan:
             self._operation, name, ctypes.addressof(value), ctypes.sizeof(value)
         )
 
-    def _point_at_scales(self, dy_scale_inv: Tensor, x_scale_inv: Tensor) -> None:
-        self._scale_addresses[:] = [x_scale_inv.data_ptr(), dy_scale_inv.data_ptr()]
-        for name, address in self._scale_attributes:
+    def _point_at(self, tensors: list[Tensor]) -> None:
+        self._addresses[:] = [tensor.data_ptr() for tensor in tensors]
+        for name, address in self._pointers:
             self._lt.matmul_desc_set_attribute(self._operation, name, address, 8)
 
-    def _choose_algorithm(self, tile: str | None) -> Any:
-        """One without split-K, for any beta and any buffer: with this tile, or else cuBLASLt's first choice;
-        None if it has none.
+    def _choose_algorithm(self, product: Product) -> Any:
+        """For any beta and any buffer: with the preferred tile, or else cuBLASLt's first choice; None if it
+        has none.
 
-        Without split-K each element has one FP32 sum, to which beta adds the target once.  For few outputs
-        and many tokens cuBLASLt may know no such algorithm if asked for no other, and yet name some among
-        many of all kinds.
+        For few outputs and a long sum cuBLASLt may know no algorithm without split-K if asked for no other,
+        and yet name some among many of all kinds.
         """
         lt = self._lt
+        tile = preferred_tile(product)
         if tile is not None:
             for found in self._heuristics(lt.ReductionScheme.MASK, MAX_CANDIDATES):
-                its_tile = self._configured(found, lt.MatmulAlgoConfigAttribute.TILE_ID)
-                if its_tile == lt.MatmulTile[tile] and self._sums_once(found):
+                if self._tile(found) == getattr(lt.MatmulTile, tile, None) and self._sums_once(found):
                     return found
-        for found in self._heuristics(lt.ReductionScheme.NONE, 1):
+        schemes = lt.ReductionScheme.NONE if product.sums_once else lt.ReductionScheme.MASK
+        for found in self._heuristics(schemes, 1):
             return found
         for found in self._heuristics(lt.ReductionScheme.MASK, MAX_CANDIDATES):
             if self._sums_once(found):
                 return found
         return None
+
+    def offered_tiles(self) -> list[str]:
+        """Of algorithms without split-K, best first by cuBLASLt's reckoning."""
+        found = self._heuristics(self._lt.ReductionScheme.MASK, MAX_CANDIDATES)
+        tiles = dict.fromkeys(self._tile(one) for one in found if self._sums_once(one))
+        return [self._lt.MatmulTile(tile).name for tile in tiles]
+
+    def _tile(self, found: Any) -> int:
+        return self._configured(found, self._lt.MatmulAlgoConfigAttribute.TILE_ID)
 
     def _heuristics(self, reduction_schemes: int, wanted: int) -> list[Any]:
         """What cuBLASLt recommends, best first.
@@ -202,10 +224,10 @@ class Plan:
         for name, value in (
             (names.MAX_WORKSPACE_BYTES, ctypes.c_uint64(MAX_WORKSPACE)),
             (names.REDUCTION_SCHEME_MASK, ctypes.c_uint32(reduction_schemes)),
-            (names.MIN_ALIGNMENT_A_BYTES, ctypes.c_uint32(ALIGNMENT)),
-            (names.MIN_ALIGNMENT_B_BYTES, ctypes.c_uint32(ALIGNMENT)),
-            (names.MIN_ALIGNMENT_C_BYTES, ctypes.c_uint32(ALIGNMENT)),
-            (names.MIN_ALIGNMENT_D_BYTES, ctypes.c_uint32(ALIGNMENT)),
+            (names.MIN_ALIGNMENT_A_BYTES, ctypes.c_uint32(ADDRESS_ALIGNMENT)),
+            (names.MIN_ALIGNMENT_B_BYTES, ctypes.c_uint32(ADDRESS_ALIGNMENT)),
+            (names.MIN_ALIGNMENT_C_BYTES, ctypes.c_uint32(ADDRESS_ALIGNMENT)),
+            (names.MIN_ALIGNMENT_D_BYTES, ctypes.c_uint32(ADDRESS_ALIGNMENT)),
         ):
             lt.matmul_preference_set_attribute(
                 preference, name, ctypes.addressof(value), ctypes.sizeof(value)
@@ -215,10 +237,10 @@ class Plan:
             lt.matmul_algo_get_heuristic(
                 self._handle,
                 self._operation,
-                self._x_layout,
-                self._dy_layout,
-                self._target_layout,
-                self._target_layout,
+                self._b_layout,
+                self._a_layout,
+                self._out_layout,
+                self._out_layout,
                 preference,
                 wanted,
                 results.ptr,
@@ -246,41 +268,51 @@ class Plan:
         return value.value
 
     def run(
-        self, target: Tensor, dy: Tensor, x: Tensor, scale_invs: tuple[Tensor, Tensor] | None, first: bool
+        self,
+        out: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scale_invs: tuple[Tensor, Tensor] | None = None,
+        bias: Tensor | None = None,
+        *,
+        adds: bool = False,
     ) -> None:
-        """dy and x: contiguous, at multiples of `ALIGNMENT`; `scale_invs`: theirs, in this order, in FP8."""
-        if target.data_ptr() % ALIGNMENT:
-            product = torch.empty_like(target)
-            self._launch(product, dy, x, scale_invs, first=True)
-            accumulate(target, product, first=first)
-        else:
-            self._launch(target, dy, x, scale_invs, first)
+        """Writes or `adds` to `out`, contiguous and at a multiple of `ADDRESS_ALIGNMENT` like all operands.
 
-    def _launch(
-        self, target: Tensor, dy: Tensor, x: Tensor, scale_invs: tuple[Tensor, Tensor] | None, first: bool
-    ) -> None:
+        Args:
+            scale_invs: what `a` and `b` are to be multiplied with, in FP8.
+        """
         size = self._workspace_size
         # Not kept: the allocator knows what each stream still uses, and plans run on any stream.
         workspace = torch.empty(size, dtype=torch.uint8, device=self._device) if size else None
-        # Scales are part of the descriptor, and backwards run on several threads.
+        pointed_at = [] if scale_invs is None else [scale_invs[1], scale_invs[0]]
+        if bias is not None:
+            pointed_at.append(bias)
+        # Addresses are part of the descriptor, and backwards run on several threads.
         with self._lock:
-            if scale_invs is not None:
-                self._point_at_scales(*scale_invs)
+            self._point_at(pointed_at)
             self._lt.matmul(
                 self._handle,
                 self._operation,
                 _ADDRESS_OF_ONE,
-                x.data_ptr(),
-                self._x_layout,
-                dy.data_ptr(),
-                self._dy_layout,
-                _ADDRESS_OF_ZERO if first else _ADDRESS_OF_ONE,
-                target.data_ptr(),
-                self._target_layout,
-                target.data_ptr(),
-                self._target_layout,
+                b.data_ptr(),
+                self._b_layout,
+                a.data_ptr(),
+                self._a_layout,
+                _ADDRESS_OF_ONE if adds else _ADDRESS_OF_ZERO,
+                out.data_ptr(),
+                self._out_layout,
+                out.data_ptr(),
+                self._out_layout,
                 self._algorithm_address,
                 0 if workspace is None else workspace.data_ptr(),
                 size,
                 torch._C._cuda_getCurrentRawStream(self._device.index),
             )
+
+
+def _destroy(lt: Any, operation: int, layouts: tuple[int, ...]) -> None:
+    """Of a plan that was least recently used.  What it started does not need them any more."""
+    lt.matmul_desc_destroy(operation)
+    for layout in layouts:
+        lt.matrix_layout_destroy(layout)

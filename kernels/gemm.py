@@ -6,8 +6,9 @@
     dgrad   a = dy [tokens, out],  b = weight transposed [in, out]
 
 for a [M, K], b [N, K] and out [M, N].  Hopper's FP8 GEMMs read both operands along K.  On CUDA this is
-`torch._scaled_mm`, which is cuBLASLt; the bias is added to FP32 sums in the GEMM's epilogue and rounded with
-them.  An FP32 result gets it in a pass of its own, because `_scaled_mm` takes none there.
+cuBLASLt, by the algorithm that `_cublas_lt.py` keeps for the shape, or else through `torch._scaled_mm`.  The
+bias is added to FP32 sums in the GEMM's epilogue and rounded with them.  An FP32 result gets it in a pass of
+its own, because `_scaled_mm` takes none there.
 
 Bytes: those of a, b and out.
 """
@@ -15,6 +16,7 @@ Bytes: those of a, b and out.
 from __future__ import annotations
 
 import torch
+from flatfsdp.kernels._cublas_lt import Product, is_readable, plan_of
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import FP8_DTYPES, HIGH_DTYPES
 from flatfsdp.kernels._triton import on_device_of
@@ -51,19 +53,27 @@ def launch(
     out: Tensor,
     split_accumulator: bool,
 ) -> None:
-    takes_bias = out.dtype != torch.float32
+    inside = bias if out.dtype != torch.float32 else None
     with on_device_of(out):
-        torch._scaled_mm(
-            a,
-            b.t(),
-            scale_a=a_scale_inv,
-            scale_b=b_scale_inv,
-            bias=bias if takes_bias else None,
-            out_dtype=out.dtype,
-            use_fast_accum=not split_accumulator,
-            out=out,
-        )
-        if bias is not None and not takes_bias:
+        plan = None
+        if is_readable(a) and is_readable(b) and (inside is None or is_readable(inside)):
+            options = {"split_accumulator": split_accumulator, "has_bias": inside is not None}
+            product = Product(*out.shape, a.shape[1], a.dtype, b.dtype, out.dtype, **options)
+            plan = plan_of(out.device, product)
+        if plan is not None:
+            plan.run(out, a, b, (a_scale_inv, b_scale_inv), inside)
+        else:
+            torch._scaled_mm(
+                a,
+                b.t(),
+                scale_a=a_scale_inv,
+                scale_b=b_scale_inv,
+                bias=inside,
+                out_dtype=out.dtype,
+                use_fast_accum=not split_accumulator,
+                out=out,
+            )
+        if bias is not None and inside is None:
             out.add_(bias)
 
 

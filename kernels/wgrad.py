@@ -26,7 +26,7 @@ would not do: for beta = 1 cuBLAS may choose another algorithm than for beta = 0
 from __future__ import annotations
 
 import torch
-from flatfsdp.kernels._cublas_lt import plan_of
+from flatfsdp.kernels._cublas_lt import ADDRESS_ALIGNMENT, Plan, Product, is_readable, plan_of
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import FP8_DTYPES, HIGH_DTYPES
 from flatfsdp.kernels._triton import on_device_of
@@ -41,9 +41,11 @@ def reference(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
 
 def launch(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
     with on_device_of(target):
-        plan = plan_of(target.device, (*target.shape, dy.shape[0]), dy.dtype, x.dtype, True)
+        sizes = (*target.shape, dy.shape[0])
+        product = Product(*sizes, dy.dtype, x.dtype, torch.float32, a_along=False, b_along=False)
+        plan = plan_of(target.device, product)
         if plan is not None:
-            plan.run(target, _readable(dy), _readable(x), None, first)
+            _run(plan, target, _readable(dy), _readable(x), None, first)
         elif dy.dtype == torch.float32:
             accumulate(target, torch.mm(dy.t(), x), first=first)
         else:
@@ -80,10 +82,11 @@ def launch_fp8(
 ) -> None:
     dy_t, x_t = _readable(dy_t), _readable(x_t)
     with on_device_of(target):
-        shape = (*target.shape, dy_t.shape[1])
-        plan = plan_of(target.device, shape, dy_t.dtype, x_t.dtype, split_accumulator)
+        sizes = (*target.shape, dy_t.shape[1])
+        dtypes = (dy_t.dtype, x_t.dtype, torch.float32)
+        plan = plan_of(target.device, Product(*sizes, *dtypes, split_accumulator=split_accumulator))
         if plan is not None:
-            plan.run(target, dy_t, x_t, (dy_scale_inv, x_scale_inv), first)
+            _run(plan, target, dy_t, x_t, (dy_scale_inv, x_scale_inv), first)
             return
     product = scaled_mm(
         dy_t,
@@ -105,11 +108,21 @@ _wgrad_fp8 = operator(
 )
 
 
+def _run(
+    plan: Plan, target: Tensor, dy: Tensor, x: Tensor, scale_invs: tuple[Tensor, Tensor] | None, first: bool
+) -> None:
+    """Through a temporary where a plan cannot write to the target."""
+    if target.data_ptr() % ADDRESS_ALIGNMENT:
+        product = torch.empty_like(target)
+        plan.run(product, dy, x, scale_invs)
+        accumulate(target, product, first=first)
+    else:
+        plan.run(target, dy, x, scale_invs, adds=not first)
+
+
 def _readable(operand: Tensor) -> Tensor:
     """As it is, or, where a plan cannot read it, copied: expanded gradients, slices at odd offsets."""
-    if operand.is_contiguous() and operand.data_ptr() % ALIGNMENT == 0:
-        return operand
-    return operand.clone(memory_format=torch.contiguous_format)
+    return operand if is_readable(operand) else operand.clone(memory_format=torch.contiguous_format)
 
 
 def wgrad(

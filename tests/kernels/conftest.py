@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
+from flatfsdp.kernels import _cublas_lt as cublas_lt
+from flatfsdp.kernels import gemm, wgrad
 
+from tests.kernels.fake_cublas_lt import FakeCublasLt
 from tests.kernels.interpreter import repair
 
 
@@ -23,3 +28,28 @@ def _seed() -> None:
 def device() -> str:
     """Where kernels can be launched."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def fresh_choices() -> Iterator[None]:
+    """Choices, handles and plans are kept per process; tests with this make their own."""
+    cached = [
+        fn for fn in (cublas_lt.plan_of, cublas_lt._handle, cublas_lt.bindings) if hasattr(fn, "cache_clear")
+    ]
+    for fn in cached:
+        fn.cache_clear()
+    yield
+    for fn in cached:
+        fn.cache_clear()
+
+
+@pytest.fixture
+def fake(fresh_choices: None, monkeypatch: pytest.MonkeyPatch) -> FakeCublasLt:
+    """What launches reach on the CPU; the public functions launch."""
+    made = FakeCublasLt()
+    monkeypatch.setattr(cublas_lt, "bindings", lambda: made)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(wgrad, "_wgrad", wgrad.launch)
+    monkeypatch.setattr(wgrad, "_wgrad_fp8", wgrad.launch_fp8)
+    monkeypatch.setattr(gemm, "_scaled_mm", gemm.launch)
+    return made

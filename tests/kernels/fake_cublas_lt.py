@@ -1,10 +1,11 @@
-"""cuBLASLt as far as weight gradients call it, in PyTorch on the CPU, and what it was told."""
+"""cuBLASLt as far as products call it, in PyTorch on the CPU, and what it was told."""
 
 from __future__ import annotations
 
 import ctypes
 from collections import Counter
 from enum import IntEnum
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,18 +24,23 @@ class FakeCublasLt:
     """
 
     MatmulDescAttribute = IntEnum(
-        "MatmulDescAttribute", "TRANSA TRANSB FAST_ACCUM A_SCALE_POINTER B_SCALE_POINTER"
+        "MatmulDescAttribute",
+        "TRANSA TRANSB FAST_ACCUM A_SCALE_POINTER B_SCALE_POINTER EPILOGUE BIAS_POINTER",
     )
+    Epilogue = IntEnum("Epilogue", {"DEFAULT": 1, "BIAS": 4})
     MatmulPreferenceAttribute = IntEnum(
         "MatmulPreferenceAttribute",
         "MAX_WORKSPACE_BYTES REDUCTION_SCHEME_MASK MIN_ALIGNMENT_A_BYTES MIN_ALIGNMENT_B_BYTES "
         "MIN_ALIGNMENT_C_BYTES MIN_ALIGNMENT_D_BYTES",
     )
     MatmulAlgoConfigAttribute = IntEnum("MatmulAlgoConfigAttribute", "SPLITK_NUM REDUCTION_SCHEME TILE_ID")
-    MatmulTile = IntEnum("MatmulTile", {"TILE_128x128": 20, "TILE_128x160": 29})
+    MatmulTile = IntEnum("MatmulTile", {"TILE_128x128": 20, "TILE_128x160": 29, "TILE_168x128": 30})
     ReductionScheme = IntEnum("ReductionScheme", {"NONE": 0, "COMPUTE_TYPE": 2, "MASK": 7})
     SIZES = SimpleNamespace(
-        desc={"TRANSA": 4, "TRANSB": 4, "FAST_ACCUM": 1, "A_SCALE_POINTER": 8, "B_SCALE_POINTER": 8},
+        desc={
+            **{"TRANSA": 4, "TRANSB": 4, "FAST_ACCUM": 1, "EPILOGUE": 4},
+            **{"A_SCALE_POINTER": 8, "B_SCALE_POINTER": 8, "BIAS_POINTER": 8},
+        },
         preference={"MAX_WORKSPACE_BYTES": 8, "REDUCTION_SCHEME_MASK": 4},
     )
     DTYPES = {  # noqa: RUF012
@@ -47,13 +53,15 @@ class FakeCublasLt:
     def __init__(self, first_choice: bool = True, others: tuple[tuple[int, ...], ...] = ()) -> None:
         self.calls: Counter[str] = Counter()
         self.things: dict[int, Any] = {}
+        self._numbers = count(1)
         self.algorithms_run: list[int] = []
         self.betas: list[float] = []
         self.first_choice, self.others = first_choice, others
 
     def _new(self, thing: Any) -> int:
-        self.things[len(self.things) + 1] = thing
-        return len(self.things)
+        number = next(self._numbers)
+        self.things[number] = thing
+        return number
 
     def get_version(self) -> int:
         return 130000
@@ -74,6 +82,12 @@ class FakeCublasLt:
         assert size == self.SIZES.desc[name]
         self.things[desc][name] = int.from_bytes(ctypes.string_at(address, size), "little")
 
+    def matmul_desc_destroy(self, desc: int) -> None:
+        del self.things[desc]
+
+    def matrix_layout_destroy(self, layout: int) -> None:
+        del self.things[layout]
+
     def matmul_preference_create(self) -> int:
         return self._new({})
 
@@ -92,7 +106,7 @@ class FakeCublasLt:
         return results
 
     def matmul_algo_get_heuristic(self, *args: int) -> None:
-        _handle, desc, a, _b, c, d, preference, wanted, results, count = args
+        _handle, desc, a, _b, c, d, preference, wanted, results, how_many = args
         self.calls["heuristic"] += 1
         wished = dict(self.things[preference])
         mask = wished.pop("REDUCTION_SCHEME_MASK")
@@ -101,12 +115,13 @@ class FakeCublasLt:
         told, is_fp8 = self.things[desc], self.things[a][0].itemsize == 1
         assert ("A_SCALE_POINTER" in told) == ("B_SCALE_POINTER" in told) == ("FAST_ACCUM" in told) == is_fp8
         assert c == d
-        found = self.others if mask else ((1, 0, 0),) * self.first_choice
+        first = ((1, 0, 0),) * self.first_choice
+        found = (self.others or first) if mask else first
         if not found:
             raise self.cuBLASLtError("NOT_SUPPORTED")
         for index, configuration in enumerate(found[:wanted]):
             self.things[results + index] = ("algorithm", configuration)
-        ctypes.c_int32.from_address(count).value = len(found[:wanted])
+        ctypes.c_int32.from_address(how_many).value = len(found[:wanted])
 
     def matmul_algo_config_get_attribute(
         self, algorithm: int, name: int, address: int, size: int, written: int
@@ -120,6 +135,12 @@ class FakeCublasLt:
         memory = torch.frombuffer((ctypes.c_uint8 * size).from_address(address), dtype=torch.uint8)
         return memory.view(dtype).view(cols, ld)[:, :rows].t()
 
+    def _vector(self, address: int, layout: int) -> Tensor:
+        """As long as a column of that matrix, and of its dtype."""
+        dtype, rows, _cols, _ld = self.things[layout]
+        memory = (ctypes.c_uint8 * (dtype.itemsize * rows)).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype).float()
+
     def matmul(self, handle: int, desc: int, alpha: int, *args: int) -> None:
         a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm, workspace, size, stream = args
         told = self.things[desc]
@@ -131,6 +152,8 @@ class FakeCublasLt:
         for name in ("A_SCALE_POINTER", "B_SCALE_POINTER"):
             if name in told:
                 product *= ctypes.c_float.from_address(told[name]).value
+        if told.get("EPILOGUE") == self.Epilogue.BIAS:
+            product += self._vector(told["BIAS_POINTER"], d_layout)[:, None]
         kept = ctypes.c_float.from_address(beta).value
         if kept:
             product += kept * self._matrix(c, c_layout)

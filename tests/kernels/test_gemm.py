@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from flatfsdp.kernels import _cublas_lt as cublas_lt
 from flatfsdp.kernels import gemm as module
 from flatfsdp.kernels.gemm import scaled_mm
 from torch import Tensor
+
+from tests.kernels.fake_cublas_lt import FakeCublasLt
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_PAIRS = pytest.mark.parametrize(("a_dtype", "b_dtype"), [(E4M3, E4M3), (E5M2, E4M3), (E4M3, E5M2)])
@@ -126,8 +129,9 @@ def test_what_does_not_fit_is_named() -> None:
         call(a, b, *invs, dtype=E4M3)
 
 
-def test_what_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_is_told(fresh_choices: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch._scaled_mm` has a CPU kernel, too, without biases for FP32 results as on the GPU."""
+    monkeypatch.setattr(cublas_lt, "bindings", lambda: None)
     told = []
 
     def spy(*args: Tensor, **options: object) -> Tensor:
@@ -144,6 +148,59 @@ def test_what_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         module.reference(a, b, *invs, bias, expected, split)
         assert torch.allclose(out.float(), expected.float(), rtol=2e-2, atol=2e-2)
     assert told == [(False, False), (True, True)]
+
+
+def integers(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    """Small enough for FP8, and for sums that no order of additions changes."""
+    return torch.randint(-4, 5, (rows, cols)).to(dtype)
+
+
+@FP8_PAIRS
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_what_cublas_lt_is_told(
+    fake: FakeCublasLt, dtype: torch.dtype, with_bias: bool, a_dtype: torch.dtype, b_dtype: torch.dtype
+) -> None:
+    for index in range(3):
+        a, b = integers(M, K, a_dtype), integers(N, K, b_dtype)
+        # Other tensors, other scales each time, as scales follow the data.
+        invs = torch.tensor([2.0**-index]), torch.tensor([2.0 ** (2 * index)])
+        bias = torch.randint(-4, 5, (N,)).to(dtype) if with_bias else None
+        out = scaled_mm(a, b, *invs, bias=bias, out_dtype=dtype, split_accumulator=True)
+        assert torch.equal(out, exact(a, b, invs, bias).to(dtype))
+    assert fake.betas == [0, 0, 0] and fake.calls["heuristic"] == 1, "one plan for all of them"
+
+
+def test_the_accumulator_the_bias_and_the_number_of_rows_are_part_of_the_plan(fake: FakeCublasLt) -> None:
+    (a, b), invs, bias = operands(), scales(), torch.zeros(N).bfloat16()
+    for rows, added, split in ((M, None, True), (M, None, False), (M, bias, True), (M - 1, None, True)):
+        scaled_mm(a[:rows], b, *invs, bias=added, out_dtype=torch.bfloat16, split_accumulator=split)
+    assert len(set(fake.algorithms_run)) == 4
+    told = [thing for thing in fake.things.values() if isinstance(thing, dict) and "TRANSA" in thing]
+    assert [one["FAST_ACCUM"] for one in told] == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("moved", [0, 1, 2], ids=["a", "b", "bias"])
+def test_what_a_plan_cannot_read_is_left_to_torch(fake: FakeCublasLt, moved: int) -> None:
+    tensors = [integers(64, K, E4M3), integers(N, K, E4M3), integers(1, N, torch.bfloat16)[0]]
+    flat = torch.empty(tensors[moved].numel() + 1, dtype=tensors[moved].dtype)
+    tensors[moved] = flat[1:].view_as(tensors[moved]).copy_(tensors[moved])
+    a, b, bias = tensors
+    out = scaled_mm(a, b, *scales(1.0, 1.0), bias=bias, out_dtype=torch.bfloat16, split_accumulator=True)
+    assert torch.allclose(out.double(), exact(a, b, scales(1.0, 1.0), bias), rtol=1e-2)
+    assert not fake.calls
+
+
+def test_a_plan_that_goes_takes_its_descriptors_with_it(fake: FakeCublasLt) -> None:
+    product = cublas_lt.Product(M, N, K, E4M3, E4M3, torch.bfloat16)
+    before = {number for number, thing in fake.things.items() if thing != "handle"}
+    plan = cublas_lt.Plan(torch.device("cpu"), product)
+    described = [thing for thing in fake.things.values() if isinstance(thing, dict) and "TRANSA" in thing]
+    assert plan.is_possible and len(described) == 1
+    del plan
+    left = [fake.things[number] for number in fake.things.keys() - before]
+    assert not [thing for thing in left if isinstance(thing, dict) and "TRANSA" in thing]
+    assert not [thing for thing in left if isinstance(thing, tuple) and thing[0] in (E4M3, torch.bfloat16)]
 
 
 def test_compiled_and_faked_calls_go_through_the_operator() -> None:

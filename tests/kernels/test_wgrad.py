@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -95,30 +94,6 @@ def written_and_added() -> tuple[Tensor, Tensor]:
     return ours, expected
 
 
-@pytest.fixture
-def fresh_choices() -> Iterator[None]:
-    """Choices, handles and plans are kept per process; these tests make their own."""
-    cached = [
-        fn for fn in (cublas_lt.plan_of, cublas_lt._handle, cublas_lt.bindings) if hasattr(fn, "cache_clear")
-    ]
-    for fn in cached:
-        fn.cache_clear()
-    yield
-    for fn in cached:
-        fn.cache_clear()
-
-
-@pytest.fixture
-def fake(fresh_choices: None, monkeypatch: pytest.MonkeyPatch) -> FakeCublasLt:
-    """What launches reach on the CPU; the public functions launch."""
-    made = FakeCublasLt()
-    monkeypatch.setattr(cublas_lt, "bindings", lambda: made)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    monkeypatch.setattr(module, "_wgrad", module.launch)
-    monkeypatch.setattr(module, "_wgrad_fp8", module.launch_fp8)
-    return made
-
-
 HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
@@ -193,23 +168,11 @@ def test_if_cublas_lt_refuses_an_algorithm_without_split_k_is_picked_from_many(
     assert fake.calls["heuristic"] == fake.calls["preferences destroyed"] == 2
 
 
-@pytest.mark.parametrize(
-    ("shape", "is_fp8", "tile"),
-    [
-        *(((12288, 4096, 8192), False, "TILE_128x160"), ((4096, 4096, 8192), False, "TILE_128x128")),
-        *(((1024, 1024, 8192), False, None), ((12288, 4096, 8192), True, None)),
-        ((12288, 4096, 1024), True, "TILE_128x128"),
-    ],
-)
-def test_which_tile_is_preferred(shape: tuple[int, int, int], is_fp8: bool, tile: str | None) -> None:
-    assert cublas_lt.preferred_tile(shape, is_fp8) == tile
-
-
 @CALLS
 def test_the_first_algorithm_with_the_preferred_tile_and_without_split_k(
     fake: FakeCublasLt, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cublas_lt, "preferred_tile", lambda shape, is_fp8: "TILE_128x160")
+    monkeypatch.setattr(cublas_lt, "preferred_tile", lambda product: "TILE_128x160")
     fake.others = ((1, 0, 20), (8, 2, 29), (1, 0, 29), (0, 0, 29))
     tensors, scales = call()
     for run in (wgrad, wgrad_unfused):
@@ -221,7 +184,7 @@ def test_the_first_algorithm_with_the_preferred_tile_and_without_split_k(
 def test_without_an_algorithm_with_the_preferred_tile(
     fake: FakeCublasLt, call: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cublas_lt, "preferred_tile", lambda shape, is_fp8: "TILE_128x160")
+    monkeypatch.setattr(cublas_lt, "preferred_tile", lambda product: "TILE_128x160")
     fake.others = ((1, 0, 20), (8, 2, 29))
     tensors, scales = call()
     wgrad(*tensors, first=True, **scales)
@@ -236,7 +199,7 @@ def test_a_shape_without_an_algorithm_is_added_and_the_log_says_so_once(
         ours, expected = written_and_added()
     assert torch.equal(ours, expected) and not fake.betas
     (message,) = (record.getMessage() for record in caplog.records)
-    assert "out, in, tokens = (48, 80, 32)" in message and "split-K" in message
+    assert "rows=48, cols=80, inner=32" in message and "without split-K" in message
 
 
 def test_without_nvmath_the_product_is_added_and_the_log_says_so_once(
@@ -271,7 +234,7 @@ def test_with_nvmath_the_log_names_cublas_lt(
     with caplog.at_level(logging.INFO, cublas_lt.__name__):
         assert cublas_lt.bindings() is cublas_lt.bindings() is bindings
     assert [record.getMessage() for record in caplog.records] == [
-        "Weight gradients: cuBLASLt 130000 through nvmath-python, accumulating in place"
+        "Weight gradients and FP8 products: cuBLASLt 130000 through nvmath-python, accumulating in place"
     ]
 
 
