@@ -198,10 +198,13 @@ def autocast(
             (`FlatStage`) those that have this stage.
 
     Raises:
-        TypeError: if `recipe` is no recipe.
+        TypeError: if `recipe` is no recipe, or stands where `enabled` or `calibrating` does.
         ValueError: in a pipeline stage, if amax_reduction_group has ranks of other stages: around a step at
             once, in a forward after the step, on every rank.
     """
+    for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} is {value!r}; it must be True or False (a recipe is passed as recipe=)")
     recipe = DelayedScaling() if recipe is None else recipe
     if not isinstance(recipe, Recipe):
         raise TypeError(

@@ -99,7 +99,7 @@ class FP8Module(Declaring):
         if self._ran_in_fp8 is not region.enabled:  # to set what a module has is slow
             self._ran_in_fp8 = region.enabled
         if region.enabled:
-            require_fp8(device)
+            require_fp8(device, isinstance(region.recipe, BlockScaling))
             self._notice_change(region.recipe)
         if isinstance(region.recipe, DelayedScaling):
             return self._delayed(region, region.recipe, device)
@@ -447,18 +447,27 @@ def _warn_of_change(before: Recipe, after: Recipe) -> None:
 
 
 @cache
-def require_fp8(device: torch.device) -> None:
+def require_fp8(device: torch.device, by_block: bool) -> None:
     """
+    Args:
+        by_block: whether each block has a scale of its own.
+
     Raises:
-        RuntimeError: if a GPU cannot multiply FP8 numbers; CPUs do it in FP32.
+        RuntimeError: if a GPU cannot multiply such FP8 numbers; CPUs do it in FP32.
     """
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        if (major, minor) < (8, 9):
-            raise RuntimeError(
-                f"FP8 was asked for on {torch.cuda.get_device_name(device)}, compute capability "
-                f"{major}.{minor}; it needs 8.9 or more, so use autocast(enabled=False)"
-            )
+    if device.type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    found = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+    if (major, minor) < (8, 9):
+        raise RuntimeError(
+            f"FP8 was asked for on {found}; it needs 8.9 or more, so use autocast(enabled=False)"
+        )
+    if by_block and major != 9:
+        raise RuntimeError(
+            f"BlockScaling was asked for on {found}; PyTorch multiplies with a scale for each block on 9.0 "
+            "(Hopper) only, so use CurrentScaling or DelayedScaling"
+        )
 
 
 def require_bool_or_none(layer: str, is_first_microbatch: object) -> None:

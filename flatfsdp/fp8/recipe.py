@@ -27,6 +27,11 @@ class Format(Enum):
         return f"Format.{self.name}"
 
 
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be True or False")
+
+
 @dataclass(frozen=True)
 class SplitAccumulator:
     """Whether a product's partial sums are promoted to FP32 every 128 elements, instead of staying in the
@@ -35,6 +40,10 @@ class SplitAccumulator:
     fprop: bool = False
     dgrad: bool = True
     wgrad: bool = True
+
+    def __post_init__(self) -> None:
+        for product, is_split in vars(self).items():
+            _check_bool(product, is_split)
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,8 @@ class DelayedScaling:
     split_accumulator: SplitAccumulator = SplitAccumulator()
 
     def __post_init__(self) -> None:
-        _check_format(self.fp8_format)
+        _check_common(self)
+        _check_bool("reduce_amax", self.reduce_amax)
         if not isinstance(self.margin, int | float) or not math.isfinite(self.margin):
             raise ValueError(
                 f"margin is {self.margin!r}; scales are divided by 2^margin, so make it a number"
@@ -93,9 +103,9 @@ class CurrentScaling:
     split_accumulator: SplitAccumulator = SplitAccumulator()
 
     def __post_init__(self) -> None:
-        _check_format(self.fp8_format)
-        if not self.amax_epsilon >= 0:
-            raise ValueError(f"amax_epsilon is {self.amax_epsilon!r}; it must be >= 0")
+        _check_common(self)
+        if not isinstance(self.amax_epsilon, int | float) or not self.amax_epsilon >= 0:
+            raise ValueError(f"amax_epsilon is {self.amax_epsilon!r}; it must be a number >= 0")
 
 
 @dataclass(frozen=True)
@@ -110,6 +120,7 @@ class BlockScaling:
     split_accumulator: SplitAccumulator = SplitAccumulator(fprop=True)
 
     def __post_init__(self) -> None:
+        _check_common(self)
         if self.fp8_format is not Format.E4M3:
             raise ValueError(f"fp8_format is {self.fp8_format!r}; block scaling is defined for Format.E4M3")
         if not all(vars(self.split_accumulator).values()):
@@ -119,6 +130,13 @@ class BlockScaling:
 Recipe = DelayedScaling | CurrentScaling | BlockScaling
 
 
-def _check_format(fp8_format: Format) -> None:
-    if not isinstance(fp8_format, Format):
-        raise ValueError(f"fp8_format is {fp8_format!r}; it must be Format.HYBRID or Format.E4M3")
+def _check_common(recipe: Recipe) -> None:
+    """What all recipes have."""
+    if not isinstance(recipe.fp8_format, Format):
+        raise ValueError(f"fp8_format is {recipe.fp8_format!r}; it must be Format.HYBRID or Format.E4M3")
+    if not isinstance(recipe.split_accumulator, SplitAccumulator):
+        raise ValueError(
+            f"split_accumulator is {recipe.split_accumulator!r}; it must be a SplitAccumulator(fprop=..., "
+            "dgrad=..., wgrad=...)"
+        )
+    _check_bool("power_of_two_scales", recipe.power_of_two_scales)

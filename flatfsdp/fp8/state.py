@@ -84,7 +84,16 @@ class Arena:
     @torch.no_grad()
     @torch.inference_mode(False)
     def update(self, recipe: DelayedScaling, group: dist.ProcessGroup | None) -> None:
-        """Makes the next generation; `group` takes the largest amax of its ranks first."""
+        """Makes the next generation; `group` takes the largest amax of its ranks first.
+
+        Raises:
+            RuntimeError: while a CUDA graph is captured, which would replay casts with today's scales.
+        """
+        if is_captured(self.scale.device):
+            raise RuntimeError(
+                "a CUDA graph is captured in which DelayedScaling moves its scales on, but replays would all "
+                "cast with the scales of the capture; use CurrentScaling"
+            )
         if group is not None:
             raise_to_largest(self.history[0], Ranks.of(group))
         self._advance(self.history, recipe)
@@ -204,6 +213,11 @@ class Scaling:
         n = len(self.fp8_max)
         arena.scale.narrow(0, start, n).copy_(self._views[0])
         arena.history.narrow(1, start, n).copy_(self._views[1])
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def buffer_names(direction: Direction) -> tuple[str, str]:

@@ -57,6 +57,10 @@ class _NormLayer(Declaring):
         Raises:
             ValueError: if the last dimensions are others, or the dtype is another one.
         """
+        if inp.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+            raise ValueError(
+                f"{type(self).__name__}: the input is {inp.dtype}; it has to be FP32, fp16 or bf16"
+            )
         if inp.shape[-len(self.normalized_shape) :] != self.normalized_shape:
             raise ValueError(
                 f"{type(self).__name__}: the input has shape {tuple(inp.shape)}; its last dimensions have to "

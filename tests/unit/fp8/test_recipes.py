@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from flatfsdp import fp8
-from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, SplitAccumulator, autocast
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, SplitAccumulator, autocast, state
 from flatfsdp.fp8.module import require_fp8
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH, Stack, batch, relative_error, seeded
@@ -137,11 +138,18 @@ def test_a_forward_keeps_its_recipe_for_its_backward() -> None:
         (lambda: DelayedScaling(amax_history_len=2.0), "amax_history_len"),
         (lambda: DelayedScaling(amax_compute_algo="mean"), "amax_compute_algo"),
         (lambda: DelayedScaling(fp8_format="HYBRID"), "fp8_format"),
+        (lambda: DelayedScaling(reduce_amax=1), "reduce_amax"),
+        (lambda: DelayedScaling(power_of_two_scales=None), "power_of_two_scales"),
+        (lambda: DelayedScaling(split_accumulator=True), "split_accumulator"),
         (lambda: CurrentScaling(fp8_format=None), "fp8_format"),
         (lambda: CurrentScaling(amax_epsilon=-1.0), "amax_epsilon"),
         (lambda: CurrentScaling(amax_epsilon=float("nan")), "amax_epsilon"),
+        (lambda: CurrentScaling(amax_epsilon="0"), "amax_epsilon"),
+        (lambda: CurrentScaling(power_of_two_scales="no"), "power_of_two_scales"),
         (lambda: fp8.BlockScaling(fp8_format=Format.HYBRID), "fp8_format"),
         (lambda: fp8.BlockScaling(split_accumulator=SplitAccumulator()), "split"),
+        (lambda: fp8.BlockScaling(split_accumulator=True), "split_accumulator"),
+        (lambda: SplitAccumulator(dgrad=0), "dgrad"),
     ],
 )
 def test_values_that_no_recipe_has(make: Any, message: str) -> None:
@@ -153,6 +161,15 @@ def test_something_else_than_a_recipe() -> None:
     with pytest.raises(TypeError, match="DelayedScaling"), autocast(recipe="delayed"):
         pass
     with pytest.raises(TypeError, match="DelayedScaling"), autocast(recipe=DelayedScaling):
+        pass
+
+
+@pytest.mark.parametrize("region", [autocast, fp8.fp8_autocast])
+def test_a_recipe_where_a_switch_belongs(region: Any) -> None:
+    """It would be as good as True, and another recipe would be used."""
+    with pytest.raises(TypeError, match=r"enabled is CurrentScaling.*recipe="), region(CurrentScaling()):
+        pass
+    with pytest.raises(TypeError, match=r"calibrating is CurrentScaling"), region(True, CurrentScaling()):
         pass
 
 
@@ -183,16 +200,54 @@ def test_tokens_are_the_product_of_leading_dimensions() -> None:
             layer(torch.randn(2, 4, WIDTH))
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0)])
-def test_a_gpu_without_fp8(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Old")
-    require_fp8.cache_clear()
-    try:
-        if capability >= (8, 9):
-            require_fp8(torch.device("cuda", 0))
-        else:
-            with pytest.raises(RuntimeError, match=r"NVIDIA Old.*autocast\(enabled=False\)"):
-                require_fp8(torch.device("cuda", 0))
-    finally:
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], torch.device]]:
+    """Makes a GPU of a compute capability."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Other")
+
+    def of(*capability: int) -> torch.device:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         require_fp8.cache_clear()
+        return torch.device("cuda", 0)
+
+    yield of
+    require_fp8.cache_clear()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0)])
+def test_a_gpu_without_fp8(gpu: Any, capability: tuple[int, int]) -> None:
+    device = gpu(*capability)
+    for by_block in (False, True):
+        if capability < (8, 9):
+            with pytest.raises(RuntimeError, match=r"NVIDIA Other.*autocast\(enabled=False\)"):
+                require_fp8(device, by_block)
+        elif by_block and capability != (9, 0):
+            with pytest.raises(RuntimeError, match=r"BlockScaling.*NVIDIA Other.*CurrentScaling"):
+                require_fp8(device, by_block)
+        else:
+            require_fp8(device, by_block)
+
+
+@pytest.mark.parametrize("recipe", [SHORT, CurrentScaling(), fp8.BlockScaling()], ids=type)
+def test_layers_ask_for_what_their_recipe_needs(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr("flatfsdp.fp8.module.require_fp8", lambda *arguments: asked.append(arguments))
+    with autocast(recipe=recipe):
+        Linear(WIDTH, FFN)(batch())
+    assert asked == [(torch.device("cpu"), isinstance(recipe, fp8.BlockScaling))]
+
+
+def test_delayed_scaling_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph reads the scales that there were: those of an evaluation may stay, a training's may not."""
+    layer, x = Linear(WIDTH, FFN), batch()
+    with autocast(recipe=SHORT):
+        out = layer(x)
+    monkeypatch.setattr(state, "is_captured", lambda device: True)
+    with pytest.raises(RuntimeError, match=r"CUDA graph.*CurrentScaling"), autocast(recipe=SHORT):
+        layer(x)
+    with pytest.raises(RuntimeError, match=r"CUDA graph.*CurrentScaling"):
+        out.sum().backward()
+    with torch.no_grad(), autocast(recipe=SHORT):
+        layer(x)
+    with autocast(recipe=CurrentScaling()):
+        layer(x).sum().backward()
