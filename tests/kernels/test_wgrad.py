@@ -28,7 +28,7 @@ def integers(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randint(-4, 5, shape).to(dtype)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 123])
+@pytest.mark.parametrize("tokens", [1, 5, 123, 4097])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_sum_over_microbatches_against_float64(dtype: torch.dtype, tokens: int) -> None:
     microbatches = [(torch.randn(tokens, 7).to(dtype), torch.randn(tokens, 19).to(dtype)) for _ in range(4)]
