@@ -58,7 +58,17 @@ class Roles:
         return self.recipe is not None
 
 
-class FP8Module(Declaring):
+class WithoutExtraState(nn.Module):
+    """Loads Transformer Engine's checkpoints, in which layers and norms pickle FP8 state; it is not read."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        unexpected_keys: list[str] = args[-2]
+        if prefix + "_extra_state" in unexpected_keys:
+            unexpected_keys.remove(prefix + "_extra_state")
+
+
+class FP8Module(WithoutExtraState, Declaring):
     """A layer with one or more linear maps.
 
     Attributes:
@@ -354,7 +364,6 @@ class FP8Module(Declaring):
         for key in self.late_buffers:
             if prefix + key in missing_keys:
                 missing_keys.remove(prefix + key)
-        ignore_extra_state(prefix, unexpected_keys)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -479,12 +488,6 @@ def require_bool_or_none(layer: str, is_first_microbatch: object) -> None:
         raise TypeError(
             f"{layer}: is_first_microbatch is {is_first_microbatch!r}; it must be None, True or False"
         )
-
-
-def ignore_extra_state(prefix: str, unexpected_keys: list[str]) -> None:
-    """Transformer Engine pickles FP8 state into its checkpoints, which is not read."""
-    if prefix + "_extra_state" in unexpected_keys:
-        unexpected_keys.remove(prefix + "_extra_state")
 
 
 def activation_dtype(x: Tensor, layer: nn.Module, weight: Tensor) -> torch.dtype:

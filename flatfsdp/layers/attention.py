@@ -7,14 +7,12 @@ Next: `sdpa.py` chooses a backend, `masks.py` says which keys are seen.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp.fp8.module import ignore_extra_state
+from flatfsdp.fp8.module import WithoutExtraState
 from flatfsdp.layers.dropout import OwnNumbers
 from flatfsdp.layers.masks import CAUSAL, UNLIMITED, Window, WindowMasks, resolve_window, visible_keys
 from flatfsdp.layers.sdpa import attention
@@ -24,7 +22,7 @@ from flatfsdp.tensor_parallel import Shared, TensorParallel
 _FORMATS = ("sbhd", "bshd")
 
 
-class DotProductAttention(Shared):
+class DotProductAttention(WithoutExtraState, Shared):
     """softmax(scale * q k^T) v over torch's attention, with Transformer Engine's arguments.
 
     Query, key and value are read in place, whatever their strides, such as views of one joint projection.
@@ -93,10 +91,6 @@ class DotProductAttention(Shared):
         self.layer_number = layer_number
         self._windows = WindowMasks()
         self._numbers = OwnNumbers(get_rng_state_tracker, parallel.ranks)
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        ignore_extra_state(prefix, unexpected_keys=args[-2])
 
     def forward(
         self,

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatfsdp.fp8.module import WithoutExtraState
 from flatfsdp.kernels.norm_forward import norm_forward
 from flatfsdp.layers.normalized import NormKind, normalize_backward, reset_norm
 from flatfsdp.layers.parameters import new_parameter
 from flatfsdp.tensor_parallel import Declaring, declare_whole
 
 
-class _NormLayer(Declaring):
+class _NormLayer(WithoutExtraState, Declaring):
     """What both norms have in common."""
 
     normalization: ClassVar[str]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.fp8.module import WithoutExtraState
 from flatfsdp.layers.norm import LayerNorm, RMSNorm, norm
 from flatfsdp.layers.normalized import NormKind
 
 
-class L2Normalization(nn.Module):
+class L2Normalization(WithoutExtraState):
     """y = x / sqrt(sum of x^2 + eps), over the last dimension; no parameters.
 
     Args:

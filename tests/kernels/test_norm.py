@@ -407,6 +407,14 @@ def test_whole_rows_compile_for_hopper(cols: int, rms: bool, is_turned: bool) ->
     assert ("ld.global.gpu.acquire" in compiled.ptx) == is_turned
 
 
+def test_the_clearing_of_counters_compiles_for_hopper() -> None:
+    constants = {"IS_EARLY": True, "BLOCK": norm_rows.CLEARED}
+    signature = {"arrived_ptr": "*i32", "n": "i32"}
+    compiled = compile_for_hopper("norm_rows", "_clear_kernel", signature, constants)
+    assert compiled.spilled == 0 and compiled.shared == 0
+    assert "griddepcontrol.wait" in compiled.ptx
+
+
 def test_wide_rows_compile_for_hopper() -> None:
     tile = norm_wide.wide_tile(torch.bfloat16, 32768)
     constants = {"COLS": 32768, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages}

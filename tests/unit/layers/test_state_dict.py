@@ -14,7 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.fp8 import DelayedScaling, Format, autocast
-from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from flatfsdp.layers import (
+    LayerNorm,
+    LayerNormLinear,
+    LayerNormMLP,
+    Linear,
+    MultiheadAttention,
+    RMSNorm,
+    TransformerLayer,
+)
+from flatfsdp.layers.qk_norm import L2Normalization
 from tests.unit.fp8.common import (
     FFN,
     SHORT,
@@ -196,6 +205,20 @@ def test_transformer_engines_extra_state_is_not_read(layer_type: type, ran_befor
         state["0._extra_state"] = extra
         result = model.load_state_dict(state)
         assert result.missing_keys == result.unexpected_keys == []
+
+
+def test_a_checkpoint_of_transformer_engines_layer() -> None:
+    """Its norms, and what attends, have such state, too; the layer itself and its attention have none."""
+    model = nn.Sequential(TransformerLayer(32, 64, 4, qk_norm_type="RMSNorm"), LayerNorm(32), RMSNorm(32))
+    model.append(L2Normalization(32))
+    state, names = model.state_dict(), [name for name, module in model.named_modules() if name]
+    for name in names:
+        if not isinstance(model.get_submodule(name), TransformerLayer | MultiheadAttention):
+            state[f"{name}._extra_state"] = torch.empty(0, dtype=torch.uint8)
+    assert len(state) == len(model.state_dict()) + len(names) - 2
+    assert {f"0.self_attention.{part}._extra_state" for part in ("q_norm", "core_attention")} <= state.keys()
+    result = model.load_state_dict(state)
+    assert result.missing_keys == result.unexpected_keys == []
 
 
 def test_other_keys_are_still_reported() -> None:
