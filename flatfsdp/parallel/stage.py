@@ -4,14 +4,15 @@ In:   a part of a model inside FlatFSDP, and its place in the pipeline.
 Out:  a `PipelineStage` for ScheduleGPipe, Schedule1F1B and ScheduleInterleaved1F1B.
 Next: `microbatch.py` holds which backward is the last; `unit.py` reduces in it.
 
-    the schedule calls        in a step     what happens here
-    clear_runtime_states      first         refuses split backwards; drops what a failed step left
-    forward_one_chunk         M times       marks the first microbatch
-    backward_one_chunk        M times       marks the last backward, inside which each unit is reduced
-    perform_reduce_grad       last          scales the reduced gradients, once
+    the schedule                    when            what happens here
+    sets stage_index_to_group_rank  it is made      refuses split backwards
+    clear_runtime_states            a step begins   refuses them, too; drops what a failed step left
+    forward_one_chunk               M times         marks the first microbatch
+    backward_one_chunk              M times         marks the last backward, inside which each unit is reduced
+    perform_reduce_grad             a step ends     scales the reduced gradients, once
 
 The differences between torch 2.11 and 2.13 are in the inference of shapes: 2.11 runs the module without
-gradients; 2.13 runs forward and backward and calls the two methods at the end of `FlatStage`.
+gradients; 2.13 runs forward and backward and calls two of the methods at the end of `FlatStage`.
 """
 
 from __future__ import annotations
@@ -60,6 +61,9 @@ class FlatStage(PipelineStage):
     `scale_grads=True` the gradients of a step are divided by its number of microbatches, after their
     reduction; gradients that were there before the step are added to, and not divided again.
 
+    Evaluate by `schedule.eval`, before the first step or between steps, inside torch.no_grad(): it spares the
+    activations, and leaves delayed FP8 scales where they are.
+
     After an exception inside a step, `optimizer.zero_grad()` and the next step is clean on this rank.  Others
     may still wait for what this rank did not send; then all have to leave and to start again.
 
@@ -79,8 +83,10 @@ class FlatStage(PipelineStage):
     Raises:
         ValueError: if there is no FlatFSDP in `submodule`, or one that is part of a larger one; for a trained
             parameter that is in none, whose gradient nobody would reduce; for only one of `input_args` and
-            `output_args`; if ranks of the same stage have built different modules.
-        NotImplementedError: in the first `step` of a zero-bubble schedule, on every rank.
+            `output_args`; for a stage that belongs on another rank of `group`; if ranks of the same stage
+            have built different modules.
+        NotImplementedError: in the constructor of a zero-bubble schedule, on every rank; in the first `step`
+            of one that was changed to split backwards.
     """
 
     def __init__(
@@ -115,6 +121,7 @@ class FlatStage(PipelineStage):
             output_args=output_args,
             group=group,
         )
+        self._check_place()
         self._roots = [_root_of(wrapped, stage_index) for wrapped in outermost]
         groups = [group for root in self._roots for unit in root.units for group in unit.trained]
         self._masters = [group.master for group in groups]
@@ -123,6 +130,37 @@ class FlatStage(PipelineStage):
         self._is_under_way = False
         self._earlier: _EarlierGrads | None = None
         self._known_schedule: weakref.ref[Schedule] | None = None
+
+    def _check_place(self) -> None:
+        """
+        Raises:
+            ValueError: if the stage belongs on another rank, whether stages go round and round over the ranks
+                or there and back.
+        """
+        row, rank = divmod(self.stage_index, self.group_size)
+        there_and_back = self.group_size - 1 - rank if row % 2 else rank
+        if self.stage_index < 0 or self.group_rank not in (rank, there_and_back):
+            raise ValueError(
+                f"stage {self.stage_index} of {self.num_stages} cannot be on rank {self.group_rank} of the "
+                f"pipeline's {self.group_size}; rank r has the stages r, r + {self.group_size}, ..."
+            )
+
+    @property
+    def stage_index_to_group_rank(self) -> dict[int, int]:
+        """The pipeline rank that has each stage."""
+        return self._rank_of_stage
+
+    @stage_index_to_group_rank.setter
+    def stage_index_to_group_rank(self, rank_of_stage: dict[int, int]) -> None:
+        """A schedule with several stages a rank sets it in its constructor, when it knows all its actions.
+
+        Raises:
+            NotImplementedError: if it splits backwards.
+        """
+        schedule = _calling_schedule()
+        if schedule is not None:
+            _refuse_splits(schedule)
+        self._rank_of_stage = rank_of_stage
 
     # ---- one step ---------------------------------------------------------------------------------------
 
@@ -151,8 +189,7 @@ class FlatStage(PipelineStage):
     def _meet(self, schedule: Schedule) -> None:
         """Checks a schedule that is new here, and clears what a step of it that failed has left."""
         if self._known_schedule is None or self._known_schedule() is not schedule:
-            if _splits_backward(schedule):
-                raise NotImplementedError(_split_message(type(schedule).__name__))
+            _refuse_splits(schedule)
             self._known_schedule = weakref.ref(schedule)
         # Losses of a failed step would be taken for those of the next.
         for name in ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops"):
@@ -273,6 +310,18 @@ class FlatStage(PipelineStage):
         """
         return (None,) * len(all_fwd_inputs)
 
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        """The first step with a backward begins.
+
+        What torch 2.11 receives activations in gets no gradient if an evaluation came first; 2.13 asks again.
+        """
+        prepared = super()._prepare_backward_infra(*args, **kwargs)
+        received = (getattr(info, "buffer", None) for infos in self.args_recv_info.values() for info in infos)
+        for buffer in received:
+            if buffer is not None and buffer.is_floating_point():
+                buffer.requires_grad_()
+        return prepared
+
 
 class _EarlierGrads:
     """Gradients from before a step, taken away so that its scale does not reach them."""
@@ -352,15 +401,18 @@ def _calling_schedule() -> Schedule | None:
     return None
 
 
-def _splits_backward(schedule: Schedule) -> bool:
-    """Whether some rank has a backward for inputs and one for weights in `schedule`."""
+def _refuse_splits(schedule: Schedule) -> None:
+    """
+    Raises:
+        NotImplementedError: if some rank has a backward for inputs and one for weights in `schedule`.
+    """
     orders = (getattr(schedule, name, None) for name in ("pipeline_order", "pipeline_order_with_comms"))
     actions = (
         action for order in orders for of_rank in (order or {}).values() for action in of_rank if action
     )
-    return any(
-        part.computation_type in SPLIT for action in actions for part in action.sub_actions or (action,)
-    )
+    parts = (part for action in actions for part in action.sub_actions or (action,))
+    if any(part.computation_type in SPLIT for part in parts):
+        raise NotImplementedError(_split_message(type(schedule).__name__))
 
 
 def _split_message(schedule: str) -> str:

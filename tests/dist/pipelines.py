@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleZBVZeroBubble
+from torch.distributed.pipelining import Schedule1F1B, ScheduleDualPipeV, ScheduleGPipe, ScheduleZBVZeroBubble
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
 from flatfsdp.parallel import FlatStage
@@ -81,7 +81,7 @@ class Pipeline:
         rank = self.mesh.get_local_rank("pp")
         is_single = schedule in (ScheduleGPipe, Schedule1F1B)
         total = pp if is_single else 2 * pp
-        second = total - 1 - rank if schedule is ScheduleZBVZeroBubble else rank + pp
+        second = total - 1 - rank if schedule in (ScheduleZBVZeroBubble, ScheduleDualPipeV) else rank + pp
         self.indices = [rank] if is_single else [rank, second]
         all_parts = parts(total)
         self.models = [
