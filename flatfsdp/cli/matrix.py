@@ -37,7 +37,7 @@ ON_CPU = ParallelSettings(LlamaConfig(4, 64, 128, heads=4, kv_heads=2, vocab=256
 ON_GPUS = ParallelSettings(LlamaConfig(4, 512, 1408, heads=8, kv_heads=4, vocab=256, seq=512), lr=1e-3)
 """What the rows train: sizes for which a row takes seconds."""
 
-BF16, FP8 = PrecisionName.bf16, PrecisionName.fp8_delayed
+FP32, BF16, FP8 = PrecisionName.fp32, PrecisionName.bf16, PrecisionName.fp8_delayed
 PIPELINES = (Schedule.gpipe, Schedule.one_f_one_b, Schedule.interleaved)
 
 
@@ -107,11 +107,14 @@ def _rows_for_4() -> Iterable[Row]:
             yield Row(Layout(1, 2, 2, schedule), precision, strategy)
         for strategy, fusion in ((Strategy.zero3, Fusion.off), (Strategy.zero2, Fusion.fused)):
             yield Row(Layout(2, 1, 2, sequence_parallel=True), precision, strategy, fusion)
+    yield Row(Layout(2, 2, 1, Schedule.one_f_one_b, True), FP32)
+    yield Row(Layout(1, 2, 2, Schedule.interleaved), FP32, Strategy.zero2, Fusion.off)
+    yield Row(Layout(2, 1, 2, sequence_parallel=True), FP32)
     yield Row(Layout(1, 2, 2, Schedule.one_f_one_b), PrecisionName.fp8_weights)
 
 
 def _rows_for_2() -> Iterable[Row]:
-    for precision in (PrecisionName.fp32, BF16, FP8):
+    for precision in (FP32, BF16, FP8):
         for schedule, fusion in zip(PIPELINES, (Fusion.off, Fusion.fused, Fusion.two_pass), strict=True):
             yield Row(Layout(1, 2, 1, schedule), precision, fusion=fusion)
         yield Row(Layout(2, 1, 1), precision, fusion=Fusion.off)

@@ -130,11 +130,14 @@ class ParallelSettings:
     def __post_init__(self) -> None:
         require_positive(self)
         stage_layers(self.model.layers, self.layout.stages)
-        if self.model.kv_heads % self.layout.tp:
-            raise ValueError(
-                f"kv_heads is {self.model.kv_heads}, which {self.layout.tp} tensor-parallel ranks cannot "
-                "share equally"
-            )
+        shared = {"kv_heads": self.model.kv_heads}
+        if self.layout.sequence_parallel:
+            shared["seq"] = self.model.seq
+        for name, size in shared.items():
+            if size % self.layout.tp:
+                raise ValueError(
+                    f"{name} is {size}, which {self.layout.tp} tensor-parallel ranks cannot share equally"
+                )
         if self.layout.pp > 1 and self.microbatches % self.layout.pp:
             raise ValueError(
                 f"microbatches is {self.microbatches}; pipelines of {self.layout.pp} ranks need a multiple"

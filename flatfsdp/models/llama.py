@@ -66,7 +66,8 @@ class Llama(nn.Module):
         layers: by their number in the whole model.
 
     Raises:
-        ValueError: if `layers` are not layers of the model, or tensor-parallel ranks cannot share a size.
+        ValueError: if `layers` are not layers of the model, or tensor-parallel ranks cannot share a size,
+            which may be one that only another stage has.
     """
 
     def __init__(
@@ -94,6 +95,8 @@ class Llama(nn.Module):
         self.amax_group = amax_group
         self.seed = seed
         self.parallel = TensorParallel.of("Llama", tp_group, tp_size, sequence_parallel, tp_overlap)
+        # Stages without embedding and head raise with the others, and do not wait for them.
+        self.parallel.share("Llama", "vocab", config.vocab)
         self.rotary = RotaryPositionEmbedding(config.head_dim, config.rope_theta)
         new = _Factory(config, self.parallel, tp_group, fuse_wgrad_accumulation, params_dtype)
         # In the order of the forward.

@@ -7,7 +7,7 @@ Next: any optimizer over `parameters()`; `flatfsdp.checkpoint` saves `stages`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -58,6 +58,7 @@ class LlamaPipeline:
         optimizer = AdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0, pp_group=model.mesh.pp_group)
         losses = model.forward_backward(batches)
         optimizer.step()
+        losses = model.evaluate(others)
 
     With one pipeline rank there is one stage, and microbatches run one after the other, without a schedule.
 
@@ -78,8 +79,9 @@ class LlamaPipeline:
         has_first, has_last: whether the first, or last, stage of the model is among them.
 
     Raises:
-        ValueError: if the schedule is unknown or does not suit the number of microbatches; if there are fewer
-            layers than stages; as `Llama`.
+        ValueError: if the schedule is unknown or does not suit the number of microbatches; if that or `batch`
+            is not positive; if there are fewer layers than stages, or tensor-parallel ranks cannot share the
+            sequence equally; as `Llama`.
     """
 
     def __init__(
@@ -101,9 +103,18 @@ class LlamaPipeline:
         seed: int = 0,
         **fsdp_options: Any,
     ) -> None:
+        for name, count in (("microbatches", microbatches), ("batch", batch)):
+            if count < 1:
+                raise ValueError(f"{name} is {count}; it must be positive")
+        if sequence_parallel and config.seq % mesh.tp_size:
+            raise ValueError(
+                f"seq is {config.seq}, which {mesh.tp_size} tensor-parallel ranks cannot share equally; "
+                "choose a multiple, or leave sequence_parallel out"
+            )
         self.config = config
         self.mesh = mesh
         self.microbatches = microbatches
+        self.batch = batch
         self._cache_fp8_weights = cache_fp8_weights
         precision = Precision() if precision is None else precision
         layers = pipeline_stages(config, mesh.pp_size, schedule, stages_per_rank)
@@ -168,10 +179,9 @@ class LlamaPipeline:
             nothing.
 
         Raises:
-            ValueError: if there are not `microbatches` of them.
+            ValueError: if there are not `microbatches` of them, or one has another shape.
         """
-        if len(batches) != self.microbatches:
-            raise ValueError(f"there are {len(batches)} batches, and the pipeline is for {self.microbatches}")
+        self._check(batches)
         losses: list[Tensor] = []
         if self._schedule is None:
             (model,) = self.stages
@@ -180,14 +190,47 @@ class LlamaPipeline:
                 losses.append(model(tokens_bs, targets_bs, is_first))
                 (losses[-1] / len(batches)).backward()
         else:
-            tokens_bs, targets_bs = (torch.cat(parts) for parts in zip(*batches, strict=True))
-            self._schedule.step(
-                *([tokens_bs] if self.has_first else []),
-                target=targets_bs if self.has_last else None,
-                losses=losses,
-                return_outputs=False,
-            )
+            self._run(self._schedule.step, batches, losses)
         return [loss.detach() for loss in losses]
+
+    @torch.no_grad()
+    def evaluate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
+        """Losses of as many microbatches as a step has, without gradients.
+
+        It may come between steps, and leaves no trace in them.  Arguments, result and errors are those of
+        `forward_backward`.
+        """
+        self._check(batches)
+        if self._schedule is None:
+            (model,) = self.stages
+            return [model(tokens_bs, targets_bs) for tokens_bs, targets_bs in batches]
+        losses: list[Tensor] = []
+        self._run(self._schedule.eval, batches, losses)
+        return losses
+
+    def _check(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Before anything is sent that another rank does not wait for."""
+        if len(batches) != self.microbatches:
+            raise ValueError(f"there are {len(batches)} batches, and the pipeline is for {self.microbatches}")
+        shape = (self.batch, self.config.seq)
+        for tensor in (tensor for batch in batches for tensor in batch):
+            if tensor.shape != shape:
+                raise ValueError(
+                    f"a batch has shape {tuple(tensor.shape)}; tokens and targets must be {shape}, the batch "
+                    "and seq that the pipeline was made for"
+                )
+
+    def _run(
+        self, run: Callable[..., Any], batches: Sequence[tuple[Tensor, Tensor]], losses: list[Tensor]
+    ) -> None:
+        """All microbatches through the schedule; the last stage's losses go to `losses`."""
+        tokens_bs, targets_bs = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        run(
+            *([tokens_bs] if self.has_first else []),
+            target=targets_bs if self.has_last else None,
+            losses=losses,
+            return_outputs=False,
+        )
 
 
 def _example(length: int, batch: int, width: int, precision: Precision) -> Tensor:

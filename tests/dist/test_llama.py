@@ -24,6 +24,7 @@ from tests.dist.llamas import (
     Trace,
     in_one_process,
     mesh_of,
+    microbatches_of,
     samples,
 )
 from tests.dist.models import same
@@ -68,6 +69,38 @@ def pipelines(rank: int, world_size: int, tp: int) -> None:
 @pytest.mark.parametrize("tp", [1, 2], ids=["dp2-pp2", "tp2-pp2"])
 def test_pipelines_are_one_process_and_the_flag_changes_no_bit(tp: int) -> None:
     run_ranks(4, pipelines, tp)
+
+
+def evaluates(rank: int, world_size: int, pp: int) -> None:
+    """Before the first step and between steps: the losses that a step would have, and no trace."""
+    mesh = mesh_of(pp=pp, tp=world_size // pp)
+    (first, _), schedules = samples(mesh.dp_rank), ("1f1b", "interleaved") if pp > 1 else ("1f1b",)
+    for schedule in schedules:
+        for options in (
+            {},
+            {"recipe": DelayedScaling(amax_history_len=4), "cache_fp8_weights": True},
+            {"recipe": CurrentScaling(), "precision": Precision(fp8_weights=CurrentScaling())},
+        ):
+            watched, alone = (SmallPipeline(schedule, mesh, **options) for _ in range(2))
+            batches = microbatches_of(first)
+            for _ in range(2):
+                before = watched.evaluate(batches)
+                assert len(before) == (MICROBATCHES if watched.has_last else 0)
+                assert not any(loss.requires_grad for loss in before)
+                trained, expected = watched.forward_backward(batches), alone.forward_backward(batches)
+                assert same(trained, expected)
+                # Delayed scales move on with each microbatch of a step.
+                assert same(before, trained) or "cache_fp8_weights" in options
+                for parameter in (*watched.parameters(), *alone.parameters()):
+                    with torch.no_grad():
+                        parameter -= 0.3 * parameter.grad
+                    parameter.grad = None
+                assert same([*watched.parameters()], [*alone.parameters()])
+
+
+@pytest.mark.parametrize("pp", [1, 2], ids=["tp2", "pp2"])
+def test_an_evaluation_between_steps_leaves_no_trace(pp: int) -> None:
+    run_ranks(2, evaluates, pp)
 
 
 def finds_out_shapes(rank: int, world_size: int) -> None:
@@ -161,13 +194,16 @@ def test_tensor_and_sequence_parallel_losses_and_gradients_are_the_whole_models(
 
 
 def refuses(rank: int, world_size: int) -> None:
+    # Also where others have the embedding and the head.
+    layers = range(rank, rank + 1)
     for sizes, message in (
-        ({"vocab": 50}, "Embedding: num_embeddings is 50, which 4"),
+        ({"vocab": 50}, "Llama: vocab is 50, which 4"),
         ({"ffn": 90}, "LayerNormMLP: ffn_hidden_size is 90, which 4"),
         ({}, "num_gqa_groups is 2, which 4"),
     ):
+        config = replace(CONFIG, **{"kv_heads": 4 if sizes else 2, **sizes})
         with pytest.raises(ValueError, match=message):
-            Llama(replace(CONFIG, **{"kv_heads": 4 if sizes else 2, **sizes}), tp_group=dist.group.WORLD)
+            Llama(config, layers, tp_group=dist.group.WORLD)
     with pytest.raises(ValueError, match="tp_overlap cuts what sequence_parallel=True sends"):
         Llama(replace(CONFIG, kv_heads=4), tp_group=dist.group.WORLD, tp_overlap=True)
 

@@ -17,6 +17,7 @@ from flatfsdp.cli.parallel_training import Layout, Schedule
 from flatfsdp.cli.ranks import Device, Rank
 from flatfsdp.cli.training import Fusion
 from flatfsdp.models import LlamaConfig, LlamaPipeline
+from flatfsdp.models.pipeline import SCHEDULES
 from flatfsdp.parallel import make_mesh
 from tests.dist.ranks import run_ranks
 
@@ -110,8 +111,20 @@ def refuses(rank: int, world_size: int) -> None:
         LlamaPipeline(sizes, mesh, "interleaved", microbatches=2, batch=1)
     pipeline = LlamaPipeline(sizes, mesh, microbatches=2, batch=1)
     tokens = torch.zeros(1, 16, dtype=torch.int64)
-    with pytest.raises(ValueError, match="there are 3 batches, and the pipeline is for 2"):
-        pipeline.forward_backward([(tokens, tokens)] * 3)
+    for run in (pipeline.forward_backward, pipeline.evaluate):
+        with pytest.raises(ValueError, match="there are 3 batches, and the pipeline is for 2"):
+            run([(tokens, tokens)] * 3)
+        for other in (tokens[:, :8], torch.cat([tokens, tokens]), tokens[0]):
+            with pytest.raises(ValueError, match=r"tokens and targets must be \(1, 16\)"):
+                run([(tokens, tokens), (tokens, other)])
+    for counts in ({"microbatches": 0, "batch": 1}, {"microbatches": 2, "batch": -1}):
+        for schedule in SCHEDULES:
+            with pytest.raises(ValueError, match="it must be positive"):
+                LlamaPipeline(sizes, mesh, schedule, **counts)
+    with pytest.raises(ValueError, match="seq is 15, which 2 tensor-parallel ranks cannot share equally"):
+        LlamaPipeline(
+            replace(sizes, seq=15), make_mesh(tp=2), microbatches=2, batch=1, sequence_parallel=True
+        )
 
 
 def test_a_pipeline_that_cannot_run_raises_on_every_rank() -> None:
@@ -145,6 +158,7 @@ def test_one_damaged_bit_is_noticed_and_files_are_written(tmp_path: Path) -> Non
         (["--ranks", "3"], "as they need 4 ranks"),
         (["--steps", "0"], "--steps"),
         (["--heads", "1", "--only", "TP 2,"], "kv_heads is 1, which 2 tensor-parallel ranks cannot share"),
+        (["--seq", "33", "--only", "+SP"], "seq is 33, which 2 tensor-parallel ranks cannot share"),
     ],
 )
 def test_senseless_options_are_explained(options: list[str], message: str, tmp_path: Path) -> None:
