@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from flatfsdp.fp8 import Recipe, autocast
 from flatfsdp.fp8.linear import FuseWgrad
+from flatfsdp.fp8.module import FP8Module
+from flatfsdp.kernels.gemm import ALIGNMENT
 from flatfsdp.layers import (
     Embedding,
     LinearCrossEntropy,
@@ -67,7 +69,7 @@ class Llama(nn.Module):
 
     Raises:
         ValueError: if `layers` are not layers of the model, or tensor-parallel ranks cannot share a size,
-            which may be one that only another stage has.
+            which may be one that only another stage has; with a recipe, if a size does not suit FP8.
     """
 
     def __init__(
@@ -102,6 +104,8 @@ class Llama(nn.Module):
         # In the order of the forward.
         self.embedding = new.embedding() if layers.start == 0 else None
         self.layers = nn.ModuleDict({str(number): new.layer(number) for number in layers})
+        if recipe is not None:
+            self._require_fp8_shapes()
         has_head = layers.stop == config.layers
         self.norm = new.norm() if has_head else None
         self.head = new.head() if has_head else None
@@ -110,6 +114,14 @@ class Llama(nn.Module):
         if device.type != "meta":
             owners = [(name, owner) for owner, name in self._names.items()]
             materialize(owners, device, self.initialize)
+
+    def _require_fp8_shapes(self) -> None:
+        """Of weights; all stages have such layers, and none waits for one that raises."""
+        for layer in self.layers.modules():
+            if isinstance(layer, FP8Module):
+                for name in layer.linear_maps:
+                    out_features, in_features = layer.get_parameter(name).shape
+                    layer.require_fp8_shape(name, ALIGNMENT, in_features, out_features)
 
     def initialize(self, owner: nn.Module) -> None:
         """Fills the parameters that one of the model's modules has, from the seed and its name."""

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from flatfsdp.fp8 import Recipe
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.fp8.linear import FuseWgrad
 from flatfsdp.fsdp import FlatFSDP
+from flatfsdp.kernels.gemm import ALIGNMENT
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.microbatch import microbatches
 from flatfsdp.models.config import LlamaConfig, stage_layers
@@ -81,7 +82,8 @@ class LlamaPipeline:
     Raises:
         ValueError: if the schedule is unknown or does not suit the number of microbatches; if that or `batch`
             is not positive; if there are fewer layers than stages, or tensor-parallel ranks cannot share the
-            sequence equally; as `Llama`.
+            sequence equally; if the recipe does not suit the tokens of a microbatch, or FP8 weights; as
+            `Llama`.
     """
 
     def __init__(
@@ -103,20 +105,20 @@ class LlamaPipeline:
         seed: int = 0,
         **fsdp_options: Any,
     ) -> None:
-        for name, count in (("microbatches", microbatches), ("batch", batch)):
-            if count < 1:
-                raise ValueError(f"{name} is {count}; it must be positive")
-        if sequence_parallel and config.seq % mesh.tp_size:
-            raise ValueError(
-                f"seq is {config.seq}, which {mesh.tp_size} tensor-parallel ranks cannot share equally; "
-                "choose a multiple, or leave sequence_parallel out"
-            )
+        _check_tokens(config, mesh.tp_size if sequence_parallel else 1, microbatches, batch, recipe)
         self.config = config
         self.mesh = mesh
         self.microbatches = microbatches
         self.batch = batch
         self._cache_fp8_weights = cache_fp8_weights
         precision = Precision() if precision is None else precision
+        if isinstance(precision.fp8_weights, CurrentScaling) and not isinstance(
+            recipe, (CurrentScaling, DelayedScaling)
+        ):
+            raise ValueError(
+                f"recipe is {recipe}; weights in FP8 (Precision(fp8_weights=...)) need a CurrentScaling or "
+                "DelayedScaling"
+            )
         layers = pipeline_stages(config, mesh.pp_size, schedule, stages_per_rank)
         total = len(layers)
         numbers = self.numbers = range(mesh.pp_rank, total, mesh.pp_size)
@@ -230,6 +232,27 @@ class LlamaPipeline:
             target=targets_bs if self.has_last else None,
             losses=losses,
             return_outputs=False,
+        )
+
+
+def _check_tokens(
+    config: LlamaConfig, sequence_ranks: int, microbatches: int, batch: int, recipe: Recipe | None
+) -> None:
+    """
+    Raises:
+        ValueError: see `LlamaPipeline`.
+    """
+    for name, count in (("microbatches", microbatches), ("batch", batch)):
+        if count < 1:
+            raise ValueError(f"{name} is {count}; it must be positive")
+    if config.seq % sequence_ranks:
+        raise ValueError(
+            f"seq is {config.seq}, which {sequence_ranks} tensor-parallel ranks cannot share equally; choose "
+            "a multiple, or leave sequence_parallel out"
+        )
+    if recipe is not None and batch * config.seq % ALIGNMENT:
+        raise ValueError(
+            f"{batch} x {config.seq} tokens are in a microbatch; FP8 products need a multiple of {ALIGNMENT}"
         )
 
 

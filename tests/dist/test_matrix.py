@@ -11,11 +11,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from flatfsdp import Precision
 from flatfsdp.cli.app import app
 from flatfsdp.cli.matrix import FP8, Compared, MatrixPlan, MatrixReport, Row, all_rows, matrix_on_rank
 from flatfsdp.cli.parallel_training import Layout, Schedule
 from flatfsdp.cli.ranks import Device, Rank
 from flatfsdp.cli.training import Fusion
+from flatfsdp.fp8 import BlockScaling, CurrentScaling
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import SCHEDULES
 from flatfsdp.parallel import make_mesh
@@ -121,6 +123,16 @@ def refuses(rank: int, world_size: int) -> None:
         for schedule in SCHEDULES:
             with pytest.raises(ValueError, match="it must be positive"):
                 LlamaPipeline(sizes, mesh, schedule, **counts)
+    stored = Precision(fp8_weights=CurrentScaling())
+    for recipe in (None, BlockScaling()):
+        with pytest.raises(ValueError, match="need a CurrentScaling or DelayedScaling"):
+            LlamaPipeline(sizes, mesh, microbatches=2, batch=1, precision=stored, recipe=recipe)
+    for other, message in (
+        ({"seq": 24}, "1 x 24 tokens are in a microbatch; FP8 products need a multiple of 16"),
+        ({"ffn": 72}, r"LayerNormMLP\.fc2_weight: in_features is 72"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LlamaPipeline(replace(sizes, **other), mesh, microbatches=2, batch=1, recipe=CurrentScaling())
     with pytest.raises(ValueError, match="seq is 15, which 2 tensor-parallel ranks cannot share equally"):
         LlamaPipeline(
             replace(sizes, seq=15), make_mesh(tp=2), microbatches=2, batch=1, sequence_parallel=True
