@@ -7,11 +7,14 @@ which the forward of one microbatch runs before the backward of another need not
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 from torch import nn
+
+logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
 
@@ -33,6 +36,7 @@ class Microbatch:
         self.index = 0
         self.step = 0
         self._loop: object = None
+        self._loop_step = -1
 
     def end_step(self) -> None:
         """The step is over, whether it was reduced or abandoned."""
@@ -43,11 +47,23 @@ class Microbatch:
         """A `microbatches` loop takes over; what an unfinished step accumulated is out of date."""
         self._loop = loop
         self.end_step()
+        self._loop_step = self.step
 
     def end_loop(self, loop: object) -> None:
-        """Back to one microbatch a step, unless a later loop has begun: after an error one may end late."""
-        if self._loop is loop:
-            self.is_first = self.is_last = True
+        """Back to one microbatch a step, unless a later loop has begun: after an error one may end late.
+
+        What was accumulated without a last backward is out of date, as `optimizer.zero_grad()` cannot see it.
+        """
+        if self._loop is not loop:
+            return
+        self.is_first = self.is_last = True
+        if self.step == self._loop_step and self.index > 0:
+            logger.warning(
+                "microbatches() ended without a backward of its last batch: gradients were not reduced, and "
+                "those of %d backwards are dropped",
+                self.index,
+            )
+            self.end_step()
 
     @contextmanager
     def not_last(self) -> Iterator[None]:
@@ -63,7 +79,8 @@ def microbatches(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
 
     Run forward and backward of each batch inside the loop; gradients are reduced in the last one's
     backward (or in every one's, with `grad_sync="every"`).  Looks one batch ahead, so `batches` may be a
-    generator.  Gradients that an unfinished earlier step left behind are dropped.
+    generator.  A step without a backward of its last batch, because the loop was left with `break` or that
+    batch was skipped, reduces nothing: what it accumulated is dropped, with a warning.
 
         for tokens, targets in microbatches(model, batches):
             model(tokens, targets).backward()

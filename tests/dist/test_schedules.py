@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
@@ -198,6 +199,33 @@ def test_a_late_loop_end_does_not_disturb_the_next_loop() -> None:
     next(current)
     assert model.microbatch.is_last
     assert not model.microbatch.is_first
+
+
+def test_a_step_without_its_last_backward_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """Left with `break`, or with a last batch that was skipped."""
+    batches = next(data(0, 1, 3))
+    expected = build()
+    expected(batches[2]).backward()
+    model = build()
+    for leave in (True, False):
+        for index, batch in enumerate(microbatches(model, batches)):
+            if index == 2:
+                if leave:
+                    break
+                continue
+            model(batch).backward()
+        assert "those of 2 backwards are dropped" in caplog.text
+        caplog.clear()
+        assert all(flat.grad is None for flat in model.parameters())
+        model(batches[2]).backward()
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    caplog.clear()
+    for batch in microbatches(model, batches):
+        with torch.no_grad():
+            model(batch)
+    assert not caplog.messages
 
 
 def test_microbatches_looks_only_one_batch_ahead() -> None:
