@@ -82,12 +82,23 @@ class MasterShard:
             shard = torch.zeros(numel, dtype=dtype, device=device)
         self.flat = nn.Parameter(shard, requires_grad=trainable)
         self.portions = [Portion(self.flat, 0, numel)]
+        self._address = self.flat.data_ptr()
         self.generation = 0
 
     @property
     def is_offloaded(self) -> bool:
         """Whether it has to travel before it can be computed with or communicated."""
         return self.flat.device != self.device
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether somebody has given the shard, or a portion, other memory than is cast and gathered."""
+        size = self.flat.element_size()
+        return self.flat.data_ptr() != self._address or any(
+            parameter.data_ptr() != self._address + start * size
+            for parameter, start, stop in self.portions
+            if parameter is not self.flat and stop > start
+        )
 
     @property
     def version(self) -> Version:

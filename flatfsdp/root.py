@@ -113,9 +113,20 @@ class Root:
         """Called before the outermost forward of any unit; the inner ones run inside it."""
         if self._backward_failed:
             self.abandon_step()
+        self._require_own_memory()
         self.order.start()
         self._refresh_scales()
         self.in_forward = True
+
+    def _require_own_memory(self) -> None:
+        """Looks at all units before any is gathered: ranks may hold parts of different ones."""
+        for group in (group for unit in self.units for group in unit.groups):
+            if group.master.has_moved:
+                raise RuntimeError(
+                    f"the flat parameter of unit {group.name} was given other memory (p.data = ..., "
+                    "vector_to_parameters), from which nothing is gathered; write into it instead: "
+                    "p.data.copy_(...)"
+                )
 
     def _refresh_scales(self) -> None:
         for scales in self._weight_scales:

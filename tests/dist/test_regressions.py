@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches, param_groups
 from tests.dist.models import Block, Net, build, data, grads_of, same
 from tests.dist.ranks import run_ranks
 
@@ -290,6 +290,33 @@ def past_the_wrapper(rank: int, world_size: int) -> None:
 
 def test_calls_past_the_wrapper_and_late_freezing_raise() -> None:
     run_ranks(2, past_the_wrapper)
+
+
+def other_memory(rank: int, world_size: int) -> None:
+    """Values that are written are there in the next forward, in any way but by replacing the memory."""
+    tokens = next(data(rank, 1, 1))[0]
+    model = build()
+    flats = list(model.parameters())
+    kept = [flat.detach().clone() for flat in flats]
+    with torch.no_grad():
+        before = model(tokens)
+    for flat in flats:
+        flat.data.zero_()
+    with torch.no_grad():
+        assert not torch.equal(model(tokens), before)
+    torch.nn.utils.vector_to_parameters(torch.cat(kept), flats)
+    with pytest.raises(RuntimeError, match=r"flat parameter of unit root was given other memory \(p.data ="):
+        model(tokens)
+    model = build()
+    groups = param_groups(model, [{"params": lambda name, shape: len(shape) < 2}])
+    for portion in groups[0]["params"]:
+        portion.data = portion.data.clone()
+    with pytest.raises(RuntimeError, match="was given other memory"):
+        model(tokens)
+
+
+def test_parameters_are_written_and_not_replaced() -> None:
+    run_ranks(2, other_memory)
 
 
 def user_hooks(rank: int, world_size: int, flag: bool) -> None:
