@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from flatfsdp.autograd import in_backward
 from flatfsdp.binding import Binding, parameter_sites
 from flatfsdp.comm import Grid, check_same_on_all_ranks
+from flatfsdp.compiling import never_traced, traced_inside
 from flatfsdp.flat_group import FlatGroup
 from flatfsdp.layout import ParamSlot, Role
 from flatfsdp.memory import MemoryReport, memory_report
@@ -144,29 +145,44 @@ class FlatFSDP(UnitModule):
 
     # ---- training ---------------------------------------------------------------------------------------
 
+    @traced_inside
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        root = self._init_root()
-        if self._is_whole:
-            raise RuntimeError("a FlatFSDP module cannot compute inside summon_full_params; leave it first")
-        if root.in_forward or in_backward():
+        root = self._begin()
+        if root is None:
             return self._forward(args, kwargs)
-        root.begin_forward()
         try:
             args, kwargs = self._cast_inputs(args, kwargs)
             outputs = self._forward(args, kwargs)
         except BaseException:
             root.fail_forward()
             raise
+        self._end(root, outputs)
+        return outputs
+
+    @never_traced
+    def _begin(self) -> Root | None:
+        """The root, if this is the outermost forward; None inside one, or in a recomputation."""
+        root = self._init_root()
+        if self._is_whole:
+            raise RuntimeError("a FlatFSDP module cannot compute inside summon_full_params; leave it first")
+        if root.in_forward or in_backward():
+            return None
+        root.begin_forward()
+        return root
+
+    @never_traced
+    def _end(self, root: Root, outputs: Any) -> None:
         tensors = list(tensors_in(outputs))
         # In an output that hides its tensors there may be one to start a backward from.
         can_start_backward = not tensors or any(t.requires_grad for t in tensors)
         root.end_forward(backward_follows=torch.is_grad_enabled() and can_start_backward)
-        return outputs
 
+    @never_traced
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a root's forward computes with, in place of what it was given."""
         return cast_floats((args, kwargs), self._policy.precision.compute)
 
+    @traced_inside
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = self._unit.before_forward()
         outputs = self.module(*args, **kwargs)

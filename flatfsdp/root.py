@@ -15,6 +15,7 @@ import torch
 
 from flatfsdp.autograd import call_at_end_of_backward, running_backward
 from flatfsdp.comm import Lane
+from flatfsdp.compiling import never_traced
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger
 from flatfsdp.policy import Prefetch
@@ -146,6 +147,7 @@ class Root:
         if any(group.master.is_offloaded for unit in self.units for group in unit.groups):
             self.gather_lane.synchronize()
 
+    @never_traced
     def fail_forward(self) -> None:
         """The outermost forward raised; one without a backward has left gradients alone."""
         self.in_forward = False

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.autograd import in_backward, running_backward
+from flatfsdp.compiling import never_traced
 from flatfsdp.flat_group import FlatGroup, ShardState
 from flatfsdp.tensors import tensors_in
 from flatfsdp.unshard import unshard
@@ -109,6 +110,7 @@ class Unit:
 
     # ---- forward ----------------------------------------------------------------------------------------
 
+    @never_traced
     def before_forward(self) -> int:
         """Makes the parameters ready; returns the unit's position in this forward."""
         for group in self.groups:
@@ -129,6 +131,7 @@ class Unit:
             group.params.show()
         return position
 
+    @never_traced
     def after_forward(self, position: int, inputs: Any, outputs: Any) -> None:
         """Frees the parameters, or arranges for the backward to find them."""
         tensors = list(tensors_in(outputs)) if torch.is_grad_enabled() else []

@@ -319,6 +319,31 @@ def test_parameters_are_written_and_not_replaced() -> None:
     run_ranks(2, other_memory)
 
 
+def compiled(rank: int, world_size: int, flag: bool) -> None:
+    operators: set[str] = set()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        operators.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    batches = next(data(rank, 1, 2))
+    models = [build(optimize_backward_concat=flag, poison_on_free=True) for _ in range(2)]
+    losses = [
+        [call(batch) for batch in batches] for call in (models[0], torch.compile(models[1], backend=backend))
+    ]
+    for of_model in losses:
+        torch.autograd.backward(of_model)
+    assert same(*losses)
+    assert same(*map(grads_of, models))
+    assert any("layer_norm" in name for name in operators)
+    assert not any("gather" in name or "fill" in name for name in operators)
+
+
+@FLAGS
+def test_the_engine_is_not_compiled_with_the_model(flag: bool) -> None:
+    run_ranks(2, compiled, flag)
+
+
 def user_hooks(rank: int, world_size: int, flag: bool) -> None:
     """A hook on a parameter runs before its gradient lands."""
     grads = []

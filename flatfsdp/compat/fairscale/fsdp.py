@@ -24,6 +24,7 @@ from flatfsdp.compat.fairscale import optim_state, options
 from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_reduce_scatter_group
 from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
 from flatfsdp.compat.fairscale.states import TrainingState
+from flatfsdp.compiling import never_traced, traced_inside
 from flatfsdp.fsdp import FlatFSDP, whole_units
 from flatfsdp.ownership import parameters_to_take
 from flatfsdp.summon import Gathering
@@ -220,6 +221,7 @@ class FullyShardedDataParallel(FlatFSDP):
 
     # ---- training ---------------------------------------------------------------------------------------
 
+    @traced_inside
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.force_input_to_fp32 and not self.mixed_precision:
             args, kwargs = _cast((args, kwargs), torch.float16, torch.float32)
@@ -228,6 +230,7 @@ class FullyShardedDataParallel(FlatFSDP):
             torch.clear_autocast_cache()
         return outputs
 
+    @never_traced
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = (args, kwargs)
         return _cast(inputs, torch.float32, self.compute_dtype) if self._casts_input else inputs
