@@ -134,8 +134,8 @@ class Unit:
     @never_traced
     def after_forward(self, position: int, inputs: Any, outputs: Any) -> None:
         """Frees the parameters, or arranges for the backward to find them."""
-        tensors = list(tensors_in(outputs)) if torch.is_grad_enabled() else []
-        differentiable = [t for t in tensors if t.requires_grad]
+        tensors = list(tensors_in(outputs))
+        differentiable = [t for t in tensors if t.requires_grad and torch.is_grad_enabled()]
         if differentiable:
             use = self._follow_inputs(inputs)
             for tensor in differentiable:
@@ -146,7 +146,17 @@ class Unit:
         is_opaque = torch.is_grad_enabled() and not tensors
         keeps = (self is self.root.unit and self.keep_as_root) or not self._reshard_after_forward
         if not is_opaque and not (differentiable and keeps):
+            self._require_no_parameter(tensors)
             self.reshard()
+
+    def _require_no_parameter(self, outputs: list[Tensor]) -> None:
+        """Who read one after it has been freed would crash."""
+        for group in self.groups:
+            if group.buffer is not None and any(map(group.params.holds, outputs)):
+                raise RuntimeError(
+                    f"unit {group.name} returned a parameter of its own, or a view of one, whose memory is "
+                    "freed now; return a copy (.clone())"
+                )
 
     def _follow_inputs(self, inputs: Any) -> object | None:
         """Opens a use that ends once the inputs have their gradients; None if none will have one."""

@@ -319,6 +319,46 @@ def test_parameters_are_written_and_not_replaced() -> None:
     run_ranks(2, other_memory)
 
 
+class Position(nn.Module):
+    """What it returns is a view of its parameter, or a copy."""
+
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(7, 20))
+        self.copies = copies
+
+    def forward(self, length: int) -> torch.Tensor:
+        return self.table[:length].clone() if self.copies else self.table[:length]
+
+
+class Positioned(nn.Module):
+    def __init__(self, copies: bool) -> None:
+        super().__init__()
+        self.position = Position(copies)
+        self.head = nn.Linear(20, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x + self.position(len(x))).sum()
+
+
+def returned_parameter(rank: int, world_size: int, flag: bool) -> None:
+    """A view of freed memory would end the process."""
+    for copies in (True, False):
+        model = auto_wrap(Positioned(copies), by_class(Position), optimize_backward_concat=flag)
+        for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with context():
+                if copies:
+                    assert model(torch.ones(3, 20)).isfinite()
+                    continue
+                with pytest.raises(RuntimeError, match="unit position returned a parameter of its own"):
+                    model(torch.ones(3, 20))
+
+
+@FLAGS
+def test_a_unit_that_returns_its_parameter_is_told_to_copy_it(flag: bool) -> None:
+    run_ranks(2, returned_parameter, flag)
+
+
 def compiled(rank: int, world_size: int, flag: bool) -> None:
     operators: set[str] = set()
 
