@@ -393,6 +393,11 @@ class FlatFSDP(UnitModule):
                 seen.add(parameter)
                 yield site.name, parameter
 
+    def apply(self, fn: Callable[[nn.Module], None]) -> FlatFSDP:
+        """As nn.Module's, with ordinary parameters wherever `fn` is called.  Collective."""
+        with self.summon_full_params(recurse=False):
+            return super().apply(fn)
+
     # ---- what does not work on a sharded module ---------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FlatFSDP:

@@ -384,6 +384,25 @@ def test_the_engine_is_not_compiled_with_the_model(flag: bool) -> None:
     run_ranks(2, compiled, flag)
 
 
+def initialised_late(rank: int, world_size: int) -> None:
+    model = build()
+
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+            nn.init.zeros_(module.bias)
+
+    assert model.apply(initialise) is model
+    state = model.state_dict()
+    for name in ("head", "blocks.0.up", "blocks.2.down"):
+        assert (state[f"{name}.weight"] == 0.5).all()
+        assert not state[f"{name}.bias"].any()
+
+
+def test_apply_sees_ordinary_parameters() -> None:
+    run_ranks(2, initialised_late)
+
+
 def user_hooks(rank: int, world_size: int, flag: bool) -> None:
     """A hook on a parameter runs before its gradient lands."""
     grads = []

@@ -7,7 +7,7 @@ Next: `options.py` says what the arguments become, `flatfsdp/fsdp.py` runs the m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -291,11 +291,6 @@ class FullyShardedDataParallel(FlatFSDP):
         self.assert_state(TrainingState.IDLE)
         with super().summon_full_params(recurse, writeback=not volatile):
             yield
-
-    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """As nn.Module's, with ordinary parameters wherever `fn` is called."""
-        with self.summon_full_params(recurse=False):
-            return super().apply(fn)
 
     def reset_parameters(self) -> None:
         """Calls the module's, on ordinary parameters.
