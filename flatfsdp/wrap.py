@@ -45,8 +45,8 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> Flat
 
     Raises:
         TypeError: if the policy is a class or cannot be called.
-        ValueError: if the policy picks nothing: the whole model would be one unit, which is never freed
-            between forward and backward.
+        ValueError: as `FlatFSDP`, with the unit's name.  If the policy picks nothing: the whole model would
+            be one unit, which is never freed between forward and backward.
     """
     if isinstance(policy, type) or not callable(policy):
         raise TypeError(f"the wrap policy is {policy!r}; pass by_class(...), by_size(...) or a function")
@@ -62,7 +62,11 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> Flat
                 if not isinstance(child, nn.MultiheadAttention):
                     visit(child, f"{name}.")
                 if policy(name, child, _free_numel(child)):
-                    units[child] = FlatFSDP(child, **fsdp_options)
+                    try:
+                        units[child] = FlatFSDP(child, **fsdp_options)
+                    except ValueError as error:
+                        # It names parameters as they are called inside the unit.
+                        raise ValueError(f"{name}: {error}") from error
             if child in units:
                 setattr(parent, child_name, units[child])
 

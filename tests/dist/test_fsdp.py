@@ -248,6 +248,12 @@ def tied_through_a_module() -> None:
     auto_wrap(net, by_class(Block))
 
 
+def tied_and_wrapped_by_size() -> None:
+    net = Net()
+    net.head.weight = net.embedding.weight
+    auto_wrap(net, by_size(20))
+
+
 def sparse_gradient() -> None:
     net = Net()
     net.embedding = nn.Embedding(30, 20, sparse=True)
@@ -279,6 +285,7 @@ def integer_parameter() -> None:
             "the module is a FlattenParamsWrapper",
         ),
         (tied_through_a_module, ValueError, r"up\.\w+ is tied to up\.\w+, which another FlatFSDP unit"),
+        (tied_and_wrapped_by_size, ValueError, "^head: parameter weight is tied to weight, which another"),
         (lambda: FlatFSDP("model"), TypeError, "wraps an nn.Module"),
         (lambda: FlatFSDP(nn.Linear(2, 2), precision=torch.bfloat16), TypeError, r"pass Precision\(compute="),
         (lambda: FlatFSDP(nn.Linear(2, 2), prefetch=0), TypeError, r"pass Prefetch\(forward="),
