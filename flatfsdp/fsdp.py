@@ -32,6 +32,7 @@ from flatfsdp.ownership import (
     own_modules,
     parameters_to_take,
     prepare_buffers,
+    require_default_precision,
 )
 from flatfsdp.placement import check_marks, check_placement
 from flatfsdp.policy import Division, GradSync, Policy, Precision, Prefetch
@@ -59,7 +60,7 @@ class FlatFSDP(UnitModule):
         mesh: instead of process_group: 1-D (shard), or 2-D (replicate, shard).
         device: where shards, buffers and compute live; default: where the module is.  Needed for a module on
             the meta device, whose parameters are made and initialised unit by unit.
-        precision: dtypes of the stations of a parameter.
+        precision: dtypes of the stations of a parameter; default: FP32 everywhere.
         shard: False keeps parameters on every rank and all-reduces gradients (plain data parallel).
         reshard_after_forward: True frees unsharded parameters after each forward and backward (ZeRO-3);
             False keeps them until the last microbatch's backward (ZeRO-2).
@@ -87,7 +88,8 @@ class FlatFSDP(UnitModule):
     Raises:
         ValueError: for parameters that cannot be sharded, naming them: not floating point, tied to one in
             another unit, on a device that the backend cannot reach, on the meta device and not initialised,
-            split over other ranks than tp_group.  If ranks of tp_group are data-parallel, too.
+            split over other ranks than tp_group, float64 without `precision`.  If ranks of tp_group are
+            data-parallel, too.
     """
 
     def __init__(
@@ -121,6 +123,8 @@ class FlatFSDP(UnitModule):
         )
         grid = Grid.of(process_group, mesh, shard, tp_group)
         parameters = parameters_to_take(module)
+        if precision is None:
+            require_default_precision(parameters)
         for name, parameter in parameters.items():
             check_placement(name, parameter, grid.tensor)
         for path, owner in own_modules(module):

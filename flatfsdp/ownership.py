@@ -59,6 +59,17 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for parameter, name in found.items()}
 
 
+def require_default_precision(parameters: dict[str, nn.Parameter]) -> None:
+    """Raises ValueError for a parameter that FP32 would round: nobody has asked for that."""
+    for name, parameter in parameters.items():
+        if parameter.dtype == torch.float64:
+            raise ValueError(
+                f"parameter {name} is float64, and FP32 is the default precision; pass "
+                "precision=Precision(param=torch.float64, compute=torch.float64, accumulate=torch.float64, "
+                "reduce=torch.float64), or convert the module before wrapping"
+            )
+
+
 def mark_taken(bindings: Iterable[Binding], parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """So that a unit that shares one of the parameters, or its module, can tell.
 

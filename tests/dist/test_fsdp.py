@@ -286,6 +286,11 @@ def integer_parameter() -> None:
         ),
         (tied_through_a_module, ValueError, r"up\.\w+ is tied to up\.\w+, which another FlatFSDP unit"),
         (tied_and_wrapped_by_size, ValueError, "^head: parameter weight is tied to weight, which another"),
+        (
+            lambda: FlatFSDP(nn.Linear(2, 2).double()),
+            ValueError,
+            r"weight is float64.*param=torch\.fl",
+        ),
         (lambda: FlatFSDP("model"), TypeError, "wraps an nn.Module"),
         (lambda: FlatFSDP(nn.Linear(2, 2), precision=torch.bfloat16), TypeError, r"pass Precision\(compute="),
         (lambda: FlatFSDP(nn.Linear(2, 2), prefetch=0), TypeError, r"pass Prefetch\(forward="),
