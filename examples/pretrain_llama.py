@@ -8,6 +8,7 @@ starts it again, and has the same losses, bit for bit; on GPUs with --determinis
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -264,6 +265,10 @@ def main(
             )
             if save_every and (step + 1) % save_every == 0:
                 checkpoints.save(step + 1, model, optimizer)
+    # The mesh and the pipeline's stages hold process groups.  Those have to go before the interpreter does:
+    # gloo's threads may still have tensors to let go of, and would abort the process.
+    mesh = model = optimizer = None
+    gc.collect()
     dist.destroy_process_group()
 
 

@@ -11,10 +11,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+
+# Every optimizer imports it, and for good it keeps the default group, if there is one by then, in default
+# arguments; see `Ranks`.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,13 +27,35 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Ranks:
     """One process group and this process's place in it; `group` None is a world of one."""
 
-    group: dist.ProcessGroup | None
+    _group: ReferenceType[dist.ProcessGroup] | None
     size: int
     rank: int
+
+    def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int) -> None:
+        # Weak: a model may be alive when the program ends.  A group that it kept would outlive
+        # destroy_process_group(), and gloo's threads, which may still have tensors to let go of, the
+        # interpreter; they abort the process then.
+        vars(self).update(_group=None if group is None else ref(group), size=size, rank=rank)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """
+        Raises:
+            RuntimeError: once it is destroyed.
+        """
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                "the process group of a model or layer is gone; call dist.destroy_process_group() after its "
+                "last use"
+            )
+        return group
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> Ranks:

@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
+from weakref import ReferenceType
 
 import torch
 import torch.distributed as dist
@@ -49,8 +50,8 @@ class LateRanks(Ranks):
         return found
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        return self._required().group
+    def _group(self) -> ReferenceType[dist.ProcessGroup] | None:
+        return self._required()._group
 
     @property
     def rank(self) -> int:

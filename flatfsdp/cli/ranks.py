@@ -11,7 +11,6 @@ raised here; under torchrun, torchrun does the same.
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import pickle
 import tempfile
@@ -160,9 +159,6 @@ def _on_rank(
         torch.cuda.set_device(device)
     # The ranks are the parallelism; a thread per core in each of them would mostly wait for the others'.
     torch.set_num_threads(1)
-    # Every optimizer imports it, and it keeps the default group, if there is one by then, in a default
-    # argument for good; see the end of this function.
-    importlib.import_module("torch._dynamo")
     dist.init_process_group(
         backend="nccl" if device.type == "cuda" else "gloo",
         init_method=rendezvous,
@@ -172,8 +168,8 @@ def _on_rank(
         device_id=device if device.type == "cuda" else None,
     )
     result = function(Rank(index, launch.world, device), payload)
-    # A process group must not outlive the interpreter: its threads may still have tensors to let go of, for
-    # which they need a lock that is gone, and abort the process.  Models hold groups in reference cycles.
+    # A process group must not outlive the interpreter, see `flatfsdp.comm.Ranks`; meshes and pipeline stages,
+    # which hold some, may be in reference cycles.
     gc.collect()
     # Only after success: after an exception the others may be inside a collective, and this would wait.
     dist.destroy_process_group()

@@ -51,7 +51,7 @@ class Arena:
             self._fp8_max = torch.tensor(fp8_max, dtype=fp32, device=device)
         self._scales: tuple[Scales, ...] = ()
         self._version = -1
-        self._agreed: dist.ProcessGroup | None = None
+        self._agreed: weakref.ref[dist.ProcessGroup] | None = None
         self._members: list[weakref.ref[Scaling]] = []
 
     @property
@@ -76,10 +76,10 @@ class Arena:
     def agree(self, recipe: DelayedScaling, group: dist.ProcessGroup) -> None:
         """The first time over `group`: raises RuntimeError on every rank unless all have the same layers and
         recipe."""
-        if self._agreed is not group:
+        if self._agreed is None or self._agreed() is not group:
             lines = [*(scaling.label for scaling in self.members), f"recipe {recipe}"]
             check_same_on_all_ranks(lines, [Ranks.of(group)], self.scale.device)
-            self._agreed = group
+            self._agreed = weakref.ref(group)
 
     @torch.no_grad()
     @torch.inference_mode(False)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.nn.functional as differentiable
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches, param_groups
+from flatfsdp.fp8 import autocast
+from flatfsdp.layers import Linear
 from tests.dist.models import Block, Net, build, data, grads_of, same
 from tests.dist.ranks import run_ranks
 
@@ -454,3 +459,24 @@ def opaque_root(rank: int, world_size: int) -> None:
         (output if net is Net else output.loss).backward()
         grads.append(grads_of(model))
     assert same(*grads)
+
+
+def test_a_process_group_ends_when_it_is_destroyed_though_a_model_has_it() -> None:
+    run_ranks(2, destroyed_group)
+
+
+def destroyed_group(rank: int, world_size: int) -> None:
+    """Gloo's threads may abort the process if they outlive the interpreter."""
+    group = dist.new_group(range(world_size))
+    gone = weakref.ref(group)
+    model = FlatFSDP(Linear(32, 32), process_group=group)
+    with autocast(amax_reduction_group=group):
+        model(torch.ones(32, 32)).sum().backward()
+    model.state_dict()
+    dist.destroy_process_group(group)
+    del group
+    assert gone() is None
+    with pytest.raises(RuntimeError, match="the process group of a model or layer is gone"):
+        model(torch.ones(32, 32))
+    # The engine imports this before a group is there, so that it cannot keep one as default argument.
+    assert dist.group.WORLD not in differentiable.all_reduce.__defaults__
