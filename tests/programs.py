@@ -35,8 +35,13 @@ def run_program(*command: str | Path, timeout: float = 240.0, **environment: str
         process.start()
         process.join(timeout)
         if process.exitcode is None:
+            # Not at once with SIGKILL: torchrun ends its ranks first.
+            process.terminate()
+            process.join(45)
             process.kill()
-            raise TimeoutError(f"{words} takes longer than {timeout:.0f} s")
+            process.join()
+            printed = "".join(output.read_text() for output in outputs)
+            raise TimeoutError(f"{words} takes longer than {timeout:.0f} s; it has printed:\n{printed}")
         return CompletedProcess(words, process.exitcode, *(output.read_text() for output in outputs))
 
 

@@ -56,7 +56,9 @@ def stop_pools() -> None:
 class Pool:
     def __init__(self, world_size: int, backend: str) -> None:
         context = fork_server()
-        store = tempfile.NamedTemporaryFile(delete=False).name  # noqa: SIM115 - torch deletes it
+        # Ranks that are killed leave it behind, so `stop` removes it.
+        self._folder = tempfile.TemporaryDirectory(prefix="flatfsdp-ranks-")
+        store = f"{self._folder.name}/store"
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world_size):
@@ -96,6 +98,7 @@ class Pool:
         for process in self._processes:
             process.kill()
             process.join()
+        self._folder.cleanup()
 
 
 def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: str) -> None:

@@ -342,7 +342,7 @@ def test_a_mismatch_raises_on_every_rank_at_once(what: str, message: str) -> Non
     start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         run_ranks(2, mismatch, what)
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 20  # and not the 30 of the process group
     assert len(failure.value.errors) == 2
     assert all(error is not None and message in error for error in failure.value.errors)
 
