@@ -38,10 +38,12 @@ def run(world_size: int, case: Callable[..., None], *args: Any) -> None:
 @pytest.mark.parametrize(
     ("dtype", "names", "error"),
     [
-        (torch.float32, ["column", "row", "several", "recomputed", "apart", "post"], 1e-5),
+        (torch.float32, ["column", "row", "several", "recomputed"], 1e-5),
+        # Logits are in the hundreds here; the errors of torch's efficient attention grow with them.
+        (torch.float32, ["apart", "post"], 2e-4),
         (torch.bfloat16, ["joint", "mlp", "groups"], 2e-2),
     ],
-    ids=["fp32", "bf16"],
+    ids=["fp32", "fp32-attention", "bf16"],
 )
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_numbers_of_one_gpu(world_size: int, dtype: torch.dtype, names: list[str], error: float) -> None:
