@@ -12,12 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.flop_counter import register_flop_formula
 
 _library = torch.library.Library("flatfsdp", "FRAGMENT")
 
 
 def operator(
-    schema: str, *, reference: Callable[..., None], launch: Callable[..., None]
+    schema: str,
+    *,
+    reference: Callable[..., None],
+    launch: Callable[..., None],
+    flops: Callable[..., int] | None = None,
 ) -> Callable[..., None]:
     """Registers `flatfsdp::<name>` and returns the function to call it with.
 
@@ -25,6 +30,7 @@ def operator(
         schema: such as "scale_(Tensor(a!) out, Tensor x, float factor) -> ()".
         reference: plain PyTorch; runs on the CPU, and is what the kernel is tested against.
         launch: starts the Triton kernel; runs on CUDA.
+        flops: of a matrix product, from the shapes of its arguments: what FlopCounterMode counts.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
@@ -32,6 +38,8 @@ def operator(
     _library.impl(name, launch, "CUDA")
     torch.library.register_fake(f"flatfsdp::{name}", lambda *args, **kwargs: None, lib=_library)
     registered = getattr(torch.ops.flatfsdp, name).default
+    if flops is not None:
+        register_flop_formula(getattr(torch.ops.flatfsdp, name))(flops)
 
     def call(first: Tensor, *args: Any) -> None:
         # The dispatcher costs more host time than the launch; only who looks on needs it.

@@ -19,7 +19,7 @@ import torch
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._triton import cdiv, on_device_of
 from flatfsdp.kernels.block_cast import BLOCK, DTYPE, padded_blocks
-from flatfsdp.kernels.gemm import ALIGNMENT, check_operands
+from flatfsdp.kernels.gemm import ALIGNMENT, check_operands, flops
 from torch import Tensor
 
 
@@ -59,6 +59,7 @@ _block_scaled_mm = operator(
     "block_scaled_mm_(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor(a!) out) -> ()",
     reference=reference,
     launch=launch,
+    flops=flops,
 )
 
 

@@ -77,11 +77,16 @@ def launch(
             out.add_(bias)
 
 
+def flops(a: tuple[int, int], b: tuple[int, int], *others: object, **named: object) -> int:
+    return 2 * a[0] * a[1] * b[0]
+
+
 _scaled_mm = operator(
     "scaled_mm_(Tensor a, Tensor b, Tensor a_scale_inv, Tensor b_scale_inv, Tensor? bias, Tensor(a!) out, "
     "bool split_accumulator) -> ()",
     reference=reference,
     launch=launch,
+    flops=flops,
 )
 
 

@@ -52,8 +52,15 @@ def launch(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
             accumulate(target, torch.mm(dy.t(), x, out_dtype=torch.float32), first=first)
 
 
+def flops(target: tuple[int, int], dy: tuple[int, int], *others: object, **named: object) -> int:
+    return 2 * target[1] * dy[0] * dy[1]
+
+
 _wgrad = operator(
-    "wgrad_(Tensor(a!) target, Tensor dy, Tensor x, bool first) -> ()", reference=reference, launch=launch
+    "wgrad_(Tensor(a!) target, Tensor dy, Tensor x, bool first) -> ()",
+    reference=reference,
+    launch=launch,
+    flops=flops,
 )
 
 
@@ -105,6 +112,7 @@ _wgrad_fp8 = operator(
     "bool first, bool split_accumulator) -> ()",
     reference=reference_fp8,
     launch=launch_fp8,
+    flops=flops,
 )
 
 
