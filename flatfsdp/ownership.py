@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from flatfsdp.binding import Binding
 from flatfsdp.comm import Grid, Ranks
@@ -52,10 +53,7 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
         owner_name = getattr(parameter, "_flatfsdp_name", None)
         if owner_name is not None:
             raise ValueError(_tied_message(name, owner_name))
-        if not parameter.is_floating_point():
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}; only floating-point parameters can be sharded"
-            )
+        _require_plain(name, parameter)
     return {name: parameter for parameter, name in found.items()}
 
 
@@ -68,6 +66,28 @@ def require_default_precision(parameters: dict[str, nn.Parameter]) -> None:
                 "precision=Precision(param=torch.float64, compute=torch.float64, accumulate=torch.float64, "
                 "reduce=torch.float64), or convert the module before wrapping"
             )
+
+
+def _require_plain(name: str, parameter: nn.Parameter) -> None:
+    """
+    Raises:
+        ValueError: if it is something else than floating-point numbers in memory of its own.
+    """
+    if is_lazy(parameter):
+        raise ValueError(
+            f"parameter {name} gets its shape in the first forward; run one before the module is wrapped"
+        )
+    if not parameter.is_floating_point():
+        raise ValueError(
+            f"parameter {name} is {parameter.dtype}; only floating-point parameters can be sharded"
+        )
+    kind = type(parameter.data)
+    if kind is not Tensor or parameter.layout is not torch.strided:
+        found = f"a {parameter.layout} tensor" if kind is Tensor else f"a {kind.__name__}"
+        raise ValueError(
+            f"parameter {name} is {found}; FlatFSDP shards plain dense tensors: wrap the module without "
+            "parallelize_module or fully_shard, and give tensor-parallel layers a tp_group"
+        )
 
 
 def mark_taken(bindings: Iterable[Binding], parameters: Iterable[tuple[str, nn.Parameter]]) -> None:

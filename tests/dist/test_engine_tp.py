@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import FlatFSDP, Precision, checkpoint, microbatches, param_groups
@@ -234,6 +235,9 @@ def wrong_groups(rank: int, world_size: int) -> None:
         ValueError, match=r"weight, of shape \[6, 4\], is said to be a part along dimension 0"
     ):
         FlatFSDP(megatron, mesh=mesh["dp"], tp_group=tp_group)
+    parallelized = parallelize_module(nn.Linear(4, 4), mesh["tp"], ColwiseParallel())
+    with pytest.raises(ValueError, match=r"weight is a DTensor; .* without parallelize_module or"):
+        FlatFSDP(parallelized, mesh=mesh["dp"], tp_group=tp_group)
     inner = FlatFSDP(nn.Linear(2, 2), mesh=mesh["dp"])
     outer = FlatFSDP(nn.Sequential(inner, nn.Linear(2, 2)), mesh=mesh["dp"], tp_group=tp_group)
     with pytest.raises(ValueError, match="unit 0 has another tp_group than its root"):

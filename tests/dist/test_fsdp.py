@@ -268,12 +268,24 @@ def integer_parameter() -> None:
     FlatFSDP(net)
 
 
+def sparse_parameter() -> None:
+    net = nn.Linear(2, 2)
+    net.weight = nn.Parameter(torch.eye(2).to_sparse())
+    FlatFSDP(net)
+
+
 @pytest.mark.parametrize(
     ("case", "error", "message"),
     [
         (tied_across_units, ValueError, r"up\.weight is tied to up\.weight, which another FlatFSDP unit"),
         (sparse_gradient, TypeError, r"embedding\.weight got a torch\.sparse_coo gradient"),
         (integer_parameter, ValueError, r"parameter table is torch\.int32"),
+        (sparse_parameter, ValueError, r"parameter weight is a torch\.sparse_coo tensor; .* plain dense"),
+        (
+            lambda: FlatFSDP(nn.LazyLinear(2)),
+            ValueError,
+            "weight gets its shape in the first forward",
+        ),
         (
             lambda: FlatFSDP(nn.Linear(2, 2, device="meta")),
             ValueError,
