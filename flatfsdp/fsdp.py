@@ -267,7 +267,7 @@ class FlatFSDP(UnitModule):
         Call it on the root; collective the first time.
 
         Args:
-            optimizer: its state is listed, too; it has some after the first step.
+            optimizer: its state for this model is listed, too; it has some after the first step.
         """
         return memory_report(self._init_root().units, self._policy.prefetch, optimizer)
 

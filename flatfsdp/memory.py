@@ -130,7 +130,7 @@ def memory_report(
 ) -> MemoryReport:
     """See `FlatFSDP.memory_report`."""
     groups = [group for unit in units for group in unit.groups]
-    state = [] if optimizer is None else list(_state_on(groups[0].master.device, optimizer))
+    state = [] if optimizer is None else list(_state_of(groups, optimizer))
     frees = any(group.policy.reshard_after_forward for group in groups)
     sizes = [[_sizes_of(group) for group in unit.groups] for unit in units]
     return report_of(sizes, state, units_ahead(prefetch) if frees else None)
@@ -201,11 +201,13 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
     )
 
 
-def _state_on(device: torch.device, optimizer: torch.optim.Optimizer) -> Iterator[Size]:
-    for state in optimizer.state.values():
-        for value in state.values():
-            if isinstance(value, Tensor) and value.device == device:
-                yield Size(value.numel(), value.dtype)
+def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> Iterator[Size]:
+    """What it keeps for these groups, of all those that it updates, such as other stages'."""
+    for master in (group.master for group in groups):
+        for portion in master.portions:
+            for value in optimizer.state.get(portion.parameter, {}).values():
+                if isinstance(value, Tensor) and value.device == master.device:
+                    yield Size(value.numel(), value.dtype)
 
 
 def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size | None]) -> Iterator[Row]:
