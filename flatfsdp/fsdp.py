@@ -226,8 +226,13 @@ class FlatFSDP(UnitModule):
         Raises:
             RuntimeError: if the norm is not finite and `error_if_nonfinite`, on all ranks.
             ValueError: if max_norm is negative or norm_type not positive; if some units are spread over fewer
-                ranks than others.
+                ranks than others; if this is a stage of a pipeline.
         """
+        if any(group.master.stages.size > 1 for _, group in named_groups(self)):
+            raise ValueError(
+                "this module is a stage of a pipeline, and its norm is not the model's; use "
+                "flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
+            )
         masters = [group.master for _, group in named_groups(self) if group.trainable]
         grids = [wrapped._grid for _, wrapped in units_in(self)]
         return clip_grad_norm(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.comm import Grid, all_gather, broadcast, gather, scatter
+from flatfsdp.comm import ALONE, Grid, all_gather, broadcast, gather, scatter
 from flatfsdp.layout import FlatLayout, ParamSlot
 from flatfsdp.placement import Placement
 
@@ -57,6 +57,7 @@ class MasterShard:
     Attributes:
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
         portions: what the optimizer updates; `flat` as a whole unless `optim.param_groups` has cut it.
+        stages: ranks of the pipeline that this is in, if any; gradients of other stages count in a norm, too.
         generation: counts loads, and what replicas take over.  A write by anyone else raises `flat._version`.
     """
 
@@ -83,6 +84,7 @@ class MasterShard:
         self.flat = nn.Parameter(shard, requires_grad=trainable)
         self.portions = [Portion(self.flat, 0, numel)]
         self._address = self.flat.data_ptr()
+        self.stages = ALONE
         self.generation = 0
 
     @property

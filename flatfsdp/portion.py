@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatfsdp.comm import Grid
+from flatfsdp.comm import Grid, Ranks
 from flatfsdp.flat_group import FlatGroup
 
 
@@ -34,6 +34,10 @@ class PortionTarget:
     @property
     def grid(self) -> Grid:
         return self._group.grid
+
+    @property
+    def stages(self) -> Ranks:
+        return self._group.master.stages
 
     @property
     def is_counted(self) -> bool:

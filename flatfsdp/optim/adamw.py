@@ -39,7 +39,8 @@ class AdamW(FusedOptimizer):
         max_grad_norm: clips gradients to this norm over all ranks, while they are read: with FP32 gradients
             the same bits as `clip_grad_norm_` and then a step.  `step` is collective then, so that one
             optimizer has to have all parameters of the model.
-        pp_group: ranks that have the other stages of a pipeline, whose gradients count in that norm, too.
+        pp_group: ranks that have the other stages of a pipeline, whose gradients count in that norm, too;
+            default: as `FlatStage` has said.
         moment_dtype: FP32 or bf16, of `exp_avg` and `exp_avg_sq`; None for the parameter's.  In bf16 they
             take 4 bytes less an element, and betas may be 0.99 at most: with 0.999, `exp_avg_sq` would be
             rounded back to what it was, and never decay.

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp.comm import ALONE, Grid, Ranks, all_gather
@@ -71,6 +72,13 @@ Spread = tuple[Ranks, ...]
 def spread(grid: Grid) -> Spread:
     """Over which ranks gradients are spread that are sharded, and may be split, on this grid."""
     return grid.shard, grid.tensor
+
+
+def pipeline_of(given: dist.ProcessGroup | None, found: Iterable[Ranks]) -> Ranks:
+    """Ranks that have other stages: `given`, or those that a shard says."""
+    if given is not None:
+        return Ranks.of(given)
+    return next((ranks for ranks in found if ranks.size > 1), ALONE)
 
 
 def require_same_grid(grids: Iterable[Grid]) -> None:

@@ -17,9 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.comm import Ranks
 from flatfsdp.kernels.runs import Run
-from flatfsdp.optim.clip import Spread, clip_coefficient, grad_norm, require_same_grid, spread, widest
+from flatfsdp.optim.clip import (
+    Spread,
+    clip_coefficient,
+    grad_norm,
+    pipeline_of,
+    require_same_grid,
+    spread,
+    widest,
+)
 from flatfsdp.optim.target import FlatShard, flat_shard_of
 from flatfsdp.placement import is_shared
 
@@ -56,7 +63,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             several of these.
         defaults: options of parameter groups.
         max_grad_norm: gradients are scaled to a norm, over all ranks, of at most this while they are read.
-        pp_group: ranks that have other pipeline stages, whose gradients count in the norm, too.
+        pp_group: ranks that have other pipeline stages, whose gradients count in the norm, too; default: as
+            `FlatStage` has said.
 
     Attributes:
         max_grad_norm: may be changed between steps.
@@ -198,7 +206,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         devices = [shard.device for shard in shards] or [one.grad.device for one in due]
         device = devices[0] if devices else torch.device("cpu")
         dtype = widest(one.grad for one in due)
-        self.grad_norm = grad_norm(grads, dtype, device, stages=Ranks.of(self.pp_group))
+        stages = pipeline_of(self.pp_group, (shard.stages for shard in shards))
+        self.grad_norm = grad_norm(grads, dtype, device, stages=stages)
         return clip_coefficient(self.grad_norm, self.max_grad_norm)
 
     def _runs(self, due: Due) -> tuple[Kind, Iterable[Run]]:

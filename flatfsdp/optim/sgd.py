@@ -30,7 +30,8 @@ class SGD(FusedOptimizer):
             several of these; groups may have options of their own.
         max_grad_norm: clips gradients to this norm over all ranks, while they are read: with FP32 gradients
             the same bits as `clip_grad_norm_` and then a step.  `step` is collective then.
-        pp_group: ranks that have the other stages of a pipeline, whose gradients count in that norm, too.
+        pp_group: ranks that have the other stages of a pipeline, whose gradients count in that norm, too;
+            default: as `FlatStage` has said.
 
     Attributes:
         grad_norm: of the last step, before clipping: 0-dim, on the device; None without `max_grad_norm`.

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flatfsdp.comm import Grid
+from flatfsdp.comm import Grid, Ranks
 
 
 class FlatShard(Protocol):
@@ -22,6 +22,10 @@ class FlatShard(Protocol):
     def grid(self) -> Grid:
         """The ranks over which the buffer is sharded, those that have the same part, and those that have
         other parts of the same parameters."""
+
+    @property
+    def stages(self) -> Ranks:
+        """The ranks of a pipeline, which have other parameters of the model; without one, alone."""
 
     @property
     def is_counted(self) -> bool:

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
-from flatfsdp.comm import Ranks
 from flatfsdp.optim import clip_grad_norm
+from flatfsdp.optim.clip import pipeline_of
 from flatfsdp.walk import named_groups, units_in
 
 Part = nn.Module | PipelineStage
@@ -25,12 +25,12 @@ def clip_grad_norm_(
     """Scales the reduced gradients of a whole model so that their norm is at most `max_norm`.  Collective.
 
         schedule.step(tokens)
-        norm = clip_grad_norm_(stages, 1.0, mesh.pp_group)
+        norm = clip_grad_norm_(stages, 1.0)
         optimizer.step()
 
     Args:
         parts: all stages of this rank, or the FlatFSDP modules in them, each once.
-        pp_group: the ranks of the pipeline, which have the other stages.
+        pp_group: the ranks of the pipeline, which have the other stages; default: as `FlatStage` has said.
 
     Returns:
         The norm of the whole model before scaling, 0-dim, with the same bits on all ranks.
@@ -51,6 +51,6 @@ def clip_grad_norm_(
         units[0]._device,
         max_norm,
         norm_type,
-        stages=Ranks.of(pp_group),
+        stages=pipeline_of(pp_group, (group.master.stages for _, group in named_groups(modules))),
         error_if_nonfinite=error_if_nonfinite,
     )

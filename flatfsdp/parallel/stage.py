@@ -35,6 +35,7 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils._pytree import tree_map_only
 
+from flatfsdp.comm import Ranks
 from flatfsdp.fp8.autocast import StageRanks, inside_stage
 from flatfsdp.master import MasterShard
 from flatfsdp.root import Root
@@ -123,8 +124,11 @@ class FlatStage(PipelineStage):
         )
         self._check_place()
         self._roots = [_root_of(wrapped, stage_index) for wrapped in outermost]
-        groups = [group for root in self._roots for unit in root.units for group in unit.trained]
-        self._masters = [group.master for group in groups]
+        units = [unit for root in self._roots for unit in root.units]
+        self._masters = [trained.master for unit in units for trained in unit.trained]
+        pipeline = Ranks.of(dist.group.WORLD if self.group is None else self.group)
+        for flat_group in (each for unit in units for each in unit.groups):
+            flat_group.master.stages = pipeline
         self._stage_ranks = _stage_ranks(outermost[0], self.group)
         self._cache_fp8_weights = cache_fp8_weights
         self._is_under_way = False

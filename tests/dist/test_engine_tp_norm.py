@@ -116,7 +116,8 @@ def clip_stages(rank: int, world_size: int, schedule: type) -> None:
             (loss_of(plain(part), part) / MICROBATCHES / dp).backward()
     flats = [p for model in again.models for p in model.parameters()]
     pp_group = pipeline.mesh.get_group("pp")
-    optimizer = SGD(flats, lr=0.1, max_grad_norm=0.1, pp_group=pp_group)
+    # The stages have said which ranks have the others.
+    optimizer = SGD(flats, lr=0.1, max_grad_norm=0.1)
     optimizer.step()
     for norm_type in NORMS:
         expected = nn.utils.get_total_norm([p.grad for p in plain.parameters()], norm_type)
@@ -124,7 +125,9 @@ def clip_stages(rank: int, world_size: int, schedule: type) -> None:
         norm = clip_grad_norm_(pipeline.models, 1e9, pp_group, norm_type)
         assert all(torch.equal(*pair) for pair in zip(before, pipeline.grads(), strict=True))
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
-    norm = clip_grad_norm_(pipeline.stages, 0.1, pp_group)
+    with pytest.raises(ValueError, match=r"is a stage of a pipeline.* flatfsdp\.parallel\.clip_grad_norm_"):
+        pipeline.models[0].clip_grad_norm_(0.1)
+    norm = clip_grad_norm_(pipeline.stages, 0.1)
     assert same_on_all_ranks(norm)
     assert torch.equal(norm, optimizer.grad_norm)
     torch.testing.assert_close(clip_grad_norm_(pipeline.stages, 1.0, pp_group), torch.tensor(0.1))

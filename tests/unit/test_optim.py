@@ -62,7 +62,7 @@ class Shard:
     def __init__(self, parameter: Tensor, runs: Sequence[tuple[int, int]], has_copy: bool = True) -> None:
         alone = Ranks.of(None)
         self.grid, self.device, self.rounding = Grid(alone, alone), parameter.device, torch.bfloat16
-        self.is_counted = True
+        self.stages, self.is_counted = alone, True
         self.compute = torch.full(parameter.shape, torch.nan, dtype=torch.bfloat16) if has_copy else None
         self.amaxes = [torch.full((1,), torch.nan) for _ in runs]
         self.done: list[int] = []
