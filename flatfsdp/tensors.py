@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -28,4 +29,38 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     """The same structure with floating-point tensors in `dtype`; differentiable."""
-    return tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """The same structure with `function` of each tensor in tuples, lists, dicts and dataclasses.
+
+    What holds no tensor that `function` replaces is not copied: a list that a module was given to append to
+    is still the caller's.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _map_fields(function, value)
+    parts, structure = tree_flatten(value, is_leaf=lambda part: part is not value)
+    if len(parts) == 1 and parts[0] is value:
+        return value
+    mapped = [map_tensors(function, part) for part in parts]
+    return value if _same(mapped, parts) else tree_unflatten(mapped, structure)
+
+
+def _map_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    names = [field.name for field in dataclasses.fields(value)]
+    parts = [getattr(value, name) for name in names]
+    mapped = [map_tensors(function, part) for part in parts]
+    if _same(mapped, parts):
+        return value
+    changed = copy.copy(value)
+    for name, part in zip(names, mapped, strict=True):
+        # It may be frozen.
+        object.__setattr__(changed, name, part)
+    return changed
+
+
+def _same(ours: Sequence[Any], theirs: Sequence[Any]) -> bool:
+    return all(a is b for a, b in zip(ours, theirs, strict=True))

@@ -389,6 +389,19 @@ def test_the_engine_is_not_compiled_with_the_model(flag: bool) -> None:
     run_ranks(2, compiled, flag)
 
 
+class Recording(nn.Linear):
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        seen.append(x)
+        return super().forward(x)
+
+
+def test_a_module_may_write_to_what_it_was_given() -> None:
+    seen: list[torch.Tensor] = []
+    model = FlatFSDP(Recording(2, 2), precision=Precision(compute=torch.bfloat16))
+    model(torch.ones(1, 2), seen=seen)
+    assert [x.dtype for x in seen] == [torch.bfloat16]
+
+
 def initialised_late(rank: int, world_size: int) -> None:
     model = build()
 

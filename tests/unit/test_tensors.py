@@ -26,3 +26,20 @@ def test_only_floating_point_tensors_are_cast_and_gradients_flow() -> None:
     cast.sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
+
+
+@dataclass(frozen=True)
+class Batch:
+    hidden: torch.Tensor
+    tokens: torch.Tensor
+    losses: list[torch.Tensor]
+
+
+def test_dataclasses_are_cast_and_what_needs_no_cast_is_not_copied() -> None:
+    losses: list[torch.Tensor] = []
+    batch = Batch(torch.ones(2), torch.arange(2), losses)
+    cast, again = cast_floats((batch, {"losses": losses}), torch.bfloat16)
+    assert (cast.hidden.dtype, batch.hidden.dtype) == (torch.bfloat16, torch.float32)
+    assert cast.tokens is batch.tokens
+    assert cast.losses is again["losses"] is losses
+    assert cast_floats(batch, torch.float32) is batch

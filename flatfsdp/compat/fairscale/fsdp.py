@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
 from flatfsdp import checkpoint
 from flatfsdp.autograd import in_backward
@@ -28,6 +27,7 @@ from flatfsdp.compiling import never_traced, traced_inside
 from flatfsdp.fsdp import FlatFSDP, whole_units
 from flatfsdp.ownership import parameters_to_take
 from flatfsdp.summon import Gathering
+from flatfsdp.tensors import map_tensors
 
 
 class FullyShardedDataParallel(FlatFSDP):
@@ -397,4 +397,4 @@ def no_pre_load_state_dict_hook() -> AbstractContextManager[None]:
 
 def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
     """The same structure with tensors of dtype `source` in `target`; differentiable."""
-    return tree_map_only(Tensor, lambda t: t.to(target) if t.dtype == source else t, value)
+    return map_tensors(lambda t: t.to(target) if t.dtype == source else t, value)
