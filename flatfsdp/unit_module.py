@@ -8,6 +8,7 @@ Next: `fsdp.py` takes the parameters and runs the module.
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import Any
 
 import torch
 from torch import nn
@@ -42,6 +43,14 @@ class UnitModule(ModuleWrapper):
         self._root: Root | None = None
         # Inside summon_full_params; with writeback.
         self._is_whole = self._writes_back = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, nn.Module) and name != "module" and hasattr(self, name):
+            raise TypeError(
+                f"{name} cannot be replaced after wrapping: the new module's parameters would be neither "
+                "used nor reduced; replace it first, then wrap"
+            )
+        super().__setattr__(name, value)
 
     @abstractmethod
     def _init_root(self) -> Root:

@@ -309,6 +309,11 @@ def sparse_parameter() -> None:
         (lambda: auto_wrap(Net(), Block), TypeError, r"pass by_class\("),
         (lambda: FlatFSDP(nn.Linear(2, 2), grad_sync="never"), ValueError, "grad_sync is 'never'"),
         (lambda: FlatFSDP(nn.Linear(2, 2)).double(), TypeError, "pass device= and precision="),
+        (
+            lambda: setattr(FlatFSDP(Net()), "head", nn.Linear(20, 2)),
+            TypeError,
+            "head cannot be replaced after wrapping",
+        ),
         (lambda: copy.deepcopy(FlatFSDP(nn.Linear(2, 2))), TypeError, "cannot be copied"),
         (lambda: pickle.dumps(FlatFSDP(nn.Linear(2, 2))), TypeError, r"save its state_dict\(\)"),
         (lambda: auto_wrap(Net(), by_class(nn.Conv2d)), ValueError, "picked no module"),
