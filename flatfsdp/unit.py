@@ -117,7 +117,8 @@ class Unit:
             if group.master.flat.requires_grad != group.trainable:
                 raise RuntimeError(
                     f"requires_grad of unit {group.name} was changed after wrapping; freeze or unfreeze "
-                    "parameters before FlatFSDP wraps them"
+                    "parameters before FlatFSDP wraps them.  For a model that only passes gradients on for a "
+                    "while, run the backward inside its no_sync() and call its zero_grad() after that"
                 )
         if in_backward():
             # A recomputation: its order says nothing about the next forward, and a unit gathered ahead of

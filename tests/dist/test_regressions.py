@@ -421,6 +421,47 @@ def test_apply_sees_ordinary_parameters() -> None:
     run_ranks(2, initialised_late)
 
 
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.head = nn.Linear(20, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(x)).sum()
+
+
+def critic(rank: int, world_size: int, flag: bool) -> None:
+    """A generator is trained through a critic, which keeps no gradient of that and is trained next."""
+    torch.manual_seed(0)
+    plain_generator, plain_judge = Block(), Critic()
+    options = {"optimize_backward_concat": flag, "poison_on_free": True}
+    generator = FlatFSDP(copy.deepcopy(plain_generator), **options)
+    judge = auto_wrap(copy.deepcopy(plain_judge), by_class(Block), **options)
+    noise = torch.ones(2, 20)
+
+    plain_judge(plain_generator(noise)).backward()
+    with judge.no_sync():
+        judge(generator(noise)).backward()
+    judge.zero_grad()
+    torch.testing.assert_close(generator.clip_grad_norm_(torch.inf), norm(plain_generator))
+    assert all(flat.grad is None for flat in judge.parameters())
+
+    plain_judge.zero_grad()
+    plain_judge(noise).backward()
+    judge(noise).backward()
+    torch.testing.assert_close(judge.clip_grad_norm_(torch.inf), norm(plain_judge))
+
+
+def norm(module: nn.Module) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
+
+
+@FLAGS
+def test_a_model_may_pass_gradients_on_and_keep_none(flag: bool) -> None:
+    run_ranks(2, critic, flag)
+
+
 def user_hooks(rank: int, world_size: int, flag: bool) -> None:
     """A hook on a parameter runs before its gradient lands."""
     grads = []
