@@ -8,39 +8,14 @@ Next: `flat_params_wrapper.py` and `flat_group.py` bind views of their flat buff
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
 from flatfsdp.comm import ALONE, Ranks
 from flatfsdp.layout import FlatLayout, ParamSpec, Role
 from flatfsdp.placement import partition_of, placement_of
-from flatfsdp.wrapper import prefixed_modules
-
-
-@dataclass(frozen=True)
-class Site:
-    """One place where a parameter is registered: `getattr(module, attribute)`.
-
-    `name` is its key in the state dict of the module it was looked up from: no level for wrappers.
-    """
-
-    module: nn.Module
-    attribute: str
-    name: str
-
-
-def parameter_sites(module: nn.Module, prefix: str = "") -> Iterator[tuple[Site, nn.Parameter]]:
-    """Every place below `module` where a parameter is registered, in state-dict order.
-
-    A tied parameter comes up once for each of its keys; so does one of a submodule that has several paths.
-    """
-    for path, owner in prefixed_modules(module, prefix):
-        for attribute, parameter in owner._parameters.items():
-            if parameter is not None:
-                yield Site(owner, attribute, path + attribute), parameter
+from flatfsdp.sites import Site, assign, parameter_sites
 
 
 class Binding:
@@ -147,13 +122,3 @@ class Binding:
             registered = module._parameters
             for name in [name for name in names if name in registered]:
                 registered[name] = registered.pop(name)
-
-
-def assign(site: Site, tensor: Tensor) -> None:
-    """`module.attribute = tensor`, and a recurrent layer's own list of its weights stays in step."""
-    setattr(site.module, site.attribute, tensor)
-    if isinstance(site.module, nn.RNNBase):
-        # Its __setattr__ has updated `_flat_weights`.  If these weak references lag behind, the next forward
-        # on CUDA calls flatten_parameters, which moves the weights out of the flat buffer with set_().
-        rnn = site.module
-        rnn._flat_weight_refs = [None if w is None else weakref.ref(w) for w in rnn._flat_weights]

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.binding import Binding, parameter_sites
+from flatfsdp.binding import Binding
 from flatfsdp.layout import FlatLayout, ParamSlot
+from flatfsdp.sites import parameter_sites
 from flatfsdp.wrapper import ModuleWrapper
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.autograd import in_backward
-from flatfsdp.binding import Binding, parameter_sites
+from flatfsdp.binding import Binding
 from flatfsdp.comm import Grid, check_same_on_all_ranks
 from flatfsdp.compiling import never_traced, traced_inside
 from flatfsdp.flat_group import FlatGroup
@@ -38,6 +38,7 @@ from flatfsdp.placement import check_marks, check_placement
 from flatfsdp.policy import Division, GradSync, Policy, Precision, Prefetch
 from flatfsdp.portion import attach_targets
 from flatfsdp.root import Root
+from flatfsdp.sites import parameter_sites
 from flatfsdp.summon import Gathering, whole_parameters
 from flatfsdp.tensors import cast_floats, tensors_in
 from flatfsdp.unit_module import UnitModule

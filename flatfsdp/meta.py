@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.binding import Site, assign
+from flatfsdp.sites import Site, assign
 
 ParamInit = Callable[[nn.Module], None]
 """Initialises the parameters and buffers that a module owns directly."""

@@ -12,8 +12,8 @@ from torch import nn
 
 from flatfsdp.flat_group import FlatGroup
 from flatfsdp.layout import ParamSlot
+from flatfsdp.sites import prefixed_modules
 from flatfsdp.unit_module import UnitModule
-from flatfsdp.wrapper import prefixed_modules
 
 Model = nn.Module | Sequence[nn.Module]
 """A model, or the stages of one that this rank has, in which layers have the names of the whole model."""

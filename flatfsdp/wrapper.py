@@ -11,17 +11,17 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from flatfsdp.binding import Binding
-    from flatfsdp.layout import ParamSlot
+from flatfsdp.binding import Binding
+from flatfsdp.layout import ParamSlot
+from flatfsdp.sites import Transparent
 
 
-class ModuleWrapper(nn.Module, ABC):
+class ModuleWrapper(Transparent, ABC):
     """Base of the wrappers that keep parameters of `module` in a form of their own.
 
     State-dict hooks belong on `module`; those of the wrapper itself are not called.
@@ -134,18 +134,6 @@ class ModuleWrapper(nn.Module, ABC):
         else:
             with torch.no_grad():
                 self._load_slot(binding, slot, value)
-
-
-def prefixed_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """`module` and all modules below it, parents first, each with the prefix of its state-dict keys.
-
-    A wrapper has no level in them.  A module with several paths comes up once for each.
-    """
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None:
-            is_wrapped = isinstance(module, ModuleWrapper) and child is module.module
-            yield from prefixed_modules(child, prefix if is_wrapped else f"{prefix}{name}.")
 
 
 def _report_original_names(wrapper: ModuleWrapper, _incompatible_keys: object) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from flatfsdp.flat_group import FlatGroup
 from flatfsdp.layout import FlatLayout, ParamSpec
 from flatfsdp.placement import Partition
+from flatfsdp.sites import prefixed_modules
 from flatfsdp.walk import keys_of_slots, named_groups
-from flatfsdp.wrapper import prefixed_modules
 
 
 def local_state_dict(model: nn.Module) -> dict[str, Tensor]:

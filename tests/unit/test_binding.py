@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from flatfsdp.binding import Binding, parameter_sites
+from flatfsdp.binding import Binding
 from flatfsdp.flat_params_wrapper import FlattenParamsWrapper
+from flatfsdp.sites import parameter_sites
 
 
 def tied_model() -> nn.Module:

@@ -1,0 +1,69 @@
+"""Where in a module tree parameters are registered, and the state-dict keys of these places.
+
+In:   a module; modules below it that are `Transparent` have no level in the keys.
+Out:  its `Site`s, in state-dict order.
+Next: `binding.py` takes parameters out of their sites and puts tensors there.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+
+class Transparent(nn.Module):
+    """A module that wraps another one, and adds no level to its state-dict keys.
+
+    Attributes:
+        module: the wrapped one.
+    """
+
+    module: nn.Module
+
+
+def prefixed_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """`module` and all modules below it, parents first, each with the prefix of its state-dict keys.
+
+    A module with several paths comes up once for each.
+    """
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            is_wrapped = isinstance(module, Transparent) and child is module.module
+            yield from prefixed_modules(child, prefix if is_wrapped else f"{prefix}{name}.")
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place where a parameter is registered: `getattr(module, attribute)`.
+
+    `name` is its key in the state dict of the module it was looked up from: no level for wrappers.
+    """
+
+    module: nn.Module
+    attribute: str
+    name: str
+
+
+def parameter_sites(module: nn.Module, prefix: str = "") -> Iterator[tuple[Site, nn.Parameter]]:
+    """Every place below `module` where a parameter is registered, in state-dict order.
+
+    A tied parameter comes up once for each of its keys; so does one of a submodule that has several paths.
+    """
+    for path, owner in prefixed_modules(module, prefix):
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None:
+                yield Site(owner, attribute, path + attribute), parameter
+
+
+def assign(site: Site, tensor: Tensor) -> None:
+    """`module.attribute = tensor`, and a recurrent layer's own list of its weights stays in step."""
+    setattr(site.module, site.attribute, tensor)
+    if isinstance(site.module, nn.RNNBase):
+        # Its __setattr__ has updated `_flat_weights`.  If these weak references lag behind, the next forward
+        # on CUDA calls flatten_parameters, which moves the weights out of the flat buffer with set_().
+        rnn = site.module
+        rnn._flat_weight_refs = [None if w is None else weakref.ref(w) for w in rnn._flat_weights]
