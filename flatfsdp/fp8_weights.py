@@ -2,7 +2,7 @@
 
 In:   the master shard, FP32; one scale a weight, the same on all ranks (`weight_scales.py`).
 Out:  an `Operand` for each weight, which the layer that has it multiplies with.
-Next: `flat_group.py` gathers the bytes; `fp8/module.py` asks for the operand.
+Next: `flat_group.py` gathers the bytes; `fp8/weight_cache.py` asks for the operand.
 
     master shard --round to the compute dtype, scale, saturate--> E4M3 shard --all-gather--> rowwise bytes
     rowwise bytes --transposed, once an unshard, before the backward--> columnwise bytes

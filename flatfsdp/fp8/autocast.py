@@ -3,7 +3,7 @@
 In:   `with autocast(recipe=...)` around a forward.
 Out:  `current_region()`, which layers ask in their forward; scales are updated at the exit of the outermost
       region (forward tensors) and at the end of each backward (gradients).
-Next: `module.py` makes quantizers from a region.
+Next: `roles.py` makes quantizers from a region.
 """
 
 from __future__ import annotations

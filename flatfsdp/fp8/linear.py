@@ -5,7 +5,7 @@ Out:  forward the product, and what to save; backward the gradients of input, we
 Next: `layers/` composes it with norms and activations inside one autograd Function each.
 
     forward    x -> Operand    (cast here, or by the kernel that made x)
-               w -> Operand    once a call, or once a step (`FP8Module.weight_operand`)
+               w -> Operand    once a call, or once a step (`WeightCache.operand`)
                y = x w^T + b
     saved      x for wgrad, w for dgrad: FP8, one byte an element each; a bf16 weight itself
     backward   dy -> Operand   (cast, transposed and summed for the bias in one pass)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp.fp8.module import WithoutExtraState
+from flatfsdp.fp8.state_dict import WithoutExtraState
 from flatfsdp.layers.dropout import OwnNumbers
 from flatfsdp.layers.masks import CAUSAL, UNLIMITED, Window, WindowMasks, resolve_window, visible_keys
 from flatfsdp.layers.sdpa import attention

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flatfsdp.autograd import receives_gradient
+from flatfsdp.fp8.checks import require_bool_or_none
 from flatfsdp.fp8.main_grad import claim
-from flatfsdp.fp8.module import require_bool_or_none
 from flatfsdp.kernels.embedding import embedding_grad
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
 from flatfsdp.tensor_parallel import (

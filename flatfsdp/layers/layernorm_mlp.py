@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatfsdp.fp8.checks import activation_dtype, require_fp8_shape
 from flatfsdp.fp8.linear import (
     FuseWgrad,
     LinearCall,
@@ -29,7 +30,7 @@ from flatfsdp.fp8.linear import (
     linear_forward,
     quantize_grad,
 )
-from flatfsdp.fp8.module import FP8Module, activation_dtype
+from flatfsdp.fp8.module import FP8Module
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
@@ -182,8 +183,8 @@ class LayerNormMLP(FP8Module):
         fc1_roles, fc2_roles = self.roles(inp.device)
         if fc1_roles.is_fp8:
             tokens = exchange.tokens(x.shape[0])
-            self.require_fp8_shape("fc1_weight", tokens, self.hidden_size, self.fc1_weight.shape[0])
-            self.require_fp8_shape("fc2_weight", tokens, self.ffn_hidden_size, self.hidden_size)
+            require_fp8_shape(self, "fc1_weight", tokens, self.hidden_size, self.fc1_weight.shape[0])
+            require_fp8_shape(self, "fc2_weight", tokens, self.ffn_hidden_size, self.hidden_size)
         fc2_added = None if self.return_bias else self.fc2_bias
         before_fc1 = (inp, residual, self.layer_norm_weight, self.layer_norm_bias)
         before_fc2 = (*before_fc1, self.fc1_weight, self.fc1_bias)

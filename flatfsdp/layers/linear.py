@@ -89,7 +89,7 @@ class Linear(Projection):
         Raises:
             ValueError: if the input's size does not fit, or a size does not suit FP8.
             TypeError: if the input's dtype is not the weight's and torch.autocast is off.
-            RuntimeError: if the device has no FP8, or see `FP8Module.weight_operand`.
+            RuntimeError: if the device has no FP8, or see `WeightCache.operand`.
         """
         ready = self.prepare(inp, is_first_microbatch)
         out = _Linear.apply(ready.x, ready.weight, ready.added_bias, ready.operand, ready.call)

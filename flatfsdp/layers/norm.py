@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatfsdp.fp8.module import WithoutExtraState
+from flatfsdp.fp8.state_dict import WithoutExtraState
 from flatfsdp.kernels.norm_forward import norm_forward
 from flatfsdp.layers.normalized import NormKind, normalize_backward, reset_norm
 from flatfsdp.layers.parameters import new_parameter

@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatfsdp.fp8.checks import activation_dtype, require_fp8_shape
 from flatfsdp.fp8.linear import FuseWgrad, LinearCall, checked_fuse_wgrad
-from flatfsdp.fp8.module import FP8Module, activation_dtype
+from flatfsdp.fp8.module import FP8Module
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
 from flatfsdp.rng import GetTracker
@@ -167,7 +168,7 @@ class Projection(FP8Module):
         (roles,) = self.roles(inp.device)
         if roles.is_fp8:
             tokens = exchange.tokens(x.shape[0])
-            self.require_fp8_shape("weight", tokens, self.in_features, self.out_features)
+            require_fp8_shape(self, "weight", tokens, self.in_features, self.out_features)
         added = None if self.return_bias else bias
         sources = (inp, *also_trained)
         operand, call = self.prepare_map("weight", weight, added, roles, dtype, is_first_microbatch, sources)

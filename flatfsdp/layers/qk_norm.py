@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.fp8.module import WithoutExtraState
+from flatfsdp.fp8.state_dict import WithoutExtraState
 from flatfsdp.layers.norm import LayerNorm, RMSNorm, norm
 from flatfsdp.layers.normalized import NormKind
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp.fp8 import Recipe, autocast
+from flatfsdp.fp8.checks import require_fp8_shape
 from flatfsdp.fp8.linear import FuseWgrad
 from flatfsdp.fp8.module import FP8Module
 from flatfsdp.kernels.gemm import ALIGNMENT
@@ -121,7 +122,7 @@ class Llama(nn.Module):
             if isinstance(layer, FP8Module):
                 for name in layer.linear_maps:
                     out_features, in_features = layer.get_parameter(name).shape
-                    layer.require_fp8_shape(name, ALIGNMENT, in_features, out_features)
+                    require_fp8_shape(layer, name, ALIGNMENT, in_features, out_features)
 
     def initialize(self, owner: nn.Module) -> None:
         """Fills the parameters that one of the model's modules has, from the seed and its name."""

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from torch import nn
 
 from flatfsdp.comm import Ranks
+from flatfsdp.fp8.checks import require_fp8_shape
 from flatfsdp.fp8.module import FP8Module
 from flatfsdp.layout import FlatLayout
 from flatfsdp.models import Llama, LlamaConfig
@@ -109,4 +110,4 @@ def _check_fp8(model: Llama, tokens: int) -> None:
         if isinstance(module, FP8Module):
             for name in module.linear_maps:
                 out_features, in_features = getattr(module, name).shape
-                module.require_fp8_shape(name, tokens, in_features, out_features)
+                require_fp8_shape(module, name, tokens, in_features, out_features)

@@ -15,6 +15,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.fp8.module import FP8Module
+from flatfsdp.fp8.weight_cache import WeightCache
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.parallel import FlatStage, ParallelMesh, make_mesh
@@ -211,14 +212,14 @@ def caches(rank: int, world_size: int, schedule: ScheduleName) -> None:
         )
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         found = []
-        with patch.object(FP8Module, "_kept", autospec=True, side_effect=FP8Module._kept) as kept:
+        with patch.object(WeightCache, "find", autospec=True, side_effect=WeightCache.find) as find:
             for _ in range(STEPS):
                 found += model.forward_backward(batches)
                 found += [parameter.grad.clone() for parameter in model.parameters()]
                 optimizer.step()
                 optimizer.zero_grad()
         runs.append(found)
-        uses_of_kept.append(kept.call_count)
+        uses_of_kept.append(find.call_count)
     assert same(*runs)
     maps = sum(
         len(m.fp8_weights()) for stage in model.stages for m in stage.modules() if isinstance(m, FP8Module)

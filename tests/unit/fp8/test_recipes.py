@@ -11,7 +11,7 @@ import torch
 
 from flatfsdp import fp8
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, SplitAccumulator, autocast, state
-from flatfsdp.fp8.module import require_fp8
+from flatfsdp.fp8.checks import require_fp8
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH, Stack, batch, relative_error, seeded
 

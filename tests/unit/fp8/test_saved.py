@@ -239,4 +239,4 @@ def test_an_evaluation_keeps_nothing() -> None:
     layer = LayerNormMLP(WIDTH, FFN)
     with torch.no_grad(), autocast(recipe=SHORT):
         out = layer(torch.randn(TOKENS, WIDTH))
-    assert out.grad_fn is None and layer._cached_weights == {}
+    assert out.grad_fn is None and layer._weight_cache.kept == {}

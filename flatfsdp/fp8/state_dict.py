@@ -1,0 +1,87 @@
+"""A layer's FP8 state in checkpoints: scales and histories, which appear on first use or when loaded.
+
+In:   a state dict with them, from before FP8, or of Transformer Engine's layers.
+Out:  late buffers, which stay in FP32 when the layer is cast.
+Next: `state.py` reads and updates them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class WithoutExtraState(nn.Module):
+    """Loads Transformer Engine's checkpoints, in which layers and norms pickle FP8 state; it is not read."""
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        unexpected_keys: list[str] = args[-2]
+        if prefix + "_extra_state" in unexpected_keys:
+            unexpected_keys.remove(prefix + "_extra_state")
+
+
+class LateBuffers(WithoutExtraState):
+    """A layer with buffers that appear on first use.
+
+    Attributes:
+        late_buffers: their names; they are FP32 and keep their dtype, and loading makes them.
+    """
+
+    late_buffers: ClassVar[tuple[str, ...]] = ()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LateBuffers:
+        """Moves the state along; scales stay in FP32 when the module is cast."""
+        state = {key: self._buffers.pop(key) for key in self.late_buffers if key in self._buffers}
+        super()._apply(fn, recurse)
+        for key, tensor in state.items():
+            assert tensor is not None
+            moved = fn(tensor)
+            self.register_buffer(key, moved if moved.dtype == tensor.dtype else tensor.to(moved.device))
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        saved = {key: state_dict[prefix + key] for key in self.late_buffers if prefix + key in state_dict}
+        device = next(
+            (tensor.device for tensor in (*self._buffers.values(), *saved.values()) if tensor is not None),
+            None,
+        )
+        self.prepare_load({key: tensor.shape for key, tensor in saved.items()}, device)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        # A checkpoint may be from before FP8.
+        for key in self.late_buffers:
+            if prefix + key in missing_keys:
+                missing_keys.remove(prefix + key)
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # What is saved should not drag along the arena of the whole model.
+        for key in self.late_buffers:
+            if self._buffers.get(key) is not None:
+                destination[prefix + key] = destination[prefix + key].contiguous().clone()
+
+    def prepare_load(self, shapes: Mapping[str, torch.Size], device: torch.device | None) -> None:
+        """Makes room for state that a checkpoint has.
+
+        Args:
+            shapes: of the late buffers in the checkpoint, by their names; this layer may not have run yet, or
+                with a history of another length.
+        """
+        for key, shape in shapes.items():
+            own = self._buffers.get(key)
+            if own is None or own.shape != shape:
+                self.register_buffer(key, torch.zeros(shape, dtype=torch.float32, device=device))
