@@ -12,7 +12,7 @@ Out:  a `TensorParallel`, and parameters that say how they are split:
                             them, because each rank has seen other tokens, or other heads
     tensor_parallel_ranks   the ranks that share the layer, by their global numbers; () if it does not know
 
-Next: `fp8/linear.py` communicates; FlatFSDP sums, clips and saves by these attributes.  The names are
+Next: `exchange.py` communicates; FlatFSDP sums, clips and saves by these attributes.  The names are
 Transformer Engine's and Megatron's, but for partition_sizes and tensor_parallel_ranks.
 """
 
@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp.comm import ALONE, Pending, Ranks, start_all_gather, start_all_reduce, start_reduce_scatter
+from flatfsdp.comm import ALONE, Ranks
 
 Mode = Literal["column", "row"]
 """How a linear map is split: by its weight's rows, which are columns of the result, or by its columns."""
@@ -129,87 +129,6 @@ class TensorParallel:
                 "equally; choose a multiple, or fewer ranks"
             )
         return size // self.ranks.size
-
-    def exchange(self, mode: Mode | None) -> Exchange:
-        """Of a linear map that is split like this; None: it is not."""
-        mode = None if self.ranks.size == 1 else mode
-        return Exchange(self.ranks, mode, self.sequence_parallel, self.overlap)
-
-
-@dataclass(frozen=True)
-class Exchange:
-    """What the ranks that share a linear map send each other; all that is sent goes through here.
-
-                column          column, sequence    row             row, sequence
-        x       is whole        gathered            is split        is split
-        y       is split        is split            summed          summed, scattered
-        dy      is split        is split            is whole        gathered
-        dx      summed          summed, scattered   is split        is split
-
-    The sequence is dimension 0, and with it rows of matrices [tokens, features].
-
-    Attributes:
-        mode: None: nothing is exchanged.
-    """
-
-    ranks: Ranks
-    mode: Mode | None
-    sequence_parallel: bool
-    overlap: bool = False
-
-    @property
-    def gathers_input(self) -> bool:
-        """Whether x is gathered, in forward and, rather than kept, once more in backward."""
-        return self.sequence_parallel and self.mode == "column"
-
-    @property
-    def gathers_grad(self) -> bool:
-        return self.sequence_parallel and self.mode == "row"
-
-    @property
-    def sums_output(self) -> bool:
-        return self.mode == "row"
-
-    @property
-    def sums_input_grad(self) -> bool:
-        return self.mode == "column"
-
-    def start_gather(self, part: Tensor) -> Pending:
-        """All ranks' rows."""
-        return start_all_gather(part, self.ranks)
-
-    def start_sum(self, addend: Tensor) -> Pending:
-        """The sum over ranks; of this rank's rows where the sequence is split."""
-        start = start_reduce_scatter if self.sequence_parallel else start_all_reduce
-        return start(addend, self.ranks)
-
-    def tokens(self, rows: int) -> int:
-        """That the product sees, for an input of so many rows."""
-        return rows * self.ranks.size if self.gathers_input else rows
-
-    def leading_shape(self, layer: str, shape: Sequence[int]) -> tuple[int, ...]:
-        """The output's shape, without its last dimension, for an input of `shape`.
-
-        Raises:
-            ValueError: if there is no sequence, or the ranks cannot share it equally.
-            RuntimeError: if nobody has said which ranks these are.
-        """
-        if self.mode is not None:
-            _ = self.ranks.group
-        if not (self.gathers_input or self.gathers_grad):
-            return tuple(shape[:-1])
-        if len(shape) < 2:
-            raise ValueError(
-                f"{layer}: the input has shape {tuple(shape)}; sequence_parallel needs the sequence in front"
-            )
-        sequence, *others = shape[:-1]
-        if self.gathers_input:
-            return (sequence * self.ranks.size, *others)
-        return (TensorParallel(self.ranks).share(layer, "the sequence length", sequence), *others)
-
-
-UNSPLIT = Exchange(ALONE, None, False)
-"""Of a layer that is not split."""
 
 
 def declare_split(

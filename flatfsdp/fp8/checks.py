@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flatfsdp.exchange import Exchange
 from flatfsdp.fp8.recipe import DelayedScaling
 from flatfsdp.kernels.gemm import ALIGNMENT
-from flatfsdp.tensor_parallel import Exchange
 
 
 @cache

@@ -10,9 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from flatfsdp.comm import Pending
+from flatfsdp.exchange import Exchange
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.quantizers import Quantizer
-from flatfsdp.tensor_parallel import Exchange
 
 
 class RowsUnderWay(NamedTuple):

@@ -11,8 +11,8 @@ Next: `layers/` composes it with norms and activations inside one autograd Funct
     backward   dy -> Operand   (cast, transposed and summed for the bias in one pass)
                dx = dy w,  dw = dy^T x, accumulated into main_grad or returned
 
-What the ranks of a tensor-parallel layer send each other (`tensor_parallel.Exchange`) is on its way during a
-product where one is left to compute:
+What the ranks of a tensor-parallel layer send each other (`Exchange`) is on its way during a product where
+one is left to compute:
 
     forward    x gathered, y = x w^T, y summed
     backward   dy gathered, dx = dy w during x gathered once more, dw = dy^T x during dx summed
@@ -29,6 +29,7 @@ from torch import Tensor
 
 from flatfsdp.autograd import receives_gradient
 from flatfsdp.comm import Pending
+from flatfsdp.exchange import Exchange
 from flatfsdp.fp8 import overlapped, products
 from flatfsdp.fp8.gather import RowsUnderWay
 from flatfsdp.fp8.main_grad import claim
@@ -36,7 +37,6 @@ from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized, Quantizer
 from flatfsdp.fp8.recipe import SplitAccumulator
 from flatfsdp.kernels.column_sum import column_sum as sum_columns
-from flatfsdp.tensor_parallel import Exchange
 
 FuseWgrad = bool | Literal["two_pass"]
 """Whether a layer adds its weight gradient to main_grad itself; "two_pass": in an FP32 product and an

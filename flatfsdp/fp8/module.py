@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.autograd import in_backward
+from flatfsdp.exchange import UNSPLIT, Exchange
 from flatfsdp.fp8 import overlapped
 from flatfsdp.fp8.autocast import Region, current_region
 from flatfsdp.fp8.checks import require_bool_or_none, require_fp8, require_shared_scales
@@ -32,7 +33,7 @@ from flatfsdp.fp8.state import Direction, Scaling, buffer_names
 from flatfsdp.fp8.state_dict import LateBuffers
 from flatfsdp.fp8.weight_cache import WeightCache
 from flatfsdp.kernels.gemm import ALIGNMENT
-from flatfsdp.tensor_parallel import UNSPLIT, Declaring, Exchange
+from flatfsdp.tensor_parallel import Declaring
 
 logger = logging.getLogger(__name__)
 

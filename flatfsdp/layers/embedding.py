@@ -18,18 +18,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flatfsdp.autograd import receives_gradient
+from flatfsdp.exchange import Exchange
 from flatfsdp.fp8.checks import require_bool_or_none
 from flatfsdp.fp8.main_grad import claim
 from flatfsdp.kernels.embedding import embedding_grad
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
-from flatfsdp.tensor_parallel import (
-    Declaring,
-    Exchange,
-    TensorParallel,
-    are_known,
-    declare_split,
-    initialize,
-)
+from flatfsdp.tensor_parallel import Declaring, TensorParallel, are_known, declare_split, initialize
 
 
 class Embedding(Declaring):
@@ -79,7 +73,7 @@ class Embedding(Declaring):
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.weight = new_parameter(rows, embedding_dim, dtype=params_dtype, device=device)
         # The summed rows of a linear map that is split by its input.
-        self._exchange = self._parallel.exchange("row")
+        self._exchange = Exchange.of(self._parallel, "row")
         if self._is_split:
             declare_split(self.weight, 0, (num_embeddings,), self._parallel.ranks)
         self.reset_parameters()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatfsdp.exchange import Exchange
 from flatfsdp.fp8.checks import activation_dtype, require_fp8_shape
 from flatfsdp.fp8.linear import (
     FuseWgrad,
@@ -105,7 +106,7 @@ class LayerNormMLP(FP8Module):
         modes: tuple[Mode | None, Mode | None] = ("column", "row") if set_parallel_mode else (None, None)
         self._parallel = parallel
         self.exchanges = {
-            name: parallel.exchange(mode) for name, mode in zip(self.linear_maps, modes, strict=True)
+            name: Exchange.of(parallel, mode) for name, mode in zip(self.linear_maps, modes, strict=True)
         }
         ffn = ffn_hidden_size
         if set_parallel_mode:

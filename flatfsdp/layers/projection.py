@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatfsdp.exchange import Exchange
 from flatfsdp.fp8.checks import activation_dtype, require_fp8_shape
 from flatfsdp.fp8.linear import FuseWgrad, LinearCall, checked_fuse_wgrad
 from flatfsdp.fp8.module import FP8Module
@@ -118,7 +119,7 @@ class Projection(FP8Module):
             )
         self._parallel = TensorParallel.of(name, tp_group, tp_size, sequence_parallel, tp_overlap)
         self._mode: Mode | None = parallel_mode
-        self.exchanges["weight"] = self._parallel.exchange(parallel_mode)
+        self.exchanges["weight"] = Exchange.of(self._parallel, parallel_mode)
         self.return_bias = return_bias
         self.fuse_wgrad_accumulation = checked_fuse_wgrad(fuse_wgrad_accumulation, name)
         self.init_method = normal_init if init_method is None else init_method

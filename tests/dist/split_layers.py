@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp.comm import Pending, Ranks
+from flatfsdp.exchange import Exchange
 from flatfsdp.fp8 import DelayedScaling, autocast, products
 from flatfsdp.layers import LayerNormMLP, Linear
-from flatfsdp.tensor_parallel import Exchange, part_of
+from flatfsdp.tensor_parallel import part_of
 from tests.unit.fp8.common import relative_error
 
 SEQUENCE, BATCH = 16, 4

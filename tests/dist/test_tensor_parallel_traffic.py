@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from flatfsdp.comm import Ranks, start_all_gather, start_reduce_scatter
 from flatfsdp.copy_counter import CopyCounter
+from flatfsdp.exchange import Exchange
 from flatfsdp.fp8 import CurrentScaling, autocast, overlapped
 from flatfsdp.fp8.gather import RowsUnderWay
 from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed, Unquantized
 from flatfsdp.layers import LayerNormLinear
-from flatfsdp.tensor_parallel import Exchange
 from tests.dist.ranks import run_ranks
 from tests.dist.split_layers import (
     BATCH,
