@@ -187,7 +187,8 @@ def autocast(
     With `DelayedScaling`, the forward's scales are updated when the outermost region ends, the gradients'
     when a backward ends: one all-reduce of one small vector each.  All ranks of the group have to run the
     same layers, and as many regions and backwards.  Without gradients (evaluation) nothing is recorded.  A
-    forward that ends in an exception updates nothing.
+    forward that ends in an exception updates nothing.  Capturing a step in a CUDA graph, whose replays would
+    not see new scales, raises a RuntimeError.
 
     Args:
         enabled: False switches FP8 off inside.

@@ -112,7 +112,7 @@ class CurrentScaling:
 class BlockScaling:
     """A scale for each 1 x 128 run of activations and gradients and each 128 x 128 block of weights, in E4M3.
 
-    Sums are always promoted to FP32 (`split_accumulator` is on for all three).
+    Sums are always promoted to FP32 (`split_accumulator` is on for all three).  For Hopper GPUs only.
     """
 
     fp8_format: Format = Format.E4M3
