@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,7 +138,11 @@ def fail_on_one_rank(rank: int, store: str) -> None:
     pipeline = Pipeline(Schedule1F1B, 2)
     if rank == 1:
         pipeline.models[0].blocks[1].down.register_forward_hook(fail_at(2, "forward"))
-    pipeline.step(tokens_of(0)[0])
+    try:
+        pipeline.step(tokens_of(0)[0])
+    except BaseException as error:
+        Path(f"{store}-{rank}").write_text(repr(error.__cause__ or error))
+        raise
 
 
 def test_an_exception_on_one_rank_ends_the_others() -> None:
@@ -150,6 +155,8 @@ def test_an_exception_on_one_rank_ends_the_others() -> None:
         for process in processes:
             process.join(60)
         codes = [process.exitcode for process in processes]
+        waited, failed = (Path(f"{folder}/store-{rank}").read_text() for rank in range(2))
         for process in processes:
             process.kill()
     assert codes == [1, 1]
+    assert "BoomError" in failed and "onnection" in waited
