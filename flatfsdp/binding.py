@@ -109,6 +109,14 @@ class Binding:
                     # The assignment registered it: back to a plain attribute.
                     site.module.__dict__[site.attribute] = site.module._parameters.pop(site.attribute)
 
+    def displaced(self, tensors: Sequence[Tensor]) -> str | None:
+        """Name of a parameter in whose place there is something else than the tensor that was bound."""
+        for sites, tensor in zip(self.sites, tensors, strict=True):
+            for site in sites:
+                if site.module.__dict__.get(site.attribute) is not tensor:
+                    return site.name
+        return None
+
     def register(self, parameters: Sequence[nn.Parameter]) -> None:
         """Registers real parameters at every site, in place of what `bind` put there.
 

@@ -83,6 +83,11 @@ class Leaves:
     def rebind(self) -> None:
         self._binding.bind(self._parameters)
 
+    @property
+    def displaced(self) -> str | None:
+        """Name of a parameter that somebody has replaced."""
+        return self._binding.displaced(self._parameters)
+
     def _land(self, index: int, parameter: Tensor) -> None:
         grad, parameter.grad = parameter.grad, None
         # No gradient: the layer wrote it into main_grad itself.
@@ -151,9 +156,17 @@ class Views:
         self.rebind()
 
     def rebind(self) -> None:
-        shown = self._absent if self._is_concealed else self._views
-        self._binding.bind(shown)
-        self._main_grad.expose(shown)
+        self._binding.bind(self._bound)
+        self._main_grad.expose(self._bound)
+
+    @property
+    def displaced(self) -> str | None:
+        """Name of a parameter that somebody has replaced."""
+        return self._binding.displaced(self._bound)
+
+    @property
+    def _bound(self) -> Sequence[Tensor]:
+        return self._absent if self._is_concealed else self._views
 
     def _land(self, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None

@@ -120,6 +120,12 @@ class Unit:
                     "parameters before FlatFSDP wraps them.  For a model that only passes gradients on for a "
                     "while, run the backward inside its no_sync() and call its zero_grad() after that"
                 )
+            if (name := group.params.displaced) is not None:
+                raise RuntimeError(
+                    f"parameter {group.prefix}{name} was replaced after wrapping, and nothing would update "
+                    "what took its place; write to it inside summon_full_params(), or replace it (tie it, "
+                    "resize it) before FlatFSDP wraps the module"
+                )
         if in_backward():
             # A recomputation: its order says nothing about the next forward, and a unit gathered ahead of
             # it may have finished its backward already, so that nobody would free it.

@@ -462,6 +462,26 @@ def test_a_model_may_pass_gradients_on_and_keep_none(flag: bool) -> None:
     run_ranks(2, critic, flag)
 
 
+def replaced_parameter(rank: int, world_size: int, flag: bool) -> None:
+    tokens = next(data(rank, 1, 1))[0]
+    for value in (nn.Parameter(torch.ones(30, 20)), torch.ones(30, 20)):
+        model = build(optimize_backward_concat=flag)
+        model(tokens)
+        model.head.weight = value
+        with pytest.raises(RuntimeError, match=r"parameter head\.weight was replaced after wrapping"):
+            model(tokens)
+    model = build(optimize_backward_concat=flag)
+    with model.summon_full_params():
+        model.head.weight = nn.Parameter(torch.ones(30, 20))
+    model(tokens).backward()
+    assert (model.state_dict()["head.weight"] == 1).all()
+
+
+@FLAGS
+def test_a_replaced_parameter_is_noticed(flag: bool) -> None:
+    run_ranks(2, replaced_parameter, flag)
+
+
 def user_hooks(rank: int, world_size: int, flag: bool) -> None:
     """A hook on a parameter runs before its gradient lands."""
     grads = []
