@@ -180,6 +180,8 @@ def install(
 ) -> None:
     """Gives the optimizer this state, through its own `load_state_dict`.  Collective, as `described` is.
 
+    A group of parameters that were not trained when the state was saved keeps its options and has no state.
+
     Args:
         states: by parameter name, as saved; the group numbers are not used.
         param_groups: as `groups_by_name` returned them when saving.
@@ -190,7 +192,7 @@ def install(
     """
     current = described(masters, optimizer)
     options = [
-        _options_for(index, group["params"], param_groups)
+        _options_for(index, group, param_groups)
         for index, group in enumerate(groups_by_name(optimizer, current.states))
     ]
     _check_fit(masters, current.portions, states)
@@ -214,14 +216,21 @@ def install(
     optimizer.load_state_dict({"state": {n: s for n, s in state.items() if s}, "param_groups": groups})
 
 
-def _options_for(index: int, names: Sequence[str], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The saved group that has these parameters; by its number, if there are none."""
+def _options_for(index: int, own: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The saved group that has the parameters of `own`; by its number, if there are none.
+
+    `own` itself, if no saved group has any of them.
+    """
+    names = set(own["params"])
     for number, group in enumerate(saved):
-        if set(names) <= set(group["params"]) and (names or number == index):
+        if names <= set(group["params"]) and (names or number == index):
             return group
+    if names and not any(names.intersection(group["params"]) for group in saved):
+        return own
     raise ValueError(
         f"no saved parameter group contains all of this optimizer's group {index} "
-        f"({', '.join(names[:3])}, ...); cut the groups as they were when the state was saved"
+        f"({', '.join(own['params'][:3])}, ...); cut the groups as they were when the state was saved, and "
+        "parameters that were frozen then into groups of their own"
     )
 
 

@@ -389,6 +389,44 @@ def test_states_that_do_not_fit_raise_on_every_rank() -> None:
     run_ranks(2, states_that_do_not_fit)
 
 
+def unfrozen(rank: int, world_size: int, folder: str) -> None:
+    """A layer that was frozen joins, as a group of its own; the others go on with their state."""
+    model = wrapped(0)
+    optimizer = adamw(model, False)
+    step(model, optimizer, 0)
+    checkpoint.save(folder, model, optimizer)
+    before = full_state(model, optimizer)
+    torch.manual_seed(0)
+    net = Model()
+    net.frozen.requires_grad_(True)
+    model = flatfsdp.auto_wrap(net, flatfsdp.by_class(Block))
+    joining = ["frozen.weight", "frozen.bias"]
+    with pytest.raises(ValueError, match="that were frozen then into groups of their own"):
+        checkpoint.load(folder, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    optimizer = torch.optim.AdamW(
+        flatfsdp.param_groups(model, [{"params": joining, "lr": 0.5}]), lr=0.1, weight_decay=0.0
+    )
+    for load_state in (
+        lambda: checkpoint.load(folder, model, optimizer),
+        lambda: checkpoint.load_full_optimizer_state_dict(model, optimizer, before["optimizer"]),
+    ):
+        load_state()
+        state = checkpoint.full_optimizer_state_dict(model, optimizer)
+        found = {n: s for n, s in state["state"].items() if s}
+        assert equal(before["optimizer"]["state"], found)
+        assert [(group["lr"], group["weight_decay"]) for group in state["param_groups"]] == [
+            (0.5, 0.0),
+            (1e-2, 1e-2),
+        ]
+    step(model, optimizer, 1)
+    state = checkpoint.full_optimizer_state_dict(model, optimizer)["state"]
+    assert [int(state[name]["step"]) for name in ("frozen.bias", "head.bias")] == [1, 2]
+
+
+def test_a_layer_that_is_unfrozen_joins_without_state(tmp_path: Path) -> None:
+    run_ranks(2, unfrozen, str(tmp_path))
+
+
 def tensor_rate(rank: int, world_size: int, folder: str) -> None:
     """A learning rate that is a tensor, as capturable optimizers have."""
     model = wrapped(0)
