@@ -115,6 +115,9 @@ class Root:
         if self._backward_failed:
             self.abandon_step()
         self._require_own_memory()
+        if not torch.is_grad_enabled():
+            # Evaluations often run on other weights, an average, say, written through `.data`: not counted.
+            self._expire()
         self.order.start()
         self._refresh_scales()
         self.in_forward = True
@@ -159,6 +162,10 @@ class Root:
     def _free_parameters(self) -> None:
         for unit in self.units:
             unit.reshard()
+        self._expire()
+
+    def _expire(self) -> None:
+        for unit in self.units:
             unit.expire()
 
     def begin_backward(self) -> int:
@@ -202,8 +209,7 @@ class Root:
         self._finish_uploads()
         self.microbatch.index += 1
         if self.microbatch.is_last:
-            for unit in self.units:
-                unit.expire()
+            self._expire()
             self.microbatch.end_step()
 
     @property

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches, param_groups
 from flatfsdp.fp8 import autocast
 from flatfsdp.layers import Linear
+from flatfsdp.optim import AdamW
 from tests.dist.models import Block, Net, build, data, grads_of, same
 from tests.dist.ranks import run_ranks
 
@@ -480,6 +481,35 @@ def replaced_parameter(rank: int, world_size: int, flag: bool) -> None:
 @FLAGS
 def test_a_replaced_parameter_is_noticed(flag: bool) -> None:
     run_ranks(2, replaced_parameter, flag)
+
+
+def averaged(rank: int, world_size: int, flag: bool) -> None:
+    """Weights are exchanged for an average through `.data`, right after an optimizer that writes what is
+    gathered, and after a forward whose backward never comes."""
+    tokens = next(data(rank, 1, 1))[0]
+    model = build(optimize_backward_concat=flag, precision=Precision(compute=torch.bfloat16))
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    average = build(seed=1, precision=Precision(compute=torch.bfloat16))
+    for backward_follows in (True, False):
+        loss = model(tokens)
+        if backward_follows:
+            loss.backward()
+            optimizer.step()
+        else:
+            del loss
+        trained = [flat.detach().clone() for flat in model.parameters()]
+        for flat, value in zip(model.parameters(), average.parameters(), strict=True):
+            flat.data.copy_(value)
+        with torch.no_grad():
+            assert torch.equal(model(tokens), average(tokens))
+        for flat, value in zip(model.parameters(), trained, strict=True):
+            flat.data.copy_(value)
+        assert not torch.equal(model(tokens), average(tokens))
+
+
+@FLAGS
+def test_an_evaluation_has_the_weights_that_were_written_through_data(flag: bool) -> None:
+    run_ranks(2, averaged, flag)
 
 
 def user_hooks(rank: int, world_size: int, flag: bool) -> None:
