@@ -73,6 +73,10 @@ class FlatBuffer:
             self._storage.resize_(0)
         self.is_allocated = False
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether `tensor` is in this memory, which is there now; a detached view is, too."""
+        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
+
     def alias(self) -> Tensor:
         """The same memory with its own version counter, so that filling the buffer is no change to it."""
         return self.tensor.data

@@ -64,11 +64,6 @@ class Leaves:
         """What the module has while the parameters are there, in slot order."""
         return self._parameters
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a parameter or a view of one."""
-        base = tensor if tensor._base is None else tensor._base
-        return any(base is parameter for parameter in self._parameters)
-
     def show(self) -> None:
         if self._is_concealed:
             for parameter, view in zip(self._parameters, self._views, strict=True):
@@ -141,10 +136,6 @@ class Views:
     def shown(self) -> Sequence[Tensor]:
         """What the module has while the parameters are there, in slot order."""
         return self._views
-
-    def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a parameter or a view of one."""
-        return tensor._base is self._leaf
 
     def show(self) -> None:
         if self._is_concealed:

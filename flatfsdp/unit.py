@@ -159,7 +159,7 @@ class Unit:
     def _require_no_parameter(self, outputs: list[Tensor]) -> None:
         """Who read one after it has been freed would crash."""
         for group in self.groups:
-            if group.buffer is not None and any(map(group.params.holds, outputs)):
+            if group.buffer is not None and any(map(group.buffer.holds, outputs)):
                 raise RuntimeError(
                     f"unit {group.name} returned a parameter of its own, or a view of one, whose memory is "
                     "freed now; return a copy (.clone())"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches, param_groups
@@ -326,21 +327,21 @@ def test_parameters_are_written_and_not_replaced() -> None:
 
 
 class Position(nn.Module):
-    """What it returns is a view of its parameter, or a copy."""
+    """What it returns is in the memory of its parameter, or a copy."""
 
-    def __init__(self, copies: bool) -> None:
+    def __init__(self, taken: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.randn(7, 20))
-        self.copies = copies
+        self.taken = taken
 
-    def forward(self, length: int) -> torch.Tensor:
-        return self.table[:length].clone() if self.copies else self.table[:length]
+    def forward(self, length: int) -> Tensor:
+        return self.taken(self.table[:length])
 
 
 class Positioned(nn.Module):
-    def __init__(self, copies: bool) -> None:
+    def __init__(self, taken: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self.position = Position(copies)
+        self.position = Position(taken)
         self.head = nn.Linear(20, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -349,11 +350,11 @@ class Positioned(nn.Module):
 
 def returned_parameter(rank: int, world_size: int, flag: bool) -> None:
     """A view of freed memory would end the process."""
-    for copies in (True, False):
-        model = auto_wrap(Positioned(copies), by_class(Position), optimize_backward_concat=flag)
+    for taken in (Tensor.clone, Tensor.contiguous, Tensor.detach):
+        model = auto_wrap(Positioned(taken), by_class(Position), optimize_backward_concat=flag)
         for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
             with context():
-                if copies:
+                if taken is Tensor.clone:
                     assert model(torch.ones(3, 20)).isfinite()
                     continue
                 with pytest.raises(RuntimeError, match="unit position returned a parameter of its own"):
