@@ -39,7 +39,9 @@ class Ranks:
         # Weak: a model may be alive when the program ends.  A group that it kept would outlive
         # destroy_process_group(), and gloo's threads, which may still have tensors to let go of, the
         # interpreter; they abort the process then.
-        vars(self).update(_group=None if group is None else ref(group), size=size, rank=rank)
+        weak = None if group is None else ref(group)
+        hash(weak)  # which a reference keeps: ranks stay keys, as in `optim/clip.py`, once the group is gone
+        vars(self).update(_group=weak, size=size, rank=rank)
 
     @property
     def group(self) -> dist.ProcessGroup | None:

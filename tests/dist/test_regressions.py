@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches, param_groups
+from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.fp8 import autocast
 from flatfsdp.layers import Linear
 from flatfsdp.optim import AdamW
@@ -572,16 +573,25 @@ def test_a_process_group_ends_when_it_is_destroyed_though_a_model_has_it() -> No
 
 def destroyed_group(rank: int, world_size: int) -> None:
     """Gloo's threads may abort the process if they outlive the interpreter."""
-    group = dist.new_group(range(world_size))
-    gone = weakref.ref(group)
-    model = FlatFSDP(Linear(32, 32), process_group=group)
-    with autocast(amax_reduction_group=group):
-        model(torch.ones(32, 32)).sum().backward()
-    model.state_dict()
-    dist.destroy_process_group(group)
-    del group
-    assert gone() is None
-    with pytest.raises(RuntimeError, match="the process group of a model or layer is gone"):
-        model(torch.ones(32, 32))
+    for wrap in (FlatFSDP, FullyShardedDataParallel):
+        group = dist.new_group(range(world_size))
+        gone = weakref.ref(group)
+        model = wrap(Linear(32, 32), process_group=group)
+        with autocast(amax_reduction_group=group):
+            model(torch.ones(32, 32)).sum().backward()
+        model.state_dict()
+        dist.destroy_process_group(group)
+        del group
+        assert gone() is None
+        for use, argument in ((model, torch.ones(32, 32)), (model.clip_grad_norm_, 1.0)):
+            with pytest.raises(RuntimeError, match="the process group of a model or layer is gone"):
+                use(argument)
     # The engine imports this before a group is there, so that it cannot keep one as default argument.
     assert dist.group.WORLD not in differentiable.all_reduce.__defaults__
+    # One rank needs no group.
+    group = [dist.new_group([each]) for each in range(world_size)][rank]
+    model = FlatFSDP(nn.Linear(2, 2), process_group=group)
+    model(torch.ones(2, 2)).sum().backward()
+    dist.destroy_process_group(group)
+    del group
+    assert model.clip_grad_norm_(1.0) > 1.0

@@ -136,8 +136,7 @@ class FullyShardedDataParallel(FlatFSDP):
             cpu_offload=offload,
         )
         self._unit.keep_as_root = disable_reshard_on_root
-        ranks = Ranks.of(process_group)
-        self.process_group = process_group
+        self._ranks = ranks = Ranks.of(process_group)
         self.rank, self.world_size = ranks.rank, ranks.size
         self.reshard_after_forward = reshard_after_forward
         self.disable_reshard_on_root = disable_reshard_on_root
@@ -165,6 +164,11 @@ class FullyShardedDataParallel(FlatFSDP):
             )
 
     # ---- what there is ----------------------------------------------------------------------------------
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """As passed, or the default one; RuntimeError once it is destroyed."""
+        return self._ranks.group
 
     @property
     def params(self) -> list[nn.Parameter]:
