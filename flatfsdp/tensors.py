@@ -40,11 +40,10 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return _map_fields(function, value)
     parts, structure = tree_flatten(value, is_leaf=lambda part: part is not value)
     if len(parts) == 1 and parts[0] is value:
-        return value
+        is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+        return _map_fields(function, value) if is_record else value
     mapped = [map_tensors(function, part) for part in parts]
     return value if _same(mapped, parts) else tree_unflatten(mapped, structure)
 

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
+from torch.utils import _pytree as pytree
 
 from flatfsdp.tensors import cast_floats, tensors_in
 
@@ -43,3 +45,22 @@ def test_dataclasses_are_cast_and_what_needs_no_cast_is_not_copied() -> None:
     assert cast.tokens is batch.tokens
     assert cast.losses is again["losses"] is losses
     assert cast_floats(batch, torch.float32) is batch
+
+
+@dataclass
+class Both(OrderedDict[str, torch.Tensor]):
+    """As the outputs of transformers: a dataclass, whose fields are also items."""
+
+    hidden: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self["hidden"] = self.hidden
+
+
+def test_a_dataclass_that_pytree_knows_is_made_by_its_rule() -> None:
+    pytree.register_pytree_node(
+        Both, lambda value: (list(value.values()), None), lambda values, _: Both(*values)
+    )
+    cast = cast_floats(Both(torch.ones(2)), torch.bfloat16)
+    assert cast.hidden is cast["hidden"]
+    assert cast.hidden.dtype == torch.bfloat16
