@@ -45,7 +45,13 @@ class UnitModule(ModuleWrapper):
         self._is_whole = self._writes_back = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, nn.Module) and name != "module" and hasattr(self, name):
+        # What the wrapper itself has been given may be replaced; "module" is not there before it is wrapped.
+        if (
+            isinstance(value, nn.Module)
+            and name != "module"
+            and name not in self._modules
+            and hasattr(self, name)
+        ):
             raise TypeError(
                 f"{name} cannot be replaced after wrapping: the new module's parameters would be neither "
                 "used nor reduced; replace it first, then wrap"

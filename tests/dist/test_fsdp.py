@@ -327,6 +327,13 @@ def test_errors_name_the_cause_and_the_fix(case: Any, error: type[Exception], me
         case()
 
 
+def test_a_module_that_the_wrapper_was_given_may_be_replaced() -> None:
+    model = build()
+    for _ in range(2):
+        model.average = latest = nn.Linear(2, 2)
+    assert model.average is latest
+
+
 def test_moving_to_where_it_already_is_changes_nothing() -> None:
     model = build()
     assert model.float() is model
