@@ -74,8 +74,11 @@ class FlatBuffer:
         self.is_allocated = False
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is in this memory, which is there now; a detached view is, too."""
-        return tensor.layout is torch.strided and tensor.untyped_storage()._cdata == self._storage._cdata
+        """Whether `tensor` is in this memory, which is there now; a detached view is, too.
+
+        Sparse tensors, and those inside torch.vmap and torch.func.jvp, have no memory that one could ask for.
+        """
+        return torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata == self._storage._cdata
 
     def alias(self) -> Tensor:
         """The same memory with its own version counter, so that filling the buffer is no change to it."""

@@ -514,6 +514,22 @@ def test_an_evaluation_has_the_weights_that_were_written_through_data(flag: bool
     run_ranks(2, averaged, flag)
 
 
+def transformed(rank: int, world_size: int) -> None:
+    """Inside torch.func's transformations the outputs of units have no memory of their own."""
+    torch.manual_seed(0)
+    block = Block()
+    model = FlatFSDP(copy.deepcopy(block))
+    x = torch.randn(3, 2, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(model)(x), block(x))
+        for ours, expected in zip(*(torch.func.jvp(f, (x,), (x,)) for f in (model, block)), strict=True):
+            torch.testing.assert_close(ours, expected)
+
+
+def test_a_model_may_be_transformed() -> None:
+    run_ranks(2, transformed)
+
+
 def user_hooks(rank: int, world_size: int, flag: bool) -> None:
     """A hook on a parameter runs before its gradient lands."""
     grads = []
