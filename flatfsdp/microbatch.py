@@ -45,25 +45,28 @@ class Microbatch:
 
     def begin_loop(self, loop: object) -> None:
         """A `microbatches` loop takes over; what an unfinished step accumulated is out of date."""
+        self._leave_loop()
         self._loop = loop
         self.end_step()
         self._loop_step = self.step
 
     def end_loop(self, loop: object) -> None:
-        """Back to one microbatch a step, unless a later loop has begun: after an error one may end late.
+        """Back to one microbatch a step, unless a later loop has begun: after an error one may end late."""
+        if self._loop is loop:
+            self.is_first = self.is_last = True
+            self._leave_loop()
 
-        What was accumulated without a last backward is out of date, as `optimizer.zero_grad()` cannot see it.
-        """
-        if self._loop is not loop:
-            return
-        self.is_first = self.is_last = True
-        if self.step == self._loop_step and self.index > 0:
+    def _leave_loop(self) -> None:
+        """What was accumulated without a last backward is out of date, as `optimizer.zero_grad()` cannot see
+        it."""
+        if self._loop is not None and self.step == self._loop_step and self.index > 0:
             logger.warning(
                 "microbatches() ended without a backward of its last batch: gradients were not reduced, and "
                 "those of %d backwards are dropped",
                 self.index,
             )
             self.end_step()
+        self._loop = None
 
     @contextmanager
     def not_last(self) -> Iterator[None]:

@@ -228,6 +228,23 @@ def test_a_step_without_its_last_backward_leaves_nothing_behind(caplog: pytest.L
     assert not caplog.messages
 
 
+@pytest.mark.parametrize("grad_sync", ["last", "every"])
+def test_a_loop_that_another_one_replaces_has_lost_its_gradients(
+    grad_sync: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A variable may keep a loop that was left; and nobody has left the one around another."""
+    batches = next(data(0, 1, 3))
+    model = build(grad_sync=grad_sync)
+    kept = microbatches(model, batches)
+    model(next(kept)).backward()
+    for batch in microbatches(model, batches):
+        model(batch).backward()
+    assert caplog.text.count("those of 1 backwards are dropped") == 1
+    caplog.clear()
+    kept.close()
+    assert not caplog.messages
+
+
 def test_microbatches_looks_only_one_batch_ahead() -> None:
     drawn = []
 
