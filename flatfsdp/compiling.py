@@ -20,11 +20,12 @@ R = TypeVar("R")
 def never_traced(function: Callable[P, R]) -> Callable[P, R]:
     """Neither `function` nor what it calls is compiled.
 
-    As `torch.compiler.disable`, which would import the compiler, a second, along with this package.
+    As `torch.compiler.disable`, which would import the compiler along with this package, rather than in the
+    first forward; it takes a second.
     """
     return _disable_dynamo(function)
 
 
 def traced_inside(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` itself is not compiled; what it calls is, each by itself."""
+    """No caller's graph has `function` in it; what it calls is compiled, each by itself."""
     return _disable_dynamo(function, recursive=False)
