@@ -83,6 +83,18 @@ class Ranks:
         """Copies of a layer are shared by the same ranks."""
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        """
+        Raises:
+            TypeError: if they are pickled, for ranks of a group.
+        """
+        if vars(self).get("_group") is not None:
+            raise TypeError(
+                "what several ranks share cannot be pickled, as their process group means nothing to another "
+                "process; save state_dict(), and build the layer anew"
+            )
+        return vars(self)
+
     @property
     def name(self) -> str:
         """Of the process group, the same on all its ranks; empty for a world of one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 
@@ -97,6 +98,8 @@ def misfits(rank: int, world_size: int) -> None:
             Linear(WIDTH, 48, parallel_mode="column", tp_size=size).set_tensor_parallel_group(group)
     layer = Linear(WIDTH, 48, parallel_mode="column", tp_group=dist.group.WORLD)
     layer.set_tensor_parallel_group(dist.group.WORLD)
+    with pytest.raises(TypeError, match=r"process group means nothing to another process; save state_dict"):
+        pickle.dumps(layer)
     whole = Linear(WIDTH, 48)
     whole.set_tensor_parallel_group(alone)
     whole.set_tensor_parallel_group(None)
