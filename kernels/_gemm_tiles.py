@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from flatfsdp.kernels._tiles import MULTIPROCESSORS
+from flatfsdp.kernels._triton import cdiv
 
 if TYPE_CHECKING:
     from flatfsdp.kernels._cublas_lt import Product
 
-FORWARD = {(256, 128): 1.0, (176, 128): 1.03, (168, 128): 1.03, (128, 160): 1.02}
+FIRST_CHOICE = (256, 128)
+FORWARD = {FIRST_CHOICE: 1.0, (176, 128): 1.03, (168, 128): 1.03, (128, 160): 1.02}
 """Columns and rows of a tile -> speed of FP8 products with fast accumulation; the usual first choice is 1."""
 
 
@@ -37,11 +39,11 @@ def _of_forward(product: Product) -> str | None:
 
     def time(tile: tuple[int, int]) -> float:
         cols, rows = tile
-        tiles = -(-product.cols // cols) * -(-product.rows // rows)
-        return -(-tiles // MULTIPROCESSORS) * cols * rows / FORWARD[tile]
+        tiles = cdiv(product.cols, cols) * cdiv(product.rows, rows)
+        return cdiv(tiles, MULTIPROCESSORS) * cols * rows / FORWARD[tile]
 
-    cols, rows = min(FORWARD, key=time)
-    return None if (cols, rows) == (256, 128) else f"TILE_{cols}x{rows}"
+    best = min(FORWARD, key=time)
+    return None if best == FIRST_CHOICE else f"TILE_{best[0]}x{best[1]}"
 
 
 def _of_weight_gradient(product: Product) -> str | None:

@@ -19,6 +19,9 @@ from flatfsdp.exchange import Exchange
 from flatfsdp.fp8.recipe import DelayedScaling
 from flatfsdp.kernels.gemm import ALIGNMENT
 
+INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What layers take activations in."""
+
 
 @cache
 def require_fp8(device: torch.device, by_block: bool) -> None:
@@ -80,7 +83,7 @@ def activation_dtype(x: Tensor, layer: nn.Module, weight: Tensor) -> torch.dtype
     """
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
-    if x.dtype != weight.dtype or x.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if x.dtype != weight.dtype or x.dtype not in INPUT_DTYPES:
         raise TypeError(
             f"{type(layer).__name__}: the input is {x.dtype}, the weight {weight.dtype}; outside of "
             "torch.autocast both have to be FP32, fp16 or bf16 alike (params_dtype, or layer.to(dtype))"

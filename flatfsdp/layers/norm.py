@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from flatfsdp.fp8.checks import INPUT_DTYPES
 from flatfsdp.fp8.state_dict import WithoutExtraState
 from flatfsdp.kernels.norm_forward import norm_forward
 from flatfsdp.layers.normalized import NormKind, normalize_backward, reset_norm
@@ -58,7 +59,7 @@ class _NormLayer(WithoutExtraState, Declaring):
         Raises:
             ValueError: if the last dimensions are others, or the dtype is another one.
         """
-        if inp.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        if inp.dtype not in INPUT_DTYPES:
             raise ValueError(
                 f"{type(self).__name__}: the input is {inp.dtype}; it has to be FP32, fp16 or bf16"
             )
