@@ -7,14 +7,10 @@ import torch
 from flatfsdp.kernels import _cublas_lt as cublas_lt
 from flatfsdp.kernels import gemm as module
 
+from tests.gpu.marks import FP8_GEMMS
+
 pytest.importorskip("nvmath")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-        reason="needs a CUDA device with FP8 GEMMs",
-    ),
-]
+pytestmark = FP8_GEMMS
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 

@@ -12,13 +12,9 @@ from flatfsdp.kernels.accumulate import accumulate
 from flatfsdp.kernels.wgrad import wgrad, wgrad_unfused
 from torch import Tensor
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
-        reason="needs a CUDA device with FP8 GEMMs",
-    ),
-]
+from tests.gpu.marks import FP8_GEMMS
+
+pytestmark = FP8_GEMMS
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TOKENS = 8192
 SHAPES = pytest.mark.parametrize(
