@@ -172,7 +172,8 @@ def test_what_cublas_lt_is_told(
 
 
 def test_the_accumulator_the_bias_and_the_number_of_rows_are_part_of_the_plan(fake: FakeCublasLt) -> None:
-    (a, b), invs, bias = operands(), scales(), torch.zeros(N).bfloat16()
+    a, b, bias = integers(M, K, E4M3), integers(N, K, E4M3), torch.zeros(N).bfloat16()
+    invs = torch.tensor(1.0), torch.tensor(1.0)
     for rows, added, split in ((M, None, True), (M, None, False), (M, bias, True), (M - 1, None, True)):
         scaled_mm(a[:rows], b, *invs, bias=added, out_dtype=torch.bfloat16, split_accumulator=split)
     assert len(set(fake.algorithms_run)) == 4
@@ -186,8 +187,9 @@ def test_what_a_plan_cannot_read_is_left_to_torch(fake: FakeCublasLt, moved: int
     flat = torch.empty(tensors[moved].numel() + 1, dtype=tensors[moved].dtype)
     tensors[moved] = flat[1:].view_as(tensors[moved]).copy_(tensors[moved])
     a, b, bias = tensors
-    out = scaled_mm(a, b, *scales(1.0, 1.0), bias=bias, out_dtype=torch.bfloat16, split_accumulator=True)
-    assert torch.allclose(out.double(), exact(a, b, scales(1.0, 1.0), bias), rtol=1e-2)
+    invs = torch.tensor(1.0), torch.tensor(1.0)
+    out = scaled_mm(a, b, *invs, bias=bias, out_dtype=torch.bfloat16, split_accumulator=True)
+    assert torch.allclose(out.double(), exact(a, b, invs, bias), rtol=1e-2)
     assert not fake.calls
 
 
