@@ -173,7 +173,7 @@ def draw(rows: list[Row], path: Path) -> None:
     axis.set_ylim(len(ours) - 0.5, -0.5)
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_title("FP8 products with results in bf16, TFLOP/s", loc="left", fontsize=9)
-    axis.legend(frameon=False, fontsize=8)
+    figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

@@ -23,6 +23,7 @@ def forward(*sizes: int, **options: Any) -> str | None:
         *(((4096, 12288, 4096), "TILE_176x128"), ((4096, 6144, 4096), "TILE_168x128")),
         *(((2048, 12288, 4096), "TILE_168x128"), ((16384, 4096, 14336), "TILE_128x160")),
         *(((2048, 4096, 16384), None), ((2048, 7168, 8192), "TILE_176x128")),
+        *(((8192, 4096, 4096), "TILE_128x160"), ((8192, 4096, 14336), None)),
     ],
 )
 def test_forward_products_take_the_shortest_waves(sizes: tuple[int, int, int], tile: str | None) -> None:
