@@ -106,7 +106,8 @@ class Llama(nn.Module):
         self.embedding = new.embedding() if layers.start == 0 else None
         self.layers = nn.ModuleDict({str(number): new.layer(number) for number in layers})
         if recipe is not None:
-            self._require_fp8_shapes()
+            # All stages have such layers, and none waits for one that raises.
+            self.require_fp8_shapes(ALIGNMENT)
         has_head = layers.stop == config.layers
         self.norm = new.norm() if has_head else None
         self.head = new.head() if has_head else None
@@ -116,13 +117,16 @@ class Llama(nn.Module):
             owners = [(name, owner) for owner, name in self._names.items()]
             materialize(owners, device, self.initialize)
 
-    def _require_fp8_shapes(self) -> None:
-        """Of weights; all stages have such layers, and none waits for one that raises."""
+    def require_fp8_shapes(self, tokens: int) -> None:
+        """
+        Raises:
+            ValueError: if a product of a layer cannot be in FP8, with so many tokens.
+        """
         for layer in self.layers.modules():
             if isinstance(layer, FP8Module):
                 for name in layer.linear_maps:
                     out_features, in_features = layer.get_parameter(name).shape
-                    require_fp8_shape(layer, name, ALIGNMENT, in_features, out_features)
+                    require_fp8_shape(layer, name, tokens, in_features, out_features)
 
     def initialize(self, owner: nn.Module) -> None:
         """Fills the parameters that one of the model's modules has, from the seed and its name."""

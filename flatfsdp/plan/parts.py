@@ -17,13 +17,10 @@ from typing import NamedTuple
 from torch import nn
 
 from flatfsdp.comm import Ranks
-from flatfsdp.fp8.checks import require_fp8_shape
-from flatfsdp.fp8.module import FP8Module
 from flatfsdp.layout import FlatLayout
 from flatfsdp.models import Llama, LlamaConfig
 from flatfsdp.ownership import bindings_of
 from flatfsdp.plan.job import Job
-from flatfsdp.tensor_parallel import TensorParallel
 
 UnitLayouts = tuple[FlatLayout, ...]
 """Of the flat groups of one unit."""
@@ -74,9 +71,9 @@ def layouts_of(job: Job) -> Layouts:
     config, ranks = replace(job.model, layers=1, seq=1), job.ranks
     model = _model(config, ranks.tp, ranks.sequence_parallel)
     if ranks.sequence_parallel:
-        TensorParallel(model.parallel.ranks).share("Llama", "the sequence length", job.model.seq)
+        model.parallel.share("Llama", "the sequence length", job.model.seq)
     if job.is_fp8:
-        _check_fp8(model, job.tokens)
+        model.require_fp8_shapes(job.tokens)
     return _layouts(config, ranks.tp, ranks.sequence_parallel, job.packs_fp8)
 
 
@@ -103,11 +100,3 @@ def _layouts(config: LlamaConfig, tp: int, sequence_parallel: bool, packs_fp8: b
         head=pack(model, head),
         both=pack(model, table + head),
     )
-
-
-def _check_fp8(model: Llama, tokens: int) -> None:
-    for module in model.layers.modules():
-        if isinstance(module, FP8Module):
-            for name in module.linear_maps:
-                out_features, in_features = getattr(module, name).shape
-                require_fp8_shape(module, name, tokens, in_features, out_features)
