@@ -145,12 +145,9 @@ def plan(
             fuse_wgrad_accumulation=fusion.option,
         )
         hosts = Machine() if machine is None else Machine.load(machine)
-        rates = {
-            "gpu_memory": gpu_memory,
-            "link_bandwidth": link_bandwidth,
-            "network_bandwidth": network_bandwidth,
-        }
-        hosts = hosts.with_gb(**rates)
+        hosts = hosts.with_gb(
+            gpu_memory=gpu_memory, link_bandwidth=link_bandwidth, network_bandwidth=network_bandwidth
+        )
         if gpus_per_host is not None:
             hosts = replace(hosts, gpus_per_host=gpus_per_host)
         report: PlanReport | SearchReport

@@ -49,7 +49,7 @@ class PlanReport:
             {
                 "fits": self.fits,
                 **_described(self.job, self.machine),
-                **_figures(self.job, self.memory, self.time),
+                **_figures(self.memory, self.time),
                 "memory": {
                     **asdict(self.memory),
                     "static": _by_name(self.memory.static),
@@ -146,7 +146,7 @@ class SearchReport:
                 "ranks": asdict(each.job.ranks),
                 "batch": each.job.batch,
                 "microbatches": each.job.microbatches,
-                **_figures(each.job, each.memory, each.time),
+                **_figures(each.memory, each.time),
             }
             for each in self.candidates
         ]
@@ -210,7 +210,7 @@ def _described(job: Job, machine: Machine) -> dict[str, Any]:
     }
 
 
-def _figures(job: Job, memory: MemoryPlan, time: TimePlan) -> dict[str, Any]:
+def _figures(memory: MemoryPlan, time: TimePlan) -> dict[str, Any]:
     return {
         "peak_gib": memory.peak / GIB,
         "ms": 1e3 * time.seconds,

@@ -24,13 +24,12 @@ import torch
 from flatfsdp.fp8_weights import FP8_DTYPE
 from flatfsdp.layout import FlatLayout, Role
 from flatfsdp.memory import ALWAYS, GroupSizes, MemoryReport, Size, largest_window, report_of, units_ahead
+from flatfsdp.optim.adamw import MOMENTS
 from flatfsdp.plan import activations
 from flatfsdp.plan.job import Job
 from flatfsdp.plan.parts import Layouts, Part, layouts_of, parts_of
 from flatfsdp.plan.schedule import in_flight
 from flatfsdp.reduce import MAX_IN_FLIGHT
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Line(NamedTuple):
