@@ -78,9 +78,10 @@ def load(path: str | os.PathLike[str], model: Model, optimizer: torch.optim.Opti
         torch.distributed.checkpoint.CheckpointException: if something is missing or has another shape.
     """
     names = _check_names(model)
+    metadata = dcp.FileSystemReader(path).read_metadata()
     if optimizer is not None:
-        _load_optimizer(path, model, optimizer, names)
-    saved = _saved_shapes(path)
+        _load_optimizer(path, metadata, model, optimizer, names)
+    saved = _saved_shapes(metadata)
     absent = {name for part in parts_of(model) for name in adopt_late_buffers(part, saved)}
     state = {key: value for key, value in sharded_state_dict(model).items() if key not in absent}
     dcp.load({"model": state}, checkpoint_id=path)
@@ -115,8 +116,7 @@ def _check_names(model: Model) -> set[str]:
     return set(names)
 
 
-def _saved_shapes(path: str | os.PathLike[str]) -> dict[str, torch.Size]:
-    metadata = dcp.FileSystemReader(path).read_metadata()
+def _saved_shapes(metadata: Metadata) -> dict[str, torch.Size]:
     return {
         metadata.planner_data[key][1]: about.size
         for key, about in metadata.state_dict_metadata.items()
@@ -182,7 +182,11 @@ def _numbered(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _load_optimizer(
-    path: str | os.PathLike[str], model: Model, optimizer: torch.optim.Optimizer, names: set[str]
+    path: str | os.PathLike[str],
+    metadata: Metadata,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    names: set[str],
 ) -> None:
     """
     Args:
@@ -190,7 +194,6 @@ def _load_optimizer(
     """
     masters = trained_masters(model)
     owners = _owners(master for _, master in masters)
-    metadata = dcp.FileSystemReader(path).read_metadata()
     own = {prefix + slot.name for prefix, master in masters for slot in master.layout.slots}
     # Other stages take theirs; what is of no stage is an error.
     states = {n: state for n, state in _saved_states(metadata).items() if n in own or n not in names}
