@@ -56,7 +56,7 @@ class MasterShard:
 
     Attributes:
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
-        portions: what the optimizer updates; `flat` as a whole unless `optim.param_groups` has cut it.
+        portions: what the optimizer updates; `flat` as a whole unless `param_groups` has cut it.
         stages: ranks of the pipeline that this is in, if any; gradients of other stages count in a norm, too.
         generation: counts loads, and what replicas take over.  A write by anyone else raises `flat._version`.
     """

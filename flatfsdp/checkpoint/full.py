@@ -81,20 +81,20 @@ def load_full_state_dict(
     groups = named_groups(model)
     require_same_ranks((group.master for _, group in groups), "loading from one rank")
     first = groups[0][1].master
+    taken = {key for of_slot in keys.values() for key in of_slot}
     problems: list[str] = []
     rest: dict[str, Any] = {}
+    given: list[str] = []
     if first.grid.is_first:
         problems = _problems(state_dict, keys, strict)
-        taken = {key for of_slot in keys.values() for key in of_slot}
         rest = {key: value for key, value in state_dict.items() if key not in taken}
-    given = list(state_dict) if first.grid.is_first else []
+        given = list(state_dict)
     problems, rest, given = broadcast_object(
         (problems, rest, given), first.grid.dimensions[::-1], first.device
     )
     _raise_if(problems)
     missing, unexpected = model.load_state_dict(rest, strict=False)
     if strict:
-        taken = {key for of_slot in keys.values() for key in of_slot}
         _raise_if([f"Missing key: {key}" for key in missing if key not in taken])
         _raise_if([f"Unexpected key: {key}" for key in unexpected])
     for _, group in groups:

@@ -39,10 +39,10 @@ def joined(
 
 def own_part(value: Any, slot: ParamSlot, ranks: Ranks) -> Any:
     """This rank's part, a copy or a view, of a whole tensor; what is none is left as it is."""
-    is_whole = slot.partition is not None and ranks.size > 1
-    if not is_whole or not isinstance(value, Tensor) or tuple(value.shape) != slot.whole_shape:
+    if slot.partition is None or ranks.size == 1:
         return value
-    assert slot.partition is not None
+    if not isinstance(value, Tensor) or tuple(value.shape) != slot.whole_shape:
+        return value
     return part_of(value, slot.partition.dim, slot.partition.sizes, ranks)
 
 
