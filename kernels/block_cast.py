@@ -87,9 +87,9 @@ def _largest_in_blocks(values: Tensor, height: int) -> Tensor:
     return padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, height)).amax((1, 3))
 
 
-def _spread(scales: Tensor, height: int, like: Tensor) -> Tensor:
-    """One scale for each element."""
-    spread = scales.repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
+def of_elements(of_blocks: Tensor, height: int, like: Tensor) -> Tensor:
+    """One number for each element of `like`."""
+    spread = of_blocks.repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
     return spread[: like.shape[0], : like.shape[1]]
 
 
@@ -105,7 +105,7 @@ def vectors_reference(
     for values, out, inv in ((x.float(), rowwise, rowwise_inv), (x.float().t(), columnwise, columnwise_inv)):
         if out is not None and inv is not None:
             scale = _scale_of(_largest_in_blocks(values, 1), power_of_two, epsilon)
-            out.copy_(_quantized(values, _spread(scale, 1, values)))
+            out.copy_(_quantized(values, of_elements(scale, 1, values)))
             inv.copy_((1 / scale).t())
 
 
@@ -120,7 +120,7 @@ def squares_reference(
 ) -> None:
     values = x.float()
     scale = _scale_of(_largest_in_blocks(values, BLOCK), power_of_two, epsilon)
-    q = _quantized(values, _spread(scale, BLOCK, values))
+    q = _quantized(values, of_elements(scale, BLOCK, values))
     for out, inv, is_turned in ((rowwise, rowwise_inv, False), (columnwise, columnwise_inv, True)):
         if out is not None and inv is not None:
             out.copy_(q.t() if is_turned else q)

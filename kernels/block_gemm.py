@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._triton import cdiv, on_device_of
-from flatfsdp.kernels.block_cast import BLOCK, DTYPE, padded_blocks
+from flatfsdp.kernels.block_cast import BLOCK, DTYPE, of_elements, padded_blocks
 from flatfsdp.kernels.gemm import ALIGNMENT, check_operands, flops
 from torch import Tensor
 
@@ -26,8 +26,7 @@ from torch import Tensor
 def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
     """FP32 [rows, cols] of what `block_cast` made; exact if scales are powers of two."""
     height = 1 if scale_inv.shape[0] == q.shape[0] else BLOCK
-    spread = scale_inv.repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
-    return q.float() * spread[: q.shape[0], : q.shape[1]]
+    return q.float() * of_elements(scale_inv, height, q)
 
 
 def reference(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from flatfsdp.kernels._cublas_lt import Product, is_readable, plan_of
 from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._outputs import FP8_DTYPES, HIGH_DTYPES
+from flatfsdp.kernels._outputs import FP8_DTYPES, HIGH_DTYPES, check_scalar
 from flatfsdp.kernels._triton import on_device_of
 from torch import Tensor
 
@@ -116,8 +116,8 @@ def scaled_mm(
         ValueError: if shapes, dtypes, strides or devices do not fit; K and N have to be multiples of 16.
     """
     check_operands(a, b, out_dtype)
-    check_scale_inv("a_scale_inv", a_scale_inv, a.device)
-    check_scale_inv("b_scale_inv", b_scale_inv, a.device)
+    check_scalar("a_scale_inv", a_scale_inv, a)
+    check_scalar("b_scale_inv", b_scale_inv, a)
     if bias is not None:
         _check_bias(bias, b, out_dtype)
     out = a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
@@ -155,18 +155,6 @@ def check_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> None:
     if out_dtype not in HIGH_DTYPES:
         raise ValueError(
             f"out_dtype is {out_dtype}; it has to be torch.bfloat16, torch.float16 or torch.float32"
-        )
-
-
-def check_scale_inv(name: str, scale_inv: Tensor, device: torch.device) -> None:
-    """
-    Raises:
-        ValueError: if `scale_inv` is not one FP32 element on `device`.
-    """
-    if scale_inv.dtype != torch.float32 or scale_inv.numel() != 1 or scale_inv.device != device:
-        raise ValueError(
-            f"{name} is {scale_inv.dtype} {tuple(scale_inv.shape)} on {scale_inv.device}; it has to be one "
-            f"FP32 element on {device}"
         )
 
 

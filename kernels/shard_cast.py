@@ -11,7 +11,7 @@ that casts its own weight: those of `cast.max_abs` and `cast.cast` on the rounde
 
 Bytes per element, source of p bytes: p for the amax, p + 1 for the cast.
 
-Addresses and sizes travel in one table, as in `flat`.
+Addresses and sizes travel in one table (see `kept_table`).
 """
 
 from __future__ import annotations

@@ -28,10 +28,10 @@ from __future__ import annotations
 import torch
 from flatfsdp.kernels._cublas_lt import ADDRESS_ALIGNMENT, Plan, Product, is_readable, plan_of
 from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._outputs import FP8_DTYPES, HIGH_DTYPES
+from flatfsdp.kernels._outputs import FP8_DTYPES, HIGH_DTYPES, check_scalar
 from flatfsdp.kernels._triton import on_device_of
 from flatfsdp.kernels.accumulate import accumulate
-from flatfsdp.kernels.gemm import ALIGNMENT, FP8_PAIRS, check_scale_inv, scaled_mm
+from flatfsdp.kernels.gemm import ALIGNMENT, FP8_PAIRS, scaled_mm
 from torch import Tensor
 
 
@@ -162,8 +162,8 @@ def wgrad(
     _check_target(target, dy, x)
     if dy.dtype in FP8_DTYPES or x.dtype in FP8_DTYPES:
         _check_fp8(target, dy, x)
-        dy_scale_inv = _checked_scale("dy_scale_inv", dy_scale_inv, target.device)
-        x_scale_inv = _checked_scale("x_scale_inv", x_scale_inv, target.device)
+        dy_scale_inv = _checked_scale("dy_scale_inv", dy_scale_inv, target)
+        x_scale_inv = _checked_scale("x_scale_inv", x_scale_inv, target)
         _wgrad_fp8(target, dy, x, dy_scale_inv, x_scale_inv, first, split_accumulator)
         return
     _check_high_precision(target, dy, x)
@@ -243,8 +243,8 @@ def _check_fp8(target: Tensor, dy: Tensor, x: Tensor) -> None:
         )
 
 
-def _checked_scale(name: str, scale_inv: Tensor | None, device: torch.device) -> Tensor:
+def _checked_scale(name: str, scale_inv: Tensor | None, target: Tensor) -> Tensor:
     if scale_inv is None:
         raise ValueError(f"{name} is missing; FP8 operands need the inverse of the scale they were cast with")
-    check_scale_inv(name, scale_inv, device)
+    check_scalar(name, scale_inv, target)
     return scale_inv
