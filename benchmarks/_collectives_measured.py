@@ -15,9 +15,8 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from _common import progress_bar
 from _device import Clock
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 from flatfsdp.cli.ranks import Rank
@@ -116,7 +115,7 @@ def measure_all(rank: Rank, job: Job) -> Report:
     """On one rank: every operation at every size; all ranks return the same times."""
     limit = link_limit(rank, job)
     rows = []
-    with _progress(visible=rank.index == 0) as bar:
+    with progress_bar(visible=rank.index == 0) as bar:
         task = bar.add_task("", total=len(job.sizes) * len(Operation))
         for size in job.sizes:
             for operation in Operation:
@@ -225,18 +224,6 @@ def copy_bandwidth() -> float:
         target.copy_(source)
         times.append(time.perf_counter() - start)
     return COPY_BYTES / min(times) / 1e9
-
-
-def _progress(visible: bool) -> Progress:
-    """On stderr, so that stdout stays free for JSON."""
-    return Progress(
-        TextColumn("{task.description:<28}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=not visible,
-    )
 
 
 def readable(nbytes: float) -> str:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 import typer
 from _device import free_memory
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flatfsdp.cli.ranks import Device, Launch, Rank, start_and_join, under_torchrun
 
@@ -27,6 +29,18 @@ LONGEST_MESSAGE = 600
 """Characters of an exception's message that a row of results keeps."""
 
 Result = TypeVar("Result")
+
+
+def progress_bar(*, visible: bool = True) -> Progress:
+    """On stderr, so that stdout stays free for JSON."""
+    return Progress(
+        TextColumn("{task.description:<28}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=not visible,
+    )
 
 
 def results_of_ranks(world_size: int, fn: Callable[..., Result], *args: object) -> list[Result]:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from _layers import ATTENTION, LayerShape
+from _layers import LayerShape
+from _llama import ATTENTION
 from flatfsdp.kernels.gemm import scaled_mm
 from flatfsdp.kernels.wgrad import wgrad
 from torch import Tensor

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 import typer
+from _common import progress_bar
 from _kernels import IN_PLACE, SEPARATE, Bench, Call, Case, Gemm
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 WGRAD = "wgrad"
@@ -109,7 +108,7 @@ def _wait(device: torch.device) -> None:
 def measure(timed: Sequence[Timed], rounds: int, what: str) -> None:
     """All of them by turns, in another random order in each round."""
     order, shuffle = list(timed), random.Random(0).shuffle
-    with _progress() as bar:
+    with progress_bar() as bar:
         task = bar.add_task(f"{what}: compile", total=len(order))
         for one in order:
             one.warm_up()
@@ -122,12 +121,6 @@ def measure(timed: Sequence[Timed], rounds: int, what: str) -> None:
                 bar.advance(task)
     for one in order:
         one.check()
-
-
-def _progress() -> Progress:
-    """On stderr, so that stdout stays free for JSON."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(TextColumn("{task.description:<26}"), *columns, console=Console(stderr=True))
 
 
 def measured_kernels(bench: Bench, only: Sequence[str], rounds: int) -> list[dict[str, Any]]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from _llama import ATTENTION
 from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe, autocast
 from flatfsdp.layers import TransformerLayer
@@ -64,15 +65,6 @@ class PlainLayer(nn.Module):
         x_sbh = x_sbh + F.dropout(y_sbh, self.dropout)
         y_sbh = self.fc2(F.gelu(self.fc1(self.ln2(x_sbh)), approximate="tanh"))
         return x_sbh + F.dropout(y_sbh, self.dropout)
-
-
-ATTENTION = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-"""On Hopper cuDNN's attention is about twice as fast as the others; every contestant gets it."""
 
 
 class Mode(str, Enum):
@@ -185,13 +177,8 @@ def _ours(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
         give_main_grads(layer)
     cached = recipe is not None and mode is not Mode.delayed
 
-    @contextmanager
-    def region() -> Iterator[None]:
-        with autocast(recipe=recipe) if recipe is not None else nullcontext():
-            yield
-
     def forward(first: bool | None) -> Tensor:
-        with region():
+        with nullcontext() if recipe is None else autocast(recipe=recipe):
             return layer(x, is_first_microbatch=first)
 
     if cached:

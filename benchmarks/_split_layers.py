@@ -236,8 +236,8 @@ class Contestant:
 
             assert dist.group.WORLD is not None
             enable_symm_mem_for_group(dist.group.WORLD.group_name)
-        options = {"_micro_pipeline_tp": overlaps}
-        self.module.forward = torch.compile(self.module.forward, dynamic=False, options={**options})
+        options: dict[str, Any] = {"_micro_pipeline_tp": overlaps}
+        self.module.forward = torch.compile(self.module.forward, dynamic=False, options=options)
 
 
 def _complete_grad(parameter: nn.Parameter) -> Tensor | None:

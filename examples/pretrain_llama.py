@@ -236,7 +236,7 @@ def main(
         with profile(activities=kinds) as recorded:
             loss = train(step)
         recorded.export_chrome_trace(str(out / "trace.json"))
-        groups = {} if mesh.tp_group is None else {mesh.tp_group.group_name: "TP"}
+        groups = {mesh.tp_group.group_name: "TP"}
         spans = spans_in(out / "trace.json", groups) if on_gpu else cpu_spans_of(recorded)
         save_spans(spans, out / "step.json", f"{mesh}, {precision.value}, step {step + 1}")
         redraw(out / "step.json")

@@ -165,7 +165,6 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="Steps to average over.")] = 10,
 ) -> None:
     """One GPT layer from plain PyTorch to FP8: the same weights, outputs compared, times printed."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     on_gpu = device == "cuda"
     hidden = hidden or (4096 if on_gpu else 128)
     heads = heads or (32 if on_gpu else 4)

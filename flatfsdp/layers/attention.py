@@ -153,7 +153,7 @@ class DotProductAttention(WithoutExtraState, Shared):
         mask = visible_keys(attention_mask, mask_type, (batch, heads, queries, keys))
         if window == UNLIMITED or (mask is None and window == CAUSAL):
             return mask
-        if window not in (UNLIMITED, CAUSAL) and queries != keys:
+        if window != CAUSAL and queries != keys:
             raise ValueError(
                 f"window_size={window} with {queries} queries and {keys} keys: a window needs as many of both"
             )
