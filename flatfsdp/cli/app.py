@@ -134,6 +134,10 @@ def verify(
             matrix_report = run_matrix(plan, out)
         conclude(matrix_report, out, json, plan.left_out_lines())
     with usage_errors():
+        if only:
+            raise ValueError(
+                "--only chooses among the rows of --matrix; add it, or choose with --precision and --strategy"
+            )
         settings = TrainSettings(
             model=GPTConfig(layers, hidden, heads, seq),
             batch=batch,
