@@ -29,9 +29,9 @@ def plain_net(net: type[nn.Module] = Net) -> Any:
     return net()
 
 
-def batches_of_all_ranks(world_size: int, count: int = 3) -> list[list[Tensor]]:
+def batches_of_all_ranks(world_size: int) -> list[list[Tensor]]:
     """The microbatches of one step, rank by rank."""
-    return [next(data(rank, 1, count)) for rank in range(world_size)]
+    return [next(data(rank, 1, 3)) for rank in range(world_size)]
 
 
 def plain_grads(net: nn.Module, batches: Sequence[Sequence[Tensor]]) -> Grads:

@@ -157,18 +157,13 @@ def train(
 
 
 def train_plain(
-    build: Build,
-    world_size: int,
-    *,
-    microbatches: int = 2,
-    norm_type: float | None = None,
-    steps: int = 2,
+    build: Build, world_size: int, *, norm_type: float | None = None
 ) -> tuple[list[Tensor], State]:
     """The same training of the plain model in one process, as `train` sees it on rank 0."""
     model = made(build, PLAIN, torch.device("cpu"), {})
     optimizer = adam(model.parameters())
     seen = []
-    for per_rank in zip(*(data(rank, steps, microbatches) for rank in range(world_size)), strict=True):
+    for per_rank in zip(*(data(rank, 2, 2) for rank in range(world_size)), strict=True):
         for rank, batches in enumerate(per_rank):
             for tokens in batches:
                 loss = model(tokens)

@@ -84,9 +84,7 @@ def train(model: FlatFSDP, rank: int, steps: int = 3, count: int = 3) -> Trace:
     return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], state)
 
 
-def train_unsharded(
-    world_size: int, steps: int = 3, count: int = 3
-) -> tuple[list[Tensor], dict[str, Tensor]]:
+def train_unsharded(world_size: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """The same training in one process, on every rank's data: rank 0's losses and the final state dict.
 
     Gradients are summed over microbatches and averaged over ranks; all in FP32.
@@ -95,7 +93,7 @@ def train_unsharded(
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for per_rank in zip(*(data(rank, steps, count) for rank in range(world_size)), strict=True):
+    for per_rank in zip(*(data(rank, 3, 3) for rank in range(world_size)), strict=True):
         for rank, batches in enumerate(per_rank):
             for tokens in batches:
                 loss = model(tokens)

@@ -22,18 +22,9 @@ from flatfsdp.layout import Role
 from flatfsdp.optim import AdamW
 from tests.dist.ranks import run_ranks
 from tests.dist.stored_weights import RECIPE, Net, batches, build, train
-from tests.unit.fp8.common import Block, seeded
+from tests.unit.fp8.common import Block, assert_same_state, seeded, snapshot
 
 FP32, BF16 = torch.float32, torch.bfloat16
-
-
-def parameters(model: FlatFSDP) -> dict[str, Tensor]:
-    return {key: value.clone() for key, value in model.state_dict().items()}
-
-
-def assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    assert [key for key in ours if not torch.equal(ours[key], theirs[key])] == []
 
 
 # ---- the same bits -----------------------------------------------------------------------------------------
@@ -46,10 +37,10 @@ def parity(rank: int, world_size: int, compute: torch.dtype, fuse: Any) -> None:
         for in_fp8 in (False, True):
             model = build(in_fp8, compute, fuse, **options)
             losses = train(model, rank)
-            runs.append((losses, parameters(model)))
+            runs.append((losses, snapshot(model)))
         for ours, theirs in zip(runs[0][0], runs[1][0], strict=True):
             assert ours.isfinite() and torch.equal(ours, theirs)
-        assert_equal(runs[0][1], runs[1][1])
+        assert_same_state(runs[0][1], runs[1][1])
 
 
 @pytest.mark.parametrize("fuse", [False, True, "two_pass"])
@@ -69,11 +60,10 @@ def test_the_same_bits_on_four_ranks() -> None:
 def hybrid(rank: int, world_size: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     runs = [
-        (train(model, rank), parameters(model))
-        for model in (build(f, BF16, mesh=mesh) for f in (False, True))
+        (train(model, rank), snapshot(model)) for model in (build(f, BF16, mesh=mesh) for f in (False, True))
     ]
     assert all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
-    assert_equal(runs[0][1], runs[1][1])
+    assert_same_state(runs[0][1], runs[1][1])
 
 
 def test_hybrid_sharding() -> None:
@@ -86,10 +76,10 @@ def recomputing(rank: int, world_size: int) -> None:
         model = build(in_fp8, BF16, True, optimize_backward_concat=True)
         if call is not None:
             model.module.call = call
-        runs.append((train(model, rank), parameters(model)))
+        runs.append((train(model, rank), snapshot(model)))
     for losses, state in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0][0], losses, strict=True))
-        assert_equal(runs[0][1], state)
+        assert_same_state(runs[0][1], state)
 
 
 def test_recompute() -> None:
@@ -222,7 +212,7 @@ def frozen(rank: int, world_size: int) -> None:
                 parameter.requires_grad = not name.endswith("weight")
         precision = Precision(compute=BF16, fp8_weights=RECIPE if in_fp8 else None)
         model = auto_wrap(net, by_class(Block), precision=precision)
-        runs.append((train(model, rank), parameters(model)))
+        runs.append((train(model, rank), snapshot(model)))
         model.ledger.reset()
         train(model, rank, 1)
         # Frozen FP8 weights were cast in the first step.
@@ -231,7 +221,7 @@ def frozen(rank: int, world_size: int) -> None:
         expected = sum(per_element[g.layout.role] * g.layout.shard_numel(world_size) for g in groups)
         assert model.ledger.bytes["cast"] == expected
     assert all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
-    assert_equal(runs[0][1], runs[1][1])
+    assert_same_state(runs[0][1], runs[1][1])
 
 
 def test_frozen_weights() -> None:
@@ -241,7 +231,7 @@ def test_frozen_weights() -> None:
 def loading(rank: int, world_size: int) -> None:
     model = build(True, BF16, True)
     train(model, rank)
-    saved, local = parameters(model), checkpoint.local_state_dict(model)
+    saved, local = snapshot(model), checkpoint.local_state_dict(model)
     local = {key: value.clone() for key, value in local.items()}
     expected = train(model, rank, 1)
     for load in ("full", "local"):
@@ -421,7 +411,7 @@ def resumed(rank: int, world_size: int, path: str, own: bool) -> None:
     checkpoint.load(path, other, other_optimizer)
     losses = [step(other, other_optimizer, seed) for seed in (2, 3)]
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
-    assert_equal(parameters(model), parameters(other))
+    assert_same_state(snapshot(model), snapshot(other))
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["our AdamW", "torch's"])

@@ -38,7 +38,6 @@ def compile_for_hopper(
     constants: dict[str, Any],
     *,
     num_warps: int = 4,
-    num_stages: int = 3,
     aligned: tuple[str, ...] = (),
     contract: bool = True,
 ) -> Compiled:
@@ -51,7 +50,7 @@ def compile_for_hopper(
     """
     return (
         _worker()
-        .submit(_compile, module, kernel, signature, constants, num_warps, num_stages, aligned, contract)
+        .submit(_compile, module, kernel, signature, constants, num_warps, aligned, contract)
         .result()
     )
 
@@ -71,7 +70,6 @@ def _compile(
     signature: dict[str, str],
     constants: dict[str, Any],
     num_warps: int,
-    num_stages: int,
     aligned: tuple[str, ...],
     contract: bool,
 ) -> Compiled:
@@ -91,7 +89,7 @@ def _compile(
     fixed = {(order.index(name),): value for name, value in constants.items()}
     make_source = GluonASTSource if function.is_gluon() else ASTSource
     source = make_source(function, types, fixed, attributes)
-    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": contract}
+    options = {"num_warps": num_warps, "num_stages": 3, "enable_fp_fusion": contract}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     ptx = compiled.asm["ptx"]
     registers, spilled = _resources(ptx, contract)

@@ -13,14 +13,11 @@ from flatfsdp.kernels.wgrad import wgrad, wgrad_unfused
 from torch import Tensor
 
 from tests.kernels.fake_cublas_lt import FakeCublasLt
+from tests.unit.layers.plain import error
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 FP8_PAIRS = pytest.mark.parametrize(("dy_dtype", "x_dtype"), [(E5M2, E4M3), (E4M3, E4M3), (E4M3, E5M2)])
 OUT, IN, TOKENS = 48, 80, 32
-
-
-def relative_error(ours: Tensor, exact: Tensor) -> float:
-    return ((ours.double() - exact).norm() / exact.norm()).item()
 
 
 def integers(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -36,7 +33,7 @@ def test_sum_over_microbatches_against_float64(dtype: torch.dtype, tokens: int) 
     for index, (dy, x) in enumerate(microbatches):
         wgrad(target, dy, x, first=index == 0)
     exact = sum(dy.double().t() @ x.double() for dy, x in microbatches)
-    assert relative_error(target, exact) < 1e-6
+    assert error(target, exact) < 1e-6
 
 
 @FP8_PAIRS
@@ -46,7 +43,7 @@ def test_fp8_against_float64(dy_dtype: torch.dtype, x_dtype: torch.dtype) -> Non
     target = torch.full((OUT, IN), torch.nan)
     wgrad(target, dy, x, first=True, **scales)
     wgrad(target, dy, x, first=False, **scales)
-    assert relative_error(target, 2 * 0.3 * 1.7 * (dy.double() @ x.double().t())) < 1e-6
+    assert error(target, 2 * 0.3 * 1.7 * (dy.double() @ x.double().t())) < 1e-6
 
 
 def test_gradients_of_256_and_1_are_257() -> None:

@@ -22,10 +22,10 @@ def drawn(device: str, seed: int, *names: str) -> Tensor:
         return torch.randn(8, device=device)
 
 
-def tracker(rank: int, size: int = 2) -> RNGTracker:
-    """As on one of several ranks."""
+def tracker(rank: int) -> RNGTracker:
+    """As on one of two ranks."""
     made = RNGTracker()
-    made._ranks = Ranks(None, size, rank)
+    made._ranks = Ranks(None, 2, rank)
     return made
 
 

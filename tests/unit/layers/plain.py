@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from flatfsdp.kernels.activation import GATED
-from torch import Tensor
+from torch import Tensor, nn
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),
@@ -38,6 +38,14 @@ def doubled(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape).to(dtype).requires_grad_()
+
+
+def trained(layer: nn.Module) -> nn.Module:
+    """With random parameters, also where they start as zeros or ones."""
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    return layer
 
 
 def same_gradients(

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from flatfsdp.kernels.norm_forward import norm_forward
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.layers import plain
+from tests.unit.layers.plain import trained
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 NORMS = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
@@ -22,13 +23,6 @@ RECIPES = pytest.mark.parametrize(
     [None, DelayedScaling(), CurrentScaling(), BlockScaling()],
     ids=["high", "delayed", "current", "block"],
 )
-
-
-def trained(layer: nn.Module) -> nn.Module:
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_()
-    return layer
 
 
 def expected(layer: LayerNormLinear, x: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:

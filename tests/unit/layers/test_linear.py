@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Format, autocast
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.layers import plain
+from tests.unit.layers.plain import trained
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 RECIPES = {
@@ -23,14 +24,6 @@ RECIPES = {
 }
 FP8_ERROR = {torch.float8_e4m3fn: 0.04, torch.float8_e5m2: 0.08}
 """Relative error of one cast of normal numbers: 3 and 2 bits of mantissa."""
-
-
-def trained(layer: nn.Module) -> nn.Module:
-    """With random parameters, also where they start as zeros or ones."""
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_()
-    return layer
 
 
 # ---- without FP8 -------------------------------------------------------------------------------------------

@@ -6,16 +6,9 @@ from torch import Tensor, nn
 
 from flatfsdp.layers.norm import LayerNorm, RMSNorm
 from tests.unit.layers import plain
+from tests.unit.layers.plain import trained
 
 BOTH = pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
-
-
-def trained(layer: LayerNorm | RMSNorm) -> LayerNorm | RMSNorm:
-    """With random parameters."""
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            parameter.normal_()
-    return layer
 
 
 @BOTH
