@@ -3,7 +3,7 @@
 from flatfsdp.flat_params_wrapper import FlattenParamsWrapper
 from flatfsdp.fsdp import FlatFSDP
 from flatfsdp.grouping import param_groups
-from flatfsdp.layout import Align, FlatLayout, ParamSlot
+from flatfsdp.layout import Align, FlatLayout, ParamSlot, ParamSpec
 from flatfsdp.microbatch import microbatches
 from flatfsdp.policy import Precision, Prefetch
 from flatfsdp.wrap import auto_wrap, by_class, by_size
@@ -14,6 +14,7 @@ __all__ = [
     "FlatLayout",
     "FlattenParamsWrapper",
     "ParamSlot",
+    "ParamSpec",
     "Precision",
     "Prefetch",
     "auto_wrap",

@@ -380,7 +380,10 @@ class FlatFSDP(UnitModule):
         """
         root = self._init_root()
         if root.in_forward or in_backward():
-            raise RuntimeError("full parameters cannot be summoned inside a forward or backward")
+            raise RuntimeError(
+                "full parameters cannot be summoned inside a forward or backward, which gathers and frees "
+                "them; call summon_full_params before or after"
+            )
         gathering = Gathering(rank0_only, offload_to_cpu)
         wrapped = list(dict.fromkeys(m for _, m in units_in(self))) if recurse else [self]
         if writeback and any(unit._is_whole and not unit._writes_back for unit in wrapped):

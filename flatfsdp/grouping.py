@@ -80,14 +80,15 @@ def _selected(group: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> set[
         names = set(selection)
         if not all(isinstance(name, str) for name in names):
             raise ValueError('"params" holds something else than names, perhaps parameters; pass their names')
+    there_are = f"there are {', '.join(list(shapes)[:3])}, ..."
     unknown = sorted(names - set(shapes))
     if unknown:
         raise ValueError(
-            f"a parameter group names {unknown[0]!r}, which is not a trained parameter of this model; there "
-            f"are {', '.join(list(shapes)[:3])}, ..."
+            f"a parameter group names {unknown[0]!r}, which is not a trained parameter of this model; "
+            f"{there_are}"
         )
     if not names:
-        raise ValueError(f"parameter group {group} selects no parameter")
+        raise ValueError(f"parameter group {group} selects no parameter; {there_are}")
     return names
 
 

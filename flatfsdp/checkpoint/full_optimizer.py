@@ -137,7 +137,10 @@ def _misfit(state_dict: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> s
         return f'an optimizer state has the keys "state" and "param_groups", this has {sorted(state_dict)}'
     for name, of_name in state_dict["state"].items():
         if name not in shapes:
-            return f"the optimizer state has {name!r}, which is not a trained parameter here"
+            return (
+                f"the optimizer state has {name!r}, which is not a trained parameter here: load it into the "
+                "model that it was saved from, with the same parameters frozen"
+            )
         for key, value in of_name.items():
             if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != shapes[name]:
                 shape = tuple(value.shape)

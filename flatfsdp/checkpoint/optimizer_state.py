@@ -243,7 +243,10 @@ def _check_fit(
     names = {prefix + slot.name for prefix, master in masters for slot in master.layout.slots}
     unknown = sorted(set(states) - names)
     if unknown:
-        raise ValueError(f"the optimizer state has {unknown[0]!r}, which is not a trained parameter here")
+        raise ValueError(
+            f"the optimizer state has {unknown[0]!r}, which is not a trained parameter here: load it into "
+            "the model that it was saved from, with the same parameters frozen"
+        )
     for portion in portions:
         found = [states.get(name) for name in portion]
         for name, state in zip(portion, found, strict=True):

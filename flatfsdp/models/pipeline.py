@@ -213,7 +213,10 @@ class LlamaPipeline:
     def _check(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Before anything is sent that another rank does not wait for."""
         if len(batches) != self.microbatches:
-            raise ValueError(f"there are {len(batches)} batches, and the pipeline is for {self.microbatches}")
+            raise ValueError(
+                f"there are {len(batches)} batches, and the pipeline is for {self.microbatches}: pass one "
+                f"for each microbatch, or build the pipeline with microbatches={len(batches)}"
+            )
         shape = (self.batch, self.config.seq)
         for tensor in (tensor for batch in batches for tensor in batch):
             if tensor.shape != shape:
