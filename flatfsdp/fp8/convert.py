@@ -38,14 +38,14 @@ def convert(
     model: Model,
     filter: LinearFilter | None = None,
     fp8: bool = True,
-    fuse_wgrad_accumulation: FuseWgrad = False,
+    fuse_wgrad_accumulation: FuseWgrad | None = None,
 ) -> Model:
     """Swaps the nn.Linear of `model` in place; parameters, names, hooks on parameters and ties stay.
 
     Args:
         filter: called with each nn.Linear and its name; default with fp8: `is_large_enough`, else all.
         fp8: False: the layers never compute in FP8, whatever autocast says; for fused weight gradients alone.
-        fuse_wgrad_accumulation: see `flatfsdp.layers.Linear`.
+        fuse_wgrad_accumulation: see `flatfsdp.layers.Linear`; default: not with fp8, and True without.
 
     Returns:
         The model; a new layer if the model itself is an nn.Linear.
@@ -55,6 +55,7 @@ def convert(
     """
     from flatfsdp.layers.linear import Linear
 
+    fuses = not fp8 if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation
     if filter is None:
         filter = is_large_enough if fp8 else lambda linear, name: True
     converted: dict[nn.Module, nn.Module] = {}
@@ -64,7 +65,7 @@ def convert(
         if type(module) is not nn.Linear:
             continue
         if filter(module, name):
-            converted[module] = Linear.sharing(module, name, fp8, fuse_wgrad_accumulation)
+            converted[module] = Linear.sharing(module, name, fp8, fuses)
         else:
             skipped.append(name)
     if not converted:
