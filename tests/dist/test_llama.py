@@ -44,6 +44,14 @@ def off_and_on(mesh: ParallelMesh, schedule: ScheduleName, **options: Any) -> Tr
     return on
 
 
+def assert_close(trace: Trace, losses: list[Tensor], grads: dict[str, Tensor]) -> None:
+    """To one process's."""
+    if trace.losses:
+        torch.testing.assert_close(torch.stack(trace.losses), torch.stack(losses), rtol=1e-6, atol=0)
+    for name, grad in trace.first_grads.items():
+        assert (grad - grads[name]).norm() / grads[name].norm() < 1e-5, name
+
+
 def pipelines(rank: int, world_size: int, tp: int) -> None:
     """In FP32 as one process; in bf16 and FP8, too, the same bits flag off and on."""
     mesh = mesh_of(pp=2, tp=tp)
@@ -58,17 +66,28 @@ def pipelines(rank: int, world_size: int, tp: int) -> None:
         unfused = [{"fuse_wgrad_accumulation": False}] if schedule == "gpipe" and tp > 1 else []
         for options in (split, *unfused):
             on = off_and_on(mesh, schedule, **options)
-            if on.losses:
-                torch.testing.assert_close(torch.stack(on.losses), torch.stack(losses), rtol=1e-6, atol=0)
             assert on.first_grads.keys() < grads.keys()
-            for name, grad in on.first_grads.items():
-                assert (grad - grads[name]).norm() / grads[name].norm() < 1e-5, name
+            assert_close(on, losses, grads)
         off_and_on(mesh, schedule, **split, **low[schedule], reshard_after_forward=False, precision=BF16)
 
 
 @pytest.mark.parametrize("tp", [1, 2], ids=["dp2-pp2", "tp2-pp2"])
 def test_pipelines_are_one_process_and_the_flag_changes_no_bit(tp: int) -> None:
     run_ranks(4, pipelines, tp)
+
+
+def without_a_pipeline(rank: int, world_size: int) -> None:
+    mesh = mesh_of(pp=1, tp=2)
+    losses, grads = in_one_process(mesh.dp_rank, mesh.dp_size)
+    for sequence_parallel in (False, True):
+        on = off_and_on(mesh, "1f1b", sequence_parallel=sequence_parallel)
+        assert on.losses and on.first_grads.keys() == grads.keys()
+        assert_close(on, losses, grads)
+
+
+@pytest.mark.parametrize("world_size", [2, 4], ids=["tp2", "tp2-dp2"])
+def test_tensor_and_data_parallel_ranks_are_one_process(world_size: int) -> None:
+    run_ranks(world_size, without_a_pipeline)
 
 
 def evaluates(rank: int, world_size: int, pp: int) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 from torch import nn
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
@@ -130,6 +131,17 @@ def same_as_one_process(
 @pytest.mark.parametrize(("world_size", "names"), [(2, list(CASES)), (4, ["joint", "mlp", "groups", "post"])])
 def test_numbers_of_one_process(world_size: int, names: list[str]) -> None:
     run_ranks(world_size, same_as_one_process, names, None, {})
+
+
+def in_16_bits(rank: int, world_size: int) -> None:
+    for dtype, tolerance in ((torch.bfloat16, 0.016), (torch.float16, 0.002)):
+        tolerances = {"tolerance": tolerance, "grad_tolerance": 2 * tolerance}
+        same_as_one_process(rank, world_size, list(CASES), None, tolerances, params_dtype=dtype)
+
+
+def test_numbers_of_one_process_in_16_bits() -> None:
+    """Sums over ranks are of results that each has rounded."""
+    run_ranks(2, in_16_bits)
 
 
 RECIPES = {
