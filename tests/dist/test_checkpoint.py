@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.fsdp import fully_shard
 
 import flatfsdp
 from flatfsdp import FlatFSDP, Precision, checkpoint
@@ -118,6 +119,28 @@ def test_a_sharded_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:
     assert torch.equal(plain["model"]["count"], saved["model"]["count"])
     moments = saved["optimizer"]["state"]["cube"]["exp_avg_sq"]
     assert torch.equal(plain["optimizer"]["state"]["cube"]["exp_avg_sq"], moments)
+
+
+def to_fsdp2_and_back(rank: int, world_size: int, folder: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    flat = flatfsdp.auto_wrap(model, flatfsdp.by_class(Block))
+    checkpoint.save(f"{folder}/flat", flat)
+    theirs = fully_shard(nn.Sequential(*(fully_shard(Block()) for _ in range(2))))
+    dist.checkpoint.load({"model": theirs.state_dict()}, checkpoint_id=f"{folder}/flat")
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(value.full_tensor(), saved[name]), name
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter *= 2
+    dist.checkpoint.save({"model": theirs.state_dict()}, checkpoint_id=f"{folder}/theirs")
+    checkpoint.load(f"{folder}/theirs", flat)
+    assert equal(dict(flat.state_dict()), {name: 2 * value for name, value in saved.items()})
+
+
+def test_fsdp2_reads_ours_and_we_read_its(tmp_path: Path) -> None:
+    run_ranks(3, to_fsdp2_and_back, str(tmp_path))
 
 
 def optimizer_like_plain(rank: int, world_size: int, flag: bool, grouped: bool) -> None:
