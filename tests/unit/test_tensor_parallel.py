@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm import Ranks
+from flatfsdp.layers import LayerNormMLP
 from flatfsdp.tensor_parallel import TensorParallel, declare_split, initialize, part_of
 
 
@@ -40,6 +41,24 @@ def test_initial_values_do_not_depend_on_the_number_of_ranks(size: int) -> None:
         part, then = drawn(Ranks(None, size, rank))
         assert torch.equal(part, part_of(whole, 0, (8, 8), Ranks(None, size, rank)))
         assert torch.equal(then, after)
+
+
+def test_parameters_have_the_marks_of_megatron() -> None:
+    """By which other engines and trainers know what to sum and to gather."""
+    names = ("tensor_model_parallel", "partition_dim", "partition_stride", "sequence_parallel")
+    layer = LayerNormMLP(
+        16, 32, activation="swiglu", set_parallel_mode=True, tp_size=2, sequence_parallel=True
+    )
+    marks = {name: tuple(getattr(p, mark) for mark in names) for name, p in layer.named_parameters()}
+    assert marks == {
+        "layer_norm_weight": (False, -1, 1, True),
+        "layer_norm_bias": (False, -1, 1, True),
+        # Two parts of rows, each of them split.
+        "fc1_weight": (True, 0, 2, False),
+        "fc1_bias": (True, 0, 2, False),
+        "fc2_weight": (True, 1, 1, False),
+        "fc2_bias": (False, -1, 1, True),
+    }
 
 
 def test_sizes_that_ranks_cannot_share() -> None:
