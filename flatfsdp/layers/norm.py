@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -47,6 +48,9 @@ class _NormLayer(WithoutExtraState, Declaring):
         for parameter in self.parameters():
             declare_whole(parameter, partial_grad=sequence_parallel)
         self.reset_parameters()
+
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        """Changes nothing: every rank has the whole norm.  For loops over all layers of a model."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

@@ -87,6 +87,19 @@ def test_what_was_loaded_stays() -> None:
     run_ranks(2, what_was_loaded)
 
 
+def told_one_by_one(rank: int, world_size: int) -> None:
+    layer = LAYERS["TransformerLayer"](tp_size=2)
+    for module in layer.modules():
+        if hasattr(module, "set_tensor_parallel_group"):
+            module.set_tensor_parallel_group(dist.group.WORLD)
+    layer(input_of("TransformerLayer", False))
+
+
+def test_a_loop_over_all_modules_may_tell_them() -> None:
+    """As Transformer Engine's does; norms are among them, which have no tp_size."""
+    run_ranks(2, told_one_by_one)
+
+
 def misfits(rank: int, world_size: int) -> None:
     alone = dist.new_group([rank], use_local_synchronization=True)
     for size, group, message in (
