@@ -154,6 +154,14 @@ def test_kernels() -> None:
     assert all(reached) and f"All {len(reached)} rows reach their goal" in README
 
 
+def test_products() -> None:
+    speeds: dict[str, list[float]] = {"fprop": [], "dgrad": []}
+    for row in results("products")["rows"]:
+        if row["path"] == "flatfsdp":
+            speeds[row["direction"]].append(row["speed"])
+    assert_rows([("; ".join(f"{min(found):.2f} to {max(found):.2f}" for found in speeds.values()),)])
+
+
 def test_convergence() -> None:
     bf16, *others = results("convergence")["rows"]
     assert f"ends at a loss of {bf16['final_loss']:.3f} in bf16" in README
