@@ -10,8 +10,8 @@ in another order, and sums over ranks are in FP32 and rounded once, so results d
 those of `products` and NCCL; they are the same in every run.
 
 PyTorch keeps one buffer a group in memory that all of its GPUs see: as large as the largest rows that were
-gathered, or as two chunks.  NVLink multicast is not used; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps PyTorch from
-setting it up.
+gathered, or as two chunks.  NVLink multicast is not used; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps PyTorch
+from setting it up.
 """
 
 from __future__ import annotations
