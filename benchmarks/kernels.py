@@ -1,10 +1,10 @@
 """How fast is each kernel beside a plain copy, and each weight gradient beside a GEMM and an addition?
 
-Memory-bound kernels run at sizes of real layers (8192 tokens).  The bytes of each are those that it has to
-read and write by the formula in its docstring.  Divided by its time they give a bandwidth, which is compared
-with that of a copy of as many bytes in the same run (read + write), and of a large one: a launch of 20
-microseconds spends some of them on starting and ending, and a copy does, too.  The update of the scales has
-few bytes: there the time counts.
+Memory-bound kernels run at sizes of real layers: 8192 tokens, or --tokens.  The bytes of each are those that
+it has to read and write by the formula in its docstring.  Divided by its time they give a bandwidth, which is
+compared with that of a copy of as many bytes in the same run (read + write), and of a large one: a launch of
+20 microseconds spends some of them on starting and ending, and a copy does, too.  The update of the scales
+has few bytes: there the time counts.
 
 Weight gradients are added to an FP32 buffer, by the GEMM itself (`flatfsdp.kernels.wgrad`) and by PyTorch's
 GEMM into a temporary and an addition; bf16 also by `torch.addmm` in place.
@@ -23,6 +23,7 @@ weight gradients in place 1.10 times as fast as a GEMM and an addition.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -133,7 +134,7 @@ def _bars(axis: Any, labels: list[str], rows: list[dict[str, Any]], key: str, fo
     axis.set_yticks(positions, labels, fontsize=7)
     for position, value in zip(positions, values, strict=True):
         axis.text(value, position, f" {form.format(value)}", va="center", fontsize=7)
-    axis.set_ylim(len(rows) - 0.5, -0.5)
+    axis.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     axis.set_xlim(0, 1.1 * max(values, default=1.0))
     axis.spines[["top", "right"]].set_visible(False)
     axis.set_title(title, loc="left", fontsize=9)
@@ -150,9 +151,11 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
     python benchmarks/kernels.py
 
+    python benchmarks/kernels.py --tokens 32768 --only cast --only norm_forward
+
     python benchmarks/kernels.py --quick --json
 
-    python benchmarks/kernels.py --only cast --only norm_forward --rounds 20
+    python benchmarks/kernels.py --only rope --rounds 20
 
     python benchmarks/kernels.py --device cpu""",
 )
@@ -161,6 +164,10 @@ def main(
     only: Annotated[
         list[str], typer.Option(help="Kernels to measure, or wgrad; repeat for several.", show_default="all")
     ] = [],  # noqa: B006
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=16, help="Rows of activations; the files' name has them.", show_default="8192"),
+    ] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Batches of each.", show_default="10, or 3 if --quick")
     ] = None,
@@ -171,16 +178,16 @@ def main(
     kind = options.one_device(device)
     rounds = rounds or (3 if quick else 10)
     torch.manual_seed(0)
-    bench = Bench(TINY if kind.type == "cpu" else FULL, kind, quick)
+    sizes = TINY if kind.type == "cpu" else FULL
+    bench = Bench(sizes if tokens is None else replace(sizes, tokens=tokens), kind, quick)
     payload = {
         "environment": environment(kind.type),
         "rounds": rounds,
         "kernels": measured_kernels(bench, only, rounds),
         "wgrad": measured_gemms(bench, rounds) if not only or WGRAD in only else [],
     }
-    publish(
-        payload, out, "kernels", draw=partial(draw, payload), show=partial(show, payload), as_json=as_json
-    )
+    name = "kernels" if tokens is None else f"kernels-{tokens}"
+    publish(payload, out, name, draw=partial(draw, payload), show=partial(show, payload), as_json=as_json)
 
 
 if __name__ == "__main__":

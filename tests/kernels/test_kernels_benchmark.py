@@ -63,6 +63,13 @@ def test_some_kernels_only(tmp_path: Path) -> None:
     payload = json.loads((tmp_path / "kernels.json").read_text())
     assert [row["kernel"] for row in payload["kernels"]] == ["copy", "rope"] and not payload["wgrad"]
     assert "Kernels beside a copy" in done.stdout and "kernels.png" in done.stdout
+    assert payload["kernels"][1]["size"] == "48 x 64"
+    done = run_program(
+        *(SCRIPT, "--device", "cpu", "--rounds", "1", "--only", "rope"),
+        *("--tokens", "32", "--out", str(tmp_path)),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads((tmp_path / "kernels-32.json").read_text())["kernels"][1]["size"] == "32 x 64"
     unknown = run_program(SCRIPT, "--device", "cpu", "--only", "ropes")
     assert unknown.returncode == 2 and "there is no kernel 'ropes'" in unknown.stderr
 

@@ -154,6 +154,21 @@ def test_kernels() -> None:
     assert all(reached) and f"All {len(reached)} rows reach their goal" in README
 
 
+def test_kernels_of_many_tokens() -> None:
+    found = results("kernels-32768")["kernels"]
+    shares = {
+        (row["kernel"], row["variant"]): 100 * row["share"]
+        for row in found
+        if row["size"].startswith("32768")
+    }
+    norm, embedding = (
+        shares.pop(key) for key in (("norm_forward", "LayerNorm, to FP8"), ("embedding_grad", "added"))
+    )
+    text = README.replace("\n", " ")
+    assert f"kernels have {min(shares.values()):.0f} to {max(shares.values()):.0f} %" in text
+    assert f"LayerNorm to FP8 {norm:.1f}, the embedding gradient {embedding:.0f}." in text
+
+
 def test_products() -> None:
     speeds: dict[str, list[float]] = {"fprop": [], "dgrad": []}
     for row in results("products")["rows"]:
