@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from flatfsdp.binding import Binding
 from flatfsdp.comm import Grid, Ranks
+from flatfsdp.fp8.delayed_wgrad import is_delayed
 from flatfsdp.fp8_weights import roles
 from flatfsdp.layout import Role
 from flatfsdp.placement import Placement, placement_of
@@ -76,6 +77,11 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
     if is_lazy(parameter):
         raise ValueError(
             f"parameter {name} gets its shape in the first forward; run one before the module is wrapped"
+        )
+    if is_delayed(parameter):
+        raise ValueError(
+            f"the gradient of parameter {name} is computed after the backward, by backward_dw(), and "
+            "FlatFSDP reduces gradients in the backward; build its layer without delay_wgrad_compute"
         )
     if not parameter.is_floating_point():
         raise ValueError(

@@ -206,6 +206,8 @@ _MARKS = (
     "sequence_parallel",
     "tensor_parallel_ranks",
 )
+_KEPT = (*_MARKS, "skip_backward_post_hook")
+"""What a parameter in another's place is marked with, too."""
 
 
 class Shared(nn.Module):
@@ -295,7 +297,7 @@ class Declaring(Shared):
 
 def _marks_of(parameter: nn.Parameter | None) -> dict[str, Any]:
     attributes = {} if parameter is None else vars(parameter)
-    return {key: value for key, value in attributes.items() if key in _MARKS}
+    return {key: value for key, value in attributes.items() if key in _KEPT}
 
 
 def _mark_like(parameter: nn.Parameter | None, marks: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from flatfsdp.autograd import receives_gradient
 from flatfsdp.comm import Pending
 from flatfsdp.exchange import Exchange
 from flatfsdp.fp8 import overlapped, products
+from flatfsdp.fp8.delayed_wgrad import DelayedWgrads
 from flatfsdp.fp8.gather import RowsUnderWay
 from flatfsdp.fp8.main_grad import claim
 from flatfsdp.fp8.operand import Operand
@@ -61,7 +63,7 @@ class LinearCall:
 
     Attributes:
         name: of the weight, for messages.
-        weight: the parameter to whose main_grad the gradient goes; None without `fuse_wgrad`.
+        weight: the parameter to whose main_grad, or later `.grad`, the gradient goes; None: autograd gets it.
         dtype: of activations and their gradients.
         exchange: what is gathered and summed over tensor-parallel ranks.
         quantizer: of x; of all its rows, where they are gathered.
@@ -69,6 +71,7 @@ class LinearCall:
         stored_weight: gives the weight as FlatFSDP keeps it, when backward comes to it; None: it is saved.
         needs_input_grad, needs_weight_grad: what is to be computed in backward.
         bias_grad: dtype of the bias's gradient; None: it is not to be computed.
+        delayed: takes the weight's gradient until `backward_dw`; None: it is computed in backward.
         overlaps: whether products that wait for something sent begin with its first chunk.
         keeps_gathered: whether gathered rows of x are kept for backward, not gathered once more.
     """
@@ -87,6 +90,7 @@ class LinearCall:
     needs_input_grad: bool
     needs_weight_grad: bool
     bias_grad: torch.dtype | None
+    delayed: DelayedWgrads | None = None
     overlaps: bool = False
     keeps_gathered: bool = False
 
@@ -237,11 +241,19 @@ def _weight(saved: LinearSaved, call: LinearCall) -> Operand:
 
 
 def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
-    """In the weight's dtype, or None: it is in main_grad, or this backward does not ask for it."""
-    if call.weight is None:
-        return products.wgrad(dy, x, call.weight_dtype, call.split)
-    if not receives_gradient(call.weight):
+    """In the weight's dtype, or None: it is in main_grad, left for later, or this backward asks for none."""
+    if call.weight is not None and not receives_gradient(call.weight):
         return None
+    if call.delayed is not None:
+        call.delayed.put(partial(_compute_weight_grad, dy, x, call))
+        return None
+    return _compute_weight_grad(dy, x, call)
+
+
+def _compute_weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
+    if not call.fuse_wgrad:
+        return products.wgrad(dy, x, call.weight_dtype, call.split)
+    assert call.weight is not None
     slot = claim(call.weight, call.name, call.is_first_microbatch)
     products.accumulate_wgrad(
         slot.target,

@@ -24,6 +24,7 @@ from flatfsdp.exchange import UNSPLIT, Exchange
 from flatfsdp.fp8 import overlapped
 from flatfsdp.fp8.autocast import Region, current_region
 from flatfsdp.fp8.checks import require_bool_or_none, require_fp8, require_shared_scales
+from flatfsdp.fp8.delayed_wgrad import DelayedWgrads, mark_delayed
 from flatfsdp.fp8.linear import FuseWgrad, LinearCall
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
@@ -44,12 +45,14 @@ class FP8Module(LateBuffers, Declaring):
     Attributes:
         linear_maps: the names of their weights.
         exchanges: of those that are split over ranks.
+        delay_wgrad_compute: whether weight gradients wait for `backward_dw`.
         allows_fp8: False: products are never in FP8, whatever autocast says.
     """
 
     late_buffers: ClassVar[tuple[str, ...]] = (*buffer_names("forward"), *buffer_names("backward"))
     linear_maps: ClassVar[tuple[str, ...]] = ("weight",)
     fuse_wgrad_accumulation: FuseWgrad = False
+    delay_wgrad_compute = False
     allows_fp8 = True
 
     def __init__(self) -> None:
@@ -57,6 +60,7 @@ class FP8Module(LateBuffers, Declaring):
         self.exchanges: dict[str, Exchange] = {}
         self._scalings: dict[Direction, Scaling] = {}
         self._weight_cache = WeightCache(type(self).__name__)
+        self._delayed_wgrads: dict[str, DelayedWgrads] = {}
         self._last_recipe: Recipe | None = None
         self._ran_in_fp8 = False
 
@@ -151,7 +155,7 @@ class FP8Module(LateBuffers, Declaring):
         exchange = self.exchanges.get(name, UNSPLIT)
         call = LinearCall(
             name=f"{type(self).__name__}.{name}",
-            weight=weight if self.fuse_wgrad_accumulation else None,
+            weight=weight if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else None,
             weight_dtype=weight.dtype,
             dtype=dtype,
             split=roles.split,
@@ -164,9 +168,28 @@ class FP8Module(LateBuffers, Declaring):
             needs_input_grad=needs_input_grad,
             needs_weight_grad=trains and weight.requires_grad,
             bias_grad=bias.dtype if trains and bias is not None and bias.requires_grad else None,
+            delayed=self._delayed_wgrads.get(name),
             overlaps=exchange.overlap and _can_overlap(weight.device, roles.recipe),
         )
         return operand, call
+
+    def _delay_wgrads(self) -> None:
+        """From now on; called once the weights are there."""
+        self.delay_wgrad_compute = True
+        for name in self.linear_maps:
+            self._delayed_wgrads[name] = DelayedWgrads(f"{type(self).__name__}.{name}")
+            mark_delayed(self.get_parameter(name))
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that the oldest backward has left: with `delay_wgrad_compute`.
+
+        Raises:
+            RuntimeError: if no backward has left any.
+        """
+        for name in reversed(self._delayed_wgrads):
+            weight = self.get_parameter(name)
+            if weight.requires_grad:
+                self._delayed_wgrads[name].compute_oldest(weight)
 
     def fp8_weights(self) -> tuple[str, ...]:
         """Names of parameters that are used for FP8 products only, so that they may be kept in FP8."""
@@ -196,7 +219,12 @@ class FP8Module(LateBuffers, Declaring):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have the buffers, and find their own place in an arena."""
-        fresh = {"_scalings": {}, "_weight_cache": WeightCache(type(self).__name__)}
+        waiting = {name: DelayedWgrads(f"{type(self).__name__}.{name}") for name in self._delayed_wgrads}
+        fresh = {
+            "_scalings": {},
+            "_weight_cache": WeightCache(type(self).__name__),
+            "_delayed_wgrads": waiting,
+        }
         return {**super().__getstate__(), **fresh}
 
 

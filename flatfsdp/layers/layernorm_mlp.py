@@ -59,8 +59,8 @@ class LayerNormMLP(FP8Module):
         set_parallel_mode: the ranks of `tp_group` share fc1 by its rows and fc2 by its columns; both sizes
             given are those of the whole layer.
         sequence_parallel: input and output are split over the ranks along dimension 0.
-        fuse_wgrad_accumulation, params_dtype, device, tp_group, tp_size, tp_overlap, get_rng_state_tracker:
-            as `LinearOptions`.
+        fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype, device, tp_group, tp_size, tp_overlap,
+            get_rng_state_tracker: as `LinearOptions`.
 
     Attributes:
         hidden_size, ffn_hidden_size: the second one is this rank's part.
@@ -90,6 +90,7 @@ class LayerNormMLP(FP8Module):
         return_layernorm_output: bool = False,
         checkpoint: bool = False,
         fuse_wgrad_accumulation: FuseWgrad = False,
+        delay_wgrad_compute: bool = False,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         set_parallel_mode: bool = False,
@@ -137,6 +138,8 @@ class LayerNormMLP(FP8Module):
         declare_norm(parallel, self.layer_norm_weight, self.layer_norm_bias)
         declare_map(parallel, modes[0], self.fc1_weight, self.fc1_bias, (ffn_hidden_size,) * parts)
         declare_map(parallel, modes[1], self.fc2_weight, self.fc2_bias, (ffn_hidden_size,))
+        if delay_wgrad_compute:
+            self._delay_wgrads()
         self.reset_parameters()
 
     @torch.no_grad()

@@ -52,7 +52,8 @@ class MultiheadAttention(Shared):
         qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of queries and keys over each head.
         qk_norm_before_rope: before RoPE, instead of after it.
         qkv_format, attn_mask_type, window_size, attention_dropout, layer_number: as `DotProductAttention`.
-        bias, fuse_wgrad_accumulation, params_dtype, device: as `Linear`, of both projections.
+        bias, fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype, device: as `Linear`, of both
+            projections.
         attention_type: only "self".
         set_parallel_mode: the ranks of `tp_group` share the heads, and with them the rows of the first weight
             and the columns of the second; sizes given are those of the whole layer.
@@ -97,6 +98,7 @@ class MultiheadAttention(Shared):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         fuse_wgrad_accumulation: FuseWgrad = False,
+        delay_wgrad_compute: bool = False,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         set_parallel_mode: bool = False,
@@ -156,6 +158,7 @@ class MultiheadAttention(Shared):
         sizes = {"query": query_size, "key": key_size, "value": key_size}
         options: LinearOptions = {
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
             "params_dtype": params_dtype,
             "device": device,
             "tp_group": tp_group,
@@ -252,6 +255,15 @@ class MultiheadAttention(Shared):
         out = self.proj(context, is_first_microbatch=is_first_microbatch)
         results = (*(out if self.return_bias else (out,)), *passed_on)
         return results if len(results) > 1 else out
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that the oldest backward has left; see `delay_wgrad_compute`.
+
+        Raises:
+            RuntimeError: if no backward has left any.
+        """
+        self.proj.backward_dw()
+        (self.layernorm_qkv if self.input_layernorm else self.qkv).backward_dw()
 
     def _project(
         self, hidden_states: Tensor, is_first_microbatch: bool | None, return_residual: bool

@@ -30,6 +30,8 @@ class LinearOptions(TypedDict, total=False):
         fuse_wgrad_accumulation: add the weight's gradient to its FP32 `main_grad` in the product itself, and
             give autograd none.  Needs FlatFSDP, or a weight with a `main_grad`.  "two_pass" gives the same
             bits with power-of-two scales, through an FP32 temporary.
+        delay_wgrad_compute: leave the weight's gradient out of the backward, until `backward_dw()` is called.
+            Not with parameters_split, nor in FlatFSDP, which reduces gradients in the backward.
         parameters_split: the weight's rows, and the bias, as several parameters: names, or names and
             numbers of rows.  Named <name>_weight and <name>_bias.  Not with fuse_wgrad_accumulation.
         parallel_mode: how the ranks of `tp_group` share the weight: "column", by out_features, "row", by
@@ -50,6 +52,7 @@ class LinearOptions(TypedDict, total=False):
     params_dtype: torch.dtype | None
     device: torch.device | str | None
     fuse_wgrad_accumulation: FuseWgrad
+    delay_wgrad_compute: bool
     parameters_split: Mapping[str, int] | Sequence[str] | None
     parallel_mode: Mode | None
     tp_group: dist.ProcessGroup | None
@@ -97,6 +100,7 @@ class Projection(FP8Module):
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         fuse_wgrad_accumulation: FuseWgrad = False,
+        delay_wgrad_compute: bool = False,
         parameters_split: Mapping[str, int] | Sequence[str] | None = None,
         parallel_mode: Mode | None = None,
         tp_group: dist.ProcessGroup | None = None,
@@ -117,6 +121,11 @@ class Projection(FP8Module):
                 f"{name}: parameters_split with fuse_wgrad_accumulation: one product cannot write to the "
                 "main_grad of several parameters; leave one of them out"
             )
+        if parameters_split is not None and delay_wgrad_compute:
+            raise ValueError(
+                f"{name}: parameters_split with delay_wgrad_compute: autograd splits the gradient of the "
+                "joint weight in the backward; leave one of them out"
+            )
         self._parallel = TensorParallel.of(name, tp_group, tp_size, sequence_parallel, tp_overlap)
         self._mode: Mode | None = parallel_mode
         self.exchanges["weight"] = Exchange.of(self._parallel, parallel_mode)
@@ -135,6 +144,8 @@ class Projection(FP8Module):
             declare_map(self._parallel, parallel_mode, weight, added, split)
             self.register_parameter(f"{prefix}weight", weight)
             self.register_parameter(f"{prefix}bias", added)
+        if delay_wgrad_compute:
+            self._delay_wgrads()
 
     def _share(self, what: str, size: int, mode: Mode) -> int:
         """This rank's part of a size that `mode` splits."""

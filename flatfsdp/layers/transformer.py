@@ -45,7 +45,7 @@ class TransformerLayer(Shared):
         num_attention_heads, num_gqa_groups, attention_dropout, layer_number, kv_channels, window_size,
             fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, rotary_base, qk_norm_type,
             qk_norm_eps, qk_norm_before_rope: as `MultiheadAttention`.
-        fuse_wgrad_accumulation, params_dtype, device: as `Linear`, of all parts.
+        fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype, device: as `Linear`, of all parts.
         layer_type, drop_path_rate: only "encoder", which includes GPTs, and 0.
         set_parallel_mode, tp_group, tp_size, sequence_parallel, tp_overlap, get_rng_state_tracker: as
             `MultiheadAttention`, of all parts.  Under sequence_parallel each rank draws the dropout of its
@@ -94,6 +94,7 @@ class TransformerLayer(Shared):
         qk_norm_eps: float = 1e-6,
         qk_norm_before_rope: bool = False,
         fuse_wgrad_accumulation: FuseWgrad = False,
+        delay_wgrad_compute: bool = False,
         params_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         set_parallel_mode: bool = False,
@@ -155,6 +156,7 @@ class TransformerLayer(Shared):
             qk_norm_eps=qk_norm_eps,
             qk_norm_before_rope=qk_norm_before_rope,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
             params_dtype=params_dtype,
             device=device,
             set_parallel_mode=set_parallel_mode,
@@ -177,6 +179,7 @@ class TransformerLayer(Shared):
             return_bias=return_bias,
             return_layernorm_output=apply_residual_connection_post_layernorm,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            delay_wgrad_compute=delay_wgrad_compute,
             params_dtype=params_dtype,
             device=device,
             set_parallel_mode=set_parallel_mode,
@@ -244,6 +247,15 @@ class TransformerLayer(Shared):
             )
         )
         return self.layernorm(out) if self.output_layernorm else out
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that the oldest backward has left; see `delay_wgrad_compute`.
+
+        Raises:
+            RuntimeError: if no backward has left any.
+        """
+        self.layernorm_mlp.backward_dw()
+        self.self_attention.backward_dw()
 
     def _add(self, out: Tensor, *bias_and_residual: Tensor | None) -> Tensor:
         """Residual + dropout(out + bias); the bias may be missing, or None."""

@@ -13,7 +13,7 @@ from torch import nn
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, MultiheadAttention, TransformerLayer
 from tests.dist.ranks import run_ranks
-from tests.dist.split_layers import Kind, compare, make_pair
+from tests.dist.split_layers import BATCH, SEQUENCE, SHORT, Kind, Pair, compare, make_pair, step, whole_group
 
 WIDTH, OUT, FFN = 64, 96, 128
 HEADS = 8
@@ -161,3 +161,29 @@ def test_numbers_of_one_process_in_fp8(recipe: str) -> None:
     """With activations in FP32, of which few round to FP8 the other way because of another order of sums."""
     tolerances = {"steps": 3, "tolerance": 1e-3, "grad_tolerance": 2e-3}
     run_ranks(2, same_as_one_process, IN_FP8[recipe], RECIPES[recipe], tolerances)
+
+
+def delayed(rank: int, world_size: int) -> None:
+    for name in ("column", "row", "norm", "mlp", "layer"):
+        for sequence_parallel in (False, True):
+            for recipe in (None, SHORT):
+                make, kind, widths, _ = CASES[name]
+                make = partial(make, fuse_wgrad_accumulation=True, **whole_group(sequence_parallel))
+                found = []
+                for delays in (False, True):
+                    torch.manual_seed(5)
+                    layer = make(delay_wgrad_compute=delays)
+                    weights = [p for p in layer.parameters() if p.dim() == 2]
+                    for weight in weights:
+                        weight.main_grad = torch.zeros_like(weight)
+                    pair = Pair(layer, layer, kind, widths, sequence_parallel, None)
+                    x, dy = (torch.randn(SEQUENCE, BATCH, width) for width in widths)
+                    results = step(layer, pair.input(x), pair.output(dy), recipe)
+                    assert delays != any(weight.main_grad.any() for weight in weights)
+                    layer.backward_dw()
+                    found.append([*results, *(weight.main_grad for weight in weights)])
+                assert all(map(torch.equal, *found)), (name, sequence_parallel, recipe)
+
+
+def test_weight_gradients_that_wait() -> None:
+    run_ranks(2, delayed)

@@ -4,17 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.fp8 import DelayedScaling, autocast
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.fp8.state import Arena
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 
 TOKENS, WIDTH, FFN = 32, 32, 48
 SHORT = DelayedScaling(amax_history_len=4)
+RECIPES = pytest.mark.parametrize(
+    "recipe",
+    [SHORT, CurrentScaling(), BlockScaling(), None],
+    ids=["delayed", "current", "block", "high"],
+)
+LAYERS = {
+    "linear": partial(Linear, WIDTH, FFN),
+    "layernorm_linear": partial(LayerNormLinear, WIDTH, FFN, normalization="RMSNorm"),
+    "mlp": partial(LayerNormMLP, WIDTH, FFN, activation="swiglu"),
+    "mlp-checkpoint": partial(LayerNormMLP, WIDTH, FFN, checkpoint=True),
+}
+MAKES = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 
 
 def batch(scale: float = 1.0) -> Tensor:
@@ -152,3 +166,7 @@ def counted_updates() -> Iterator[list[int]]:
         yield counts
     finally:
         Arena.update = update  # type: ignore[method-assign]
+
+
+def weights_of(layer: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in layer.named_parameters() if p.dim() == 2}

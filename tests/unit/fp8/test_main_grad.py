@@ -11,27 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import fp8
-from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
-from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
-from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH, seeded
+from flatfsdp.fp8 import autocast
+from flatfsdp.layers import Linear
+from tests.unit.fp8.common import FFN, MAKES, RECIPES, SHORT, TOKENS, WIDTH, seeded, weights_of
 
-RECIPES = pytest.mark.parametrize(
-    "recipe",
-    [SHORT, CurrentScaling(), BlockScaling(), None],
-    ids=["delayed", "current", "block", "high"],
-)
-LAYERS = {
-    "linear": partial(Linear, WIDTH, FFN),
-    "layernorm_linear": partial(LayerNormLinear, WIDTH, FFN, normalization="RMSNorm"),
-    "mlp": partial(LayerNormMLP, WIDTH, FFN, activation="swiglu"),
-    "mlp-checkpoint": partial(LayerNormMLP, WIDTH, FFN, checkpoint=True),
-}
-MAKES = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-
-
-def weights_of(layer: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in layer.named_parameters() if p.dim() == 2}
 
 
 def with_main_grads(layer: Any, fill: Callable[[Tensor], Tensor]) -> Any:
