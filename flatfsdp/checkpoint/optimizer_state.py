@@ -274,13 +274,14 @@ def _portion_state(
     states: dict[str, SlotState],
     shards: dict[str, Tensor],
 ) -> dict[str, Any]:
-    slots = list(_slots(master, portion))
+    whole = len(master.portions) == 1
+    # A shard of padding alone counts steps as the others do.
+    slots = list(_slots(master, portion)) or (master.layout.slots if whole else ())
     state = states.get(prefix + slots[0].name) if slots else None
     if state is None:
         return {}
     # Copies: the optimizer keeps what it is given, and the state may be used again.
     values = {key: v.clone() if isinstance(v, Tensor) else v for key, v in state.values.items()}
-    whole = len(master.portions) == 1
     elements = {
         key: shards[key] if whole else shards[key][portion.start : portion.stop].clone()
         for key in state.elements

@@ -474,3 +474,39 @@ def test_names_of_several_roots_and_of_several_paths() -> None:
     assert all(torch.equal(whole[name], value) for name, value in model.state_dict().items())
     with pytest.raises(ValueError, match="Linear contains no FlatFSDP module"):
         checkpoint.local_state_dict(nn.Linear(2, 2))
+
+
+def resumed_with_padding(rank: int, world_size: int, folder: str) -> None:
+    """Of 20 elements in shards of 16 the last rank has none."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
+
+    def trained(model: FlatFSDP, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def made() -> tuple[FlatFSDP, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = FlatFSDP(nn.Linear(4, 4))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model, optimizer = made()
+    trained(model, optimizer, 2)
+    checkpoint.save(f"{folder}/sharded", model, optimizer)
+    if (state := full_state(model, optimizer)) and rank == 0:
+        torch.save(state, f"{folder}/full.pt")
+    dist.barrier()
+    trained(model, optimizer, 1)
+    for form in FORMS:
+        other, its_optimizer = made()
+        load_form(form, folder, other, its_optimizer, rank)
+        trained(other, its_optimizer, 1)
+        assert torch.equal(model.flat_param, other.flat_param), form
+        states = (o.state_dict()["state"][0] for o in (optimizer, its_optimizer))
+        ours, theirs = (dict(sorted(state.items())) for state in states)
+        assert equal(ours, theirs), form
+
+
+def test_ranks_with_padding_only_resume_as_the_others(tmp_path: Path) -> None:
+    run_ranks(3, resumed_with_padding, str(tmp_path))
