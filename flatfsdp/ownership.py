@@ -17,10 +17,10 @@ from torch.nn.parameter import is_lazy
 
 from flatfsdp.binding import Binding
 from flatfsdp.comm import Grid, Ranks
-from flatfsdp.fp8.delayed_wgrad import is_delayed
 from flatfsdp.fp8_weights import roles
 from flatfsdp.layout import Role
 from flatfsdp.placement import Placement, placement_of
+from flatfsdp.tensor_parallel import is_delayed
 from flatfsdp.unit_module import UnitModule
 from flatfsdp.walk import units_in
 from flatfsdp.wrapper import ModuleWrapper

@@ -206,8 +206,19 @@ _MARKS = (
     "sequence_parallel",
     "tensor_parallel_ranks",
 )
-_KEPT = (*_MARKS, "skip_backward_post_hook")
+_DELAYED = "skip_backward_post_hook"
+_KEPT = (*_MARKS, _DELAYED)
 """What a parameter in another's place is marked with, too."""
+
+
+def declare_delayed(weight: nn.Parameter) -> None:
+    """Marks a weight whose gradient comes after the backward, in Transformer Engine's words."""
+    setattr(weight, _DELAYED, True)
+
+
+def is_delayed(weight: Tensor) -> bool:
+    """Whether a layer, of any library, has said so."""
+    return getattr(weight, _DELAYED, False)
 
 
 class Shared(nn.Module):

@@ -9,7 +9,7 @@ they are computed from is kept until then.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 
 import torch
@@ -20,40 +20,25 @@ Product = Callable[[], Tensor | None]
 
 
 class DelayedWgrads:
-    """Of one weight, oldest backward first.
+    """Of one layer: for each weight, by its name in messages, oldest backward first."""
 
-    Args:
-        name: the weight's, for messages.
-    """
+    def __init__(self) -> None:
+        self._products: defaultdict[str, deque[Product]] = defaultdict(deque)
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._products: deque[Product] = deque()
-
-    def put(self, product: Product) -> None:
-        self._products.append(product)
+    def put(self, name: str, product: Product) -> None:
+        self._products[name].append(product)
 
     @torch.no_grad()
-    def compute_oldest(self, weight: nn.Parameter) -> None:
+    def compute_oldest(self, name: str, weight: nn.Parameter) -> None:
         """
         Raises:
             RuntimeError: if there is none.
         """
-        if not self._products:
+        if not self._products[name]:
             raise RuntimeError(
-                f"{self._name}: no backward has left a weight gradient; call backward_dw() once for each "
-                "call of the layer, after its backward"
+                f"{name}: no backward has left a weight gradient; call backward_dw() once for each call of "
+                "the layer, after its backward"
             )
-        grad = self._products.popleft()()
+        grad = self._products[name].popleft()()
         if grad is not None:
             weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
-
-
-def mark_delayed(weight: nn.Parameter) -> None:
-    """In Transformer Engine's words, for engines that wait for gradients: none comes in the backward."""
-    weight.skip_backward_post_hook = True  # type: ignore[attr-defined]
-
-
-def is_delayed(weight: Tensor) -> bool:
-    """Of any layer's weight."""
-    return getattr(weight, "skip_backward_post_hook", False)

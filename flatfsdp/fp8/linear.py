@@ -71,7 +71,7 @@ class LinearCall:
         stored_weight: gives the weight as FlatFSDP keeps it, when backward comes to it; None: it is saved.
         needs_input_grad, needs_weight_grad: what is to be computed in backward.
         bias_grad: dtype of the bias's gradient; None: it is not to be computed.
-        delayed: takes the weight's gradient until `backward_dw`; None: it is computed in backward.
+        delayed: takes the weight's gradient, until `backward_dw`; None: it is computed in backward.
         overlaps: whether products that wait for something sent begin with its first chunk.
         keeps_gathered: whether gathered rows of x are kept for backward, not gathered once more.
     """
@@ -245,7 +245,7 @@ def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
     if call.weight is not None and not receives_gradient(call.weight):
         return None
     if call.delayed is not None:
-        call.delayed.put(partial(_compute_weight_grad, dy, x, call))
+        call.delayed.put(call.name, partial(_compute_weight_grad, dy, x, call))
         return None
     return _compute_weight_grad(dy, x, call)
 

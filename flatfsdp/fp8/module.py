@@ -24,7 +24,7 @@ from flatfsdp.exchange import UNSPLIT, Exchange
 from flatfsdp.fp8 import overlapped
 from flatfsdp.fp8.autocast import Region, current_region
 from flatfsdp.fp8.checks import require_bool_or_none, require_fp8, require_shared_scales
-from flatfsdp.fp8.delayed_wgrad import DelayedWgrads, mark_delayed
+from flatfsdp.fp8.delayed_wgrad import DelayedWgrads
 from flatfsdp.fp8.linear import FuseWgrad, LinearCall
 from flatfsdp.fp8.operand import Operand
 from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
@@ -34,7 +34,7 @@ from flatfsdp.fp8.state import Direction, Scaling, buffer_names
 from flatfsdp.fp8.state_dict import LateBuffers
 from flatfsdp.fp8.weight_cache import WeightCache
 from flatfsdp.kernels.gemm import ALIGNMENT
-from flatfsdp.tensor_parallel import Declaring
+from flatfsdp.tensor_parallel import Declaring, declare_delayed
 
 logger = logging.getLogger(__name__)
 
@@ -45,14 +45,12 @@ class FP8Module(LateBuffers, Declaring):
     Attributes:
         linear_maps: the names of their weights.
         exchanges: of those that are split over ranks.
-        delay_wgrad_compute: whether weight gradients wait for `backward_dw`.
         allows_fp8: False: products are never in FP8, whatever autocast says.
     """
 
     late_buffers: ClassVar[tuple[str, ...]] = (*buffer_names("forward"), *buffer_names("backward"))
     linear_maps: ClassVar[tuple[str, ...]] = ("weight",)
     fuse_wgrad_accumulation: FuseWgrad = False
-    delay_wgrad_compute = False
     allows_fp8 = True
 
     def __init__(self) -> None:
@@ -60,7 +58,7 @@ class FP8Module(LateBuffers, Declaring):
         self.exchanges: dict[str, Exchange] = {}
         self._scalings: dict[Direction, Scaling] = {}
         self._weight_cache = WeightCache(type(self).__name__)
-        self._delayed_wgrads: dict[str, DelayedWgrads] = {}
+        self._delayed_wgrads: DelayedWgrads | None = None
         self._last_recipe: Recipe | None = None
         self._ran_in_fp8 = False
 
@@ -154,8 +152,8 @@ class FP8Module(LateBuffers, Declaring):
         )
         exchange = self.exchanges.get(name, UNSPLIT)
         call = LinearCall(
-            name=f"{type(self).__name__}.{name}",
-            weight=weight if self.fuse_wgrad_accumulation or self.delay_wgrad_compute else None,
+            name=self._name_of(name),
+            weight=weight if self.fuse_wgrad_accumulation or self._delayed_wgrads is not None else None,
             weight_dtype=weight.dtype,
             dtype=dtype,
             split=roles.split,
@@ -168,17 +166,16 @@ class FP8Module(LateBuffers, Declaring):
             needs_input_grad=needs_input_grad,
             needs_weight_grad=trains and weight.requires_grad,
             bias_grad=bias.dtype if trains and bias is not None and bias.requires_grad else None,
-            delayed=self._delayed_wgrads.get(name),
+            delayed=self._delayed_wgrads,
             overlaps=exchange.overlap and _can_overlap(weight.device, roles.recipe),
         )
         return operand, call
 
     def _delay_wgrads(self) -> None:
         """From now on; called once the weights are there."""
-        self.delay_wgrad_compute = True
+        self._delayed_wgrads = DelayedWgrads()
         for name in self.linear_maps:
-            self._delayed_wgrads[name] = DelayedWgrads(f"{type(self).__name__}.{name}")
-            mark_delayed(self.get_parameter(name))
+            declare_delayed(self.get_parameter(name))
 
     def backward_dw(self) -> None:
         """Computes the weight gradients that the oldest backward has left: with `delay_wgrad_compute`.
@@ -186,10 +183,16 @@ class FP8Module(LateBuffers, Declaring):
         Raises:
             RuntimeError: if no backward has left any.
         """
-        for name in reversed(self._delayed_wgrads):
+        if self._delayed_wgrads is None:
+            return
+        for name in reversed(self.linear_maps):
             weight = self.get_parameter(name)
             if weight.requires_grad:
-                self._delayed_wgrads[name].compute_oldest(weight)
+                self._delayed_wgrads.compute_oldest(self._name_of(name), weight)
+
+    def _name_of(self, weight: str) -> str:
+        """In messages."""
+        return f"{type(self).__name__}.{weight}"
 
     def fp8_weights(self) -> tuple[str, ...]:
         """Names of parameters that are used for FP8 products only, so that they may be kept in FP8."""
@@ -219,11 +222,10 @@ class FP8Module(LateBuffers, Declaring):
 
     def __getstate__(self) -> dict[str, Any]:
         """Copies and pickles have the buffers, and find their own place in an arena."""
-        waiting = {name: DelayedWgrads(f"{type(self).__name__}.{name}") for name in self._delayed_wgrads}
         fresh = {
             "_scalings": {},
             "_weight_cache": WeightCache(type(self).__name__),
-            "_delayed_wgrads": waiting,
+            "_delayed_wgrads": None if self._delayed_wgrads is None else DelayedWgrads(),
         }
         return {**super().__getstate__(), **fresh}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -164,25 +165,24 @@ def test_numbers_of_one_process_in_fp8(recipe: str) -> None:
 
 
 def delayed(rank: int, world_size: int) -> None:
-    for name in ("column", "row", "norm", "mlp", "layer"):
-        for sequence_parallel in (False, True):
-            for recipe in (None, SHORT):
-                make, kind, widths, _ = CASES[name]
-                make = partial(make, fuse_wgrad_accumulation=True, **whole_group(sequence_parallel))
-                found = []
-                for delays in (False, True):
-                    torch.manual_seed(5)
-                    layer = make(delay_wgrad_compute=delays)
-                    weights = [p for p in layer.parameters() if p.dim() == 2]
-                    for weight in weights:
-                        weight.main_grad = torch.zeros_like(weight)
-                    pair = Pair(layer, layer, kind, widths, sequence_parallel, None)
-                    x, dy = (torch.randn(SEQUENCE, BATCH, width) for width in widths)
-                    results = step(layer, pair.input(x), pair.output(dy), recipe)
-                    assert delays != any(weight.main_grad.any() for weight in weights)
-                    layer.backward_dw()
-                    found.append([*results, *(weight.main_grad for weight in weights)])
-                assert all(map(torch.equal, *found)), (name, sequence_parallel, recipe)
+    names, recipes = ("column", "row", "norm", "mlp", "layer"), (None, SHORT)
+    for name, sequence_parallel, recipe in product(names, (False, True), recipes):
+        make, kind, widths, _ = CASES[name]
+        make = partial(make, fuse_wgrad_accumulation=True, **whole_group(sequence_parallel))
+        found = []
+        for delays in (False, True):
+            torch.manual_seed(5)
+            layer = make(delay_wgrad_compute=delays)
+            weights = [p for p in layer.parameters() if p.dim() == 2]
+            for weight in weights:
+                weight.main_grad = torch.zeros_like(weight)
+            pair = Pair(layer, layer, kind, widths, sequence_parallel, None)
+            x, dy = (torch.randn(SEQUENCE, BATCH, width) for width in widths)
+            results = step(layer, pair.input(x), pair.output(dy), recipe)
+            assert delays != any(weight.main_grad.any() for weight in weights)
+            layer.backward_dw()
+            found.append([*results, *(weight.main_grad for weight in weights)])
+        assert all(map(torch.equal, *found)), (name, sequence_parallel, recipe)
 
 
 def test_weight_gradients_that_wait() -> None:
