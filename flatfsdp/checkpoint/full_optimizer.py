@@ -12,6 +12,7 @@ from flatfsdp.checkpoint.optimizer_state import (
     described,
     groups_by_name,
     install,
+    not_trained,
     state_shard,
     trained_masters,
 )
@@ -137,10 +138,7 @@ def _misfit(state_dict: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> s
         return f'an optimizer state has the keys "state" and "param_groups", this has {sorted(state_dict)}'
     for name, of_name in state_dict["state"].items():
         if name not in shapes:
-            return (
-                f"the optimizer state has {name!r}, which is not a trained parameter here: load it into the "
-                "model that it was saved from, with the same parameters frozen"
-            )
+            return not_trained(name)
         for key, value in of_name.items():
             if isinstance(value, Tensor) and value.dim() > 0 and tuple(value.shape) != shapes[name]:
                 shape = tuple(value.shape)

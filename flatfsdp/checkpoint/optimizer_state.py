@@ -243,10 +243,7 @@ def _check_fit(
     names = {prefix + slot.name for prefix, master in masters for slot in master.layout.slots}
     unknown = sorted(set(states) - names)
     if unknown:
-        raise ValueError(
-            f"the optimizer state has {unknown[0]!r}, which is not a trained parameter here: load it into "
-            "the model that it was saved from, with the same parameters frozen"
-        )
+        raise ValueError(not_trained(unknown[0]))
     for portion in portions:
         found = [states.get(name) for name in portion]
         for name, state in zip(portion, found, strict=True):
@@ -255,6 +252,14 @@ def _check_fit(
                     f"the optimizer state of {name} differs from {portion[0]}'s, or one of them is missing, "
                     "but both are in one parameter of this optimizer; separate them with param_groups"
                 )
+
+
+def not_trained(name: str) -> str:
+    """What is wrong with a state that has this name."""
+    return (
+        f"the optimizer state has {name!r}, which is not a trained parameter here: load it into the model "
+        "that it was saved from, with the same parameters frozen"
+    )
 
 
 def _alike(ours: SlotState | None, theirs: SlotState | None) -> bool:
