@@ -8,12 +8,10 @@ leave room for new measurements.
 from __future__ import annotations
 
 import importlib
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
@@ -31,9 +29,9 @@ from flatfsdp.plan.time import RankTime, TimePlan, step_of
 from flatfsdp.policy import Precision
 from flatfsdp.timeline import load_spans, overlap_of
 from flatfsdp.trace import ATTENTION, COMMUNICATION, breakdown
+from tests.programs import ROOT
+from tests.unit.published import README, RESULTS, results, rows
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "benchmarks" / "results"
 H200 = Machine()
 BF16 = Precision(compute=torch.bfloat16)
 FP8 = replace(BF16, fp8_weights=CurrentScaling())
@@ -42,14 +40,6 @@ PRECISIONS: dict[str, tuple[Precision, Recipe | None]] = {
     "flat-fp8-current": (FP8, CurrentScaling()),
     "flat-bf16-fused": (BF16, None),
 }
-
-
-def results(name: str) -> Any:
-    return json.loads((RESULTS / name).read_text())
-
-
-def rows(name: str, field: str = "rows") -> dict[str, Any]:
-    return {row["name"]: row for row in results(name)[field]}
 
 
 # -- steps -----------------------------------------------------------------------------------------------
@@ -134,8 +124,7 @@ def test_the_readmes_table(layouts: dict[str, Job]) -> None:
     for file, engines in product(STEPS, (["flat-bf16-fused"], ["flat-fp8-delayed", "flat-fp8-current"])):
         found = [{**rows(file)[name], "peak_gib": [rows(file)[name]["peak_gib"]]} for name in engines]
         lines.append(line([planned_step(file, name) for name in engines], found, 0))
-    readme = (ROOT / "README.md").read_text()
-    assert not (missing := [each for each in lines if each not in readme]), "".join(missing)
+    assert not (missing := [each for each in lines if each not in README]), "".join(missing)
 
 
 @pytest.mark.parametrize(

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
+from tests.unit.published import README, results, rows
+
 ROWS = [
     [cell.strip() for cell in re.sub(r"[*`]", "", line).strip("|").split("|")]
     for line in README.splitlines()
     if line.startswith("|")
 ]
-
-
-def results(name: str) -> Any:
-    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-
-
-def rows(name: str) -> dict[str, Any]:
-    return {row["name"]: row for row in results(name)["rows"]}
 
 
 def assert_rows(expected: Iterable[tuple[str, ...]]) -> None:
@@ -32,7 +21,7 @@ def assert_rows(expected: Iterable[tuple[str, ...]]) -> None:
 
 
 def test_bytes() -> None:
-    by_label = {row["label"]: row["local"] for row in results("bytes")["rows"] if row["ranks"] == 4}
+    by_label = {row["label"]: row["local"] for row in results("bytes.json")["rows"] if row["ranks"] == 4}
 
     def expected() -> Iterator[tuple[str, ...]]:
         for engine, sync in (
@@ -50,10 +39,12 @@ def test_bytes() -> None:
 
 def test_the_same_bits() -> None:
     def expected() -> Iterator[tuple[str, ...]]:
-        for two, four in zip(results("verify-h200-2")["rows"], results("verify-h200-4")["rows"], strict=True):
+        for two, four in zip(
+            results("verify-h200-2.json")["rows"], results("verify-h200-4.json")["rows"], strict=True
+        ):
             yield two["off"]["final_loss_hex"], four["on"]["final_loss_hex"], "equal"
         own: dict[tuple[str, str], dict[str, str]] = {}
-        for row in results("verify-h200-2-fp8")["rows"]:
+        for row in results("verify-h200-2-fp8.json")["rows"]:
             losses = own.setdefault((row["switch"], row["fusion"]), {})
             # Both strategies have one loss.
             assert (
@@ -68,11 +59,11 @@ def test_the_same_bits() -> None:
 
 def test_steps() -> None:
     def expected() -> Iterator[tuple[str, ...]]:
-        for name, row in rows("step-70b-l2-vocab-m16-keep").items():
+        for name, row in rows("step-70b-l2-vocab-m16-keep.json").items():
             if name != "flat-off-compile":
                 yield f"{row['ms']:.0f}", f"{row['time_vs_fsdp2']:.3f}", f"{row['peak_gib']:.1f}"
-        for name in ("step-8b-m1-reshard-fp8", "step-70b-l2-s1k-m16-keep-fp8"):
-            for row in rows(name).values():
+        for file in ("step-8b-m1-reshard-fp8.json", "step-70b-l2-s1k-m16-keep-fp8.json"):
+            for row in rows(file).values():
                 numbers = f"{row['ms']:.0f}", f"{row['tflops_per_rank']:.0f}"
                 yield *numbers, f"{row['time_vs_fsdp2_float8']:.3f}", f"{row['peak_gib']:.1f}"
 
@@ -80,7 +71,7 @@ def test_steps() -> None:
 
 
 def test_layers() -> None:
-    one, two = rows("layer"), rows("tensor-parallel-70b-2")
+    one, two = rows("layer.json"), rows("tensor-parallel-70b-2.json")
     shown = (
         "eager",
         "flat-bf16",
@@ -105,16 +96,16 @@ def test_layers() -> None:
 
 
 def test_collectives() -> None:
-    shown = {2**power: None for power in (20, 24, 26, 28, 30)}
+    shown = {2**power for power in (20, 24, 26, 28, 30)}
     found: dict[str, list[str]] = {}
-    for row in results("collectives-nccl-4")["rows"]:
+    for row in results("collectives-nccl-4.json")["rows"]:
         if row["bytes"] in shown:
             found.setdefault(row["operation"], []).append(f"{row['bus_gb_s']:.0f}")
     assert_rows(tuple(numbers) for numbers in found.values())
 
 
 def test_kernels() -> None:
-    found = results("kernels")
+    found = results("kernels.json")
 
     def percent(kernel: str, variant: str = "") -> list[str]:
         """Of a copy of as many bytes, for each size."""
@@ -155,30 +146,27 @@ def test_kernels() -> None:
 
 
 def test_kernels_of_many_tokens() -> None:
-    found = results("kernels-32768")["kernels"]
-    shares = {
-        (row["kernel"], row["variant"]): 100 * row["share"]
-        for row in found
-        if row["size"].startswith("32768")
-    }
-    norm, embedding = (
-        shares.pop(key) for key in (("norm_forward", "LayerNorm, to FP8"), ("embedding_grad", "added"))
-    )
+    shares: dict[str, list[float]] = {}
+    for row in results("kernels-32768.json")["kernels"]:
+        if row["size"].startswith("32768"):
+            shares.setdefault(f"{row['kernel']} {row['variant']}", []).append(100 * row["share"])
+    (norm,), (embedding,) = shares.pop("norm_forward LayerNorm, to FP8"), shares.pop("embedding_grad added")
+    others = [share for of_sizes in shares.values() for share in of_sizes]
     text = README.replace("\n", " ")
-    assert f"kernels have {min(shares.values()):.0f} to {max(shares.values()):.0f} %" in text
+    assert f"kernels have {min(others):.0f} to {max(others):.0f} %" in text
     assert f"LayerNorm to FP8 {norm:.1f}, the embedding gradient {embedding:.0f}." in text
 
 
 def test_products() -> None:
     speeds: dict[str, list[float]] = {"fprop": [], "dgrad": []}
-    for row in results("products")["rows"]:
+    for row in results("products.json")["rows"]:
         if row["path"] == "flatfsdp":
             speeds[row["direction"]].append(row["speed"])
     assert_rows([("; ".join(f"{min(found):.2f} to {max(found):.2f}" for found in speeds.values()),)])
 
 
 def test_convergence() -> None:
-    bf16, *others = results("convergence")["rows"]
+    bf16, *others = results("convergence.json")["rows"]
     assert f"ends at a loss of {bf16['final_loss']:.3f} in bf16" in README
     for row in others:
         assert f"{100 * row['against_bf16']:+.2f} % with" in README.replace("\n", " "), row["precision"]
