@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.flop_counter import register_flop_formula
 
-_library = torch.library.Library("flatfsdp", "FRAGMENT")
+_library = library.Library("flatfsdp", "FRAGMENT")
 
 
 def operator(
@@ -36,7 +36,7 @@ def operator(
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
     _library.impl(name, reference, "CPU")
     _library.impl(name, launch, "CUDA")
-    torch.library.register_fake(f"flatfsdp::{name}", lambda *args, **kwargs: None, lib=_library)
+    library.register_fake(f"flatfsdp::{name}", lambda *args, **kwargs: None, lib=_library)
     registered = getattr(torch.ops.flatfsdp, name).default
     if flops is not None:
         register_flop_formula(getattr(torch.ops.flatfsdp, name))(flops)

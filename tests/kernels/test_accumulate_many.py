@@ -10,7 +10,7 @@ from flatfsdp.kernels import accumulate_many as module
 from flatfsdp.kernels._tables import kept_table
 from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.accumulate_many import accumulate_many
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
@@ -128,7 +128,7 @@ def test_what_does_not_fit_is_named() -> None:
 def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     targets, grads = [torch.zeros(4), torch.zeros(7)], [torch.randn(4), torch.randn(7).bfloat16()]
     arguments = (torch.empty(0), targets, grads, [True, False])
-    torch.library.opcheck(torch.ops.flatfsdp.accumulate_many_.default, arguments)
+    library.opcheck(torch.ops.flatfsdp.accumulate_many_.default, arguments)
 
 
 def test_it_compiles_for_hopper_with_wide_loads_and_without_spills() -> None:

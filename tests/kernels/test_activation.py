@@ -11,7 +11,7 @@ from flatfsdp.kernels import activation
 from flatfsdp.kernels._outputs import Outputs, rows_at_once
 from flatfsdp.kernels._tiles import Tile
 from flatfsdp.kernels.activation import GATED, NAMES, ActivationBackward
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
@@ -269,11 +269,11 @@ def test_what_does_not_fit_is_named() -> None:
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     dy, x = inputs(4, 8, "swiglu", "cpu")
     # opcheck's own arithmetic does not know FP8.
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.flatfsdp.activation_forward_.default,
         (x, "silu", True, dy.clone(), None, None, None, torch.zeros(1)),
     )
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.flatfsdp.activation_backward_.default,
         (dy, x, "silu", True, x.clone(), None, None, torch.zeros(16), None, torch.zeros(1)),
     )

@@ -11,7 +11,7 @@ from flatfsdp.kernels import adamw as module
 from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.adamw import Numbers, adamw
 from flatfsdp.kernels.runs import Run
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.kernels.flat_runs import FlatRuns, same
@@ -221,7 +221,7 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     computes = [torch.zeros(4, dtype=BF16), torch.zeros(0, dtype=BF16)]
     own = [number for index in range(2) for number in numbers(index)]
     arguments = (torch.empty(0), *tensors, own, computes, [torch.zeros(1), torch.zeros(1)], None, BF16)
-    torch.library.opcheck(torch.ops.flatfsdp.adamw_.default, arguments)
+    library.opcheck(torch.ops.flatfsdp.adamw_.default, arguments)
 
 
 @pytest.mark.parametrize("copy", [None, tl.bfloat16], ids=str)

@@ -20,7 +20,7 @@ from flatfsdp.kernels.block_cast import (
     block_cast,
     vector_warps,
 )
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
@@ -260,7 +260,7 @@ def test_operators(block: str) -> None:
     operator = {"1x128": "block_cast_vectors_", "128x128": "block_cast_squares_"}[block]
     x = torch.randn(16, 48)
     inv = torch.empty(1, 16) if block == "1x128" else torch.zeros(1, 4)
-    torch.library.opcheck(
+    library.opcheck(
         getattr(torch.ops.flatfsdp, operator).default,
         (x, x.to(E4M3), inv, None, None, True, 0.0),
         # Its comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.

@@ -9,7 +9,7 @@ import torch
 from flatfsdp.kernels import block_gemm as module
 from flatfsdp.kernels.block_cast import block_cast
 from flatfsdp.kernels.block_gemm import block_scaled_mm, dequantize
-from torch import Tensor
+from torch import Tensor, library
 
 E4M3 = torch.float8_e4m3fn
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_operator() -> None:
     (a, a_inv), (b, b_inv) = quantized(48, 640, "1x128"), quantized(272, 640, "128x128")
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.flatfsdp.block_scaled_mm_.default,
         (a, b, a_inv, b_inv, a.new_empty(48, 272, dtype=torch.bfloat16)),
         # Its comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.

@@ -10,7 +10,7 @@ from flatfsdp.kernels import cast as module
 from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels.cast import cast, max_abs
 from flatfsdp.kernels.transpose import transpose
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
@@ -256,8 +256,8 @@ def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     q, q_t = x.to(E4M3), x.t().contiguous().to(E4M3)
     operators = torch.ops.flatfsdp
     for arguments in ((x, one, q, q_t, torch.zeros(1), torch.zeros(6)), (x, one, None, q_t, None, None)):
-        torch.library.opcheck(operators.cast_.default, arguments, test_utils=tests)
-    torch.library.opcheck(operators.max_abs_.default, (x, torch.zeros(1)))
+        library.opcheck(operators.cast_.default, arguments, test_utils=tests)
+    library.opcheck(operators.max_abs_.default, (x, torch.zeros(1)))
 
 
 def compiled_cast(x_type: str, is_summed: bool, aligned: tuple[str, ...]) -> tuple[Compiled, Tile]:

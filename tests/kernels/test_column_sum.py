@@ -10,7 +10,7 @@ from flatfsdp.kernels import column_sum as module
 from flatfsdp.kernels._outputs import rows_at_once
 from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels.column_sum import column_sum, division
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_compiled_and_faked_calls_go_through_the_operator() -> None:
-    torch.library.opcheck(torch.ops.flatfsdp.column_sum_.default, (torch.randn(4, 6), torch.zeros(6)))
+    library.opcheck(torch.ops.flatfsdp.column_sum_.default, (torch.randn(4, 6), torch.zeros(6)))
 
 
 def vector(x_type: str) -> int:

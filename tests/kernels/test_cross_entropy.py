@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from flatfsdp.kernels import cross_entropy as module
 from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
@@ -226,12 +226,10 @@ def test_what_does_not_fit_is_named() -> None:
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     logits, targets = batch(4, 6, torch.float32, "cpu")
     operators, row = torch.ops.flatfsdp, torch.zeros(4)
-    torch.library.opcheck(
-        operators.cross_entropy_statistics_.default, (logits, targets, 0, torch.zeros(3, 4))
-    )
+    library.opcheck(operators.cross_entropy_statistics_.default, (logits, targets, 0, torch.zeros(3, 4)))
     for source in (None, logits):
         arguments = (torch.randn(4, 6), source, targets, row, row, row, 0, -100)
-        torch.library.opcheck(operators.cross_entropy_grad_.default, arguments)
+        library.opcheck(operators.cross_entropy_grad_.default, arguments)
 
 
 HOPPER = pytest.mark.parametrize("x_type", ["bf16", "fp32"])

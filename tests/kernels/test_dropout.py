@@ -10,7 +10,7 @@ from flatfsdp.kernels import dropout
 from flatfsdp.kernels._outputs import rows_at_once
 from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.dropout import DropoutBackward
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
@@ -186,9 +186,9 @@ def test_what_does_not_fit_is_named() -> None:
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     x = torch.randn(4, 8)
     arguments: tuple[Any, ...] = (x, x[0].clone(), x.clone(), x.clone(), 0.1, 1, 2)
-    torch.library.opcheck(torch.ops.flatfsdp.dropout_forward_.default, arguments)
+    library.opcheck(torch.ops.flatfsdp.dropout_forward_.default, arguments)
     arguments = (x, x.clone(), x[0].clone(), 0.1, 1, 2)
-    torch.library.opcheck(torch.ops.flatfsdp.dropout_backward_.default, arguments)
+    library.opcheck(torch.ops.flatfsdp.dropout_backward_.default, arguments)
 
 
 NUMBERS = {

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from flatfsdp.kernels import embedding
 from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.embedding import embedding_grad
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
@@ -185,7 +185,7 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     target, dy, ids = tokens(4, 16, 5, "cpu")
     for padding_idx, first in ((None, True), (2, False)):
         arguments = (target, dy, ids, padding_idx, first)
-        torch.library.opcheck(torch.ops.flatfsdp.embedding_grad_.default, arguments)
+        library.opcheck(torch.ops.flatfsdp.embedding_grad_.default, arguments)
 
 
 @pytest.mark.parametrize("first", [True, False])

@@ -7,7 +7,7 @@ import torch
 from flatfsdp.kernels import _cublas_lt as cublas_lt
 from flatfsdp.kernels import gemm as module
 from flatfsdp.kernels.gemm import scaled_mm
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.fake_cublas_lt import FakeCublasLt
 from tests.unit.layers.plain import error
@@ -205,7 +205,7 @@ def test_a_plan_that_goes_takes_its_descriptors_with_it(fake: FakeCublasLt) -> N
 def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     (a, b), invs = operands(), scales()
     out = a.new_empty(M, N, dtype=torch.bfloat16)
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.flatfsdp.scaled_mm_.default,
         (a, b, *invs, None, out, True),
         # Its comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from flatfsdp.kernels import join
 from flatfsdp.kernels.join import join_heads
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
@@ -97,7 +97,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     query, key = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 2, 8)
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.flatfsdp.join_heads_.default, (torch.empty(2, 3, 64), query, key, key.clone(), True)
     )
 

@@ -13,7 +13,7 @@ from flatfsdp.kernels import norm_rows, norm_wide
 from flatfsdp.kernels._tiles import MULTIPROCESSORS, Tile, find
 from flatfsdp.kernels.norm_backward import NormBackward
 from flatfsdp.kernels.norm_forward import NormForward
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
@@ -339,9 +339,9 @@ def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     # opcheck's own arithmetic does not know FP8.
     outputs = (x.clone(), row.clone(), row.clone(), x.clone(), None, None)
     arguments = (x, x.clone(), weight, None, *outputs, None, torch.zeros(1), EPS, True)
-    torch.library.opcheck(torch.ops.flatfsdp.norm_forward_.default, arguments)
+    library.opcheck(torch.ops.flatfsdp.norm_forward_.default, arguments)
     arguments = (x, x.clone(), weight, row, row.clone(), None, x.clone(), torch.empty(2, 8), False)
-    torch.library.opcheck(torch.ops.flatfsdp.norm_backward_.default, arguments)
+    library.opcheck(torch.ops.flatfsdp.norm_backward_.default, arguments)
 
 
 INPUTS = {

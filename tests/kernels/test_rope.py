@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from flatfsdp.kernels import rope
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
@@ -155,7 +155,7 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     x, (cos, sin) = random(32, False, "cpu"), tables(16, "cpu")
     for source in (x.clone(), None):
         arguments = (x, source, cos, sin, False, True, False)
-        torch.library.opcheck(torch.ops.flatfsdp.rope_.default, arguments)
+        library.opcheck(torch.ops.flatfsdp.rope_.default, arguments)
 
 
 @PAIRS

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from flatfsdp.kernels import scaling
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
@@ -174,10 +174,8 @@ def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     scale, history = torch.ones(3), torch.rand(4, 3)
     fp8_max, outputs = torch.full((3,), E4M3), (torch.empty(3), torch.empty(3))
     operators = torch.ops.flatfsdp
-    torch.library.opcheck(
-        operators.update_scales_.default, (history, scale, fp8_max, *outputs, False, 0.0, True)
-    )
-    torch.library.opcheck(operators.current_scales_.default, (scale, fp8_max, *outputs, 0.0, True))
+    library.opcheck(operators.update_scales_.default, (history, scale, fp8_max, *outputs, False, 0.0, True))
+    library.opcheck(operators.current_scales_.default, (scale, fp8_max, *outputs, 0.0, True))
 
 
 @pytest.mark.parametrize("most_recent", [False, True])

@@ -12,7 +12,7 @@ from flatfsdp.kernels import sgd as module
 from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.runs import Run
 from flatfsdp.kernels.sgd import Numbers, sgd
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.kernels.flat_runs import FlatRuns, same
@@ -105,7 +105,7 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     computes = [torch.zeros(4, dtype=BF16), torch.zeros(0, dtype=BF16)]
     own = [number for index in range(2) for number in numbers(index)]
     arguments = (torch.empty(0), *tensors, own, computes, [torch.zeros(1), torch.zeros(1)], None, True, BF16)
-    torch.library.opcheck(torch.ops.flatfsdp.sgd_.default, arguments)
+    library.opcheck(torch.ops.flatfsdp.sgd_.default, arguments)
 
 
 def test_it_compiles_for_hopper_with_wide_loads_and_without_spills() -> None:

@@ -11,7 +11,7 @@ from flatfsdp.kernels import cast as one_by_one
 from flatfsdp.kernels import shard_cast as module
 from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
@@ -270,11 +270,11 @@ def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     sources, one = [torch.randn(4), torch.randn(7)], torch.ones(2)
     targets = [source.to(E4M3) for source in sources]
     operators = torch.ops.flatfsdp
-    torch.library.opcheck(operators.max_abs_many_.default, (one, sources, BF16))
+    library.opcheck(operators.max_abs_many_.default, (one, sources, BF16))
     # The comparison of "test_schema" has no arithmetic for FP8.
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     arguments = (one, sources, targets, BF16)
-    torch.library.opcheck(operators.cast_many_.default, arguments, test_utils=tests)
+    library.opcheck(operators.cast_many_.default, arguments, test_utils=tests)
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 from flatfsdp.kernels import transpose as module
 from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.transpose import transpose, transpose_many
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
@@ -71,8 +71,8 @@ def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     operators = torch.ops.flatfsdp
     q, q_t = (torch.randn(shape).to(E4M3) for shape in ((4, 6), (6, 4)))
-    torch.library.opcheck(operators.transpose_.default, (q, q_t), test_utils=tests)
-    torch.library.opcheck(operators.transpose_many_.default, (q, [q], [q_t]), test_utils=tests)
+    library.opcheck(operators.transpose_.default, (q, q_t), test_utils=tests)
+    library.opcheck(operators.transpose_many_.default, (q, [q], [q_t]), test_utils=tests)
 
 
 @pytest.mark.parametrize("many", [False, True])

@@ -10,7 +10,7 @@ import torch
 from flatfsdp.kernels import _cublas_lt as cublas_lt
 from flatfsdp.kernels import wgrad as module
 from flatfsdp.kernels.wgrad import wgrad, wgrad_unfused
-from torch import Tensor
+from torch import Tensor, library
 
 from tests.kernels.fake_cublas_lt import FakeCublasLt
 from tests.unit.layers.plain import error
@@ -309,9 +309,9 @@ def test_compiled_and_faked_calls_go_through_the_operators(first: bool) -> None:
         torch.randn(TOKENS, IN),
         torch.ones(1),
     )
-    torch.library.opcheck(torch.ops.flatfsdp.wgrad_.default, (target, dy, x, first))
+    library.opcheck(torch.ops.flatfsdp.wgrad_.default, (target, dy, x, first))
     dy_t, x_t = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
-    torch.library.opcheck(
+    library.opcheck(
         torch.ops.flatfsdp.wgrad_fp8_.default,
         (target, dy_t, x_t, one, one, first, True),
         # Its comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
