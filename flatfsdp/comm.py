@@ -5,11 +5,9 @@ Next: `flat_group.py` gathers and `reduce.py` reduces through these few function
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
@@ -266,11 +264,44 @@ def compute_waits_for(event: torch.cuda.Event | None, device: torch.device) -> N
         torch.cuda.current_stream(device).wait_event(event)
 
 
-def one_launch(ranks: Ranks, collectives: int) -> AbstractContextManager[Any]:
+def uses_nccl(ranks: Ranks, device: torch.device) -> bool:
+    """Whether collectives over these ranks, of tensors on `device`, are NCCL's."""
+    return ranks.group is not None and ranks.group._get_backend(device).name() == "nccl"
+
+
+def one_launch(ranks: Ranks, collectives: int) -> AbstractContextManager[None]:
     """Collectives of one kind inside become one launch with NCCL; gloo does one after the other."""
     if collectives < 2 or ranks.group is None or str(dist.get_backend(ranks.group)) != "nccl":
         return nullcontext()
     return dist._coalescing_manager(ranks.group)
+
+
+def abort(ranks: Ranks, device: torch.device) -> None:
+    """Ends what is under way over these ranks with NCCL; nobody can use their process group any more."""
+    if ranks.group is not None:
+        ranks.group._get_backend(device).abort()
+
+
+def on_gpu(pinned: Tensor, device: torch.device) -> Tensor:
+    """The same memory, of the host, as a tensor on `device`; int64, contiguous.
+
+    NCCL reads and writes there, so that the host sees what arrives without waiting for the device.
+    """
+    return torch.as_tensor(_CudaArray(pinned), device=device)
+
+
+class _CudaArray:
+    """Numba's protocol: PyTorch asks the driver what memory it is."""
+
+    def __init__(self, pinned: Tensor) -> None:
+        self._pinned = pinned
+        self.__cuda_array_interface__ = {
+            "shape": tuple(pinned.shape),
+            "typestr": "<i8",
+            "data": (pinned.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }
 
 
 def all_gather(full: Tensor, shard: Tensor, ranks: Ranks) -> None:
@@ -384,35 +415,3 @@ def all_gather_object(value: Any, ranks: Ranks, device: torch.device) -> list[An
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Makes `device` the current one: collectives of Python objects travel through that."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
-
-
-def check_same_on_all_ranks(lines: Sequence[str], dimensions: Sequence[Ranks], device: torch.device) -> None:
-    """Raises RuntimeError on every rank, naming the first difference, unless all ranks pass equal `lines`.
-
-    Costs one all-reduce of two integers a dimension where the ranks agree.
-
-    Args:
-        dimensions: of a grid of ranks; all ranks of the grid raise, or none.
-    """
-    dimensions = [ranks for ranks in dimensions if ranks.size > 1]
-    if not dimensions:
-        return
-    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
-    extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=device)
-    for ranks in dimensions:
-        dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=ranks.group)
-    largest, negated_smallest = extremes.tolist()
-    if largest == -negated_smallest:
-        return
-    everyone = {dist.get_rank(): list(lines)}
-    for ranks in dimensions:
-        for theirs in all_gather_object(everyone, ranks, device):
-            everyone.update(theirs)
-    first, *others = sorted(everyone)
-    for rank in others:
-        for expected, found in zip_longest(everyone[first], everyone[rank], fillvalue="nothing"):
-            if expected != found:
-                raise RuntimeError(
-                    f"the model is not the same on all ranks: rank {first} has [{expected}] where rank "
-                    f"{rank} has [{found}]; build it from the same configuration on every rank"
-                )

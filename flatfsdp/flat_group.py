@@ -26,6 +26,8 @@ from flatfsdp.binding import Binding
 from flatfsdp.buffers import FlatBuffer, MainGrad
 from flatfsdp.comm import ALONE, Grid, all_gather, broadcast, compute_waits_for
 from flatfsdp.fp8_weights import FP8_DTYPE, FP8Weights
+from flatfsdp.identity import Action, Identity, ModelIdentity
+from flatfsdp.journal import launch, look
 from flatfsdp.kernels.scaling import Scales
 from flatfsdp.layout import Role
 from flatfsdp.master import MasterShard, Version
@@ -40,6 +42,13 @@ class ShardState(Enum):
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
+
+
+def settle(groups: Iterable[FlatGroup]) -> None:
+    """Waits for the collectives so far; raises RuntimeError if ranks have done different things."""
+    for model in dict.fromkeys(group.model for group in groups):
+        if model is not None:
+            look(model, wait=True)
 
 
 class FlatGroup:
@@ -58,6 +67,7 @@ class FlatGroup:
         fp8: of weights that are stored in FP8; None otherwise.
         main_grad: None if frozen.
         division: None for the mean over ranks.
+        model: whose this is; None before it is used, or if collectives are not checked.
         params: what the module sees.
     """
 
@@ -81,6 +91,8 @@ class FlatGroup:
         self.trainable = binding.parameters()[0].requires_grad
         self.state = ShardState.SHARDED
         self.division: Division | None = None
+        self.model: ModelIdentity | None = None
+        self._unit = 0
         self._gathered: torch.cuda.Event | None = None
         self._partial_grad: Tensor | None = None
         self._partial_step = -1
@@ -167,22 +179,37 @@ class FlatGroup:
     # ---- the root ---------------------------------------------------------------------------------------
 
     def attach(self, microbatch: Microbatch, ledger: ByteLedger) -> None:
-        """Joins a root: its microbatch and its ledger from now on.  Collective: replicas become equal, and
-        what all tensor-parallel ranks have."""
+        """Joins a root: its microbatch and its ledger from now on, and communicators for reductions."""
         self.microbatch, self.ledger = microbatch, ledger
         if self.main_grad is not None:
             self.main_grad.microbatch, self.main_grad.ledger = microbatch, ledger
-        placement, tensor = self.layout.placement, self.grid.tensor
         self.reduce_grid = Grid(
             self.grid.shard.own_communicator(),
             self.grid.replicate.own_communicator(),
-            tensor.own_communicator() if placement is Placement.PARTIAL else ALONE,
+            self.grid.tensor.own_communicator() if self.layout.placement is Placement.PARTIAL else ALONE,
         )
+
+    def introduce(self, model: ModelIdentity, unit: int) -> None:
+        """From now on collectives carry that they are this model's, and its unit's of this number."""
+        if self.policy.check_collectives:
+            self.model, self._unit = model, unit
+            self.master.identify = self.identify
+
+    def identify(self, action: Action) -> Identity | None:
+        """What a collective of this unit carries; None before there is a root, or if nothing is checked."""
+        if self.model is None:
+            return None
+        return Identity(action, self.model, self._unit, self.microbatch.step, self.microbatch.index)
+
+    def make_equal(self) -> None:
+        """Replicas become equal, and what all tensor-parallel ranks have.  Collective."""
+        placement, tensor = self.layout.placement, self.grid.tensor
         same = [self.grid.replicate, *([] if placement is Placement.SPLIT else [tensor])]
         if any(ranks.size > 1 for ranks in same):
             replica = self.master.flat.detach().to(self.master.device)
             for ranks in same:
-                broadcast(replica, ranks)
+                with launch(ranks, self.identify(Action.BUILD), self.master.device):
+                    broadcast(replica, ranks)
             self.master.flat.data.copy_(replica)
             self.master.generation += 1
 
@@ -210,8 +237,8 @@ class FlatGroup:
     # ---- master shard -> flat buffer --------------------------------------------------------------------
 
     @property
-    def _version(self) -> Version:
-        """Of the master shard: in-place writes raise it, so an optimizer step, or a load, is noticed.
+    def version(self) -> Version:
+        """Version of the master shard; every in-place write changes it, as an optimizer step or a load does.
 
         For frozen FP8 weights it counts loads only, which all ranks make: if a write to one rank's shard
         counted, that rank would ask for new scales alone.
@@ -219,10 +246,26 @@ class FlatGroup:
         frozen_fp8 = self.fp8 is not None and not self.trainable
         return (self.master.generation, -1) if frozen_fp8 else self.master.version
 
+    def require_version(self, version: Version) -> None:
+        """Checks in a backward that the parameters are those of its forward.
+
+        All ranks raise alike: a load counts on each of them, and an optimizer of this model has a parameter of
+        every group on every rank, if only of padding.
+
+        Raises:
+            RuntimeError: if they have been written to since they had this version.
+        """
+        if self.version != version:
+            raise RuntimeError(
+                f"the parameters of unit {self.name} changed between this forward and its backward (by an "
+                "optimizer step, a load, or another write), so its gradients would be neither those of the old "
+                "values nor of the new ones; run the backward before the change, or the forward again after it"
+            )
+
     @property
     def _is_current(self) -> bool:
         """Whether the compute shard, and a buffer gathered from it, still say what the master says."""
-        return self._cast_version == self._version
+        return self._cast_version == self.version
 
     def expire(self) -> None:
         """Casts and gathers anew next time, even if no in-place write to the master was counted.
@@ -238,25 +281,25 @@ class FlatGroup:
     @property
     def has_scales(self) -> bool:
         """Whether the scales of FP8 weights are those of what the master holds now."""
-        return self._scaled_version == self._version
+        return self._scaled_version == self.version
 
     def measure(self) -> None:
         """Takes the amaxes of this rank's pieces of FP8 weights, if the optimizer has not done it."""
         assert self.fp8 is not None
-        if self.fp8.measured_version != self._version:
+        if self.fp8.measured_version != self.version:
             self.ledger.add("measure", self.fp8.measure(self.master))
-            self.fp8.measured_version = self._version
+            self.fp8.measured_version = self.version
 
     def set_scales(self, scales: Scales) -> None:
         """For the FP8 weights as the master holds them now."""
         assert self.fp8 is not None
         self.fp8.set_scales(scales)
-        self._scaled_version = self._version
+        self._scaled_version = self.version
         self._cast_version = None
 
     def portion_done(self, start: int, stop: int) -> None:
         """The optimizer has updated this portion of the master shard, and written what goes with it."""
-        version = self._version
+        version = self.version
         self._done[start, stop] = version
         if all(self._done.get((p.start, p.stop)) == version for p in self.master.portions):
             if self.fp8 is None:
@@ -297,7 +340,7 @@ class FlatGroup:
                 else:
                     self.fp8.cast(master, shard)
             self.ledger.add("cast", nbytes)
-        self._cast_version = self._version
+        self._cast_version = self.version
 
     def gather(self) -> None:
         """Collective, unless this rank has everything."""

@@ -16,9 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatfsdp.agreement import check_same_on_all_ranks
 from flatfsdp.autograd import in_backward
 from flatfsdp.binding import Binding
-from flatfsdp.comm import Grid, check_same_on_all_ranks
+from flatfsdp.comm import Grid
 from flatfsdp.compiling import never_traced, traced_inside
 from flatfsdp.flat_group import FlatGroup
 from flatfsdp.layout import ParamSlot, Role
@@ -79,6 +80,8 @@ class FlatFSDP(UnitModule):
             and `summon_full_params()` have this rank's parts; `checkpoint.full_state_dict` has the whole.
         param_init_fn: initialises the tensors that a module on the meta device owns directly; default: its
             `reset_parameters()`.  Seed all ranks alike.
+        check_collectives: every gather and reduction carries which unit it is for and why; ranks that do
+            different things raise, all of them, instead of computing with a mix of units.
         poison_on_free: debug mode: freed buffers read as NaN.  Costs the memory that freeing would save.
 
     Attributes:
@@ -109,6 +112,7 @@ class FlatFSDP(UnitModule):
         cpu_offload: bool = False,
         tp_group: dist.ProcessGroup | None = None,
         param_init_fn: ParamInit | None = None,
+        check_collectives: bool = True,
         poison_on_free: bool = False,
     ) -> None:
         if not isinstance(module, nn.Module):
@@ -120,6 +124,7 @@ class FlatFSDP(UnitModule):
             grad_sync,
             Prefetch() if prefetch is None else prefetch,
             cpu_offload,
+            check_collectives,
             poison_on_free,
         )
         grid = Grid.of(process_group, mesh, shard, tp_group)
@@ -191,8 +196,7 @@ class FlatFSDP(UnitModule):
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = self._unit.before_forward()
         outputs = self.module(*args, **kwargs)
-        self._unit.after_forward(position, (args, kwargs), outputs)
-        return outputs
+        return self._unit.after_forward(position, (args, kwargs), outputs)
 
     def _check_gathered(self, module: nn.Module, _inputs: Any) -> None:
         if self._unit.is_sharded:
@@ -295,7 +299,7 @@ class FlatFSDP(UnitModule):
                 group.prefix = prefix
         groups = [group for wrapped in inside for group in wrapped._unit.groups]
         lines = [line for group in groups for line in group.describe()]
-        check_same_on_all_ranks(lines, self._grid.dimensions, self._device)
+        number = check_same_on_all_ranks(lines, self._grid.dimensions, self._device)
         wants_fp8 = any(group.policy.precision.fp8_weights is not None for group in groups)
         if wants_fp8 and not any(group.layout.role is Role.FP8 for group in groups):
             raise ValueError(
@@ -312,12 +316,12 @@ class FlatFSDP(UnitModule):
             self._policy.grad_sync == "every" and any(group.grid.shard.size > 1 for group in groups),
             self.microbatch,
             self.ledger,
+            number,
         )
         for wrapped in inside:
             wrapped._root = wrapped._unit.root = root
             wrapped.microbatch, wrapped.ledger = self.microbatch, self.ledger
         for group in groups:
-            group.attach(self.microbatch, self.ledger)
             self.ledger.parameters += sum(slot.numel for slot in group.layout.slots)
         return root
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm import ALONE, Grid, all_gather, broadcast, gather, scatter
+from flatfsdp.identity import Action, Identity
+from flatfsdp.journal import launch
 from flatfsdp.layout import FlatLayout, ParamSlot
 from flatfsdp.placement import Placement
 
@@ -58,6 +60,7 @@ class MasterShard:
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
         portions: what the optimizer updates; `flat` as a whole unless `param_groups` has cut it.
         stages: ranks of the pipeline that this is in, if any; gradients of other stages count in a norm, too.
+        identify: what a collective for it carries; None before the model is used.
         generation: counts loads, and what replicas take over.  A write by anyone else raises `flat._version`.
     """
 
@@ -86,6 +89,7 @@ class MasterShard:
         self._address = self.flat.data_ptr()
         self.stages = ALONE
         self.generation = 0
+        self.identify: Callable[[Action], Identity | None] = lambda _action: None
 
     @property
     def is_offloaded(self) -> bool:
@@ -141,14 +145,14 @@ class MasterShard:
             return None
         if ranks.size == 1:
             return own.clone()
-        if rank0_only and ranks.rank != 0:
-            gather(None, own, ranks)
-            return None
-        full = own.new_empty(self.layout.padded_numel(ranks.size))
-        if rank0_only:
-            gather(full, own, ranks)
-        else:
-            all_gather(full, own, ranks)
+        is_given = not rank0_only or ranks.rank == 0
+        full = own.new_empty(self.layout.padded_numel(ranks.size)) if is_given else None
+        with launch(ranks, self.identify(Action.SHOW), self.device):
+            if rank0_only:
+                gather(full, own, ranks)
+            else:
+                assert full is not None
+                all_gather(full, own, ranks)
         return full
 
     def store(self, full: Tensor) -> None:
@@ -170,8 +174,10 @@ class MasterShard:
         grid passes; the others pass None.  Collective."""
         own = torch.empty_like(self.flat.detach(), dtype=dtype, device=self.device)
         if self.grid.replicate.rank == 0:
-            scatter(own, full, self.grid.shard)
-        broadcast(own, self.grid.replicate)
+            with launch(self.grid.shard, self.identify(Action.STORE), self.device):
+                scatter(own, full, self.grid.shard)
+        with launch(self.grid.replicate, self.identify(Action.STORE), self.device):
+            broadcast(own, self.grid.replicate)
         return own
 
     @property

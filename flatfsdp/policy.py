@@ -97,6 +97,7 @@ class Policy:
     grad_sync: GradSync
     prefetch: Prefetch
     cpu_offload: bool
+    check_collectives: bool
     poison_on_free: bool
 
     def __post_init__(self) -> None:

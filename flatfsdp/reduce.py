@@ -28,8 +28,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatfsdp.comm import Lane, all_reduce, compute_waits_for, one_launch, reduce_scatter
+from flatfsdp.comm import Lane, all_reduce, compute_waits_for, reduce_scatter
 from flatfsdp.flat_group import FlatGroup
+from flatfsdp.identity import Action
+from flatfsdp.journal import launch
 from flatfsdp.observe import ByteLedger, span
 
 logger = logging.getLogger(__name__)
@@ -152,7 +154,7 @@ class Reducer:
         nbytes = sum(each.numel() * each.element_size() for each in payloads) * (ranks.size - 1) // ranks.size
         with (
             span("reduce_scatter", first.name, first.microbatch.index, nbytes),
-            one_launch(ranks, len(payloads)),
+            launch(ranks, first.identify(Action.REDUCE), self._device, len(payloads)),
         ):
             for shard, payload in zip(shards, payloads, strict=True):
                 reduce_scatter(shard, payload, ranks, mean=division is None)
@@ -182,7 +184,10 @@ class Reducer:
         if ranks.size > 1:
             reduced = self._cast(reduced, group.policy.precision.reduce)
             nbytes = 2 * reduced.numel() * reduced.element_size() * (ranks.size - 1) // ranks.size
-            with span("all_reduce", group.name, group.microbatch.index, nbytes):
+            with (
+                span("all_reduce", group.name, group.microbatch.index, nbytes),
+                launch(ranks, group.identify(Action.REDUCE_REPLICAS), self._device),
+            ):
                 all_reduce(reduced, ranks, mean=division is None)
             self._ledger.add("all_reduce", nbytes)
         if division is not None:
@@ -196,7 +201,10 @@ class Reducer:
             return reduced
         reduced = self._cast(reduced, torch.promote_types(reduced.dtype, torch.float32))
         nbytes = 2 * reduced.numel() * reduced.element_size() * (ranks.size - 1) // ranks.size
-        with span("tp_all_reduce", group.name, group.microbatch.index, nbytes):
+        with (
+            span("tp_all_reduce", group.name, group.microbatch.index, nbytes),
+            launch(ranks, group.identify(Action.REDUCE_PARTIAL), self._device),
+        ):
             all_reduce(reduced, ranks, mean=False)
         self._ledger.add("tp_all_reduce", nbytes)
         return reduced

@@ -16,6 +16,8 @@ import torch
 from flatfsdp.autograd import call_at_end_of_backward, running_backward
 from flatfsdp.comm import Lane
 from flatfsdp.compiling import never_traced
+from flatfsdp.identity import Action, ModelIdentity
+from flatfsdp.journal import look
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.observe import ByteLedger
 from flatfsdp.policy import Prefetch
@@ -70,10 +72,14 @@ class _EndOfBackward:
 
 
 class Root:
-    """Shared state of one model.
+    """Shared state of one model.  Its construction is collective.
+
+    Args:
+        number: the model's, the same on all ranks.
 
     Attributes:
         units: in registration order; the root module's own comes first.
+        forward_action: what the running forward, or the last one, gathers for.
         state_dict_gathering: who gets the parameters in `state_dict()`.
     """
 
@@ -85,6 +91,7 @@ class Root:
         reduce_every: bool,
         microbatch: Microbatch,
         ledger: ByteLedger,
+        number: int,
     ) -> None:
         self.units = units
         self.microbatch = microbatch
@@ -99,6 +106,24 @@ class Root:
         self._in_backward = False
         self._backward_task = -1
         self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
+        self.forward_action = Action.FORWARD
+        self._model = self._join(number)
+
+    def _join(self, number: int) -> ModelIdentity:
+        """All groups get what they share.  Collective: what is the same on several ranks becomes equal."""
+        groups = [group for unit in self.units for group in unit.groups]
+        for group in groups:
+            group.attach(self.microbatch, self.ledger)
+        grids = [grid for group in groups for grid in (group.grid, group.reduce_grid)]
+        communicators = dict.fromkeys(ranks for grid in grids for ranks in grid.dimensions)
+        names = [next((group.name for group in unit.groups), "") for unit in self.units]
+        model = ModelIdentity(number, names, list(communicators))
+        for index, unit in enumerate(self.units):
+            for group in unit.groups:
+                group.introduce(model, index)
+        for group in groups:
+            group.make_equal()
+        return model
 
     @property
     def unit(self) -> Unit:
@@ -112,9 +137,11 @@ class Root:
 
     def begin_forward(self) -> None:
         """Called before the outermost forward of any unit; the inner ones run inside it."""
+        look(self._model)
         if self._backward_failed:
             self.abandon_step()
         self._require_own_memory()
+        self.forward_action = Action.FORWARD if torch.is_grad_enabled() else Action.EVALUATION
         if not torch.is_grad_enabled():
             # Evaluations often run on other weights, an average, say, written through `.data`: not counted.
             self._expire()
@@ -201,6 +228,7 @@ class Root:
 
     def end_backward(self) -> None:
         """All gradients of this backward have landed."""
+        look(self._model)
         if self.reduces:
             self.reducer.finish()
         for unit in self.units:

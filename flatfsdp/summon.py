@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.comm import broadcast_object
-from flatfsdp.flat_group import FlatGroup
+from flatfsdp.flat_group import FlatGroup, settle
 from flatfsdp.master import require_same_ranks
 
 
@@ -50,6 +50,7 @@ def whole_parameters(groups: Sequence[FlatGroup], gathering: Gathering, *, write
         require_same_ranks((group.master for group in groups), "gathering to one rank")
     versions = [group.master.version for group in groups]
     fulls = [_gather(group, gathering) for group in groups]
+    settle(groups)
     for group, full in zip(groups, fulls, strict=True):
         if full is not None:
             group.binding.register(group.whole_parameters(full))

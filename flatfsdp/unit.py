@@ -36,7 +36,9 @@ from torch import Tensor
 from flatfsdp.autograd import in_backward, running_backward
 from flatfsdp.compiling import never_traced
 from flatfsdp.flat_group import FlatGroup, ShardState
-from flatfsdp.tensors import tensors_in
+from flatfsdp.master import Version
+from flatfsdp.identity import Action
+from flatfsdp.tensors import map_tensors, tensors_in
 from flatfsdp.unshard import unshard
 
 if TYPE_CHECKING:
@@ -80,8 +82,8 @@ class Unit:
 
     # ---- parameters -------------------------------------------------------------------------------------
 
-    def unshard(self, *, for_backward: bool) -> None:
-        unshard(self.groups, self.root.gather_lane, for_backward=for_backward)
+    def unshard(self, action: Action) -> None:
+        unshard(self.groups, self.root.gather_lane, action)
 
     def _wait(self) -> None:
         for group in self.groups:
@@ -101,11 +103,11 @@ class Unit:
         for group in self.groups:
             group.expire()
 
-    def _use(self, upcoming: Iterator[Unit], *, for_backward: bool) -> None:
+    def _use(self, upcoming: Iterator[Unit], action: Action) -> None:
         """Gathers this unit first, then what comes after it, and waits for this one only."""
-        self.unshard(for_backward=for_backward)
+        self.unshard(action)
         for unit in upcoming:
-            unit.unshard(for_backward=for_backward)
+            unit.unshard(action)
         self._wait()
 
     # ---- forward ----------------------------------------------------------------------------------------
@@ -130,31 +132,36 @@ class Unit:
             # A recomputation: its order says nothing about the next forward, and a unit gathered ahead of
             # it may have finished its backward already, so that nobody would free it.
             position = -1
-            self._use(iter(()), for_backward=True)
+            self._use(iter(()), Action.BACKWARD)
         else:
             position = self.root.order.record(self)
-            self._use(self.root.order.after(position), for_backward=False)
+            self._use(self.root.order.after(position), self.root.forward_action)
         for group in self.groups:
             group.params.show()
         return position
 
     @never_traced
-    def after_forward(self, position: int, inputs: Any, outputs: Any) -> None:
-        """Frees the parameters, or arranges for the backward to find them."""
+    def after_forward(self, position: int, inputs: Any, outputs: Any) -> Any:
+        """Frees the parameters, or arranges for the backward to find them; returns the outputs."""
+        if torch.is_grad_enabled():
+            outputs = _apart(outputs, inputs)
         tensors = list(tensors_in(outputs))
         differentiable = [t for t in tensors if t.requires_grad and torch.is_grad_enabled()]
         if differentiable:
             use = self._follow_inputs(inputs)
+            versions = [group.version for group in self.groups]
+            hook = partial(self._before_backward, use, versions, self.root.order.current, position)
             for tensor in differentiable:
-                tensor.register_hook(partial(self._before_backward, use, self.root.order.current, position))
+                tensor.register_hook(hook)
         if in_backward():
-            return
+            return outputs
         # A backward that starts from something in which no tensor was found could not gather them again.
         is_opaque = torch.is_grad_enabled() and not tensors
         keeps = (self is self.root.unit and self.keep_as_root) or not self._reshard_after_forward
         if not is_opaque and not (differentiable and keeps):
             self._require_no_parameter(tensors)
             self.reshard()
+        return outputs
 
     def _require_no_parameter(self, outputs: list[Tensor]) -> None:
         """Who read one after it has been freed would crash."""
@@ -184,12 +191,16 @@ class Unit:
 
     # ---- backward ---------------------------------------------------------------------------------------
 
-    def _before_backward(self, use: object | None, order: list[Unit], position: int, _grad: Tensor) -> None:
+    def _before_backward(
+        self, use: object | None, versions: list[Version], order: list[Unit], position: int, _grad: Tensor
+    ) -> None:
+        for group, version in zip(self.groups, versions, strict=True):
+            group.require_version(version)
         self._reached_in.add(self.root.begin_backward())
         if use is not None:
             self._open_uses.add(use)
             self._was_followed = True
-        self._use(self.root.order.before(order, position), for_backward=True)
+        self._use(self.root.order.before(order, position), Action.BACKWARD)
         for group in self.groups:
             # A recomputation inside the module reads them again.
             group.params.show()
@@ -253,3 +264,15 @@ class Unit:
         """Drops what was accumulated and not yet reduced."""
         for group in self.groups:
             group.drop_unreduced()
+
+
+def _apart(outputs: Any, inputs: Any) -> Any:
+    """The outputs, with a view in place of each one that is an input.
+
+    Two units that return their input would both have their hooks on one tensor, where the backward runs them
+    in the order of registration: the first unit's before the second one's.
+    """
+    given = {id(t) for t in tensors_in(inputs) if t.requires_grad}
+    if not any(id(t) in given for t in tensors_in(outputs)):
+        return outputs
+    return map_tensors(lambda t: t.view_as(t) if id(t) in given else t, outputs)

@@ -9,30 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatfsdp.comm import Lane, one_launch
+from flatfsdp.comm import Lane
 from flatfsdp.flat_group import FlatGroup
+from flatfsdp.identity import Action
+from flatfsdp.journal import launch
 from flatfsdp.observe import span
 
 
-def unshard(groups: Sequence[FlatGroup], lane: Lane, *, for_backward: bool) -> None:
+def unshard(groups: Sequence[FlatGroup], lane: Lane, action: Action) -> None:
     """Starts to gather the parameters of one unit, all groups in one launch; nothing if they are there, or on
     their way, and up to date.
 
     Args:
-        for_backward: FP8 weights are needed transposed, too.
+        action: what for; for a backward FP8 weights are needed transposed, too.
     """
     missing = [group for group in groups if group.allocate()]
     untransposed = [
         group
         for group in groups
-        if for_backward and group.fp8 is not None and group.fp8.allocate_columnwise()
+        if action is Action.BACKWARD and group.fp8 is not None and group.fp8.allocate_columnwise()
     ]
     if not missing and not untransposed:
         return
     with lane.after_compute():
         for group in missing:
             group.update_shard()
-        _gather(missing)
+        _gather(missing, action)
         for group in untransposed:
             group.transpose()
     event = lane.mark()
@@ -40,14 +42,14 @@ def unshard(groups: Sequence[FlatGroup], lane: Lane, *, for_backward: bool) -> N
         group.started(event)
 
 
-def _gather(groups: Sequence[FlatGroup]) -> None:
+def _gather(groups: Sequence[FlatGroup], action: Action) -> None:
     nbytes = sum(group.gathered_bytes for group in groups)
     if not nbytes:
         return
     first = groups[0]
     with (
         span("all_gather", first.name, first.microbatch.index, nbytes),
-        one_launch(first.grid.shard, len(groups)),
+        launch(first.grid.shard, first.identify(action), first.master.device, len(groups)),
     ):
         for group in groups:
             group.gather()

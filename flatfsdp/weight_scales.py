@@ -19,6 +19,8 @@ from flatfsdp.comm import Ranks, raise_to_largest
 from flatfsdp.flat_group import FlatGroup
 from flatfsdp.fp8.recipe import CurrentScaling
 from flatfsdp.fp8_weights import FP8_DTYPE
+from flatfsdp.identity import Action
+from flatfsdp.journal import launch
 from flatfsdp.kernels.scaling import Scales, current_scales, spread
 from flatfsdp.observe import ByteLedger
 
@@ -63,7 +65,8 @@ class WeightScales:
         weights = [group.fp8 for group in self._groups if group.fp8 is not None]
         amax = torch.cat([each.amax for each in weights])
         if self._ranks.size > 1:
-            raise_to_largest(amax, self._ranks)
+            with launch(self._ranks, self._groups[0].identify(Action.SCALE), amax.device):
+                raise_to_largest(amax, self._ranks)
             self._ledger.add("amax", amax.numel() * amax.element_size())
         recipe = self._recipe
         assert isinstance(recipe, CurrentScaling)

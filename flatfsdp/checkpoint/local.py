@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.flat_group import FlatGroup
+from flatfsdp.flat_group import FlatGroup, settle
 from flatfsdp.layout import FlatLayout, ParamSpec
 from flatfsdp.placement import Partition
 from flatfsdp.sites import prefixed_modules
@@ -20,6 +20,7 @@ def local_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     The tensors are those of the model, not copies.  What a module's `get_extra_state` returns is not in it.
     """
+    settle(group for _, group in _shards(model))
     shards = {key: group.master.flat.detach() for key, group in _shards(model)}
     return {**shards, **dict(persistent_buffers(model))}
 

@@ -40,6 +40,7 @@ from flatfsdp.checkpoint.optimizer_state import (
     trained_masters,
 )
 from flatfsdp.comm import ALONE, Grid, Ranks, all_gather_object, default_group
+from flatfsdp.flat_group import settle
 from flatfsdp.layout import ParamSlot
 from flatfsdp.master import MasterShard, require_same_ranks
 from flatfsdp.walk import Model, named_groups, parts_of
@@ -142,6 +143,7 @@ def sharded_state_dict(model: Model) -> dict[str, Any]:
     for _, group in groups:
         # A load in place may reach the shards of some ranks only; all of them cast and gather anew.
         group.master.generation += 1
+    settle(group for _, group in groups)
     owners = _owners(group.master for _, group in groups)
     parameters = {
         prefix + slot.name: _sharded(group.master, slot, group.master.flat.detach(), owners)

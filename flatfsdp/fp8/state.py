@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp.comm import Ranks, check_same_on_all_ranks, raise_to_largest
+from flatfsdp.agreement import check_same_on_all_ranks
+from flatfsdp.comm import Ranks, raise_to_largest
 from flatfsdp.fp8.recipe import DelayedScaling
 from flatfsdp.kernels.scaling import Scales, one_by_one, spread, update_scales
 

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp.comm import ALONE, Grid, Ranks, all_gather
+from flatfsdp.identity import Action, Identity
+from flatfsdp.journal import launch
 from flatfsdp.master import MasterShard
 
 
@@ -56,7 +58,8 @@ def clip_grad_norm(
     for master in masters:
         counted.setdefault(spread(master.grid), []).extend(master.grads if master.is_counted else ())
     dtype = widest(grad for master in masters for grad in master.grads)
-    norm = grad_norm(counted, dtype, device, norm_type, stages)
+    identity = next((found for master in masters if (found := master.identify(Action.NORM))), None)
+    norm = grad_norm(counted, dtype, device, norm_type, stages, identity)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the gradient norm is {norm.item()}; look for NaN or overflow in the last backward"
@@ -105,6 +108,7 @@ def grad_norm(
     device: torch.device,
     norm_type: float = 2.0,
     stages: Ranks = ALONE,
+    identity: Identity | None = None,
 ) -> Tensor:
     """(sum over all gradients |.|^p)^(1/p), or the largest magnitude for an infinite p.  Collective.
 
@@ -114,17 +118,20 @@ def grad_norm(
         dtype: of the norm, the same on all these ranks: `widest` of all gradients, counted here or not.
         device: where to communicate.
         stages: ranks with further gradients, by other keys.
+        identity: what the collectives carry.
 
     Returns:
         0-dim, on `device`.
     """
     norms = [
-        _norm_over(ranks, _local_norm(of_ranks, dtype, device, norm_type), norm_type)
+        _norm_over(ranks, _local_norm(of_ranks, dtype, device, norm_type), norm_type, identity)
         for ranks, of_ranks in grads.items()
     ]
     norm = norms[0] if len(norms) == 1 else _norm_of(norms, dtype, device, norm_type)
     # Stages may have other dtypes.
-    return _norm_over((stages,), norm.double(), norm_type).to(dtype) if stages.size > 1 else norm
+    if stages.size == 1:
+        return norm
+    return _norm_over((stages,), norm.double(), norm_type, identity).to(dtype)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -149,7 +156,7 @@ def _norm_of(norms: Sequence[Tensor], dtype: torch.dtype, device: torch.device, 
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
 
 
-def _norm_over(spread: Spread, norm: Tensor, norm_type: float) -> Tensor:
+def _norm_over(spread: Spread, norm: Tensor, norm_type: float, identity: Identity | None) -> Tensor:
     """Of what all these ranks together have, from each one's norm."""
     several = [ranks for ranks in spread if ranks.size > 1]
     if not several:
@@ -159,6 +166,7 @@ def _norm_over(spread: Spread, norm: Tensor, norm_type: float) -> Tensor:
         # Gathered, so that all ranks, of whatever groups, add in the same order: their norms have the same
         # bits, and what several of them have stays equal.
         everyones = powers.new_empty(ranks.size)
-        all_gather(everyones, powers.reshape(1), ranks)
+        with launch(ranks, identity, powers.device):
+            all_gather(everyones, powers.reshape(1), ranks)
         powers = everyones.amax() if math.isinf(norm_type) else everyones.sum()
     return powers if math.isinf(norm_type) else powers ** (1.0 / norm_type)

@@ -1,0 +1,152 @@
+"""What a collective is for, in one number that travels with it.
+
+In:   what the engine is about to gather or reduce: the action, the unit, the microbatch.
+Out:  a number that all ranks of one launch have to have in common, and the words for two that differ.
+Next: `journal.py` sends the numbers along and compares them.
+
+    bit 62                                                                      0
+    | action 4 | model 8 | unit 12 | sequence 15 || step 16 | microbatch 8 |
+      compared                                      told
+
+Step and microbatch are told and not compared: ranks that run different numbers of microbatches under ZeRO-2
+add up what they have, and that is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from flatfsdp.comm import Ranks
+
+_UNITS, _SEQUENCES, _STEPS, _MICROBATCHES = 1 << 12, 1 << 15, 1 << 16, 1 << 8
+_TOLD = _STEPS * _MICROBATCHES
+
+
+class Action(IntEnum):
+    """Why the engine launches a collective."""
+
+    FORWARD = 1
+    EVALUATION = 2
+    BACKWARD = 3
+    REDUCE = 4
+    REDUCE_REPLICAS = 5
+    REDUCE_PARTIAL = 6
+    SCALE = 7
+    SHOW = 8
+    STORE = 9
+    NORM = 10
+    BUILD = 11
+
+
+_WORDS = {
+    Action.FORWARD: "gathers {unit} for a forward",
+    Action.EVALUATION: "gathers {unit} for a forward without gradients",
+    Action.BACKWARD: "gathers {unit} for a backward",
+    Action.REDUCE: "reduces the gradients of {unit}",
+    Action.REDUCE_REPLICAS: "reduces the gradients of {unit} over replicas",
+    Action.REDUCE_PARTIAL: "adds up the gradients of {unit} over tensor-parallel ranks",
+    Action.SCALE: "scales FP8 weights",
+    Action.SHOW: "gathers whole tensors of {unit} (state_dict, summon_full_params, a checkpoint)",
+    Action.STORE: "takes over whole tensors of {unit} (summon_full_params, a checkpoint)",
+    Action.NORM: "takes the norm of the gradients",
+    Action.BUILD: "compares what it has built",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ModelIdentity:
+    """What all identities of one model share.
+
+    Attributes:
+        number: the same on all ranks; of two models on the same ranks it hardly ever is.
+        units: names, in registration order.
+        communicators: all that the engine uses for this model.
+    """
+
+    number: int = 0
+    units: Sequence[str] = ()
+    communicators: Sequence[Ranks] = field(default=())
+
+
+class Identity(NamedTuple):
+    """What one launch is for.
+
+    Attributes:
+        unit: its position among the model's units.
+        step, microbatch: counted from 0, for messages.
+    """
+
+    action: Action
+    model: ModelIdentity = ModelIdentity()
+    unit: int = 0
+    step: int = 0
+    microbatch: int = 0
+
+    def number(self, sequence: int) -> int:
+        """The number that travels, above 0.
+
+        Args:
+            sequence: how many launches this communicator has had.
+        """
+        compared = (self.action << 8 | self.model.number & 0xFF) * _UNITS + self.unit % _UNITS
+        compared = compared * _SEQUENCES + sequence % _SEQUENCES
+        told = self.step % _STEPS * _MICROBATCHES + self.microbatch % _MICROBATCHES
+        return compared * _TOLD + told
+
+
+def compared(number: int) -> int:
+    """The part of a number that all ranks of a launch have to have in common."""
+    return number // _TOLD
+
+
+class Difference(NamedTuple):
+    """Two ranks, by their number in the default group, whose collectives met, and what each one's was for."""
+
+    rank: int
+    number: int
+    other_rank: int
+    other_number: int
+
+    @staticmethod
+    def among(numbers: Sequence[int], ranks: Ranks) -> Difference | None:
+        """The first rank and the first one that differs from it; None if all do the same.
+
+        Args:
+            numbers: one a rank, in rank order; 0 if it is not known.
+        """
+        known = [index for index, number in enumerate(numbers) if number]
+        for index in known[1:]:
+            first = known[0]
+            if compared(numbers[index]) != compared(numbers[first]):
+                everyone = ranks.global_ranks
+                return Difference(everyone[first], numbers[first], everyone[index], numbers[index])
+        return None
+
+    def message(self, model: ModelIdentity) -> str:
+        """What happened and what to do.
+
+        Args:
+            model: whose units have names here.
+        """
+        what, other = (_described(number, model) for number in (self.number, self.other_number))
+        return (
+            f"ranks do not do the same: rank {self.rank} {what}, while rank {self.other_rank} {other}. "
+            "All ranks have to use the same units in the same order, and to call together whatever is "
+            "collective: evaluations, state_dict(), summon_full_params(), clip_grad_norm_(). To leave out a "
+            "unit on some ranks only, call it everywhere and let it return its input there."
+        )
+
+
+def _described(number: int, model: ModelIdentity) -> str:
+    rest, told = divmod(number, _TOLD)
+    rest, sequence = divmod(rest, _SEQUENCES)
+    rest, unit = divmod(rest, _UNITS)
+    action, model_number = divmod(rest, 1 << 8)
+    names = model.units if model_number == model.number & 0xFF else ()
+    name = f"unit {names[unit]}" if unit < len(names) else f"unit {unit} of another model"
+    words = _WORDS[Action(action)].format(unit=name)
+    step, microbatch = divmod(told, _MICROBATCHES)
+    return f"{words} (step {step}, microbatch {microbatch}, launch {sequence})"

@@ -1,0 +1,235 @@
+"""Launches that carry what they are for, so that ranks which do different things hear of it.
+
+In:   an `Identity` for everything that the engine gathers or reduces.
+Out:  the same launch, and with it an all-gather of one number a rank; RuntimeError if the numbers differ.
+Next: `comm.py` has the collectives inside.
+
+Without it, two collectives of equal size that meet are computed without a word: ranks that run their layers
+in another order train with a mix of two layers.
+
+    gloo   the numbers travel first, and the host compares them before the payload starts
+    NCCL   they travel in the same launch, straight into pinned host memory, where the host looks whenever it
+           is in the engine anyway; nothing waits for the device
+
+With NCCL the collectives that met have run by then, so the communicators are aborted before the error is
+raised: no rank is left waiting in one, now or at exit.  A rank that waits for the device cannot look;
+`watch.py` does that for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import AllgatherOptions
+
+from flatfsdp.comm import Ranks, abort, all_gather, on_gpu, one_launch, uses_nccl
+from flatfsdp.identity import Difference, Identity, ModelIdentity
+from flatfsdp.watch import announce, watch
+
+ROWS = 1024
+"""Launches with NCCL that may be under way before the host waits for the device."""
+
+ALARM_LASTS = timedelta(seconds=10)
+"""How long a rank that stops tries, in the background, to tell others why."""
+
+
+def launch(
+    ranks: Ranks, identity: Identity | None, device: torch.device, collectives: int = 1
+) -> AbstractContextManager[None]:
+    """Collectives of one kind inside are one launch, which carries `identity`.
+
+    Args:
+        ranks: of all collectives inside.
+        identity: None carries nothing.
+        device: where the payload is.
+        collectives: how many there are.
+
+    Raises:
+        RuntimeError: if another rank's launch is for something else; with NCCL, some launches later.
+    """
+    if identity is None or ranks.group is None or ranks.size == 1:
+        return one_launch(ranks, collectives)
+    return _journal_of(ranks, device).launch(identity)
+
+
+def look(model: ModelIdentity, *, wait: bool = False) -> None:
+    """Raises RuntimeError if a launch of this model has met another rank's for something else.
+
+    Args:
+        wait: for all launches so far; otherwise what has not arrived counts as good.
+    """
+    for ranks in _communicators(model):
+        for journal in _journals.get(ranks.group, {}).values():
+            journal.look(wait=wait)
+
+
+def _journal_of(ranks: Ranks, device: torch.device) -> HostJournal | DeviceJournal:
+    assert ranks.group is not None
+    of_group = _journals.setdefault(ranks.group, {})
+    if device.type not in of_group:
+        is_nccl = uses_nccl(ranks, device)
+        of_group[device.type] = DeviceJournal(ranks, device) if is_nccl else HostJournal(ranks, device)
+    return of_group[device.type]
+
+
+def _communicators(model: ModelIdentity) -> list[Ranks]:
+    return [ranks for ranks in model.communicators if ranks.size > 1]
+
+
+_journals: WeakKeyDictionary[dist.ProcessGroup, dict[str, HostJournal | DeviceJournal]] = WeakKeyDictionary()
+"""By communicator and kind of device: the launches of all models that share a communicator meet there."""
+
+
+class HostJournal:
+    """What the launches over one communicator are for, sent before the payload."""
+
+    _ALARM = -1
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._sequence = 0
+        self._alarms: list[tuple[dist.Work, Tensor, Tensor]] = []
+
+    def look(self, *, wait: bool) -> None:
+        """Nothing: a difference is raised at once."""
+
+    @contextmanager
+    def launch(self, identity: Identity) -> Iterator[None]:
+        number = identity.number(self._sequence)
+        self._sequence += 1
+        # In place of the number, a rank that has stopped sends an alarm and the difference that it knows of.
+        own = torch.tensor([number, 0, 0, 0, 0], device="cpu")
+        everyones = own.new_empty(self._ranks.size, 5)
+        all_gather(everyones.view(-1), own, self._ranks)
+        rows = everyones.tolist()
+        difference = _alarm_in(rows) or Difference.among([row[0] for row in rows], self._ranks)
+        if difference is not None:
+            for ranks in _communicators(identity.model):
+                journal = _journal_of(ranks, self._device)
+                if isinstance(journal, HostJournal) and journal is not self:
+                    journal.warn(difference)
+            raise RuntimeError(difference.message(identity.model))
+        yield
+
+    def warn(self, difference: Difference) -> None:
+        """Answers the other ranks' next launch over this communicator; does not wait for them."""
+        self._sequence += 1
+        own = torch.tensor([self._ALARM, *difference], device="cpu")
+        everyones = own.new_empty(self._ranks.size * 5)
+        options = AllgatherOptions()
+        options.timeout = ALARM_LASTS
+        assert self._ranks.group is not None
+        work = self._ranks.group._allgather_base(everyones, own, options)
+        self._alarms = [alarm for alarm in self._alarms if not alarm[0].is_completed()]
+        self._alarms.append((work, everyones, own))
+
+
+def _alarm_in(rows: Sequence[Sequence[int]]) -> Difference | None:
+    return next((Difference(*row[1:]) for row in rows if row[0] == HostJournal._ALARM), None)
+
+
+class Launch(NamedTuple):
+    """A launch whose numbers have not all been looked at.
+
+    Attributes:
+        row: of host memory, in which the numbers arrive.
+        since: on the monotonic clock, in seconds.
+    """
+
+    row: int
+    model: ModelIdentity
+    since: float
+
+
+class DeviceJournal:
+    """What the launches over one communicator are for, sent with the payload.
+
+    The row of a launch in host memory holds one number a rank, 0 until it arrives.
+
+    Attributes:
+        stopped: why the communicators were aborted; None if they were not.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._device = device
+        self._sequence = 0
+        host = torch.zeros(ROWS, ranks.size, dtype=torch.int64, device="cpu", pin_memory=True)
+        self._numbers = host.numpy()
+        with torch.inference_mode(False):
+            self._rows = on_gpu(host, device).unbind()
+            self._own = [row[ranks.rank : ranks.rank + 1] for row in self._rows]
+        self._under_way: deque[Launch] = deque()
+        self.stopped: str | None = None
+        watch(self)
+
+    @contextmanager
+    def launch(self, identity: Identity) -> Iterator[None]:
+        self.look(wait=len(self._under_way) == ROWS)
+        row = self._sequence % ROWS
+        self._numbers[row] = 0
+        self._numbers[row, self._ranks.rank] = identity.number(self._sequence)
+        self._sequence += 1
+        group = self._ranks.group
+        assert group is not None
+        group._start_coalescing(self._device)
+        try:
+            yield
+            all_gather(self._rows[row], self._own[row], self._ranks)
+        finally:
+            group._end_coalescing(self._device)
+        self._under_way.append(Launch(row, identity.model, time.monotonic()))
+
+    def look(self, *, wait: bool) -> None:
+        """Forgets launches that were alike on all ranks; raises RuntimeError for one that was not."""
+        if self.stopped is not None:
+            raise RuntimeError(self.stopped)
+        if wait and self._under_way:
+            torch.cuda.synchronize(self._device)
+        while self._under_way:
+            first = self._under_way[0]
+            numbers = self._numbers[first.row].tolist()
+            difference = Difference.among(numbers, self._ranks)
+            if difference is not None:
+                self.stop(difference, first.model)
+                raise RuntimeError(self.stopped)
+            if not all(numbers):
+                return
+            self._under_way.popleft()
+
+    @property
+    def oldest(self) -> Launch | None:
+        """The launch that has been under way for longest; for any thread."""
+        return next(iter(tuple(self._under_way)), None)
+
+    def difference(self) -> tuple[Difference, ModelIdentity] | None:
+        """What `look` would raise, and stop; for any thread."""
+        for each in tuple(self._under_way):
+            difference = Difference.among(self._numbers[each.row].tolist(), self._ranks)
+            if difference is not None:
+                return difference, each.model
+        return None
+
+    def stop(self, why: Difference | str, model: ModelIdentity) -> None:
+        """Aborts all communicators of the model, so that nobody waits in one, and tells ranks of others."""
+        if isinstance(why, Difference):
+            why = (
+                f"{why.message(model)} What was computed since then is wrong, and the process groups were "
+                "aborted; start again from the last checkpoint."
+            )
+            announce(why)
+        for ranks in {self._ranks, *_communicators(model)}:
+            journal = _journal_of(ranks, self._device)
+            if isinstance(journal, DeviceJournal) and journal.stopped is None:
+                journal.stopped = why
+                abort(ranks, self._device)

@@ -1,0 +1,101 @@
+"""A thread that looks at launches with NCCL while the main thread waits for the device and cannot.
+
+In:   the journals of this process (`journal.py`).
+Out:  communicators that are aborted, so that the main thread goes on and raises.
+
+Two situations need it.  A rank that sees a difference raises, and another rank waits on its device for
+collectives that the first one will not launch any more: that rank's own journal says why, but nobody looks.
+And in a grid of ranks, ranks of another row wait for a row that has stopped: they hear of it from the store
+of the process group, which they ask only when a launch does not end.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+INTERVAL = 1.0
+"""Seconds between two looks."""
+
+GRACE = 5.0
+"""Seconds in which the main thread may see a difference by itself."""
+
+PATIENCE = 10.0
+"""Seconds that a launch may take before the store is asked whether another rank has stopped."""
+
+_KEY = "flatfsdp/stopped"
+
+
+class Watched(Protocol):
+    """What the thread needs of a journal."""
+
+    stopped: str | None
+
+    @property
+    def oldest(self) -> Any: ...
+
+    def difference(self) -> tuple[Any, Any] | None: ...
+
+    def stop(self, why: Any, model: Any) -> None: ...
+
+
+_watched: WeakKeyDictionary[Watched, float | None] = WeakKeyDictionary()
+"""Journals, and since when a difference has been seen in each."""
+
+_lock = threading.Lock()
+
+
+def watch(journal: Watched) -> None:
+    """Looks at `journal` from now on, as long as it exists."""
+    with _lock:
+        if not _watched:
+            threading.Thread(target=_run, name="flatfsdp-watch", daemon=True).start()
+        _watched[journal] = None
+
+
+def announce(message: str) -> None:
+    """Tells all ranks of the default process group why this one stops."""
+    if dist.is_initialized():
+        _store().set(_KEY, message)
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _run() -> None:
+    while True:
+        time.sleep(INTERVAL)
+        with _lock:
+            journals = list(_watched.items())
+            if not journals:
+                # The next journal starts another thread.
+                return
+        for journal, seen in journals:
+            if journal.stopped is None:
+                _watched[journal] = _look(journal, seen)
+        del journals
+
+
+def _look(journal: Watched, seen: float | None) -> float | None:
+    """Since when a difference has been seen."""
+    now = time.monotonic()
+    found = journal.difference()
+    if found is not None:
+        if seen is not None and now - seen > GRACE:
+            journal.stop(*found)
+            logger.error("%s", journal.stopped)
+        return seen or now
+    oldest = journal.oldest
+    is_late = oldest is not None and now - oldest.since > PATIENCE and dist.is_initialized()
+    if is_late and _store().check([_KEY]):
+        journal.stop(_store().get(_KEY).decode(), oldest.model)
+        logger.error("%s", journal.stopped)
+    return None
