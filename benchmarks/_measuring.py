@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 from flatfsdp import FlatFSDP, microbatches
 from flatfsdp.cli.ranks import Rank
 from flatfsdp.trace import Breakdown, breakdown, spans_of
+from flatfsdp.walk import named_groups
 
 SEED = 0
 LEARNING_RATE = 1e-4
@@ -39,6 +41,7 @@ class Job:
         own_adamw: engines of FlatFSDP's own layers have its own AdamW, too.
         breakdown: profile one more step of each variant and sort its kernels.
         traces: folder for a Chrome trace of that step.
+        identity: time FlatFSDP's steps whose collectives carry what they are for by turns with others.
     """
 
     shape: str
@@ -51,6 +54,7 @@ class Job:
     own_adamw: bool
     breakdown: bool
     traces: Path | None
+    identity: bool = False
 
     @property
     def config(self) -> LlamaConfig:
@@ -79,6 +83,8 @@ class Run:
         reported_gib: what FlatFSDP's memory report says about that; None for other engines.
         buffers: all rows of that report, with bytes.
         breakdown: of one step of rank 0; None if it was not asked for, or without a GPU.
+        checked_ms, unchecked_ms: of further steps, by turns, whose collectives carry what they are for, and
+            of such that do not; None if that was not asked for, and for other engines.
     """
 
     ms: list[float]
@@ -89,6 +95,8 @@ class Run:
     reported_gib: float | None
     buffers: list[dict[str, Any]]
     breakdown: Breakdown | None
+    checked_ms: list[float] | None = None
+    unchecked_ms: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -161,6 +169,9 @@ def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor,
     start_together(rank.device)
     milliseconds = timed(lambda: losses.append(step()), job.steps, rank.device)
     peak = peak_gib(rank.device)
+    checked, unchecked = None, None
+    if job.identity and isinstance(model, FlatFSDP):
+        checked, unchecked = _by_turns(model, lambda: losses.append(step()), job.steps, rank.device)
     values = torch.stack(losses).tolist()
     # With NaN in the data a GPU draws less power and runs faster: such a time is no result.
     wrong = [index for index, value in enumerate(values) if not math.isfinite(value)]
@@ -178,7 +189,29 @@ def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor,
         reported_gib=None if report is None else report.static / GIB,
         buffers=[] if report is None else [{**asdict(row), "dtype": str(row.dtype)} for row in report.rows],
         breakdown=profiled,
+        checked_ms=checked,
+        unchecked_ms=unchecked,
     )
+
+
+def _by_turns(
+    model: FlatFSDP, step: Callable[[], None], steps: int, device: torch.device
+) -> tuple[list[float], list[float]]:
+    """Milliseconds of steps whose collectives carry what they are for, and of those between, which do not."""
+    groups = [group for _, group in named_groups(model)]
+    carried = [group.model for group in groups]
+    turn = itertools.cycle((True, False))
+
+    def next_step() -> None:
+        is_checked = next(turn)
+        for group, identity in zip(groups, carried, strict=True):
+            group.model = identity if is_checked else None
+        step()
+
+    milliseconds = timed(next_step, 2 * steps, device)
+    for group, identity in zip(groups, carried, strict=True):
+        group.model = identity
+    return milliseconds[::2], milliseconds[1::2]
 
 
 def _profile(step: Callable[[], Tensor], job: Job, variant: Variant, rank: Rank) -> Breakdown | None:
@@ -223,4 +256,12 @@ def _over_ranks(runs: list[Run]) -> Run:
         reported_gib=runs[0].reported_gib,
         buffers=runs[0].buffers,
         breakdown=runs[0].breakdown,
+        checked_ms=_slowest(run.checked_ms for run in runs),
+        unchecked_ms=_slowest(run.unchecked_ms for run in runs),
     )
+
+
+def _slowest(of_ranks: Iterable[list[float] | None]) -> list[float] | None:
+    """Each step's time on the rank that took longest."""
+    found = [milliseconds for milliseconds in of_ranks if milliseconds is not None]
+    return [max(step) for step in zip(*found, strict=True)] if found else None

@@ -53,11 +53,22 @@ def summary(row: Row, rows: list[Row], job: Job) -> dict[str, Any]:
         "ms": ms,
         "tokens_per_s_per_rank": per_second,
         "tflops_per_rank": None if per_second is None else per_second * flops_per_token(job.config) / 1e12,
+        "identity": _identity(row),
         "peak_gib": max((run.peak_gib for run in row.runs), default=None),
         "time_vs_fsdp2": _ratio(row, rows, Variant(Engine.fsdp2, row.variant.compiled)),
         "time_vs_fsdp2_float8": _ratio(row, rows, FLOAT8),
         "runs": [{"median_ms": statistics.median(run.ms), **asdict(run)} for run in row.runs],
     }
+
+
+def _identity(row: Row) -> dict[str, float] | None:
+    """What it costs that collectives carry what they are for: medians of steps taken by turns."""
+    checked = [ms for run in row.runs for ms in run.checked_ms or ()]
+    unchecked = [ms for run in row.runs for ms in run.unchecked_ms or ()]
+    if not checked:
+        return None
+    on, off = statistics.median(checked), statistics.median(unchecked)
+    return {"on_ms": on, "off_ms": off, "on_vs_off": on / off}
 
 
 FLOAT8 = Variant.first_of(Engine.fsdp2_float8)
@@ -114,6 +125,13 @@ def show(payload: dict[str, Any], job: Job, ranks: int) -> None:
         elif row["skipped"]:
             console.print(f"{row['label']}: skipped, {row['skipped']}", markup=False)
     _show_memory(payload, console)
+    for row in payload["rows"]:
+        if (cost := row["identity"]) is not None:
+            console.print(
+                f"{row['label']}: {cost['on_ms']:.2f} ms/step where collectives carry what they are for, "
+                f"{cost['off_ms']:.2f} where they do not: {cost['on_vs_off']:.4f}",
+                highlight=False,
+            )
     _show_breakdown(payload, console)
     leftovers = [run["leftover_gib"] for row in payload["rows"] for run in row["runs"]]
     if leftovers and max(leftovers) - min(leftovers) > 0.5:
@@ -273,6 +291,8 @@ def _known_shape(name: str) -> str:
 
     torchrun --nproc-per-node 4 benchmarks/step.py --engines flat-on --engines fsdp2 --rounds 3 --json
 
+    torchrun --nproc-per-node 4 benchmarks/step.py --shape 8b --engines flat-on --steps 20 --identity
+
     python benchmarks/step.py --shape tiny --device cpu --ranks 2""",
 )
 def main(
@@ -305,6 +325,10 @@ def main(
     traces: Annotated[
         Path | None, typer.Option("--trace", help="Folder for a Chrome trace of one step of each engine.")
     ] = None,
+    identity: Annotated[
+        bool,
+        typer.Option("--identity", help="Time FlatFSDP's steps with unchecked collectives, too, by turns."),
+    ] = False,
     as_json: options.Json = False,
 ) -> None:
     wanted = engines or (FP8 if fp8 else PLAIN)
@@ -317,6 +341,7 @@ def main(
         own_adamw=own_adamw,
         breakdown=breakdown,
         traces=traces,
+        identity=identity,
     )
     launch = launch_of(ranks, device)
     rows = run_on_ranks(measure_all, job, launch)

@@ -68,17 +68,21 @@ def look(model: ModelIdentity, *, wait: bool = False) -> None:
         wait: for all launches so far; otherwise what has not arrived counts as good.
     """
     for ranks in _communicators(model):
-        for journal in _journals.get(ranks.group, {}).values():
+        for journal in _of_group(ranks).values():
             journal.look(wait=wait)
 
 
 def _journal_of(ranks: Ranks, device: torch.device) -> HostJournal | DeviceJournal:
-    assert ranks.group is not None
-    of_group = _journals.setdefault(ranks.group, {})
+    of_group = _of_group(ranks)
     if device.type not in of_group:
         is_nccl = uses_nccl(ranks, device)
         of_group[device.type] = DeviceJournal(ranks, device) if is_nccl else HostJournal(ranks, device)
     return of_group[device.type]
+
+
+def _of_group(ranks: Ranks) -> dict[str, HostJournal | DeviceJournal]:
+    assert ranks.group is not None
+    return _journals.setdefault(ranks.group, {})
 
 
 def _communicators(model: ModelIdentity) -> list[Ranks]:

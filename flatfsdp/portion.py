@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flatfsdp.comm import Grid, Ranks
 from flatfsdp.flat_group import FlatGroup
+from flatfsdp.identity import Action, Identity
 
 
 def attach_targets(group: FlatGroup) -> None:
@@ -38,6 +39,9 @@ class PortionTarget:
     @property
     def stages(self) -> Ranks:
         return self._group.master.stages
+
+    def identify(self, action: Action) -> Identity | None:
+        return self._group.identify(action)
 
     @property
     def is_counted(self) -> bool:

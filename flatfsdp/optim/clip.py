@@ -19,6 +19,7 @@ from flatfsdp.comm import ALONE, Grid, Ranks, all_gather
 from flatfsdp.identity import Action, Identity
 from flatfsdp.journal import launch
 from flatfsdp.master import MasterShard
+from flatfsdp.optim.target import FlatShard
 
 
 def clip_grad_norm(
@@ -58,8 +59,7 @@ def clip_grad_norm(
     for master in masters:
         counted.setdefault(spread(master.grid), []).extend(master.grads if master.is_counted else ())
     dtype = widest(grad for master in masters for grad in master.grads)
-    identity = next((found for master in masters if (found := master.identify(Action.NORM))), None)
-    norm = grad_norm(counted, dtype, device, norm_type, stages, identity)
+    norm = grad_norm(counted, dtype, device, norm_type, stages, identity_of_norm(masters))
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"the gradient norm is {norm.item()}; look for NaN or overflow in the last backward"
@@ -82,6 +82,12 @@ def pipeline_of(given: dist.ProcessGroup | None, found: Iterable[Ranks]) -> Rank
     if given is not None:
         return Ranks.of(given)
     return next((ranks for ranks in found if ranks.size > 1), ALONE)
+
+
+def identity_of_norm(shards: Iterable[MasterShard | FlatShard]) -> Identity | None:
+    """What the collectives of a norm carry; None if those of these shards carry nothing."""
+    first = next(iter(shards), None)
+    return None if first is None else first.identify(Action.NORM)
 
 
 def require_same_grid(grids: Iterable[Grid]) -> None:

@@ -22,6 +22,7 @@ from flatfsdp.optim.clip import (
     Spread,
     clip_coefficient,
     grad_norm,
+    identity_of_norm,
     pipeline_of,
     require_same_grid,
     spread,
@@ -207,7 +208,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         device = devices[0] if devices else torch.device("cpu")
         dtype = widest(one.grad for one in due)
         stages = pipeline_of(self.pp_group, (shard.stages for shard in shards))
-        self.grad_norm = grad_norm(grads, dtype, device, stages=stages)
+        identity = identity_of_norm(shards)
+        self.grad_norm = grad_norm(grads, dtype, device, stages=stages, identity=identity)
         return clip_coefficient(self.grad_norm, self.max_grad_norm)
 
     def _runs(self, due: Due) -> tuple[Kind, Iterable[Run]]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.comm import Grid, Ranks
+from flatfsdp.identity import Action, Identity
 
 
 class FlatShard(Protocol):
@@ -26,6 +27,9 @@ class FlatShard(Protocol):
     @property
     def stages(self) -> Ranks:
         """The ranks of a pipeline, which have other parameters of the model; without one, alone."""
+
+    def identify(self, action: Action) -> Identity | None:
+        """What a collective for this parameter carries."""
 
     @property
     def is_counted(self) -> bool:

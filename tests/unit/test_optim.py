@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from flatfsdp import FlatFSDP, Precision
 from flatfsdp.comm import Grid, Ranks
 from flatfsdp.fp8 import CurrentScaling, autocast
+from flatfsdp.identity import Action
 from flatfsdp.layers import Linear
 from flatfsdp.optim import SGD, AdamW
 
@@ -68,6 +69,9 @@ class Shard:
         self.done: list[int] = []
         self._parameter, self._runs = parameter, runs
         parameter.flat_shard = self
+
+    def identify(self, _action: Action) -> None:
+        return None
 
     def runs(self) -> list[tuple[int, int, Tensor]]:
         return [(*run, amax.zero_()) for run, amax in zip(self._runs, self.amaxes, strict=True)]
