@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import flatfsdp.compat.fairscale
-from tests.dist.models import Block, Net, data
+from tests.dist.models import Block, Net, data, repeatable
 
 Build = Callable[[Any, torch.device, dict[str, Any]], nn.Module]
 State = dict[str, Tensor]
@@ -178,6 +178,7 @@ def train_plain(
     return seen, model.state_dict()
 
 
+@repeatable()
 def trained(
     rank: int,
     world_size: int,
@@ -187,7 +188,6 @@ def trained(
     options: dict[str, Any],
     loop: dict[str, Any],
 ) -> tuple[list[Tensor], State]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
     # fairscale wants parameters that shall be in host memory to be there at first.
     built_on = "cpu" if options.get("move_params_to_cpu") else device
     model = made(build, names_of(library), torch.device(built_on), options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -104,6 +105,24 @@ def train_unsharded(world_size: int) -> tuple[list[Tensor], dict[str, Tensor]]:
         optimizer.step()
         optimizer.zero_grad()
     return losses, model.state_dict()
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Inside, PyTorch computes with kernels that give the same bits each time, or raises.
+
+    `warn_only` would not do: PyTorch's memory-efficient attention, which FP32 gets on a GPU, then still adds
+    up the query's gradient in whatever order its blocks end, and beside NCCL's kernels that order changes.
+    """
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def grads_of(model: FlatFSDP) -> list[Tensor]:

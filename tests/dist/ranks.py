@@ -9,6 +9,7 @@ then, or that do not answer in time, are killed and the next call starts a fresh
 from __future__ import annotations
 
 import gc
+import os
 import tempfile
 import time
 import traceback
@@ -106,6 +107,8 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: st
     # What the fork server has imported stays for good: no collection, and no test, needs to look at it.
     gc.freeze()
     if backend == "nccl":
+        # cuBLAS reads it when CUDA starts; `repeatable` in `models.py` needs it.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(rank)
     dist.init_process_group(
         backend,

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import Precision, Prefetch, auto_wrap, by_class, microbatches
 from flatfsdp.cli.gpt import GPT, MLP
-from tests.dist.models import same, same_trace
+from tests.dist.models import repeatable, same, same_trace
 from tests.dist.ranks import run_ranks
 from tests.gpu.models import BF16, SMALL, WIDE, WORLD_SIZES, build, tokens, train
 
@@ -22,8 +22,8 @@ pytestmark = [
 ]
 
 
+@repeatable()
 def flags_agree(rank: int, world_size: int, options: dict[str, Any]) -> bool:
-    torch.use_deterministic_algorithms(True, warn_only=True)
     batches = tokens(SMALL, rank, 3)
     reference = train(build(**options), batches)
     variants: list[dict[str, Any]] = [
@@ -44,11 +44,11 @@ def test_flag_on_equals_flag_off(world_size: int, options: dict[str, Any], preci
     assert run_ranks(world_size, flags_agree, options, backend="nccl") == [True] * world_size
 
 
+@repeatable()
 def beside_fairscale(rank: int, world_size: int, reshard: bool) -> dict[str, bool]:
     """Losses and gathered parameters of three engines after the same steps, in FP32."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
     batches = tokens(SMALL, rank, 3)
 
     plain = GPT(SMALL).cuda()

@@ -9,7 +9,7 @@ import torch
 
 from flatfsdp import Precision, microbatches
 from flatfsdp.optim import SGD, AdamW
-from tests.dist.models import same
+from tests.dist.models import repeatable, same
 from tests.dist.ranks import run_ranks
 from tests.gpu.models import BF16, SMALL, build, tokens
 
@@ -20,11 +20,11 @@ pytestmark = [
 WORLD_SIZE = min(2, torch.cuda.device_count())
 
 
+@repeatable()
 def trained(
     rank: int, make: Any, *, is_told: bool = True, **options: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Losses and final shards; without `is_told`, the optimizer does not know that they are shards."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
     torch.manual_seed(0)
     model, batches = build(**options), tokens(SMALL, rank, 2)
     for parameter in model.parameters() if not is_told else ():

@@ -1,0 +1,102 @@
+"""The same bits however long each stream takes: many trainings in one process group, with delays on each lane.
+
+A stream that does not wait for another one, or memory that two of them share, shows as a difference.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flatfsdp import FlatFSDP, Precision
+from flatfsdp.comm import Lane
+from tests.dist.models import Trace, repeatable, same_trace
+from tests.dist.ranks import run_ranks
+from tests.gpu.models import BF16, SMALL, build, tokens, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices"),
+]
+REPETITIONS = 25
+CYCLES = 2_000_000
+"""The longest delay: a millisecond, several times what a unit of the small model takes."""
+
+
+@contextmanager
+def delays(rank: int) -> Iterator[None]:
+    """Before and after what a lane does, and on the compute stream before it, in one of three cases each."""
+    chance = random.Random(rank)
+
+    def sleep() -> None:
+        if chance.random() < 1 / 3:
+            torch.cuda._sleep(chance.randrange(CYCLES))
+
+    after_compute = Lane.after_compute
+
+    @contextmanager
+    def delayed(lane: Lane) -> Iterator[None]:
+        sleep()
+        with after_compute(lane):
+            sleep()
+            yield
+            sleep()
+
+    with mock.patch.object(Lane, "after_compute", delayed):
+        yield
+
+
+def model_of(is_hybrid: bool, options: dict[str, Any]) -> FlatFSDP:
+    mesh = dist.init_device_mesh("cuda", (2, 2)) if is_hybrid else None
+    return build(mesh=mesh, **options)
+
+
+@repeatable()
+def differences(
+    rank: int, world_size: int, is_hybrid: bool, options: dict[str, Any], repetitions: int
+) -> list[str]:
+    """What differs from the first training, of delayed ones with the flag off and on."""
+    batches, found = tokens(SMALL, rank, 3), []
+    expected: Trace | None = None
+    for repetition in range(repetitions):
+        for flag in (False, True):
+            with ExitStack() as stack:
+                if expected is not None:
+                    stack.enter_context(delays(1000 * repetition + rank))
+                trace = train(model_of(is_hybrid, {**options, "optimize_backward_concat": flag}), batches)
+            expected = expected or trace
+            equal = same_trace(expected, trace)
+            found += [f"{repetition}, flag {flag}: {what}" for what, is_same in equal.items() if not is_same]
+    return found
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
+@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("is_hybrid", [True, False], ids=["hybrid", "sharded"])
+def test_delays_change_no_bit(is_hybrid: bool, precision: Precision, reshard: bool, sync: str) -> None:
+    options = {"precision": precision, "reshard_after_forward": reshard, "grad_sync": sync}
+    arguments = (is_hybrid, options, REPETITIONS if precision == Precision() else 5)
+    for found in run_ranks(4, differences, *arguments, backend="nccl", timeout=280):
+        assert found == []
+
+
+def differences_without_waiting(rank: int, world_size: int) -> bool:
+    """The compute stream does not wait for reductions: a race of our own making."""
+    with mock.patch("flatfsdp.reduce.compute_waits_for"):
+        try:
+            return bool(differences(rank, world_size, True, {}, 4))
+        except AssertionError:
+            # The loss is not even finite.
+            return True
+
+
+def test_a_missing_wait_is_seen() -> None:
+    assert any(run_ranks(4, differences_without_waiting, backend="nccl"))
