@@ -1,4 +1,4 @@
-"""The same bits however long each stream takes: many trainings in one process group, with delays on each lane.
+"""The same bits however long each stream takes: many trainings in one group, with delays on each lane.
 
 A stream that does not wait for another one, or memory that two of them share, shows as a difference.
 """
