@@ -297,14 +297,18 @@ class FullyShardedDataParallel(FlatFSDP):
             yield
 
     def reset_parameters(self) -> None:
-        """Calls the module's, on ordinary parameters.
+        """Calls the module's, on ordinary parameters: those that are summoned already, or else for the call.
+
+        Inside a volatile summon_full_params the new values are gone at its end.  Collective.
 
         Raises:
             RuntimeError: without allow_reset_parameters=True.
         """
         if not self.allow_reset_parameters:
             raise RuntimeError("reset_parameters after wrapping needs allow_reset_parameters=True")
-        with self.summon_full_params():
+        self.assert_state([TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS])
+        # Inside, for the units below that are not summoned yet.
+        with super().summon_full_params(writeback=self._writes_back or not self._is_whole):
             self.module.reset_parameters()  # type: ignore[operator]
 
     def append_shared_param(self, p: nn.Parameter) -> NoReturn:
@@ -318,6 +322,7 @@ class FullyShardedDataParallel(FlatFSDP):
     def state_dict(  # type: ignore[override]
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
+            ValueError: inside a forward or backward.
         """Whole parameters in shard precision and buffers, as copies, under the names of the plain module.
 
         In mixed precision buffers are cast to FP32.  Collective.
