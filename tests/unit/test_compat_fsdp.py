@@ -219,6 +219,7 @@ def test_fp16_inputs_of_a_unit_can_be_cast_up() -> None:
 def test_attributes_of_the_arguments() -> None:
     net = model(mixed_precision=True, compute_dtype=torch.bfloat16, move_params_to_cpu=True)
     assert (net.rank, net.world_size, net.process_group) == (0, 1, None)
+    assert net.process_group_reduce_scatter is None
     assert (net.compute_dtype, net.buffer_dtype) == (torch.bfloat16, torch.bfloat16)
     assert net.cpu_offload and net.move_grads_to_cpu and net.mixed_precision
     assert net.gradient_predivide_factor == net.gradient_postdivide_factor == 1.0

@@ -26,6 +26,7 @@ from flatfsdp.compat.fairscale.states import TrainingState
 from flatfsdp.compiling import never_traced, traced_inside
 from flatfsdp.fsdp import FlatFSDP, whole_units
 from flatfsdp.ownership import parameters_to_take
+from flatfsdp.root import Root
 from flatfsdp.summon import Gathering
 from flatfsdp.tensors import map_tensors
 
@@ -37,7 +38,8 @@ class FullyShardedDataParallel(FlatFSDP):
         module: parameters that no inner instance has taken are sharded; on one device, of one dtype.
         process_group: ranks to shard over; inner instances may have others.  Default: all, or this process
             alone without torch.distributed.
-        process_group_reduce_scatter: checked; the engine always reduces over a communicator of its own.
+        process_group_reduce_scatter: checked; the engine always reduces over a communicator of its own, with
+            the ranks of process_group.
         reshard_after_forward: free unsharded parameters after each forward.
         disable_reshard_on_root: not those of the root module, which its backward needs first.
         mixed_precision: FP32 shards, computation in compute_dtype; FP32 inputs of the root are cast.
@@ -50,8 +52,8 @@ class FullyShardedDataParallel(FlatFSDP):
         buffer_dtype: of floating-point buffers; default: compute_dtype.
         move_grads_to_cpu: as move_params_to_cpu, or None.
         compute_device: default: the parameters', or "cuda" if they are on the CPU and the group is NCCL's.
-        no_broadcast_optim_state: lists this instance's optimizer state as not collected; automatic for an
-            inner instance in a group of one rank.
+        no_broadcast_optim_state: lists this instance's optimizer state as not collected; set at the first use
+            of the model for an inner instance in a group of one rank, such as an expert.
         state_dict_device: where `state_dict` puts tensors; only its type matters.  Default: compute_device,
             or the CPU with move_params_to_cpu.
         clear_autocast_cache: empty autocast's cache of cast weights after each forward.
@@ -119,6 +121,7 @@ class FullyShardedDataParallel(FlatFSDP):
             process_group = default_group()
         parameters = parameters_to_take(module)
         precision = options.choose_precision(
+        ranks = Ranks.of(process_group)
             parameters,
             mixed_precision=mixed_precision,
             compute_dtype=compute_dtype,
@@ -136,7 +139,9 @@ class FullyShardedDataParallel(FlatFSDP):
             cpu_offload=offload,
         )
         self._unit.keep_as_root = disable_reshard_on_root
-        self._ranks = ranks = Ranks.of(process_group)
+        self._ranks = ranks
+        is_group = isinstance(process_group_reduce_scatter, dist.ProcessGroup)
+        self._reduce_ranks = Ranks.of(process_group_reduce_scatter) if is_group else ranks
         self.rank, self.world_size = ranks.rank, ranks.size
         self.reshard_after_forward = reshard_after_forward
         self.disable_reshard_on_root = disable_reshard_on_root
@@ -172,6 +177,11 @@ class FullyShardedDataParallel(FlatFSDP):
 
     @property
     def params(self) -> list[nn.Parameter]:
+    @property
+    def process_group_reduce_scatter(self) -> dist.ProcessGroup | None:
+        """As passed; process_group if that was a name, or a stand-in for a group."""
+        return self._reduce_ranks.group
+
         """This instance's own flat parameters."""
         return [group.master.flat for group in self._unit.groups]
 
@@ -224,6 +234,14 @@ class FullyShardedDataParallel(FlatFSDP):
             raise ValueError(f"this call needs state {names}, but the state is {self.training_state.name}")
 
     # ---- training ---------------------------------------------------------------------------------------
+    def _init_root(self) -> Root:
+        is_first_use = self._root is None
+        root = super()._init_root()
+        if is_first_use:
+            for instance in get_fsdp_instances(self):
+                instance.no_broadcast_optim_state |= instance.world_size == 1 < self.world_size
+        return root
+
 
     @traced_inside
     def forward(self, *args: Any, **kwargs: Any) -> Any:
