@@ -29,6 +29,7 @@ from flatfsdp.ownership import parameters_to_take
 from flatfsdp.root import Root
 from flatfsdp.summon import Gathering
 from flatfsdp.tensors import map_tensors
+from flatfsdp.walk import units_in
 
 
 class FullyShardedDataParallel(FlatFSDP):
@@ -119,9 +120,9 @@ class FullyShardedDataParallel(FlatFSDP):
         offload = options.choose_cpu_offload(move_params_to_cpu, cpu_offload, move_grads_to_cpu)
         if process_group is None:
             process_group = default_group()
+        ranks = Ranks.of(process_group)
         parameters = parameters_to_take(module)
         precision = options.choose_precision(
-        ranks = Ranks.of(process_group)
             parameters,
             mixed_precision=mixed_precision,
             compute_dtype=compute_dtype,
@@ -176,12 +177,12 @@ class FullyShardedDataParallel(FlatFSDP):
         return self._ranks.group
 
     @property
-    def params(self) -> list[nn.Parameter]:
-    @property
     def process_group_reduce_scatter(self) -> dist.ProcessGroup | None:
         """As passed; process_group if that was a name, or a stand-in for a group."""
         return self._reduce_ranks.group
 
+    @property
+    def params(self) -> list[nn.Parameter]:
         """This instance's own flat parameters."""
         return [group.master.flat for group in self._unit.groups]
 
@@ -233,7 +234,6 @@ class FullyShardedDataParallel(FlatFSDP):
             names = " or ".join(one.name for one in allowed)
             raise ValueError(f"this call needs state {names}, but the state is {self.training_state.name}")
 
-    # ---- training ---------------------------------------------------------------------------------------
     def _init_root(self) -> Root:
         is_first_use = self._root is None
         root = super()._init_root()
@@ -242,6 +242,7 @@ class FullyShardedDataParallel(FlatFSDP):
                 instance.no_broadcast_optim_state |= instance.world_size == 1 < self.world_size
         return root
 
+    # ---- training ---------------------------------------------------------------------------------------
 
     @traced_inside
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -321,6 +322,7 @@ class FullyShardedDataParallel(FlatFSDP):
 
         Raises:
             RuntimeError: without allow_reset_parameters=True.
+            ValueError: inside a forward or backward.
         """
         if not self.allow_reset_parameters:
             raise RuntimeError("reset_parameters after wrapping needs allow_reset_parameters=True")
@@ -340,7 +342,6 @@ class FullyShardedDataParallel(FlatFSDP):
     def state_dict(  # type: ignore[override]
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-            ValueError: inside a forward or backward.
         """Whole parameters in shard precision and buffers, as copies, under the names of the plain module.
 
         In mixed precision buffers are cast to FP32.  Collective.
@@ -386,7 +387,16 @@ class FullyShardedDataParallel(FlatFSDP):
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """What `consolidate_shard_weights` has to know about this rank; plain JSON values."""
-        return checkpoint.local_metadata(self)
+        metadata = checkpoint.local_metadata(self)
+        alone = {
+            f"{prefix}{group.flat_name}"
+            for prefix, unit in units_in(self)
+            for group in unit._unit.groups
+            if optim_state.is_uncollected(unit, self)
+        }
+        for key, about in metadata["shards"].items():
+            about["no_broadcast_optim_state"] = key in alone
+        return metadata
 
     consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 
