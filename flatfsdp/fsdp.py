@@ -195,7 +195,11 @@ class FlatFSDP(UnitModule):
     @traced_inside
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         position = self._unit.before_forward()
-        outputs = self.module(*args, **kwargs)
+        try:
+            outputs = self.module(*args, **kwargs)
+        finally:
+            # Also if it failed: PyTorch may have refused a view, for a reason that only this explains.
+            self._unit.writes.end()
         return self._unit.after_forward(position, (args, kwargs), outputs)
 
     def _check_gathered(self, module: nn.Module, _inputs: Any) -> None:

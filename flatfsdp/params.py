@@ -64,6 +64,11 @@ class Leaves:
         """What the module has while the parameters are there, in slot order."""
         return self._parameters
 
+    @property
+    def versions(self) -> list[int]:
+        """Of what the module has, in slot order: an in-place write to a parameter raises its own."""
+        return [parameter._version for parameter in self._parameters]
+
     def show(self) -> None:
         if self._is_concealed:
             for parameter, view in zip(self._parameters, self._views, strict=True):
@@ -136,6 +141,11 @@ class Views:
     def shown(self) -> Sequence[Tensor]:
         """What the module has while the parameters are there, in slot order."""
         return self._views
+
+    @property
+    def versions(self) -> list[int]:
+        """Of what the module has, in slot order: an in-place write to one view raises those of all."""
+        return [self._leaf._version] * len(self._views)
 
     def show(self) -> None:
         if self._is_concealed:

@@ -39,6 +39,7 @@ from flatfsdp.flat_group import FlatGroup, ShardState
 from flatfsdp.identity import Action
 from flatfsdp.tensors import map_tensors, tensors_in
 from flatfsdp.unshard import unshard
+from flatfsdp.writes import WriteWatch
 
 if TYPE_CHECKING:
     from flatfsdp.root import Root
@@ -52,6 +53,7 @@ class Unit:
         trained: the groups that are trained.
         root: shared state of the model; set when the root module is first used.
         keep_as_root: whether the root's own parameters stay from its forward to its backward.
+        writes: notices a forward that writes to the parameters.
     """
 
     def __init__(self, reshard_after_forward: bool, *, contains_units: bool) -> None:
@@ -62,6 +64,7 @@ class Unit:
         self._reshard_after_forward = reshard_after_forward
         self._contains_units = contains_units
         self.keep_as_root = True
+        self.writes = WriteWatch(self.groups)
         # By the backward that runs: one that reentrant checkpointing nests in another counts by itself.
         self._landed: defaultdict[int, set[tuple[FlatGroup, int]]] = defaultdict(set)
         self._reached_in: set[int] = set()
@@ -137,6 +140,7 @@ class Unit:
             self._use(self.root.order.after(position), self.root.forward_action)
         for group in self.groups:
             group.params.show()
+        self.writes.begin()
         return position
 
     @never_traced

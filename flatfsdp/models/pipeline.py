@@ -8,12 +8,14 @@ Next: any optimizer over `parameters()`; `flatfsdp.checkpoint` saves `stages`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from flatfsdp.agreement import check_same_on_all_ranks
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.fp8.linear import FuseWgrad
 from flatfsdp.fsdp import FlatFSDP
@@ -61,7 +63,8 @@ class LlamaPipeline:
         optimizer.step()
         losses = model.evaluate(others)
 
-    With one pipeline rank there is one stage, and microbatches run one after the other, without a schedule.
+    Collective over all ranks of `mesh`.  With one pipeline rank there is one stage, and microbatches run one
+    after the other, without a schedule.
 
     Args:
         schedule: "interleaved" has several stages on each rank.
@@ -84,6 +87,8 @@ class LlamaPipeline:
             is not positive; if there are fewer layers than stages, or tensor-parallel ranks cannot share the
             sequence equally; if the recipe does not suit the tokens of a microbatch, or FP8 weights; as
             `Llama`.
+        RuntimeError: on all ranks of `mesh`, before anything is built, if they were given different models or
+            steps.  `device` and `fsdp_options` may differ between stages.
     """
 
     def __init__(
@@ -105,13 +110,28 @@ class LlamaPipeline:
         seed: int = 0,
         **fsdp_options: Any,
     ) -> None:
+        precision = Precision() if precision is None else precision
+        _check_same(
+            config,
+            mesh,
+            schedule=schedule,
+            microbatches=microbatches,
+            batch=batch,
+            stages_per_rank=stages_per_rank,
+            precision=precision,
+            sequence_parallel=sequence_parallel,
+            tp_overlap=tp_overlap,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
+            recipe=recipe,
+            cache_fp8_weights=cache_fp8_weights,
+            seed=seed,
+        )
         _check_tokens(config, mesh.tp_size if sequence_parallel else 1, microbatches, batch, recipe)
         self.config = config
         self.mesh = mesh
         self.microbatches = microbatches
         self.batch = batch
         self._cache_fp8_weights = cache_fp8_weights
-        precision = Precision() if precision is None else precision
         if isinstance(precision.fp8_weights, CurrentScaling) and not isinstance(
             recipe, (CurrentScaling, DelayedScaling)
         ):
@@ -236,6 +256,17 @@ class LlamaPipeline:
             losses=losses,
             return_outputs=False,
         )
+
+
+def _check_same(config: LlamaConfig, mesh: ParallelMesh, **arguments: Any) -> None:
+    """Compares what all ranks of `mesh` were given: the stages of different models make one with a hole.
+
+    Raises:
+        RuntimeError: see `LlamaPipeline`.
+    """
+    sizes = {f"config.{name}": value for name, value in asdict(config).items()}
+    lines = [f"{name}={value!r} of LlamaPipeline" for name, value in {**sizes, **arguments}.items()]
+    check_same_on_all_ranks(lines, mesh.dimensions, torch.device(mesh.device_mesh.device_type))
 
 
 def _check_tokens(

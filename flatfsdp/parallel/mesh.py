@@ -19,6 +19,8 @@ from rich import box
 from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from flatfsdp.comm import Ranks
+
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
@@ -42,6 +44,11 @@ class ParallelMesh:
         if self._size("dp_replicate") == 1:
             return self.device_mesh["dp_shard"]
         return self.device_mesh["dp_replicate", "dp_shard"]
+
+    @property
+    def dimensions(self) -> tuple[Ranks, ...]:
+        """The ranks that this one shares each dimension with; together they reach all ranks."""
+        return tuple(Ranks.of(self.device_mesh.get_group(name)) for name in DIMENSIONS)
 
     @property
     def pp_group(self) -> dist.ProcessGroup:

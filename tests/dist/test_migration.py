@@ -261,8 +261,8 @@ def test_batchnorm_stays_in_fp32_in_mixed_precision() -> None:
 # ---- groups and scaling ---------------------------------------------------------------------------------
 
 
-def experts(rank: int, world_size: int) -> tuple[bool, Any]:
-    """An expert on each rank in a group of one, inside a model over both."""
+def experts(rank: int, world_size: int) -> tuple[bool, Any, list[bool]]:
+    """An expert on each rank in a group of one, inside a model over both; units that are marked as alone."""
     api = names_of("flatfsdp")
     alone = [torch.distributed.new_group([r]) for r in range(world_size)][rank]
     torch.manual_seed(0)
@@ -288,11 +288,26 @@ def experts(rank: int, world_size: int) -> tuple[bool, Any]:
         state["1.weight"], before[1] - own
     )
     full = model.gather_full_optim_state_dict(optimizer)
-    return same, None if full is None else full["uncollected_local_ids"]
+    marked = [each.no_broadcast_optim_state for each in (model, model.module[1])]
+    return same, None if full is None else full["uncollected_local_ids"], marked
 
 
 def test_units_may_have_other_groups_than_their_root() -> None:
-    assert run_ranks(2, experts) == [(True, [1]), (True, None)]
+    assert run_ranks(2, experts) == [(True, [1], [False, True]), (True, None, [False, True])]
+
+
+def groups(rank: int, world_size: int) -> None:
+    """What programs read: a group that was passed, or the one that parameters are sharded over."""
+    api = names_of("flatfsdp")
+    every = torch.distributed.group.WORLD
+    other = torch.distributed.new_group([0, 1])
+    for passed, expected in (("reduce_scatter", every), ("default", every), (other, other)):
+        model = api.FullyShardedDataParallel(nn.Linear(2, 2), process_group_reduce_scatter=passed)
+        assert model.process_group is every and model.process_group_reduce_scatter is expected
+
+
+def test_groups_can_be_read() -> None:
+    run_ranks(2, groups)
 
 
 def scaled(rank: int, world_size: int, overflow: bool) -> tuple[bool, float]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
+import flatfsdp.checkpoint
 import flatfsdp.compat.fairscale
 from tests.dist.fairscale_programs import (
     PLAIN,
@@ -62,6 +66,43 @@ def test_local_shards_are_joined_without_ranks(build: Build) -> None:
         join([files[0][0]], [])
     with pytest.raises(ValueError, match="is missing"):
         join([files[0][0]], [files[0][1]])
+
+
+def expert_files(rank: int, world_size: int, ranks_of_expert: int) -> tuple[dict[str, Any], Any, Any]:
+    """Local files of a model in which `ranks_of_expert` ranks each share an expert, and its state dict."""
+    api = names_of("flatfsdp")
+    groups = [
+        dist.new_group(list(range(first, first + ranks_of_expert)))
+        for first in range(0, world_size, ranks_of_expert)
+    ]
+    number = rank // ranks_of_expert
+    torch.manual_seed(1 + number)
+    expert = nn.BatchNorm1d(4)
+    nn.init.normal_(expert.weight)
+    torch.manual_seed(0)
+    wrapped = api.FullyShardedDataParallel(expert, process_group=groups[number])
+    model = api.FullyShardedDataParallel(nn.Sequential(nn.Linear(4, 4), wrapped))
+    return model.local_state_dict(), model.local_metadata_dict(), model.state_dict()
+
+
+def test_of_experts_the_first_ranks_is_joined() -> None:
+    files = run_ranks(2, expert_files, 1)
+    weights, metadata = [local for local, _, _ in files], [about for _, about, _ in files]
+    assert not torch.equal(files[0][2]["1.weight"], files[1][2]["1.weight"])
+    join = flatfsdp.compat.fairscale.FSDP.consolidate_shard_weights
+    joined = join(weights, json.loads(json.dumps(metadata)))
+    assert joined.keys() == files[0][2].keys()
+    assert all(torch.equal(joined[name], value) for name, value in files[0][2].items())
+    # The engine itself has no rule for which of them is meant.
+    with pytest.raises(ValueError, match=r"1\.flat_param: ranks hold different values"):
+        flatfsdp.checkpoint.consolidate(weights, metadata)
+
+
+def test_experts_over_several_ranks_are_refused() -> None:
+    files = run_ranks(4, expert_files, 2)
+    join = flatfsdp.compat.fairscale.FSDP.consolidate_shard_weights
+    with pytest.raises(ValueError, match=r"1\.flat_param: ranks hold different values.*experts"):
+        join([local for local, _, _ in files], [about for _, about, _ in files])
 
 
 # ---- optimizers -----------------------------------------------------------------------------------------

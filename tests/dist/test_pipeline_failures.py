@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,12 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import _Action
 
-from flatfsdp import FlatFSDP, auto_wrap, by_class
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.cli.ranks import fork_server
+from flatfsdp.models import LlamaPipeline
 from flatfsdp.parallel import FlatStage
+from tests.dist.llamas import CONFIG
+from tests.dist.llamas import mesh_of as llama_mesh_of
 from tests.dist.models import Block, same
 from tests.dist.pipelines import MICROBATCHES, Pipeline, loss_of, mesh_of, parts, tokens_of
 from tests.dist.ranks import run_ranks
@@ -74,6 +78,57 @@ def mistakes(rank: int, world_size: int) -> None:
 
 def test_mistakes_raise_at_construction_on_every_rank() -> None:
     run_ranks(2, mistakes)
+
+
+def refused(rank: int, first: dict[str, Any], other: dict[str, Any], pp: int, tp: int) -> str:
+    """What a LlamaPipeline raises if the last rank is given something else than the others."""
+    last = rank == dist.get_world_size() - 1
+    given: dict[str, Any] = {"config": {}, "microbatches": 4, "batch": 2} | (other if last else first)
+    config = replace(CONFIG, **given.pop("config"))
+    with pytest.raises(RuntimeError) as error:
+        LlamaPipeline(config, llama_mesh_of(pp, tp), **given)
+    return str(error.value)
+
+
+def value_in(given: Any) -> Any:
+    return value_in(next(iter(given.values()))) if isinstance(given, dict) else given
+
+
+def other_models(rank: int, world_size: int) -> None:
+    for first, other, message in (
+        ({"config": {"layers": 2}}, {"config": {"layers": 4}}, "config.layers={} of LlamaPipeline"),
+        ({"config": {"ffn": 96}}, {"config": {"ffn": 64}}, "config.ffn={} of LlamaPipeline"),
+        ({"config": {"seq": 16}}, {"config": {"seq": 32}}, "config.seq={} of LlamaPipeline"),
+        ({"microbatches": 4}, {"microbatches": 2}, "microbatches={} of LlamaPipeline"),
+        # This rank would have raised by itself, and left the other waiting.
+        ({"microbatches": 4}, {"microbatches": 0}, "microbatches={} of LlamaPipeline"),
+        ({"batch": 2}, {"batch": 1}, "batch={} of LlamaPipeline"),
+        ({"seed": 0}, {"seed": 1}, "seed={} of LlamaPipeline"),
+        ({"schedule": "1f1b"}, {"schedule": "gpipe"}, "schedule={} of LlamaPipeline"),
+    ):
+        ours, theirs = (message.format(repr(value_in(given))) for given in (first, other))
+        expected = f"rank 0 has [{ours}] where rank {world_size - 1} has [{theirs}]"
+        for pp, tp in ((world_size, 1), (1, world_size), (1, 1)):
+            assert expected in refused(rank, first, other, pp, tp)
+    # What may differ.
+    options = {"device": torch.device("cpu"), "reshard_after_forward": rank == 0, "precision": Precision()}
+    usual = {"device": "cpu", "precision": None}
+    mesh = llama_mesh_of(world_size, 1)
+    LlamaPipeline(CONFIG, mesh, microbatches=4, batch=2, **(options if rank == 0 else usual))
+
+
+def test_ranks_that_are_told_other_models_all_raise() -> None:
+    run_ranks(2, other_models)
+
+
+def far_apart(rank: int, world_size: int) -> None:
+    """Rank 3 shares no dimension of the mesh with rank 0; they differ by way of the others."""
+    message = refused(rank, {}, {"config": {"ffn": 64}}, pp=2, tp=2)
+    assert "rank 0 has [config.ffn=96 of LlamaPipeline] where rank 3 has [config.ffn=64" in message
+
+
+def test_ranks_of_all_dimensions_raise() -> None:
+    run_ranks(4, far_apart)
 
 
 class BoomError(RuntimeError):

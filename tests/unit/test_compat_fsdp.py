@@ -120,6 +120,36 @@ def test_reset_parameters_has_to_be_allowed() -> None:
     assert not torch.equal(layer.state_dict()["weight"], before)
 
 
+class Resettable(nn.Sequential):
+    def reset_parameters(self) -> None:
+        for layer in self:
+            layer.reset_parameters()
+
+
+@pytest.mark.parametrize("recurse", [True, False])
+@pytest.mark.parametrize("volatile", [True, False])
+def test_parameters_are_reset_where_they_are_summoned(recurse: bool, volatile: bool) -> None:
+    """fairscale allows nothing else; units below that are not summoned are, for the call."""
+    inner = FSDP(nn.Linear(3, 3), allow_reset_parameters=True)
+    outer = FSDP(Resettable(inner, nn.Linear(3, 3)), allow_reset_parameters=True)
+    before = outer.state_dict()
+    with outer.summon_full_params(recurse=recurse, volatile=volatile):
+        outer.reset_parameters()
+        assert not torch.equal(outer.module[1].weight, before["1.weight"])
+        assert outer.training_state is TrainingState.SUMMON_FULL_PARAMS
+    assert outer.training_state is inner.training_state is TrainingState.IDLE
+    after = outer.state_dict()
+    assert [torch.equal(after[name], value) for name, value in before.items()] == [volatile] * 4
+
+
+def test_parameters_are_not_reset_in_a_backward() -> None:
+    layer = FSDP(nn.Linear(3, 3), allow_reset_parameters=True)
+    out = layer(torch.randn(2, 3))
+    out.register_hook(lambda _: layer.reset_parameters())
+    with pytest.raises(ValueError, match="needs state IDLE or SUMMON_FULL_PARAMS"):
+        out.sum().backward()
+
+
 def test_a_state_dict_is_a_copy_in_fp32() -> None:
     net = model(mixed_precision=True, compute_dtype=torch.bfloat16)
     assert net.module.scale.dtype == torch.bfloat16
@@ -189,6 +219,7 @@ def test_fp16_inputs_of_a_unit_can_be_cast_up() -> None:
 def test_attributes_of_the_arguments() -> None:
     net = model(mixed_precision=True, compute_dtype=torch.bfloat16, move_params_to_cpu=True)
     assert (net.rank, net.world_size, net.process_group) == (0, 1, None)
+    assert net.process_group_reduce_scatter is None
     assert (net.compute_dtype, net.buffer_dtype) == (torch.bfloat16, torch.bfloat16)
     assert net.cpu_offload and net.move_grads_to_cpu and net.mixed_precision
     assert net.gradient_predivide_factor == net.gradient_postdivide_factor == 1.0

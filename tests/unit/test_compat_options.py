@@ -86,14 +86,34 @@ def test_what_is_refused_names_the_way_out(
         FSDP(nn.Linear(2, 2), **arguments)
 
 
+class DummyProcessGroup:
+    """Stands in for a group in programs that only build a model."""
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return 2
+
+
+@pytest.mark.parametrize("has_cuda", [False, True])
+def test_a_stand_in_for_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch, has_cuda: bool) -> None:
+    """Before anybody asks PyTorch which backend it has, which is asked where there is a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    with pytest.raises(TypeError, match=r"a process group is needed, not .*DummyProcessGroup"):
+        FSDP(nn.Linear(2, 2), DummyProcessGroup())  # type: ignore[arg-type]
+
+
 def test_either_name_of_cpu_offload() -> None:
     assert choose_cpu_offload(True, False, None) and choose_cpu_offload(False, True, True)
     assert not choose_cpu_offload(False, False, False)
 
 
-@pytest.mark.parametrize("group", ["default", ProcessGroupName.default, ProcessGroupName.reduce_scatter])
+@pytest.mark.parametrize(
+    "group", ["default", ProcessGroupName.default, ProcessGroupName.reduce_scatter, DummyProcessGroup()]
+)
 def test_groups_for_reductions_are_accepted(group: Any) -> None:
-    FSDP(nn.Linear(2, 2), None, group)
+    assert FSDP(nn.Linear(2, 2), None, group).process_group_reduce_scatter is None
 
 
 def test_default_factors() -> None:

@@ -26,8 +26,10 @@ from flatfsdp.compat.fairscale.states import TrainingState
 from flatfsdp.compiling import never_traced, traced_inside
 from flatfsdp.fsdp import FlatFSDP, whole_units
 from flatfsdp.ownership import parameters_to_take
+from flatfsdp.root import Root
 from flatfsdp.summon import Gathering
 from flatfsdp.tensors import map_tensors
+from flatfsdp.walk import units_in
 
 
 class FullyShardedDataParallel(FlatFSDP):
@@ -37,7 +39,8 @@ class FullyShardedDataParallel(FlatFSDP):
         module: parameters that no inner instance has taken are sharded; on one device, of one dtype.
         process_group: ranks to shard over; inner instances may have others.  Default: all, or this process
             alone without torch.distributed.
-        process_group_reduce_scatter: checked; the engine always reduces over a communicator of its own.
+        process_group_reduce_scatter: checked; the engine always reduces over a communicator of its own, with
+            the ranks of process_group.
         reshard_after_forward: free unsharded parameters after each forward.
         disable_reshard_on_root: not those of the root module, which its backward needs first.
         mixed_precision: FP32 shards, computation in compute_dtype; FP32 inputs of the root are cast.
@@ -50,8 +53,8 @@ class FullyShardedDataParallel(FlatFSDP):
         buffer_dtype: of floating-point buffers; default: compute_dtype.
         move_grads_to_cpu: as move_params_to_cpu, or None.
         compute_device: default: the parameters', or "cuda" if they are on the CPU and the group is NCCL's.
-        no_broadcast_optim_state: lists this instance's optimizer state as not collected; automatic for an
-            inner instance in a group of one rank.
+        no_broadcast_optim_state: lists this instance's optimizer state as not collected; set at the first use
+            of the model for an inner instance in a group of one rank, such as an expert.
         state_dict_device: where `state_dict` puts tensors; only its type matters.  Default: compute_device,
             or the CPU with move_params_to_cpu.
         clear_autocast_cache: empty autocast's cache of cast weights after each forward.
@@ -117,6 +120,7 @@ class FullyShardedDataParallel(FlatFSDP):
         offload = options.choose_cpu_offload(move_params_to_cpu, cpu_offload, move_grads_to_cpu)
         if process_group is None:
             process_group = default_group()
+        ranks = Ranks.of(process_group)
         parameters = parameters_to_take(module)
         precision = options.choose_precision(
             parameters,
@@ -136,7 +140,9 @@ class FullyShardedDataParallel(FlatFSDP):
             cpu_offload=offload,
         )
         self._unit.keep_as_root = disable_reshard_on_root
-        self._ranks = ranks = Ranks.of(process_group)
+        self._ranks = ranks
+        is_group = isinstance(process_group_reduce_scatter, dist.ProcessGroup)
+        self._reduce_ranks = Ranks.of(process_group_reduce_scatter) if is_group else ranks
         self.rank, self.world_size = ranks.rank, ranks.size
         self.reshard_after_forward = reshard_after_forward
         self.disable_reshard_on_root = disable_reshard_on_root
@@ -169,6 +175,11 @@ class FullyShardedDataParallel(FlatFSDP):
     def process_group(self) -> dist.ProcessGroup | None:
         """As passed, or the default one; RuntimeError once it is destroyed."""
         return self._ranks.group
+
+    @property
+    def process_group_reduce_scatter(self) -> dist.ProcessGroup | None:
+        """As passed; process_group if that was a name, or a stand-in for a group."""
+        return self._reduce_ranks.group
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -222,6 +233,14 @@ class FullyShardedDataParallel(FlatFSDP):
         if self.training_state not in allowed:
             names = " or ".join(one.name for one in allowed)
             raise ValueError(f"this call needs state {names}, but the state is {self.training_state.name}")
+
+    def _init_root(self) -> Root:
+        is_first_use = self._root is None
+        root = super()._init_root()
+        if is_first_use:
+            for instance in get_fsdp_instances(self):
+                instance.no_broadcast_optim_state |= instance.world_size == 1 < self.world_size
+        return root
 
     # ---- training ---------------------------------------------------------------------------------------
 
@@ -297,14 +316,19 @@ class FullyShardedDataParallel(FlatFSDP):
             yield
 
     def reset_parameters(self) -> None:
-        """Calls the module's, on ordinary parameters.
+        """Calls the module's, on ordinary parameters: those that are summoned already, or else for the call.
+
+        Inside a volatile summon_full_params the new values are gone at its end.  Collective.
 
         Raises:
             RuntimeError: without allow_reset_parameters=True.
+            ValueError: inside a forward or backward.
         """
         if not self.allow_reset_parameters:
             raise RuntimeError("reset_parameters after wrapping needs allow_reset_parameters=True")
-        with self.summon_full_params():
+        self.assert_state([TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS])
+        # Inside, for the units below that are not summoned yet.
+        with super().summon_full_params(writeback=self._writes_back or not self._is_whole):
             self.module.reset_parameters()  # type: ignore[operator]
 
     def append_shared_param(self, p: nn.Parameter) -> NoReturn:
@@ -363,7 +387,16 @@ class FullyShardedDataParallel(FlatFSDP):
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """What `consolidate_shard_weights` has to know about this rank; plain JSON values."""
-        return checkpoint.local_metadata(self)
+        metadata = checkpoint.local_metadata(self)
+        alone = {
+            f"{prefix}{group.flat_name}"
+            for prefix, unit in units_in(self)
+            for group in unit._unit.groups
+            if optim_state.is_uncollected(unit, self)
+        }
+        for key, about in metadata["shards"].items():
+            about["no_broadcast_optim_state"] = key in alone
+        return metadata
 
     consolidate_shard_weights = staticmethod(consolidate_shard_weights)
 

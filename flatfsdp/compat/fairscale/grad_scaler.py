@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as _ShardedGradScaler
 
 
@@ -34,3 +38,19 @@ class ShardedGradScaler(_ShardedGradScaler):
             enabled,
             process_group,
         )
+
+    def scale(self, outputs: Any) -> Any:
+        """A loss, or an iterable of losses, times the scale; 16-bit ones in FP32.
+
+        FP16 ends at 65504, and the scale starts above that.
+        """
+        return super().scale(_widened(outputs) if self._enabled else outputs)
+
+
+def _widened(outputs: Any) -> Any:
+    if isinstance(outputs, Tensor):
+        return outputs.float() if outputs.dtype in (torch.float16, torch.bfloat16) else outputs
+    if not isinstance(outputs, Iterable):
+        return outputs
+    widened = map(_widened, outputs)
+    return type(outputs)(widened) if isinstance(outputs, (list, tuple)) else widened

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from flatfsdp.compat.fairscale.fsdp import FullyShardedDataParallel
+    from flatfsdp.unit_module import UnitModule
 
 
 def gather_full(model: FullyShardedDataParallel, optimizer: Optimizer) -> dict[str, Any] | None:
@@ -67,10 +68,16 @@ def _outgoing(key: str, value: Any) -> Any:
     return value.item() if key == "step" else [value]
 
 
+def is_uncollected(unit: UnitModule, model: FullyShardedDataParallel) -> bool:
+    """Whether each rank has a unit of `model` for itself, or its state was said not to be collected."""
+    is_alone = unit._grid.num_ranks == 1 < model.world_size
+    return bool(getattr(unit, "no_broadcast_optim_state", False)) or is_alone
+
+
 def _uncollected(model: FullyShardedDataParallel) -> list[int]:
-    """Flat parameters that each rank has for itself, or that were said not to be collected."""
+    """Numbers of the flat parameters of such units."""
     alone = [
-        getattr(unit, "no_broadcast_optim_state", False) or unit._grid.num_ranks == 1 < model.world_size
+        is_uncollected(unit, model)
         for unit in dict.fromkeys(unit for _, unit in units_in(model))
         for _ in unit._unit.groups
     ]

@@ -23,14 +23,16 @@ def consolidate_shard_weights(
 ) -> dict[str, Tensor]:
     """Joins every rank's `local_state_dict()`, described by its `local_metadata_dict()`.
 
-    Reads what fairscale's methods of these names have saved, too.  Needs no process group.
+    Reads what fairscale's methods of these names have saved, too.  Needs no process group.  Of what each rank
+    has for itself (an expert in a group of one) the result has the first rank's.
 
     Args:
         with_module_buffers: also return the buffers, as the first rank has them.
         strict: False leaves out flat parameters that the first rank's weights lack.
 
     Raises:
-        ValueError: unless there is one pair a rank, or if a shard is missing or has the wrong length.
+        ValueError: unless there is one pair a rank; if a shard is missing or has the wrong length; if groups
+            of several ranks have parameters of their own.
     """
     if not shard_weights or len(shard_weights) != len(shard_metadata):
         raise ValueError(
@@ -41,7 +43,8 @@ def consolidate_shard_weights(
         names = shard_metadata[0]["buffer_names"]
         buffers = {name: shard_weights[0][name] for name in names if strict or name in shard_weights[0]}
     else:
-        joined = consolidate(shard_weights, _present(shard_weights[0], shard_metadata, strict))
+        metadata = _present(shard_weights[0], shard_metadata, strict)
+        joined = consolidate(_with_the_firsts(shard_weights, metadata[0]), metadata)
         buffers = {name: joined[name] for name in joined if name in shard_weights[0]}
         full = {name: value for name, value in joined.items() if name not in buffers}
     return {**full, **buffers} if with_module_buffers else full
@@ -56,6 +59,19 @@ def _present(
         {**of_rank, "shards": {k: v for k, v in of_rank["shards"].items() if k in weights}}
         for of_rank in metadata
     ]
+
+
+def _with_the_firsts(
+    weights: Sequence[dict[str, Tensor]], metadata: dict[str, Any]
+) -> Sequence[dict[str, Tensor]]:
+    """All ranks' weights, with the first rank's in place of what each has for itself."""
+    firsts = {
+        key: weights[0][key]
+        for key, about in metadata["shards"].items()
+        # Not in files that are older than the mark, nor in those of `flatfsdp.checkpoint`.
+        if about.get("no_broadcast_optim_state") and about["num_shards"] == 1 and key in weights[0]
+    }
+    return [{**of_rank, **firsts} for of_rank in weights]
 
 
 def _parameters_of_fairscale(
