@@ -1,4 +1,4 @@
-"""What one diverging example is: a plan, made of plain values, and how hypothesis draws one.
+"""What one diverging example is: a plan, made of plain values, and how one is drawn.
 
 A plan is a small model, its training, and one thing that one rank does differently at one point:
 
@@ -10,10 +10,8 @@ Next: `diverging_training.py` trains it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 from typing import Literal, get_args
-
-from hypothesis import strategies as st
-from hypothesis.strategies import DrawFn
 
 from tests.dist.stress_plans import (
     Chain,
@@ -134,9 +132,10 @@ def _order(blocks: int, again: int | None) -> tuple[int, ...]:
     return (*range(blocks), *(() if again is None else (again,)))
 
 
-# ---- strategies: what is listed first is what hypothesis prefers; what is listed twice is likelier -------
+# ---- random plans: what is listed twice is likelier -----------------------------------------------------
 
 BODIES: list[Node] = [
+    SIMPLE,
     SIMPLE,
     SIMPLE,
     Leaf("mlp"),
@@ -158,66 +157,61 @@ ENDS: list[tuple[Start, Head]] = [
 ]
 
 
-@st.composite
-def plans(draw: DrawFn, ranks: int) -> Plan:
-    what = draw(st.sampled_from(get_args(What)))
-    ends = draw(st.sampled_from(ENDS))
-    blocks = draw(_blocks(has_root=ends != ("nothing", "nothing")))
-    again = draw(st.sampled_from([None, None, *range(len(blocks))]))
-    microbatches = draw(st.sampled_from([1, 2, 3] if what != "swaps microbatches" else [2, 3]))
-    steps = draw(st.sampled_from([1, 2, 3]))
-    order = _order(len(blocks), again)
+def random_plan(ranks: int, chance: Random) -> Plan:
+    """Not drawn by hypothesis, which prefers plans like those it has drawn before."""
+    what = chance.choice(get_args(What))
+    start, head = chance.choice(ENDS)
+    # Some parameter has to get a gradient, whatever a rank leaves out.
+    blocks = _blocks(chance, simple=start == head == "nothing")
+    again = chance.choice([None, None, chance.randrange(len(blocks))])
+    microbatches = chance.choice([1, 2, 3] if what != "swaps microbatches" else [2, 3])
+    steps = chance.choice([1, 2, 3])
     divergence = Divergence(
         what,
-        draw(_diverging_blocks(what, order)),
-        draw(st.integers(0, ranks - 1)),
-        draw(st.integers(0, steps - 1)),
-        draw(st.integers(0, microbatches - 1)),
+        _diverging_blocks(chance, what, _order(len(blocks), again)),
+        chance.randrange(ranks),
+        chance.randrange(steps),
+        chance.randrange(microbatches),
     )
-    shardings = ["shard", "shard", "shard", "replicate"] + ["hybrid"] * 3 * (ranks == 4)
     return Plan(
         ranks,
         blocks,
         divergence,
-        *ends,
+        start,
+        head,
         again,
-        sharding=draw(st.sampled_from(shardings)),
-        reshard_after_forward=draw(st.sampled_from([True, True, False])),
-        flag=draw(st.booleans()),
-        every=draw(st.sampled_from([False, False, True])),
-        prefetch_forward=draw(st.sampled_from([1, 0, 2])),
-        prefetch_backward=draw(st.sampled_from([1, 0, 2])),
-        poison=draw(st.booleans()),
-        dtypes=draw(st.sampled_from(["fp32", "fp32", "bf16"])),
-        schedule=draw(st.sampled_from(get_args(Schedule))),
+        sharding=chance.choice(["shard", "shard", "shard", "replicate"] + ["hybrid"] * 3 * (ranks == 4)),
+        reshard_after_forward=chance.choice([True, True, False]),
+        flag=chance.choice([False, True]),
+        every=chance.choice([False, False, True]),
+        prefetch_forward=chance.choice([0, 1, 2]),
+        prefetch_backward=chance.choice([0, 1, 2]),
+        poison=chance.choice([False, True]),
+        dtypes=chance.choice(["fp32", "fp32", "bf16"]),
+        schedule=chance.choice(get_args(Schedule)),
         microbatches=microbatches,
         steps=steps,
-        seed=draw(st.integers(0, 999)),
+        seed=chance.randrange(1000),
     )
 
 
-@st.composite
-def _blocks(draw: DrawFn, has_root: bool) -> tuple[Block, ...]:
-    """Of equal size or not; simple ones where no parameter of the root makes sure that the loss has one."""
-    count = draw(st.integers(2, 5))
-    if not has_root:
+def _blocks(chance: Random, *, simple: bool) -> tuple[Block, ...]:
+    """Of equal size or not."""
+    count = chance.randint(2, 5)
+    if simple:
         return (Block(),) * count
-    block = st.builds(
-        Block,
-        st.sampled_from(BODIES),
-        st.sampled_from([None, None, None, *get_args(Recompute)]),
-    )
-    if draw(st.sampled_from([True, True, False])):
-        return (draw(block),) * count
-    return tuple(draw(st.lists(block, min_size=count, max_size=count)))
+    recomputes = [None, None, None, *get_args(Recompute)]
+    drawn = [Block(chance.choice(BODIES), chance.choice(recomputes)) for _ in range(count)]
+    return tuple(drawn) if chance.random() < 1 / 3 else (drawn[0],) * count
 
 
-@st.composite
-def _diverging_blocks(draw: DrawFn, what: What, order: tuple[int, ...]) -> tuple[int, ...]:
-    place = draw(st.integers(0, len(order) - 1))
+def _diverging_blocks(chance: Random, what: What, order: tuple[int, ...]) -> tuple[int, ...]:
+    place = chance.randrange(len(order))
     if what == "another order":
-        others = st.permutations(order).map(tuple).filter(lambda found: found != order)
-        return draw(st.one_of(st.just(order[::-1]), others)) if order != order[::-1] else draw(others)
+        found = order[::-1] if chance.random() < 1 / 2 else order
+        while found == order:
+            found = tuple(chance.sample(order, len(order)))
+        return found
     if what == "leaves a block out":
         return order[:place] + order[place + 1 :]
     if what == "runs a block twice":

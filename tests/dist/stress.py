@@ -15,20 +15,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import hypothesis
 import typer
 from hypothesis import HealthCheck, given, settings
-from hypothesis.strategies import SearchStrategy
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tests.dist.ranks import RankFailure, run_ranks
 from tests.dist.stress_plans import Plan, plans
 from tests.dist.stress_training import Verdict, check_on_rank
-
-T = TypeVar("T")
 
 HANG_SECONDS = 60.0
 """Longer than the time limit of the pools' collectives, so that a rank that is stuck can say where."""
@@ -106,18 +103,6 @@ def search(
         AssertionError: for the smallest failing plan that hypothesis found; the judge has it, too.
     """
 
-    def run(plan: Plan) -> None:
-        on_example()
-        judge(plan)
-
-    for_each(plans(ranks), examples, run, seed)
-
-
-def for_each(
-    strategy: SearchStrategy[T], examples: int, use: Callable[[T], None], seed: int | None = None
-) -> None:
-    """Calls `use` with that many random plans; once it raises, with smaller ones, and then raises."""
-
     @settings(
         max_examples=examples,
         deadline=None,
@@ -125,9 +110,10 @@ def for_each(
         report_multiple_bugs=False,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
     )
-    @given(strategy)
-    def run(plan: T) -> None:
-        use(plan)
+    @given(plans(ranks))
+    def run(plan: Plan) -> None:
+        on_example()
+        judge(plan)
 
     (run if seed is None else hypothesis.seed(seed)(run))()
 
