@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from flatfsdp.cli.ranks import fork_server
 
-_POOLS: dict[tuple[int, str], Pool] = {}
+_POOLS: dict[tuple[int, str, float], Pool] = {}
 
 
 class RankFailure(AssertionError):  # noqa: N818 - a failed assertion, on some rank
@@ -35,12 +35,22 @@ class RankFailure(AssertionError):  # noqa: N818 - a failed assertion, on some r
 
 
 def run_ranks(
-    world_size: int, case: Callable[..., Any], *args: Any, backend: str = "gloo", timeout: float = 120.0
+    world_size: int,
+    case: Callable[..., Any],
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = 120.0,
+    patience: float = 30.0,
 ) -> list[Any]:
-    """With `backend="nccl"` each rank has the GPU of its number as current device."""
-    key = (world_size, backend)
+    """With `backend="nccl"` each rank has the GPU of its number as current device.
+
+    Args:
+        timeout: seconds that the case may take.
+        patience: seconds that a collective waits for other ranks.
+    """
+    key = (world_size, backend, patience)
     if key not in _POOLS:
-        _POOLS[key] = Pool(world_size, backend)
+        _POOLS[key] = Pool(world_size, backend, patience)
     try:
         return _POOLS[key].run(case, args, timeout)
     except BaseException:
@@ -55,7 +65,7 @@ def stop_pools() -> None:
 
 
 class Pool:
-    def __init__(self, world_size: int, backend: str) -> None:
+    def __init__(self, world_size: int, backend: str, patience: float) -> None:
         context = fork_server()
         # Ranks that are killed leave it behind, so `stop` removes it.
         self._folder = tempfile.TemporaryDirectory(prefix="flatfsdp-ranks-")
@@ -64,7 +74,7 @@ class Pool:
         self._processes = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            arguments = (theirs, rank, world_size, backend, store)
+            arguments = (theirs, rank, world_size, backend, store, patience)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             self._pipes.append(ours)
@@ -102,7 +112,7 @@ class Pool:
         self._folder.cleanup()
 
 
-def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: str) -> None:
+def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: str, patience: float) -> None:
     torch.set_num_threads(1)
     # What the fork server has imported stays for good: no collection, and no test, needs to look at it.
     gc.freeze()
@@ -110,13 +120,12 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: st
         # cuBLAS reads it when CUDA starts; `repeatable` in `models.py` needs it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.cuda.set_device(rank)
+    limit = timedelta(seconds=patience)
     dist.init_process_group(
-        backend,
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=30),
+        backend, init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=limit
     )
+    # Groups that a case makes, those of a mesh, say, would wait for half an hour.
+    dist.distributed_c10d.default_pg_timeout = limit
     while True:
         try:
             case, args = pipe.recv()

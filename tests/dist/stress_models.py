@@ -432,7 +432,17 @@ def _freeze(module: nn.Module, what: Freeze) -> nn.Module:
 # ---- the whole model ------------------------------------------------------------------------------------
 
 
-class Model(nn.Module):
+class Unsharded(nn.Module):
+    """A schedule calls these on every model; only FlatFSDP, which hides them, has something to do."""
+
+    def no_sync(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def set_is_last_backward(self, is_last: bool) -> None:
+        pass
+
+
+class Model(Unsharded):
     """Stem, body, head; returns the loss of one microbatch, 0-dim, in the plan's form."""
 
     def __init__(self, plan: Plan) -> None:
@@ -452,11 +462,3 @@ class Model(nn.Module):
             hidden = self.fuse(hidden, call=call)
         loss = (self.head(hidden).tanh() - call.target).square().mean()
         return pack(loss, self._output)
-
-    # A schedule calls these on every model; only FlatFSDP, which hides them, has something to do.
-
-    def no_sync(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def set_is_last_backward(self, is_last: bool) -> None:
-        pass

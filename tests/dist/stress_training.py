@@ -237,6 +237,12 @@ class Members:
 
 
 def sharded(plan: Plan, rank: int, flag: bool) -> Members:
+    model = wrap(build(plan), plan, flag)
+    return Members({rank: model}, list(model.parameters()), lambda: None, model.clip_grad_norm_)
+
+
+def wrap(plain: nn.Module, plan: Any, flag: bool) -> FlatFSDP:
+    """Each module of the plan's units, and the whole, sharded as the plan says."""
     options = {
         "mesh": _hybrid_mesh() if plan.sharding == "hybrid" else None,
         "shard": plan.sharding != "replicate",
@@ -247,14 +253,9 @@ def sharded(plan: Plan, rank: int, flag: bool) -> Members:
         "prefetch": Prefetch(plan.prefetch_forward, plan.prefetch_backward),
         "poison_on_free": plan.poison,
     }
-    plain = build(plan)
-    has_units = any(map(_is_unit, plain.modules()))
-    model = (
-        auto_wrap(plain, lambda name, module, numel: _is_unit(module), **options)
-        if has_units
-        else FlatFSDP(plain, **options)
-    )
-    return Members({rank: model}, list(model.parameters()), lambda: None, model.clip_grad_norm_)
+    if not any(map(_is_unit, plain.modules())):
+        return FlatFSDP(plain, **options)
+    return auto_wrap(plain, lambda name, module, numel: _is_unit(module), **options)
 
 
 @cache
@@ -368,7 +369,7 @@ class Verdict(NamedTuple):
 def check_on_rank(rank: int, world_size: int, plan: Plan) -> Verdict:
     """Trains the plan three times.  Returns exceptions, too, so that the pool of ranks lives on."""
     try:
-        with _quiet():
+        with quiet():
             return Verdict(_check(rank, plan))
     except Exception as error:
         return Verdict(traceback.format_exc(), type(error).__name__)
@@ -414,7 +415,7 @@ def _is_flat(label: str) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Without the warnings that a planned failure, or a checkpoint of nothing that trains, is good for."""
     logger = logging.getLogger("flatfsdp")
     before = logger.level
