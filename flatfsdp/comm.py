@@ -124,17 +124,25 @@ class Ranks:
         if self.group is None or self.size == 1:
             return self
         if self.group not in _second_communicators:
-            _second_communicators[self.group] = dist.new_group(
+            second = dist.new_group(
                 dist.get_process_group_ranks(self.group),
                 backend=dist.get_backend(self.group),
                 use_local_synchronization=True,
             )
+            _second_communicators[self.group] = second
+            _first_communicators[second] = self
         return Ranks(_second_communicators[self.group], self.size, self.rank)
+
+    def first_communicator(self) -> Ranks:
+        """The communicator that `own_communicator` has made this one beside, or this one."""
+        return self if self.group is None else _first_communicators.get(self.group, self)
 
 
 _second_communicators: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 """Shared by all models over a group: NCCL takes seconds and hundreds of megabytes to make one, and frees none
 before the group is destroyed."""
+
+_first_communicators: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
 ALONE = Ranks(None, 1, 0)
@@ -262,6 +270,12 @@ def compute_waits_for(event: torch.cuda.Event | None, device: torch.device) -> N
     """Makes the device's current stream, not the host, wait; the current device may be another one."""
     if event is not None:
         torch.cuda.current_stream(device).wait_event(event)
+
+
+def indexed(device: torch.device) -> torch.device:
+    """The device with its number: without one, the current one is meant."""
+    is_open = device.type == "cuda" and device.index is None
+    return torch.device("cuda", torch.cuda.current_device()) if is_open else device
 
 
 def uses_nccl(ranks: Ranks, device: torch.device) -> bool:

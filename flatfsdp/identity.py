@@ -4,25 +4,24 @@ In:   what the engine is about to gather or reduce: the action, the unit, the mi
 Out:  a number that all ranks of one launch have to have in common, and the words for two that differ.
 Next: `journal.py` sends the numbers along and compares them.
 
-    bit 62                                                                      0
-    | action 4 | model 8 | unit 12 | sequence 15 || step 16 | microbatch 8 |
-      compared                                      told
+    bit 62                                            0
+    | action 4 | model 8 | unit 12 | step 24 || microbatch 15 |
+      compared                                  told
 
-Step and microbatch are told and not compared: ranks that run different numbers of microbatches under ZeRO-2
-add up what they have, and that is right.
+The microbatch is told and not compared: ranks that run different numbers of microbatches under ZeRO-2 add up
+what they have, and that is right.  A step counts once it is reduced, which takes all ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 from flatfsdp.comm import Ranks
 
-_UNITS, _SEQUENCES, _STEPS, _MICROBATCHES = 1 << 12, 1 << 15, 1 << 16, 1 << 8
-_TOLD = _STEPS * _MICROBATCHES
+_MODELS, _UNITS, _STEPS, _MICROBATCHES = 1 << 8, 1 << 12, 1 << 24, 1 << 15
 
 
 class Action(IntEnum):
@@ -31,20 +30,22 @@ class Action(IntEnum):
     FORWARD = 1
     EVALUATION = 2
     BACKWARD = 3
-    REDUCE = 4
-    REDUCE_REPLICAS = 5
-    REDUCE_PARTIAL = 6
-    SCALE = 7
-    SHOW = 8
-    STORE = 9
-    NORM = 10
-    BUILD = 11
+    REDUCE_EARLY = 4
+    REDUCE = 5
+    REDUCE_REPLICAS = 6
+    REDUCE_PARTIAL = 7
+    SCALE = 8
+    SHOW = 9
+    STORE = 10
+    NORM = 11
+    BUILD = 12
 
 
 _WORDS = {
     Action.FORWARD: "gathers {unit} for a forward",
     Action.EVALUATION: "gathers {unit} for a forward without gradients",
     Action.BACKWARD: "gathers {unit} for a backward",
+    Action.REDUCE_EARLY: "reduces the gradients of {unit} before the last microbatch",
     Action.REDUCE: "reduces the gradients of {unit}",
     Action.REDUCE_REPLICAS: "reduces the gradients of {unit} over replicas",
     Action.REDUCE_PARTIAL: "adds up the gradients of {unit} over tensor-parallel ranks",
@@ -63,12 +64,14 @@ class ModelIdentity:
     Attributes:
         number: the same on all ranks; of two models on the same ranks it hardly ever is.
         units: names, in registration order.
+        data_parallel: communicators that have no traffic but the engine's.
         communicators: all that the engine uses for this model.
     """
 
     number: int = 0
     units: Sequence[str] = ()
-    communicators: Sequence[Ranks] = field(default=())
+    data_parallel: Sequence[Ranks] = ()
+    communicators: Sequence[Ranks] = ()
 
 
 class Identity(NamedTuple):
@@ -76,7 +79,8 @@ class Identity(NamedTuple):
 
     Attributes:
         unit: its position among the model's units.
-        step, microbatch: counted from 0, for messages.
+        step: steps that were reduced before.
+        microbatch: backwards before, in this step; for messages.
     """
 
     action: Action
@@ -85,21 +89,18 @@ class Identity(NamedTuple):
     step: int = 0
     microbatch: int = 0
 
-    def number(self, sequence: int) -> int:
-        """The number that travels, above 0.
-
-        Args:
-            sequence: how many launches this communicator has had.
-        """
-        compared = (self.action << 8 | self.model.number & 0xFF) * _UNITS + self.unit % _UNITS
-        compared = compared * _SEQUENCES + sequence % _SEQUENCES
-        told = self.step % _STEPS * _MICROBATCHES + self.microbatch % _MICROBATCHES
-        return compared * _TOLD + told
+    @property
+    def number(self) -> int:
+        """The number that travels, above 0."""
+        number = self.action * _MODELS + self.model.number % _MODELS
+        number = number * _UNITS + self.unit % _UNITS
+        number = number * _STEPS + self.step % _STEPS
+        return number * _MICROBATCHES + self.microbatch % _MICROBATCHES
 
 
 def compared(number: int) -> int:
     """The part of a number that all ranks of a launch have to have in common."""
-    return number // _TOLD
+    return number // _MICROBATCHES
 
 
 class Difference(NamedTuple):
@@ -141,12 +142,11 @@ class Difference(NamedTuple):
 
 
 def _described(number: int, model: ModelIdentity) -> str:
-    rest, told = divmod(number, _TOLD)
-    rest, sequence = divmod(rest, _SEQUENCES)
+    rest, microbatch = divmod(number, _MICROBATCHES)
+    rest, step = divmod(rest, _STEPS)
     rest, unit = divmod(rest, _UNITS)
-    action, model_number = divmod(rest, 1 << 8)
-    names = model.units if model_number == model.number & 0xFF else ()
+    action, model_number = divmod(rest, _MODELS)
+    names = model.units if model_number == model.number % _MODELS else ()
     name = f"unit {names[unit]}" if unit < len(names) else f"unit {unit} of another model"
     words = _WORDS[Action(action)].format(unit=name)
-    step, microbatch = divmod(told, _MICROBATCHES)
-    return f"{words} (step {step}, microbatch {microbatch}, launch {sequence})"
+    return f"{words} (step {step}, microbatch {microbatch})"

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from flatfsdp.comm import Ranks, abort, all_gather, on_gpu, one_launch, uses_nccl
+from flatfsdp.comm import Ranks, abort, all_gather, indexed, on_gpu, one_launch, uses_nccl
 from flatfsdp.identity import Difference, Identity, ModelIdentity
 from flatfsdp.watch import announce, watch
 
@@ -67,26 +67,29 @@ def look(model: ModelIdentity, *, wait: bool = False) -> None:
     Args:
         wait: for all launches so far; otherwise what has not arrived counts as good.
     """
-    for ranks in _communicators(model):
-        for journal in _of_group(ranks).values():
-            journal.look(wait=wait)
+    for journal in _journals_of(model):
+        journal.look(wait=wait)
 
 
 def _journal_of(ranks: Ranks, device: torch.device) -> HostJournal | DeviceJournal:
-    of_group = _of_group(ranks)
+    assert ranks.group is not None
+    of_group = _journals.setdefault(ranks.group, {})
     if device.type not in of_group:
-        is_nccl = uses_nccl(ranks, device)
-        of_group[device.type] = DeviceJournal(ranks, device) if is_nccl else HostJournal(ranks, device)
+        if uses_nccl(ranks, device):
+            of_group[device.type] = DeviceJournal(ranks, device)
+        elif (first := ranks.first_communicator()) is not ranks:
+            # The host waits for each launch, so all of them have one order: a gather that meets a reduction
+            # over the other communicator differs, too.
+            of_group[device.type] = _journal_of(first, device)
+        else:
+            of_group[device.type] = HostJournal(ranks, device)
     return of_group[device.type]
 
 
-def _of_group(ranks: Ranks) -> dict[str, HostJournal | DeviceJournal]:
-    assert ranks.group is not None
-    return _journals.setdefault(ranks.group, {})
-
-
-def _communicators(model: ModelIdentity) -> list[Ranks]:
-    return [ranks for ranks in model.communicators if ranks.size > 1]
+def _journals_of(model: ModelIdentity) -> list[HostJournal | DeviceJournal]:
+    """The journals that there are of a model's communicators."""
+    groups = [ranks.group for ranks in model.communicators if ranks.group is not None]
+    return list(dict.fromkeys(each for group in groups for each in _journals.get(group, {}).values()))
 
 
 _journals: WeakKeyDictionary[dist.ProcessGroup, dict[str, HostJournal | DeviceJournal]] = WeakKeyDictionary()
@@ -101,7 +104,6 @@ class HostJournal:
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks = ranks
         self._device = device
-        self._sequence = 0
         self._alarms: list[tuple[dist.Work, Tensor, Tensor]] = []
 
     def look(self, *, wait: bool) -> None:
@@ -109,25 +111,25 @@ class HostJournal:
 
     @contextmanager
     def launch(self, identity: Identity) -> Iterator[None]:
-        number = identity.number(self._sequence)
-        self._sequence += 1
         # In place of the number, a rank that has stopped sends an alarm and the difference that it knows of.
-        own = torch.tensor([number, 0, 0, 0, 0], device="cpu")
+        own = torch.tensor([identity.number, 0, 0, 0, 0], device="cpu")
         everyones = own.new_empty(self._ranks.size, 5)
         all_gather(everyones.view(-1), own, self._ranks)
         rows = everyones.tolist()
         difference = _alarm_in(rows) or Difference.among([row[0] for row in rows], self._ranks)
         if difference is not None:
-            for ranks in _communicators(identity.model):
-                journal = _journal_of(ranks, self._device)
+            for journal in {_journal_of(ranks, self._device) for ranks in identity.model.data_parallel}:
                 if isinstance(journal, HostJournal) and journal is not self:
                     journal.warn(difference)
             raise RuntimeError(difference.message(identity.model))
         yield
 
     def warn(self, difference: Difference) -> None:
-        """Answers the other ranks' next launch over this communicator; does not wait for them."""
-        self._sequence += 1
+        """Answers the other ranks' next launch over this communicator; does not wait for them.
+
+        Args:
+            difference: why this rank stops.
+        """
         own = torch.tensor([self._ALARM, *difference], device="cpu")
         everyones = own.new_empty(self._ranks.size * 5)
         options = AllgatherOptions()
@@ -166,12 +168,12 @@ class DeviceJournal:
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks = ranks
-        self._device = device
-        self._sequence = 0
+        self._device = indexed(device)
+        self._launches = 0
         host = torch.zeros(ROWS, ranks.size, dtype=torch.int64, device="cpu", pin_memory=True)
         self._numbers = host.numpy()
         with torch.inference_mode(False):
-            self._rows = on_gpu(host, device).unbind()
+            self._rows = on_gpu(host, self._device).unbind()
             self._own = [row[ranks.rank : ranks.rank + 1] for row in self._rows]
         self._under_way: deque[Launch] = deque()
         self.stopped: str | None = None
@@ -180,10 +182,10 @@ class DeviceJournal:
     @contextmanager
     def launch(self, identity: Identity) -> Iterator[None]:
         self.look(wait=len(self._under_way) == ROWS)
-        row = self._sequence % ROWS
+        row = self._launches % ROWS
+        self._launches += 1
         self._numbers[row] = 0
-        self._numbers[row, self._ranks.rank] = identity.number(self._sequence)
-        self._sequence += 1
+        self._numbers[row, self._ranks.rank] = identity.number
         group = self._ranks.group
         assert group is not None
         group._start_coalescing(self._device)
@@ -232,8 +234,9 @@ class DeviceJournal:
                 "aborted; start again from the last checkpoint."
             )
             announce(why)
-        for ranks in {self._ranks, *_communicators(model)}:
-            journal = _journal_of(ranks, self._device)
-            if isinstance(journal, DeviceJournal) and journal.stopped is None:
-                journal.stopped = why
-                abort(ranks, self._device)
+        # First all reasons, then the communicators: the main thread goes on with the first one that ends.
+        for journal in {self, *_journals_of(model)}:
+            if isinstance(journal, DeviceJournal):
+                journal.stopped = journal.stopped or why
+        for ranks in {self._ranks, *model.communicators}:
+            abort(ranks, self._device)

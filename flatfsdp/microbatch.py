@@ -26,6 +26,7 @@ class Microbatch:
         is_first: set by `microbatches` for the first one of a step.
         is_last: whether the backward that runs now, or next, is the last one of the step.
         index: backwards finished in this step.
+        reduced: number of steps ended by a reduction, which all ranks take part in.
         step: number of steps ended, reduced or abandoned.  A gradient buffer remembers the step it was
             opened in, so what an abandoned step left behind is never added to.
     """
@@ -35,6 +36,7 @@ class Microbatch:
         self.is_last = True
         self.index = 0
         self.step = 0
+        self.reduced = 0
         self._loop: object = None
         self._loop_step = -1
 

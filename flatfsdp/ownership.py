@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from flatfsdp.binding import Binding
-from flatfsdp.comm import Grid, Ranks
+from flatfsdp.comm import Grid, Ranks, indexed
 from flatfsdp.fp8_weights import roles
 from flatfsdp.layout import Role
 from flatfsdp.placement import Placement, placement_of
@@ -151,9 +151,7 @@ def device_of(
             places = ", ".join(f"{what} is on {where}" for where, what in found.items())
             raise ValueError(f"{places}; pass device= to say where the whole module shall be")
         device = next(iter(found), torch.device("cpu"))
-    device = torch.device(device)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = indexed(torch.device(device))
     for ranks in grid.dimensions:
         if ranks.group is not None and device.type == "cpu" and str(dist.get_backend(ranks.group)) == "nccl":
             raise ValueError(

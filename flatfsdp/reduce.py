@@ -74,6 +74,11 @@ class Reducer:
         self._in_flight: deque[_Reduction] = deque()
         self._reduced: list[tuple[FlatGroup, Tensor]] = []
 
+    @property
+    def has_units(self) -> bool:
+        """Whether there is anything to reduce."""
+        return bool(self._order)
+
     def ready(self, groups: Sequence[FlatGroup]) -> None:
         """All gradients of a unit have landed: reduces its groups as soon as it is their turn."""
         self._ready.add(self._order.index(groups))
@@ -152,9 +157,10 @@ class Reducer:
             return flats
         payloads = [self._cast(flat, first.policy.precision.reduce) for flat in flats]
         nbytes = sum(each.numel() * each.element_size() for each in payloads) * (ranks.size - 1) // ranks.size
+        action = Action.REDUCE if first.microbatch.is_last else Action.REDUCE_EARLY
         with (
             span("reduce_scatter", first.name, first.microbatch.index, nbytes),
-            launch(ranks, first.identify(Action.REDUCE), self._device, len(payloads)),
+            launch(ranks, first.identify(action), self._device, len(payloads)),
         ):
             for shard, payload in zip(shards, payloads, strict=True):
                 reduce_scatter(shard, payload, ranks, mean=division is None)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import torch
 
 from flatfsdp.autograd import call_at_end_of_backward, running_backward
-from flatfsdp.comm import Lane
+from flatfsdp.comm import Lane, Ranks
 from flatfsdp.compiling import never_traced
 from flatfsdp.identity import Action, ModelIdentity
 from flatfsdp.journal import look
@@ -44,6 +44,10 @@ class ForwardOrder:
     def start(self) -> None:
         """A root forward begins."""
         self._previous, self.current = self.current, []
+
+    def forget(self) -> None:
+        """A forward has failed, perhaps on each rank at another unit: the next one gathers nothing ahead."""
+        self._previous, self.current = [], []
 
     def record(self, unit: Unit) -> int:
         """Notes that `unit` runs now; returns its position."""
@@ -115,9 +119,12 @@ class Root:
         for group in groups:
             group.attach(self.microbatch, self.ledger)
         grids = [grid for group in groups for grid in (group.grid, group.reduce_grid)]
-        communicators = dict.fromkeys(ranks for grid in grids for ranks in grid.dimensions)
-        names = [next((group.name for group in unit.groups), "") for unit in self.units]
-        model = ModelIdentity(number, names, list(communicators))
+        model = ModelIdentity(
+            number,
+            units=[next((group.name for group in unit.groups), "") for unit in self.units],
+            data_parallel=_several(ranks for grid in grids for ranks in (grid.shard, grid.replicate)),
+            communicators=_several(ranks for grid in grids for ranks in grid.dimensions),
+        )
         for index, unit in enumerate(self.units):
             for group in unit.groups:
                 group.introduce(model, index)
@@ -181,6 +188,7 @@ class Root:
     def fail_forward(self) -> None:
         """The outermost forward raised; one without a backward has left gradients alone."""
         self.in_forward = False
+        self.order.forget()
         if torch.is_grad_enabled():
             self.abandon_step()
         else:
@@ -238,6 +246,7 @@ class Root:
         self.microbatch.index += 1
         if self.microbatch.is_last:
             self._expire()
+            self.microbatch.reduced += self.reducer.has_units
             self.microbatch.end_step()
 
     @property
@@ -253,3 +262,8 @@ class Root:
         for unit in self.units:
             unit.abandon()
         self.microbatch.end_step()
+
+
+def _several(dimensions: Iterable[Ranks]) -> list[Ranks]:
+    """Each communicator of more than one rank, once."""
+    return [ranks for ranks in dict.fromkeys(dimensions) if ranks.size > 1]

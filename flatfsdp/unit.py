@@ -68,6 +68,7 @@ class Unit:
         # By the backward that runs: one that reentrant checkpointing nests in another counts by itself.
         self._landed: defaultdict[int, set[tuple[FlatGroup, int]]] = defaultdict(set)
         self._reached_in: set[int] = set()
+        self._empty_in: set[int] = set()
         self._open_uses: set[object] = set()
         self._was_followed = False
 
@@ -146,14 +147,18 @@ class Unit:
     @never_traced
     def after_forward(self, position: int, inputs: Any, outputs: Any) -> Any:
         """Frees the parameters, or arranges for the backward to find them; returns the outputs."""
+        uses_nothing = False
         if torch.is_grad_enabled():
-            outputs = _apart(outputs, inputs)
+            outputs, uses_nothing = _apart(outputs, inputs)
         tensors = list(tensors_in(outputs))
         differentiable = [t for t in tensors if t.requires_grad and torch.is_grad_enabled()]
         if differentiable:
             use = self._follow_inputs(inputs)
+            order = self.root.order.current
+            # In another call of this forward there may be gradients to wait for.
+            is_empty = uses_nothing and order.count(self) == 1
             for tensor in differentiable:
-                tensor.register_hook(partial(self._before_backward, use, self.root.order.current, position))
+                tensor.register_hook(partial(self._before_backward, use, is_empty, order, position))
         if in_backward():
             return outputs
         # A backward that starts from something in which no tensor was found could not gather them again.
@@ -192,8 +197,13 @@ class Unit:
 
     # ---- backward ---------------------------------------------------------------------------------------
 
-    def _before_backward(self, use: object | None, order: list[Unit], position: int, _grad: Tensor) -> None:
-        self._reached_in.add(self.root.begin_backward())
+    def _before_backward(
+        self, use: object | None, is_empty: bool, order: list[Unit], position: int, _grad: Tensor
+    ) -> None:
+        backward = self.root.begin_backward()
+        self._reached_in.add(backward)
+        if is_empty:
+            self._empty_in.add(backward)
         if use is not None:
             self._open_uses.add(use)
             self._was_followed = True
@@ -208,7 +218,8 @@ class Unit:
         return bool(self.trained) and self._all_landed_in(running_backward())
 
     def _all_landed_in(self, backward: int) -> bool:
-        return len(self._landed.get(backward, ())) == self._num_trained
+        landed = self._landed.get(backward, ())
+        return len(landed) == self._num_trained or (backward in self._empty_in and not landed)
 
     def landed(self, group: FlatGroup, index: int | None) -> None:
         """Slot `index` of a trained group, or every slot of it, holds this backward's gradient."""
@@ -254,6 +265,7 @@ class Unit:
     def _forget_backward(self) -> None:
         self._landed.clear()
         self._reached_in.clear()
+        self._empty_in.clear()
         self._open_uses.clear()
         self._was_followed = False
 
@@ -263,13 +275,16 @@ class Unit:
             group.drop_unreduced()
 
 
-def _apart(outputs: Any, inputs: Any) -> Any:
-    """The outputs, with a view in place of each one that is an input.
+def _apart(outputs: Any, inputs: Any) -> tuple[Any, bool]:
+    """The outputs, with a view in place of each one that is an input; whether all with a gradient are.
 
     Two units that return their input would both have their hooks on one tensor, where the backward runs them
-    in the order of registration: the first unit's before the second one's.
+    in the order of registration: the first unit's before the second one's.  And a unit that returns its input
+    on some ranks, as in stochastic depth, has no gradient to wait for there: it is reduced as soon as on the
+    others, or they would wait.
     """
     given = {id(t) for t in tensors_in(inputs) if t.requires_grad}
-    if not any(id(t) in given for t in tensors_in(outputs)):
-        return outputs
-    return map_tensors(lambda t: t.view_as(t) if id(t) in given else t, outputs)
+    found = [id(t) in given for t in tensors_in(outputs) if t.requires_grad]
+    if not any(found):
+        return outputs, False
+    return map_tensors(lambda t: t.view_as(t) if id(t) in given else t, outputs), all(found)

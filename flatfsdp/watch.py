@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 INTERVAL = 1.0
 """Seconds between two looks."""
 
-GRACE = 5.0
+GRACE = 2.0
 """Seconds in which the main thread may see a difference by itself."""
 
-PATIENCE = 10.0
+PATIENCE = 5.0
 """Seconds that a launch may take before the store is asked whether another rank has stopped."""
 
 _KEY = "flatfsdp/stopped"
