@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from flatfsdp import FlatFSDP, Precision
+from flatfsdp import Precision
 from flatfsdp.comm import Lane
 from tests.dist.models import Trace, repeatable, same_trace
 from tests.dist.ranks import run_ranks
@@ -53,16 +53,12 @@ def delays(rank: int) -> Iterator[None]:
         yield
 
 
-def model_of(is_hybrid: bool, options: dict[str, Any]) -> FlatFSDP:
-    mesh = dist.init_device_mesh("cuda", (2, 2)) if is_hybrid else None
-    return build(mesh=mesh, **options)
-
-
 @repeatable()
 def differences(
     rank: int, world_size: int, is_hybrid: bool, options: dict[str, Any], repetitions: int
 ) -> list[str]:
     """What differs from the first training, of delayed ones with the flag off and on."""
+    mesh = dist.init_device_mesh("cuda", (2, 2)) if is_hybrid else None
     batches, found = tokens(SMALL, rank, 3), []
     expected: Trace | None = None
     for repetition in range(repetitions):
@@ -70,7 +66,7 @@ def differences(
             with ExitStack() as stack:
                 if expected is not None:
                     stack.enter_context(delays(1000 * repetition + rank))
-                trace = train(model_of(is_hybrid, {**options, "optimize_backward_concat": flag}), batches)
+                trace = train(build(mesh=mesh, optimize_backward_concat=flag, **options), batches)
             expected = expected or trace
             equal = same_trace(expected, trace)
             found += [f"{repetition}, flag {flag}: {what}" for what, is_same in equal.items() if not is_same]
