@@ -87,8 +87,10 @@ def each_case(rank: int, world_size: int, reshard: bool, is_hybrid: bool) -> dic
     """Each in process groups of its own, which it aborts; the default one is left alone."""
     endings = {}
     for what in CASES:
-        mesh = dist.init_device_mesh("cuda", (2, world_size // 2) if is_hybrid else (world_size,))
-        endings[what] = trained(rank, what, mesh=mesh, reshard_after_forward=reshard)
+        group: dict[str, Any] = {"process_group": dist.new_group(list(range(world_size)))}
+        if is_hybrid:
+            group = {"mesh": dist.init_device_mesh("cuda", (2, world_size // 2))}
+        endings[what] = trained(rank, what, reshard_after_forward=reshard, **group)
         dist.barrier()
     return endings
 
