@@ -146,6 +146,9 @@ def _described(number: int, model: ModelIdentity) -> str:
     rest, step = divmod(rest, _STEPS)
     rest, unit = divmod(rest, _UNITS)
     action, model_number = divmod(rest, _MODELS)
+    if action not in list(Action):
+        # NCCL has put something else here: its launches run by size, so numbers meet payloads.
+        return "does something of another size"
     names = model.units if model_number == model.number % _MODELS else ()
     name = f"unit {names[unit]}" if unit < len(names) else f"unit {unit} of another model"
     words = _WORDS[Action(action)].format(unit=name)

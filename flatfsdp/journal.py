@@ -233,7 +233,7 @@ class DeviceJournal:
                 f"{why.message(model)} What was computed since then is wrong, and the process groups were "
                 "aborted; start again from the last checkpoint."
             )
-            announce(why)
+            announce(model, why)
         # First all reasons, then the communicators: the main thread goes on with the first one that ends.
         for journal in {self, *_journals_of(model)}:
             if isinstance(journal, DeviceJournal):

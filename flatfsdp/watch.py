@@ -19,6 +19,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from flatfsdp.identity import ModelIdentity
+
 logger = logging.getLogger(__name__)
 
 INTERVAL = 1.0
@@ -29,8 +31,6 @@ GRACE = 2.0
 
 PATIENCE = 5.0
 """Seconds that a launch may take before the store is asked whether another rank has stopped."""
-
-_KEY = "flatfsdp/stopped"
 
 
 class Watched(Protocol):
@@ -60,14 +60,24 @@ def watch(journal: Watched) -> None:
         _watched[journal] = None
 
 
-def announce(message: str) -> None:
-    """Tells all ranks of the default process group why this one stops."""
+def announce(model: ModelIdentity, message: str) -> None:
+    """Tells the other ranks of a model why this one stops."""
     if dist.is_initialized():
-        _store().set(_KEY, message)
+        _store().set(_key(model), message)
+
+
+def _announced(model: ModelIdentity) -> str | None:
+    if not dist.is_initialized() or not _store().check([_key(model)]):
+        return None
+    return _store().get(_key(model)).decode()
 
 
 def _store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
+
+
+def _key(model: ModelIdentity) -> str:
+    return f"flatfsdp/stopped/{model.number}"
 
 
 def _run() -> None:
@@ -78,10 +88,14 @@ def _run() -> None:
             if not journals:
                 # The next journal starts another thread.
                 return
-        for journal, seen in journals:
-            if journal.stopped is None:
-                _watched[journal] = _look(journal, seen)
+        _look_at(journals)
         del journals
+
+
+def _look_at(journals: list[tuple[Watched, float | None]]) -> None:
+    for journal, seen in journals:
+        if journal.stopped is None:
+            _watched[journal] = _look(journal, seen)
 
 
 def _look(journal: Watched, seen: float | None) -> float | None:
@@ -94,8 +108,8 @@ def _look(journal: Watched, seen: float | None) -> float | None:
             logger.error("%s", journal.stopped)
         return seen or now
     oldest = journal.oldest
-    is_late = oldest is not None and now - oldest.since > PATIENCE and dist.is_initialized()
-    if is_late and _store().check([_KEY]):
-        journal.stop(_store().get(_KEY).decode(), oldest.model)
+    is_late = oldest is not None and now - oldest.since > PATIENCE
+    if is_late and (message := _announced(oldest.model)) is not None:
+        journal.stop(message, oldest.model)
         logger.error("%s", journal.stopped)
     return None
