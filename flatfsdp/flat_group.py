@@ -102,6 +102,8 @@ class FlatGroup:
             self._free(self.buffer)
         elif self.fp8 is None:
             self._cast()
+            # Until its first use a shard may be written through `.data`, which no version counts.
+            self._cast_version = None
 
     # ---- construction -----------------------------------------------------------------------------------
 
