@@ -212,8 +212,8 @@ class FlatGroup:
     # ---- master shard -> flat buffer --------------------------------------------------------------------
 
     @property
-    def _version(self) -> Version:
-        """Of the master shard: in-place writes raise it, so an optimizer step, or a load, is noticed.
+    def version(self) -> Version:
+        """Version of the master shard; every in-place write changes it, as an optimizer step or a load does.
 
         For frozen FP8 weights it counts loads only, which all ranks make: if a write to one rank's shard
         counted, that rank would ask for new scales alone.
@@ -221,10 +221,26 @@ class FlatGroup:
         frozen_fp8 = self.fp8 is not None and not self.trainable
         return (self.master.generation, -1) if frozen_fp8 else self.master.version
 
+    def require_version(self, version: Version) -> None:
+        """Checks in a backward that the parameters are those of its forward.
+
+        All ranks raise alike.  A load counts on each of them, and an optimizer of all parameters has one of
+        every group on each of them, if only of padding.
+
+        Raises:
+            RuntimeError: if they have been written to since they had this version.
+        """
+        if self.version != version:
+            raise RuntimeError(
+                f"the parameters of unit {self.name} changed between this forward and its backward (by an "
+                "optimizer step, a load, or another write), so gradients would mix old and new values; run "
+                "the backward before the change, or the forward again after it"
+            )
+
     @property
     def _is_current(self) -> bool:
         """Whether the compute shard, and a buffer gathered from it, still say what the master says."""
-        return self._cast_version == self._version
+        return self._cast_version == self.version
 
     def expire(self) -> None:
         """Casts and gathers anew next time, even if no in-place write to the master was counted.
@@ -240,25 +256,25 @@ class FlatGroup:
     @property
     def has_scales(self) -> bool:
         """Whether the scales of FP8 weights are those of what the master holds now."""
-        return self._scaled_version == self._version
+        return self._scaled_version == self.version
 
     def measure(self) -> None:
         """Takes the amaxes of this rank's pieces of FP8 weights, if the optimizer has not done it."""
         assert self.fp8 is not None
-        if self.fp8.measured_version != self._version:
+        if self.fp8.measured_version != self.version:
             self.ledger.add("measure", self.fp8.measure(self.master))
-            self.fp8.measured_version = self._version
+            self.fp8.measured_version = self.version
 
     def set_scales(self, scales: Scales) -> None:
         """For the FP8 weights as the master holds them now."""
         assert self.fp8 is not None
         self.fp8.set_scales(scales)
-        self._scaled_version = self._version
+        self._scaled_version = self.version
         self._cast_version = None
 
     def portion_done(self, start: int, stop: int) -> None:
         """The optimizer has updated this portion of the master shard, and written what goes with it."""
-        version = self._version
+        version = self.version
         self._done[start, stop] = version
         if all(self._done.get((p.start, p.stop)) == version for p in self.master.portions):
             if self.fp8 is None:
@@ -299,7 +315,7 @@ class FlatGroup:
                 else:
                     self.fp8.cast(master, shard)
             self.ledger.add("cast", nbytes)
-        self._cast_version = self._version
+        self._cast_version = self.version
 
     def gather(self) -> None:
         """Collective, unless this rank has everything."""

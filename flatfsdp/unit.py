@@ -36,6 +36,7 @@ from torch import Tensor
 from flatfsdp.autograd import in_backward, running_backward
 from flatfsdp.compiling import never_traced
 from flatfsdp.flat_group import FlatGroup, ShardState
+from flatfsdp.master import Version
 from flatfsdp.tensors import tensors_in
 from flatfsdp.unshard import unshard
 
@@ -145,8 +146,10 @@ class Unit:
         differentiable = [t for t in tensors if t.requires_grad and torch.is_grad_enabled()]
         if differentiable:
             use = self._follow_inputs(inputs)
+            versions = [group.version for group in self.groups]
+            hook = partial(self._before_backward, use, versions, self.root.order.current, position)
             for tensor in differentiable:
-                tensor.register_hook(partial(self._before_backward, use, self.root.order.current, position))
+                tensor.register_hook(hook)
         if in_backward():
             return
         # A backward that starts from something in which no tensor was found could not gather them again.
@@ -184,7 +187,11 @@ class Unit:
 
     # ---- backward ---------------------------------------------------------------------------------------
 
-    def _before_backward(self, use: object | None, order: list[Unit], position: int, _grad: Tensor) -> None:
+    def _before_backward(
+        self, use: object | None, versions: list[Version], order: list[Unit], position: int, _grad: Tensor
+    ) -> None:
+        for group, version in zip(self.groups, versions, strict=True):
+            group.require_version(version)
         self._reached_in.add(self.root.begin_backward())
         if use is not None:
             self._open_uses.add(use)
