@@ -56,7 +56,8 @@ class FlatGroup:
         compute_shard: what is gathered; the master shard itself if that needs no cast.
         buffer: the gathered parameters; None on one rank, whose compute shard is all of them.
         fp8: of weights that are stored in FP8; None otherwise.
-        main_grad: None if frozen.
+        main_grad: None as long as nothing of it has been trained.
+        built_frozen: whether it was frozen when it was wrapped.
         division: None for the mean over ranks.
         params: what the module sees.
     """
@@ -78,12 +79,13 @@ class FlatGroup:
         self.ledger = ledger
         self.binding = binding
         self.layout = binding.layout
-        self.trainable = binding.parameters()[0].requires_grad
+        self.built_frozen = not binding.parameters()[0].requires_grad
         self.state = ShardState.SHARDED
         self.division: Division | None = None
         self._gathered: torch.cuda.Event | None = None
         self._partial_grad: Tensor | None = None
         self._partial_step = -1
+        self._joined_step = -1
         self._cast_version: Version | None = None
         self._scaled_version: Version | None = None
         self._done: dict[tuple[int, int], Version] = {}
@@ -96,7 +98,7 @@ class FlatGroup:
         # One rank holds everything: the compute shard already is the unsharded buffer.
         unsharded = self.compute_shard.data if self.buffer is None else self.buffer.alias()
         self.fp8 = self._new_fp8(unsharded) if is_fp8 else None
-        self.main_grad = self._new_main_grad() if self.trainable else None
+        self.main_grad = None if self.built_frozen else self._new_main_grad()
         self.params = self._shown_parameters(unsharded, partial(landed, self))
         if self.buffer is not None:
             self._free(self.buffer)
@@ -116,7 +118,7 @@ class FlatGroup:
             device,
             grad_dtype=precision.grad or precision.param,
             cpu_offload=self.policy.cpu_offload,
-            trainable=self.trainable,
+            trainable=not self.built_frozen,
         )
         for slot, parameter in zip(self.layout.slots, self.binding.parameters(), strict=True):
             master.load(slot, parameter.detach())
@@ -162,7 +164,7 @@ class FlatGroup:
         else:
             params = Views(self.binding, unsharded, self.main_grad, landed)
         if self.fp8 is not None:
-            for index, weight in enumerate(params.shown):
+            for index, weight in (each for shown in params.shown for each in enumerate(shown)):
                 weight.fp8_operand = partial(self.fp8.operand, index)  # type: ignore[attr-defined]
         return params
 
@@ -200,10 +202,10 @@ class FlatGroup:
 
     @property
     def flat_name(self) -> str:
-        """Of the flat parameter, among those of its unit."""
+        """Name of the flat parameter in its unit; it stays when that is frozen or unfrozen."""
         placement = self.layout.placement
         kinds = (
-            "" if self.trainable else "frozen_",
+            "frozen_" if self.built_frozen else "",
             "fp8_" if self.layout.role is Role.FP8 else "",
             "" if self.grid.tensor.size == 1 or placement is Placement.SPLIT else f"{placement.value}_",
         )
@@ -215,10 +217,10 @@ class FlatGroup:
     def version(self) -> Version:
         """Version of the master shard; every in-place write changes it, as an optimizer step or a load does.
 
-        For frozen FP8 weights it counts loads only, which all ranks make: if a write to one rank's shard
-        counted, that rank would ask for new scales alone.
+        For FP8 weights that were built frozen it counts loads only, which all ranks make: if a write to one
+        rank's shard counted, that rank would ask for new scales alone.
         """
-        frozen_fp8 = self.fp8 is not None and not self.trainable
+        frozen_fp8 = self.fp8 is not None and self.built_frozen
         return (self.master.generation, -1) if frozen_fp8 else self.master.version
 
     def require_version(self, version: Version) -> None:
@@ -245,9 +247,9 @@ class FlatGroup:
     def expire(self) -> None:
         """Casts and gathers anew next time, even if no in-place write to the master was counted.
 
-        Not frozen FP8 weights, which are cast once a load.
+        Not FP8 weights that were built frozen, which are cast once a load.
         """
-        if self.fp8 is not None and not self.trainable:
+        if self.fp8 is not None and self.built_frozen:
             return
         self._cast_version = self._scaled_version = None
         if self.fp8 is not None:
@@ -365,6 +367,31 @@ class FlatGroup:
     # ---- gradients and whole parameters -----------------------------------------------------------------
 
     @property
+    def trains(self) -> bool:
+        """Whether the flat parameter requires gradients now; see `trained.py`."""
+        return self.master.flat.requires_grad
+
+    def open_main_grad(self) -> None:
+        """Lets gradients land in a group that was built frozen."""
+        self.main_grad = self._new_main_grad()
+        assert isinstance(self.params, Leaves)
+        self.params.land_in(self.main_grad)
+
+    def join_step(self) -> None:
+        """Takes part in the reduction of this step."""
+        self._joined_step = self.microbatch.step
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it is reduced in this step."""
+        return self._joined_step == self.microbatch.step
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its gradients are still to land in the running backward, or have landed."""
+        return self.trains and self.takes_part
+
+    @property
     def partial_grad(self) -> Tensor | None:
         """What this step's earlier backwards have reduce-scattered, as long as the master shard; None if
         nothing.  The last backward's joins it, and it is then reduced across replicas."""
@@ -377,16 +404,17 @@ class FlatGroup:
     def drop_unreduced(self) -> None:
         """Drops what was accumulated and has not reached the master's gradient."""
         self.partial_grad = None
+        self._joined_step = -1
         if self.main_grad is not None:
             self.main_grad.drop()
 
     def whole_parameters(self, full: Tensor) -> list[nn.Parameter]:
         """Parameters of the original shapes that alias a whole buffer, in slot order."""
-        return [nn.Parameter(view, requires_grad=self.trainable) for view in self.layout.views(full)]
+        return [nn.Parameter(view, requires_grad=self.trains) for view in self.layout.views(full)]
 
     def describe(self) -> Iterable[str]:
         """The geometry, one line a parameter, equal on all ranks of a sound model."""
-        kind = "trained" if self.trainable else "frozen"
+        kind = "trained" if self.trains else "frozen"
         for slot in self.layout.slots:
             role = "" if slot.role is Role.COMPUTE else f" in {slot.role.value}"
             place = f"{list(slot.shape)} at {slot.offset}{role}"

@@ -53,7 +53,8 @@ class FlatFSDP(UnitModule):
     transformer layer is a good size.  The first one that is called becomes the root of those inside it.
 
     `parameters()` lists the flat FP32 shards; give them to any torch.optim optimizer after wrapping.  A
-    parameter without a gradient in a reducing backward counts as one with a zero gradient.
+    parameter without a gradient in a reducing backward counts as one with a zero gradient.  Freeze and train
+    units by `requires_grad_()`, at any time, on all ranks alike.
 
     Args:
         module: the same on all ranks.
@@ -234,7 +235,7 @@ class FlatFSDP(UnitModule):
                 "this module is a stage of a pipeline, and its norm is not the model's; use "
                 "flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
             )
-        masters = [group.master for _, group in named_groups(self) if group.trainable]
+        masters = [group.master for _, group in named_groups(self) if group.main_grad is not None]
         grids = [wrapped._grid for _, wrapped in units_in(self)]
         return clip_grad_norm(
             masters, grids, self._device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite

@@ -44,7 +44,7 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
         ValueError: if a group lacks "params", names a parameter that is not trained here, or selects none; if
             there are gradients.
     """
-    groups_of_model = [(prefix, group) for prefix, group in named_groups(model) if group.trainable]
+    groups_of_model = [(prefix, group) for prefix, group in named_groups(model) if group.trains]
     trained = [(prefix, group.master) for prefix, group in groups_of_model]
     shapes = {
         prefix + slot.name: slot.whole_shape for prefix, master in trained for slot in master.layout.slots

@@ -125,7 +125,7 @@ class FlatStage(PipelineStage):
         self._check_place()
         self._roots = [_root_of(wrapped, stage_index) for wrapped in outermost]
         units = [unit for root in self._roots for unit in root.units]
-        self._masters = [trained.master for unit in units for trained in unit.trained]
+        self._masters = [each.master for unit in units for each in unit.groups]
         pipeline = Ranks.of(dist.group.WORLD if self.group is None else self.group)
         for flat_group in (each for unit in units for each in unit.groups):
             flat_group.master.stages = pipeline

@@ -216,7 +216,7 @@ def frozen(rank: int, world_size: int) -> None:
         model.ledger.reset()
         train(model, rank, 1)
         # Frozen FP8 weights were cast in the first step.
-        groups = [g for unit in model._root.units for g in unit.groups if g.trainable or g.fp8 is None]
+        groups = [g for unit in model._root.units for g in unit.groups if g.trains or g.fp8 is None]
         per_element = {Role.FP8: 5 if in_fp8 else 6, Role.COMPUTE: 6}
         expected = sum(per_element[g.layout.role] * g.layout.shard_numel(world_size) for g in groups)
         assert model.ledger.bytes["cast"] == expected
