@@ -314,11 +314,12 @@ def swapped(rank: int, world_size: int) -> None:
         if swaps:
             kept = [flat.detach().clone() for flat in model.parameters()]
             with torch.no_grad(), autocast(recipe=RECIPE):
+                # A write that is counted would be a change since the forward.
                 for flat in model.parameters():
-                    flat.mul_(37.0)
+                    flat.data.mul_(37.0)
                 model(x)
                 for flat, before in zip(model.parameters(), kept, strict=True):
-                    flat.copy_(before)
+                    flat.data.copy_(before)
         loss.backward()
         grads.append(x.grad)
     assert grads[0] is not None and torch.equal(grads[0], grads[1])
