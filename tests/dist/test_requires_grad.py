@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, param_groups
-from flatfsdp.fp8 import CurrentScaling
+from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import Linear
 from flatfsdp.walk import named_groups
 from tests.dist.against_plain import assert_equal, plain_net
@@ -475,3 +475,38 @@ def test_groups_keep_their_names() -> None:
     names = [group.flat_name for _, group in named_groups(model)]
     model.requires_grad_(False)
     assert [group.flat_name for _, group in named_groups(model)] == names
+
+
+def in_fp8(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Weights that were built trained in FP8 pass gradients on while they are frozen, and learn again."""
+    precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
+    make = torch.Generator().manual_seed(rank)
+    x = torch.randn(16, 32, generator=make)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = nn.Sequential(Linear(32, 32), Linear(32, 32))
+        models.append(auto_wrap(net, by_class(Linear), precision=precision, **options))
+    model, other = models
+    optimizer, theirs = (torch.optim.SGD(each[0].parameters(), lr=0.1) for each in models)
+    for trains in (False, True, False):
+        model[1].requires_grad_(trains)
+        for each in models:
+            each.zero_grad()
+            with autocast(recipe=CurrentScaling()):
+                loss = each(x).float().square().mean()
+            loss.backward()
+        assert all((p.grad is None) != trains for p in model[1].parameters())
+        first = {name: grad for name, grad in whole_grads(other).items() if name.startswith("0.")}
+        ours = {name: grad for name, grad in whole_grads(model).items() if name.startswith("0.")}
+        assert_equal(ours, first)
+        optimizer.step()
+        theirs.step()
+    assert_equal(dict(model.state_dict()), dict(other.state_dict()))
+
+
+@FLAGS
+@RESHARD
+@WORLDS
+def test_fp8_weights_that_are_frozen_for_a_while(world_size: int, reshard: bool, flag: bool) -> None:
+    run_ranks(world_size, in_fp8, {"optimize_backward_concat": flag, "reshard_after_forward": reshard})
