@@ -34,6 +34,7 @@ from flatfsdp.observe import ByteLedger, span
 from flatfsdp.params import Leaves, Views
 from flatfsdp.placement import Placement
 from flatfsdp.policy import Division, Policy
+from flatfsdp.unreduced import Watch
 
 
 class ShardState(Enum):
@@ -86,6 +87,7 @@ class FlatGroup:
         self._partial_grad: Tensor | None = None
         self._partial_step = -1
         self._joined_step = -1
+        self._watch = Watch()
         self._cast_version: Version | None = None
         self._scaled_version: Version | None = None
         self._done: dict[tuple[int, int], Version] = {}
@@ -401,8 +403,25 @@ class FlatGroup:
     def partial_grad(self, value: Tensor | None) -> None:
         self._partial_grad, self._partial_step = value, self.microbatch.step
 
+    def watch_unreduced(self) -> None:
+        """Notices from now on if an optimizer's `zero_grad()` is to drop what has been accumulated."""
+        if self.takes_part:
+            self._watch.start(portion.parameter for portion in self.master.portions)
+            self.microbatch.call_at_end_of_step(self._watch.stop)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients of this step have been accumulated and not yet reduced."""
+        return self._watch.is_on
+
+    def drop_if_zeroed(self) -> None:
+        """Drops what was accumulated if an optimizer's `zero_grad()` has been called since."""
+        if self._watch.were_zeroed:
+            self.drop_unreduced()
+
     def drop_unreduced(self) -> None:
         """Drops what was accumulated and has not reached the master's gradient."""
+        self._watch.stop()
         self.partial_grad = None
         self._joined_step = -1
         if self.main_grad is not None:

@@ -203,9 +203,11 @@ class FlatFSDP(UnitModule):
             )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards that run inside accumulate gradients and leave `.grad` alone.
+        """Backwards that run inside accumulate gradients and publish none.
 
-        They reduce nothing; with `grad_sync="every"` they reduce-scatter, and the last one adds up.
+        They reduce nothing; with `grad_sync="every"` they reduce-scatter, and the last one adds up.  Until
+        then a flat parameter without a gradient has a marker in `.grad`.  Reading it raises, and an optimizer
+        that zeroes it, or sets it to None, drops what was accumulated.
         """
         return self._init_root().microbatch.not_last()
 
@@ -242,7 +244,7 @@ class FlatFSDP(UnitModule):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also drops what was accumulated and not reduced, which `optimizer.zero_grad()` cannot see."""
+        """Also drops what was accumulated and not reduced, and clears `main_grad` of flat parameters."""
         super().zero_grad(set_to_none)
         for _, wrapped in units_in(self):
             wrapped._unit.drop_gradients()

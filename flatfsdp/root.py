@@ -138,7 +138,7 @@ class Root:
         if not torch.is_grad_enabled():
             # Evaluations often run on other weights, an average, say, written through `.data`: not counted.
             self._expire()
-        self._follow_requires_grad()
+        self._follow_user()
         self.order.start(self.units)
         self._refresh_scales()
         self.in_forward = True
@@ -189,8 +189,10 @@ class Root:
         for unit in self.units:
             unit.expire()
 
-    def _follow_requires_grad(self) -> None:
+    def _follow_user(self) -> None:
+        """What has been done to flat parameters since: gradients zeroed, parameters frozen or unfrozen."""
         for group in (group for unit in self.units for group in unit.groups):
+            group.drop_if_zeroed()
             follow_requires_grad(group)
 
     def begin_backward(self, forward: Forward | None = None) -> int:
@@ -213,7 +215,7 @@ class Root:
         if not self._in_backward:
             # Other weights may have been there since the forward.
             self._refresh_scales()
-            self._follow_requires_grad()
+            self._follow_user()
             self._reached.clear()
             # Where nobody knows, as for outputs without tensors, a backward follows its forward.
             forward = self.order.current if forward is None else forward
@@ -256,6 +258,9 @@ class Root:
         if self.microbatch.is_last:
             self._expire()
             self.microbatch.end_step()
+        else:
+            for group in (group for unit in self.units for group in unit.groups):
+                group.watch_unreduced()
 
     @property
     def _backward_failed(self) -> bool:
