@@ -5,7 +5,8 @@ Next: `flat_group.py` gathers and `reduce.py` reduces through these few function
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -272,6 +273,10 @@ def compute_waits_for(event: torch.cuda.Event | None, device: torch.device) -> N
         torch.cuda.current_stream(device).wait_event(event)
 
 
+ABORT_SECONDS = 10.0
+"""How long the main thread waits for NCCL to end what is under way."""
+
+
 def indexed(device: torch.device) -> torch.device:
     """The device with its number: without one, the current one is meant."""
     is_open = device.type == "cuda" and device.index is None
@@ -290,10 +295,17 @@ def one_launch(ranks: Ranks, collectives: int) -> AbstractContextManager[None]:
     return dist._coalescing_manager(ranks.group)
 
 
-def abort(ranks: Ranks, device: torch.device) -> None:
-    """Ends what is under way over these ranks with NCCL; nobody can use their process group any more."""
-    if ranks.group is not None:
-        ranks.group._get_backend(device).abort()
+def abort(communicators: Iterable[Ranks], device: torch.device) -> None:
+    """Ends what is under way over these ranks with NCCL; nobody can use their process groups any more.
+
+    All at once: NCCL gives memory back, for which CUDA waits for all kernels, another communicator's, too.
+    """
+    aborts = [ranks.group._get_backend(device).abort for ranks in communicators if ranks.group is not None]
+    threads = [threading.Thread(target=each, daemon=True) for each in aborts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(ABORT_SECONDS)
 
 
 def on_gpu(pinned: Tensor, device: torch.device) -> Tensor:

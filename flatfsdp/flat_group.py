@@ -36,6 +36,7 @@ from flatfsdp.observe import ByteLedger, span
 from flatfsdp.params import Leaves, Views
 from flatfsdp.placement import Placement
 from flatfsdp.policy import Division, Policy
+from flatfsdp.unreduced import Watch
 
 
 class ShardState(Enum):
@@ -65,7 +66,8 @@ class FlatGroup:
         compute_shard: what is gathered; the master shard itself if that needs no cast.
         buffer: the gathered parameters; None on one rank, whose compute shard is all of them.
         fp8: of weights that are stored in FP8; None otherwise.
-        main_grad: None if frozen.
+        main_grad: None as long as nothing of it has been trained.
+        built_frozen: whether it was frozen when it was wrapped.
         division: None for the mean over ranks.
         model: whose this is; None before it is used, or if collectives are not checked.
         params: what the module sees.
@@ -88,7 +90,7 @@ class FlatGroup:
         self.ledger = ledger
         self.binding = binding
         self.layout = binding.layout
-        self.trainable = binding.parameters()[0].requires_grad
+        self.built_frozen = not binding.parameters()[0].requires_grad
         self.state = ShardState.SHARDED
         self.division: Division | None = None
         self.model: ModelIdentity | None = None
@@ -96,6 +98,8 @@ class FlatGroup:
         self._gathered: torch.cuda.Event | None = None
         self._partial_grad: Tensor | None = None
         self._partial_step = -1
+        self._joined_step = -1
+        self._watch = Watch()
         self._cast_version: Version | None = None
         self._scaled_version: Version | None = None
         self._done: dict[tuple[int, int], Version] = {}
@@ -108,12 +112,14 @@ class FlatGroup:
         # One rank holds everything: the compute shard already is the unsharded buffer.
         unsharded = self.compute_shard.data if self.buffer is None else self.buffer.alias()
         self.fp8 = self._new_fp8(unsharded) if is_fp8 else None
-        self.main_grad = self._new_main_grad() if self.trainable else None
+        self.main_grad = None if self.built_frozen else self._new_main_grad()
         self.params = self._shown_parameters(unsharded, partial(landed, self))
         if self.buffer is not None:
             self._free(self.buffer)
         elif self.fp8 is None:
             self._cast()
+            # Until its first use a shard may be written through `.data`, which no version counts.
+            self._cast_version = None
 
     # ---- construction -----------------------------------------------------------------------------------
 
@@ -126,7 +132,7 @@ class FlatGroup:
             device,
             grad_dtype=precision.grad or precision.param,
             cpu_offload=self.policy.cpu_offload,
-            trainable=self.trainable,
+            trainable=not self.built_frozen,
         )
         for slot, parameter in zip(self.layout.slots, self.binding.parameters(), strict=True):
             master.load(slot, parameter.detach())
@@ -172,7 +178,7 @@ class FlatGroup:
         else:
             params = Views(self.binding, unsharded, self.main_grad, landed)
         if self.fp8 is not None:
-            for index, weight in enumerate(params.shown):
+            for index, weight in (each for shown in params.shown for each in enumerate(shown)):
                 weight.fp8_operand = partial(self.fp8.operand, index)  # type: ignore[attr-defined]
         return params
 
@@ -225,10 +231,10 @@ class FlatGroup:
 
     @property
     def flat_name(self) -> str:
-        """Of the flat parameter, among those of its unit."""
+        """Name of the flat parameter in its unit; it stays when that is frozen or unfrozen."""
         placement = self.layout.placement
         kinds = (
-            "" if self.trainable else "frozen_",
+            "frozen_" if self.built_frozen else "",
             "fp8_" if self.layout.role is Role.FP8 else "",
             "" if self.grid.tensor.size == 1 or placement is Placement.SPLIT else f"{placement.value}_",
         )
@@ -237,26 +243,42 @@ class FlatGroup:
     # ---- master shard -> flat buffer --------------------------------------------------------------------
 
     @property
-    def _version(self) -> Version:
-        """Of the master shard: in-place writes raise it, so an optimizer step, or a load, is noticed.
+    def version(self) -> Version:
+        """Version of the master shard; every in-place write changes it, as an optimizer step or a load does.
 
-        For frozen FP8 weights it counts loads only, which all ranks make: if a write to one rank's shard
-        counted, that rank would ask for new scales alone.
+        For FP8 weights that were built frozen it counts loads only, which all ranks make: if a write to one
+        rank's shard counted, that rank would ask for new scales alone.
         """
-        frozen_fp8 = self.fp8 is not None and not self.trainable
+        frozen_fp8 = self.fp8 is not None and self.built_frozen
         return (self.master.generation, -1) if frozen_fp8 else self.master.version
+
+    def require_version(self, version: Version) -> None:
+        """Checks in a backward that the parameters are those of its forward.
+
+        All ranks raise alike.  A load counts on each of them, and an optimizer of all parameters has one of
+        every group on each of them, if only of padding.
+
+        Raises:
+            RuntimeError: if they have been written to since they had this version.
+        """
+        if self.version != version:
+            raise RuntimeError(
+                f"the parameters of unit {self.name} changed between this forward and its backward (by an "
+                "optimizer step, a load, or another write), so gradients would mix old and new values; run "
+                "the backward before the change, or the forward again after it"
+            )
 
     @property
     def _is_current(self) -> bool:
         """Whether the compute shard, and a buffer gathered from it, still say what the master says."""
-        return self._cast_version == self._version
+        return self._cast_version == self.version
 
     def expire(self) -> None:
         """Casts and gathers anew next time, even if no in-place write to the master was counted.
 
-        Not frozen FP8 weights, which are cast once a load.
+        Not FP8 weights that were built frozen, which are cast once a load.
         """
-        if self.fp8 is not None and not self.trainable:
+        if self.fp8 is not None and self.built_frozen:
             return
         self._cast_version = self._scaled_version = None
         if self.fp8 is not None:
@@ -265,25 +287,25 @@ class FlatGroup:
     @property
     def has_scales(self) -> bool:
         """Whether the scales of FP8 weights are those of what the master holds now."""
-        return self._scaled_version == self._version
+        return self._scaled_version == self.version
 
     def measure(self) -> None:
         """Takes the amaxes of this rank's pieces of FP8 weights, if the optimizer has not done it."""
         assert self.fp8 is not None
-        if self.fp8.measured_version != self._version:
+        if self.fp8.measured_version != self.version:
             self.ledger.add("measure", self.fp8.measure(self.master))
-            self.fp8.measured_version = self._version
+            self.fp8.measured_version = self.version
 
     def set_scales(self, scales: Scales) -> None:
         """For the FP8 weights as the master holds them now."""
         assert self.fp8 is not None
         self.fp8.set_scales(scales)
-        self._scaled_version = self._version
+        self._scaled_version = self.version
         self._cast_version = None
 
     def portion_done(self, start: int, stop: int) -> None:
         """The optimizer has updated this portion of the master shard, and written what goes with it."""
-        version = self._version
+        version = self.version
         self._done[start, stop] = version
         if all(self._done.get((p.start, p.stop)) == version for p in self.master.portions):
             if self.fp8 is None:
@@ -324,7 +346,7 @@ class FlatGroup:
                 else:
                     self.fp8.cast(master, shard)
             self.ledger.add("cast", nbytes)
-        self._cast_version = self._version
+        self._cast_version = self.version
 
     def gather(self) -> None:
         """Collective, unless this rank has everything."""
@@ -374,6 +396,31 @@ class FlatGroup:
     # ---- gradients and whole parameters -----------------------------------------------------------------
 
     @property
+    def trains(self) -> bool:
+        """Whether the flat parameter requires gradients now; see `trained.py`."""
+        return self.master.flat.requires_grad
+
+    def open_main_grad(self) -> None:
+        """Lets gradients land in a group that was built frozen."""
+        self.main_grad = self._new_main_grad()
+        assert isinstance(self.params, Leaves)
+        self.params.land_in(self.main_grad)
+
+    def join_step(self) -> None:
+        """Takes part in the reduction of this step."""
+        self._joined_step = self.microbatch.step
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it is reduced in this step."""
+        return self._joined_step == self.microbatch.step
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its gradients are still to land in the running backward, or have landed."""
+        return self.trains and self.takes_part
+
+    @property
     def partial_grad(self) -> Tensor | None:
         """What this step's earlier backwards have reduce-scattered, as long as the master shard; None if
         nothing.  The last backward's joins it, and it is then reduced across replicas."""
@@ -383,19 +430,37 @@ class FlatGroup:
     def partial_grad(self, value: Tensor | None) -> None:
         self._partial_grad, self._partial_step = value, self.microbatch.step
 
+    def watch_unreduced(self) -> None:
+        """Notices from now on if an optimizer's `zero_grad()` is to drop what has been accumulated."""
+        if self.takes_part:
+            self._watch.start(portion.parameter for portion in self.master.portions)
+            self.microbatch.call_at_end_of_step(self._watch.stop)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients of this step have been accumulated and not yet reduced."""
+        return self._watch.is_on
+
+    def drop_if_zeroed(self) -> None:
+        """Drops what was accumulated if an optimizer's `zero_grad()` has been called since."""
+        if self._watch.were_zeroed:
+            self.drop_unreduced()
+
     def drop_unreduced(self) -> None:
         """Drops what was accumulated and has not reached the master's gradient."""
+        self._watch.stop()
         self.partial_grad = None
+        self._joined_step = -1
         if self.main_grad is not None:
             self.main_grad.drop()
 
     def whole_parameters(self, full: Tensor) -> list[nn.Parameter]:
         """Parameters of the original shapes that alias a whole buffer, in slot order."""
-        return [nn.Parameter(view, requires_grad=self.trainable) for view in self.layout.views(full)]
+        return [nn.Parameter(view, requires_grad=self.trains) for view in self.layout.views(full)]
 
     def describe(self) -> Iterable[str]:
         """The geometry, one line a parameter, equal on all ranks of a sound model."""
-        kind = "trained" if self.trainable else "frozen"
+        kind = "trained" if self.trains else "frozen"
         for slot in self.layout.slots:
             role = "" if slot.role is Role.COMPUTE else f" in {slot.role.value}"
             place = f"{list(slot.shape)} at {slot.offset}{role}"

@@ -54,7 +54,8 @@ class FlatFSDP(UnitModule):
     transformer layer is a good size.  The first one that is called becomes the root of those inside it.
 
     `parameters()` lists the flat FP32 shards; give them to any torch.optim optimizer after wrapping.  A
-    parameter without a gradient in a reducing backward counts as one with a zero gradient.
+    parameter without a gradient in a reducing backward counts as one with a zero gradient.  Freeze and train
+    units by `requires_grad_()`, at any time, on all ranks alike.
 
     Args:
         module: the same on all ranks.
@@ -210,9 +211,11 @@ class FlatFSDP(UnitModule):
             )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backwards that run inside accumulate gradients and leave `.grad` alone.
+        """Backwards that run inside accumulate gradients and publish none.
 
-        They reduce nothing; with `grad_sync="every"` they reduce-scatter, and the last one adds up.
+        They reduce nothing; with `grad_sync="every"` they reduce-scatter, and the last one adds up.  Until
+        then a flat parameter without a gradient has a marker in `.grad`.  Reading it raises, and an optimizer
+        that zeroes it, or sets it to None, drops what was accumulated.
         """
         return self._init_root().microbatch.not_last()
 
@@ -242,14 +245,14 @@ class FlatFSDP(UnitModule):
                 "this module is a stage of a pipeline, and its norm is not the model's; use "
                 "flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
             )
-        masters = [group.master for _, group in named_groups(self) if group.trainable]
+        masters = [group.master for _, group in named_groups(self) if group.main_grad is not None]
         grids = [wrapped._grid for _, wrapped in units_in(self)]
         return clip_grad_norm(
             masters, grids, self._device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also drops what was accumulated and not reduced, which `optimizer.zero_grad()` cannot see."""
+        """Also drops what was accumulated and not reduced, and clears `main_grad` of flat parameters."""
         super().zero_grad(set_to_none)
         for _, wrapped in units_in(self):
             wrapped._unit.drop_gradients()

@@ -44,13 +44,13 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
         ValueError: if a group lacks "params", names a parameter that is not trained here, or selects none; if
             there are gradients.
     """
-    groups_of_model = [(prefix, group) for prefix, group in named_groups(model) if group.trainable]
+    groups_of_model = [(prefix, group) for prefix, group in named_groups(model) if group.trains]
     trained = [(prefix, group.master) for prefix, group in groups_of_model]
     shapes = {
         prefix + slot.name: slot.whole_shape for prefix, master in trained for slot in master.layout.slots
     }
     chosen = _choose(shapes, [_selected(group, shapes) for group in groups])
-    if any(master.grads for _, master in trained):
+    if any(group.has_unreduced or group.master.grads for _, group in groups_of_model):
         raise ValueError("there are gradients already; call zero_grad() before param_groups")
     if any(master.portions[0].parameter is not master.flat for _, master in trained if master.portions):
         raise ValueError("param_groups has cut this model's shards already; build one optimizer of them")

@@ -238,5 +238,4 @@ class DeviceJournal:
         for journal in {self, *_journals_of(model)}:
             if isinstance(journal, DeviceJournal):
                 journal.stopped = journal.stopped or why
-        for ranks in {self._ranks, *model.communicators}:
-            abort(ranks, self._device)
+        abort({self._ranks, *model.communicators}, self._device)

@@ -18,6 +18,7 @@ from flatfsdp.identity import Action, Identity
 from flatfsdp.journal import launch
 from flatfsdp.layout import FlatLayout, ParamSlot
 from flatfsdp.placement import Placement
+from flatfsdp.unreduced import reduced_grad
 
 
 def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
@@ -199,7 +200,7 @@ class MasterShard:
     @property
     def grads(self) -> Sequence[Tensor]:
         """The reduced gradients that are there, one a portion."""
-        found = (getattr(portion.parameter, self.grad_attribute, None) for portion in self.portions)
+        found = (reduced_grad(portion.parameter, self.grad_attribute) for portion in self.portions)
         return [grad for grad in found if grad is not None]
 
     def add_grad(self, grad: Tensor) -> int:
@@ -210,7 +211,7 @@ class MasterShard:
         """
         added = 0
         for parameter, start, stop in self.portions:
-            present = getattr(parameter, self.grad_attribute, None)
+            present = reduced_grad(parameter, self.grad_attribute)
             if present is None:
                 setattr(parameter, self.grad_attribute, grad[start:stop])
             else:

@@ -188,7 +188,7 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
         return Size(tensor.numel(), tensor.dtype, placement)
 
     padded, on_device = group.layout.padded_numel(group.grid.shard.size), not master.is_offloaded
-    trained = group.main_grad is not None
+    trained = group.trains
     return GroupSizes(
         master=size(master.flat) if on_device else None,
         compute_shard=size(group.compute_shard) if group.casts else None,

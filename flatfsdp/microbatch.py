@@ -8,7 +8,7 @@ which the forward of one microbatch runs before the backward of another need not
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -37,6 +37,8 @@ class Microbatch:
         self.index = 0
         self.step = 0
         self.reduced = 0
+        # Each once, in this order.
+        self._at_end: dict[Callable[[], None], None] = {}
         self._loop: object = None
         self._loop_step = -1
 
@@ -44,6 +46,13 @@ class Microbatch:
         """The step is over, whether it was reduced or abandoned."""
         self.step += 1
         self.index = 0
+        at_end, self._at_end = self._at_end, {}
+        for callback in at_end:
+            callback()
+
+    def call_at_end_of_step(self, callback: Callable[[], None]) -> None:
+        """Calls it once, however often it was passed, when this step is over."""
+        self._at_end[callback] = None
 
     def begin_loop(self, loop: object) -> None:
         """A `microbatches` loop takes over; what an unfinished step accumulated is out of date."""
@@ -59,8 +68,7 @@ class Microbatch:
             self._leave_loop()
 
     def _leave_loop(self) -> None:
-        """What was accumulated without a last backward is out of date, as `optimizer.zero_grad()` cannot see
-        it."""
+        """What was accumulated without a last backward is out of date."""
         if self._loop is not None and self.step == self._loop_step and self.index > 0:
             logger.warning(
                 "microbatches() ended without a backward of its last batch: gradients were not reduced, and "

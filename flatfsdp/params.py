@@ -6,6 +6,7 @@ Next: `unit.py` counts what has landed.
 
 `Leaves` (`optimize_backward_concat=True`) and `Views` (False) are used alike:
 
+    follow     they are trained from now on, or frozen
     show       the buffer has been gathered
     conceal    it is about to be freed: show NaN, in memory that is safe to read
     rebind     something else was bound in the meantime: bind again
@@ -30,8 +31,8 @@ from flatfsdp.layout import FlatLayout
 class Leaves:
     """The module keeps its own Parameter objects, as leaves that alias the flat buffer.
 
-    Each gradient lands by itself; nothing is concatenated.  Also serves frozen parameters, for which there
-    is no `main_grad`.
+    Each gradient lands by itself; nothing is concatenated.  Also serves parameters that were built frozen,
+    for which there is no `main_grad` before they are trained.
 
     Args:
         unsharded: 1-D, padded; its memory must be there now, and may come and go later.
@@ -46,23 +47,41 @@ class Leaves:
         landed: Callable[[int | None], None],
     ) -> None:
         self._binding = binding
-        self._main_grad = main_grad
+        self._main_grad: MainGrad | None = None
         self._landed = landed
         self._parameters = binding.parameters()
+        self.trains = main_grad is not None
         self._views = binding.layout.views(unsharded)
         self._absent = _absent(binding.layout, unsharded)
         self._is_concealed = True
         self.show()
         if main_grad is not None:
-            for index, parameter in enumerate(self._parameters):
-                parameter.register_post_accumulate_grad_hook(partial(_weakly(self._land), index))
-            main_grad.expose(self._parameters)
+            self.land_in(main_grad)
         self.rebind()
 
+    def land_in(self, main_grad: MainGrad) -> None:
+        """Trains the parameters, whose gradients go there."""
+        self._main_grad = main_grad
+        self.follow(True)
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(partial(_weakly(self._land), index))
+        main_grad.expose(self._parameters)
+
     @property
-    def shown(self) -> Sequence[Tensor]:
-        """What the module has while the parameters are there, in slot order."""
-        return self._parameters
+    def shown(self) -> Sequence[Sequence[Tensor]]:
+        """What the module may have while the parameters are there, in slot order."""
+        return [self._parameters]
+
+    def follow(self, trains: bool) -> None:
+        """Graphs of coming forwards lead to the parameters, or not."""
+        self.trains = trains
+        for parameter in self._parameters:
+            parameter.requires_grad_(trains)
+
+    @property
+    def deviating(self) -> str | None:
+        """Name of a parameter whose `requires_grad` somebody has changed."""
+        return _deviating(self._binding.layout, self._parameters, self.trains)
 
     @property
     def versions(self) -> list[int]:
@@ -113,6 +132,7 @@ class Views:
         self._main_grad = main_grad
         self._landed = landed
         self._absent = _absent(binding.layout, unsharded)
+        self._frozen_views = binding.layout.views(unsharded)
         self._leaf = unsharded.requires_grad_()
         self._leaf.register_post_accumulate_grad_hook(_weakly(self._land))
         # The graph of a view saves no tensors, so one set of views serves all forwards.
@@ -123,7 +143,7 @@ class Views:
             run_as_soon_as_ready(view, depth=2)
         self._take_over_hooks()
         self._is_concealed = False
-        self.rebind()
+        self.follow(True)
 
     def _take_over_hooks(self) -> None:
         """The user's hooks are on parameters that the module will not see again."""
@@ -138,9 +158,22 @@ class Views:
                 view.register_hook(hook)
 
     @property
-    def shown(self) -> Sequence[Tensor]:
-        """What the module has while the parameters are there, in slot order."""
-        return self._views
+    def shown(self) -> Sequence[Sequence[Tensor]]:
+        """What the module may have while the parameters are there, in slot order."""
+        return [self._views, self._frozen_views]
+
+    def follow(self, trains: bool) -> None:
+        """Graphs of coming forwards lead to the flat leaf, or not."""
+        self.trains = trains
+        self._leaf.requires_grad_(trains)
+        for absent in self._absent:
+            absent.requires_grad_(trains)
+        self.rebind()
+
+    @property
+    def deviating(self) -> str | None:
+        """Name of a parameter whose `requires_grad` somebody has changed."""
+        return _deviating(self._binding.layout, self._bound, self.trains)
 
     @property
     def versions(self) -> list[int]:
@@ -158,7 +191,8 @@ class Views:
 
     def rebind(self) -> None:
         self._binding.bind(self._bound)
-        self._main_grad.expose(self._bound)
+        if self.trains:
+            self._main_grad.expose(self._bound)
 
     @property
     def displaced(self) -> str | None:
@@ -167,7 +201,9 @@ class Views:
 
     @property
     def _bound(self) -> Sequence[Tensor]:
-        return self._absent if self._is_concealed else self._views
+        if self._is_concealed:
+            return self._absent
+        return self._views if self.trains else self._frozen_views
 
     def _land(self, leaf: Tensor) -> None:
         grad, leaf.grad = leaf.grad, None
@@ -184,6 +220,11 @@ def _absent(layout: FlatLayout, like: Tensor) -> list[Tensor]:
     """
     nan = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
     return [nan.expand(slot.shape) for slot in layout.slots]
+
+
+def _deviating(layout: FlatLayout, tensors: Sequence[Tensor], trains: bool) -> str | None:
+    pairs = zip(layout.slots, tensors, strict=True)
+    return next((slot.name for slot, tensor in pairs if tensor.requires_grad != trains), None)
 
 
 def _weakly(method: Callable[..., None]) -> Callable[..., None]:

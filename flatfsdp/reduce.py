@@ -58,7 +58,8 @@ class Reducer:
     """Reduces the gradients of all groups of one root.
 
     Args:
-        units: the trained groups of each unit, which are reduced together, in registration order.
+        units: the groups of each unit, in registration order.  Of one unit, those that take part in the step
+            are reduced together.
     """
 
     def __init__(
@@ -76,17 +77,21 @@ class Reducer:
 
     @property
     def has_units(self) -> bool:
-        """Whether there is anything to reduce."""
-        return bool(self._order)
+        """Whether there is anything to reduce in this step."""
+        return any(group.takes_part for groups in self._order for group in groups)
 
     def ready(self, groups: Sequence[FlatGroup]) -> None:
         """All gradients of a unit have landed: reduces its groups as soon as it is their turn."""
         self._ready.add(self._order.index(groups))
         first = self._next
-        while self._next in self._ready:
+        while self._next < len(self._order) and not self._is_awaited(self._next):
             self._launch(self._order[self._next])
             self._next += 1
-        self._warn_if_late(first, held=self._next - first - 1)
+        self._warn_if_late(first, held=len(self._ready.intersection(range(first, self._next))) - 1)
+
+    def _is_awaited(self, index: int) -> bool:
+        """Whether something of that unit may still land; nothing of a frozen one does."""
+        return index not in self._ready and any(group.is_awaited for group in self._order[index])
 
     def _warn_if_late(self, first: int, held: int) -> None:
         """Once, if a unit has held up many others, whose reductions then overlap with no computation."""
@@ -101,14 +106,12 @@ class Reducer:
 
     def finish(self) -> None:
         """Reduces what is left and sets the gradient of every group, adding to one that is there."""
-        self._warn_if_late(self._next, held=len(self._ready) - self._next)
+        self._warn_if_late(self._next, held=len(self._ready.difference(range(self._next))))
         for groups in self._order[self._next :]:
             self._launch(groups)
         # A nested backward (reentrant checkpointing) may have brought more to a unit that was launched.
         for groups in self._order:
-            again = [g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients]
-            if again:
-                self._launch(again)
+            self._launch([g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients])
         while self._in_flight:
             self._retire()
         # Only now, so that a backward that fails half-way leaves every gradient as it was.
@@ -127,7 +130,10 @@ class Reducer:
         self._ready.clear()
         self._next = 0
 
-    def _launch(self, groups: Sequence[FlatGroup]) -> None:
+    def _launch(self, unit: Sequence[FlatGroup]) -> None:
+        groups = [group for group in unit if group.takes_part]
+        if not groups:
+            return
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._retire()
         is_last = groups[0].microbatch.is_last

@@ -23,45 +23,64 @@ from flatfsdp.observe import ByteLedger
 from flatfsdp.policy import Prefetch
 from flatfsdp.reduce import Reducer
 from flatfsdp.summon import Gathering
+from flatfsdp.trained import follow_requires_grad
 from flatfsdp.unit import Unit
 from flatfsdp.weight_scales import weight_scales
 
 logger = logging.getLogger(__name__)
 
 
+class Forward:
+    """One forward of the root.
+
+    Attributes:
+        units: in the order in which they were called.
+        trained: the groups to which its graph may lead.
+    """
+
+    def __init__(self, units: Iterable[Unit] = ()) -> None:
+        self.units: list[Unit] = []
+        self.trained = {group for unit in units for group in unit.trained}
+
+    def record(self, unit: Unit) -> int:
+        """Notes that `unit` runs now; returns its position."""
+        if unit not in self.units:
+            # It may have been frozen since the forward began.
+            self.trained.difference_update(unit.groups)
+        self.trained.update(unit.trained)
+        self.units.append(unit)
+        return len(self.units) - 1
+
+
 class ForwardOrder:
     """The units in the order in which a forward called them, for prefetching.
 
     Attributes:
-        current: of the forward that runs, or ran last.
+        current: the forward that runs, or ran last.
     """
 
     def __init__(self, prefetch: Prefetch) -> None:
         self._prefetch = prefetch
-        self._previous: list[Unit] = []
-        self.current: list[Unit] = []
+        self._previous = Forward()
+        self.current = Forward()
 
-    def start(self) -> None:
-        """A root forward begins."""
-        self._previous, self.current = self.current, []
+    def start(self, units: Iterable[Unit]) -> None:
+        """A root forward begins, of some of these units."""
+        self._previous, self.current = self.current, Forward(units)
 
     def forget(self) -> None:
         """A forward has failed, perhaps on each rank at another unit: the next one gathers nothing ahead."""
-        self._previous, self.current = [], []
-
-    def record(self, unit: Unit) -> int:
-        """Notes that `unit` runs now; returns its position."""
-        self.current.append(unit)
-        return len(self.current) - 1
+        self._previous, self.current = Forward(), Forward()
 
     def after(self, position: int) -> Iterator[Unit]:
         """Units to gather ahead in a forward: those that followed here in the previous one."""
-        if position < len(self._previous) and self._previous[position] is self.current[position]:
-            yield from self._previous[position + 1 : position + 1 + self._prefetch.forward]
+        previous = self._previous.units
+        if position < len(previous) and previous[position] is self.current.units[position]:
+            yield from previous[position + 1 : position + 1 + self._prefetch.forward]
 
-    def before(self, order: list[Unit], position: int) -> Iterator[Unit]:
-        """Units to gather ahead in the backward of a forward that ran in `order`."""
-        earlier = (unit for unit in reversed(order[: max(position, 0)]) if not unit.backward_done)
+    def before(self, forward: Forward, position: int) -> Iterator[Unit]:
+        """Units to gather ahead in the backward of a forward."""
+        earlier = (unit for unit in reversed(forward.units[:position]) if not unit.backward_done)
         return islice(earlier, self._prefetch.backward)
 
 
@@ -102,12 +121,13 @@ class Root:
         self.ledger = ledger
         self.order = ForwardOrder(prefetch)
         self.gather_lane = Lane(device)
-        self.reducer = Reducer([unit.trained for unit in units if unit.trained], device, ledger)
+        self.reducer = Reducer([unit.groups for unit in units if unit.groups], device, ledger)
         self._weight_scales = weight_scales([g for unit in units for g in unit.groups], ledger)
         self._reduce_every = reduce_every
         self.state_dict_gathering = Gathering()
         self.in_forward = False
         self._in_backward = False
+        self._reached: list[Forward] = []
         self._backward_task = -1
         self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
         self.forward_action = Action.FORWARD
@@ -152,7 +172,8 @@ class Root:
         if not torch.is_grad_enabled():
             # Evaluations often run on other weights, an average, say, written through `.data`: not counted.
             self._expire()
-        self.order.start()
+        self._follow_user()
+        self.order.start(self.units)
         self._refresh_scales()
         self.in_forward = True
 
@@ -203,10 +224,21 @@ class Root:
         for unit in self.units:
             unit.expire()
 
-    def begin_backward(self) -> int:
-        """Called by whatever happens first in a backward, and often after that; returns its number."""
+    def _follow_user(self) -> None:
+        """What has been done to flat parameters since: gradients zeroed, parameters frozen or unfrozen."""
+        for group in (group for unit in self.units for group in unit.groups):
+            group.drop_if_zeroed()
+            follow_requires_grad(group)
+
+    def begin_backward(self, forward: Forward | None = None) -> int:
+        """Called by whatever happens first in a backward, and often after that; returns its number.
+
+        Args:
+            forward: the one whose graph the backward has come to; None if that is not known.
+        """
         running = running_backward()
         if self._in_backward and running == self._backward_task:
+            self._reach(forward)
             return running
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -218,12 +250,26 @@ class Root:
         if not self._in_backward:
             # Other weights may have been there since the forward.
             self._refresh_scales()
+            self._follow_user()
+            self._reached.clear()
+            # Where nobody knows, as for outputs without tensors, a backward follows its forward.
+            forward = self.order.current if forward is None else forward
             callback = _EndOfBackward(self)
             call_at_end_of_backward(callback)
             self._end_of_backward = weakref.ref(callback)
             self._backward_task = running
             self._in_backward = True
+        self._reach(forward)
         return running
+
+    def _reach(self, forward: Forward | None) -> None:
+        """What was trained in that forward, and still is, takes part in the reduction of the step."""
+        if forward is None or forward in self._reached:
+            return
+        self._reached.append(forward)
+        for group in forward.trained:
+            if group.trains:
+                group.join_step()
 
     @property
     def in_nested_backward(self) -> bool:
@@ -242,12 +288,16 @@ class Root:
         for unit in self.units:
             unit.end_of_backward()
         self._in_backward = False
+        self._reached.clear()
         self._finish_uploads()
         self.microbatch.index += 1
         if self.microbatch.is_last:
             self._expire()
             self.microbatch.reduced += self.reducer.has_units
             self.microbatch.end_step()
+        else:
+            for group in (group for unit in self.units for group in unit.groups):
+                group.watch_unreduced()
 
     @property
     def _backward_failed(self) -> bool:

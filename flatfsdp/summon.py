@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatfsdp.comm import broadcast_object
 from flatfsdp.flat_group import FlatGroup, settle
@@ -42,8 +42,8 @@ def whole_parameters(groups: Sequence[FlatGroup], gathering: Gathering, *, write
     Raises:
         ValueError: at the end, if a parameter has been removed or replaced by one of another shape; if with
             `rank0_only` some groups are spread over fewer ranks than others.
-        RuntimeError: at the end, if something else has written to a master shard meanwhile; on the other
-            ranks, if with `rank0_only` the first one fails.
+        RuntimeError: at the end, if something else has written to a master shard meanwhile, or a parameter
+            was frozen or unfrozen; on the other ranks, if with `rank0_only` the first one fails.
         Nothing is written back then.
     """
     if gathering.rank0_only:
@@ -51,12 +51,17 @@ def whole_parameters(groups: Sequence[FlatGroup], gathering: Gathering, *, write
     versions = [group.master.version for group in groups]
     fulls = [_gather(group, gathering) for group in groups]
     settle(groups)
-    for group, full in zip(groups, fulls, strict=True):
-        if full is not None:
-            group.binding.register(group.whole_parameters(full))
+    registered = [
+        [] if full is None else group.whole_parameters(full)
+        for group, full in zip(groups, fulls, strict=True)
+    ]
+    for group, parameters in zip(groups, registered, strict=True):
+        if parameters:
+            group.binding.register(parameters)
     failure: BaseException | None = None
     try:
         yield
+        _check_flags(groups, registered)
         if writeback:
             _check_unchanged(groups, versions)
             _collect(groups, fulls)
@@ -80,6 +85,17 @@ def _gather(group: FlatGroup, gathering: Gathering) -> Tensor | None:
         return None
     host = gathering.offload_to_cpu or group.master.is_offloaded
     return full.cpu() if host else full
+
+
+def _check_flags(groups: Sequence[FlatGroup], registered: Sequence[Sequence[nn.Parameter]]) -> None:
+    for group, parameters in zip(groups, registered, strict=True):
+        for slot, parameter in zip(group.layout.slots, parameters, strict=bool(parameters)):
+            if parameter.requires_grad != group.trains:
+                raise RuntimeError(
+                    f"requires_grad of parameter {group.prefix}{slot.name} was changed while it was "
+                    "summoned, which would be lost; outside of the block, call requires_grad_() of its "
+                    "FlatFSDP module, whose parameters are frozen together"
+                )
 
 
 def _check_unchanged(groups: Sequence[FlatGroup], versions: Sequence[tuple[int, int]]) -> None:

@@ -37,20 +37,21 @@ from flatfsdp.autograd import in_backward, running_backward
 from flatfsdp.compiling import never_traced
 from flatfsdp.flat_group import FlatGroup, ShardState
 from flatfsdp.identity import Action
+from flatfsdp.master import Version
 from flatfsdp.tensors import map_tensors, tensors_in
+from flatfsdp.trained import follow_requires_grad, require_one_flag
 from flatfsdp.unshard import unshard
 from flatfsdp.writes import WriteWatch
 
 if TYPE_CHECKING:
-    from flatfsdp.root import Root
+    from flatfsdp.root import Forward, Root
 
 
 class Unit:
     """The flat groups of one wrapped module and their bookkeeping.
 
     Attributes:
-        groups: of parameters that are trained or frozen, stored in FP8 or not; those that there are.
-        trained: the groups that are trained.
+        groups: of parameters that were built trained or frozen, stored in FP8 or not; those that there are.
         root: shared state of the model; set when the root module is first used.
         keep_as_root: whether the root's own parameters stay from its forward to its backward.
         writes: notices a forward that writes to the parameters.
@@ -58,8 +59,6 @@ class Unit:
 
     def __init__(self, reshard_after_forward: bool, *, contains_units: bool) -> None:
         self.groups: list[FlatGroup] = []
-        self.trained: list[FlatGroup] = []
-        self._num_trained = 0
         self.root: Root
         self._reshard_after_forward = reshard_after_forward
         self._contains_units = contains_units
@@ -74,9 +73,11 @@ class Unit:
 
     def add(self, group: FlatGroup) -> None:
         self.groups.append(group)
-        if group.trainable:
-            self.trained.append(group)
-            self._num_trained += len(group.layout.slots)
+
+    @property
+    def trained(self) -> list[FlatGroup]:
+        """The groups that are trained now."""
+        return [group for group in self.groups if group.trains]
 
     @property
     def is_sharded(self) -> bool:
@@ -119,12 +120,8 @@ class Unit:
     def before_forward(self) -> int:
         """Makes the parameters ready; returns the unit's position in this forward."""
         for group in self.groups:
-            if group.master.flat.requires_grad != group.trainable:
-                raise RuntimeError(
-                    f"requires_grad of unit {group.name} was changed after wrapping; freeze or unfreeze "
-                    "parameters before FlatFSDP wraps them.  For a model that only passes gradients on for a "
-                    "while, run the backward inside its no_sync() and call its zero_grad() after that"
-                )
+            require_one_flag(group)
+            follow_requires_grad(group)
             if (name := group.params.displaced) is not None:
                 raise RuntimeError(
                     f"parameter {group.prefix}{name} was replaced after wrapping, and nothing would update "
@@ -137,7 +134,7 @@ class Unit:
             position = -1
             self._use(iter(()), Action.BACKWARD)
         else:
-            position = self.root.order.record(self)
+            position = self.root.order.current.record(self)
             self._use(self.root.order.after(position), self.root.forward_action)
         for group in self.groups:
             group.params.show()
@@ -154,11 +151,14 @@ class Unit:
         differentiable = [t for t in tensors if t.requires_grad and torch.is_grad_enabled()]
         if differentiable:
             use = self._follow_inputs(inputs)
-            order = self.root.order.current
+            versions = [group.version for group in self.groups]
+            # A recomputation may be of another forward than the last one.
+            forward = None if in_backward() else self.root.order.current
             # In another call of this forward there may be gradients to wait for.
-            is_empty = uses_nothing and order.count(self) == 1
+            is_empty = uses_nothing and forward is not None and forward.units.count(self) == 1
+            hook = partial(self._before_backward, use, is_empty, versions, forward, position)
             for tensor in differentiable:
-                tensor.register_hook(partial(self._before_backward, use, is_empty, order, position))
+                tensor.register_hook(hook)
         if in_backward():
             return outputs
         # A backward that starts from something in which no tensor was found could not gather them again.
@@ -198,16 +198,25 @@ class Unit:
     # ---- backward ---------------------------------------------------------------------------------------
 
     def _before_backward(
-        self, use: object | None, is_empty: bool, order: list[Unit], position: int, _grad: Tensor
+        self,
+        use: object | None,
+        is_empty: bool,
+        versions: list[Version],
+        forward: Forward | None,
+        position: int,
+        _grad: Tensor,
     ) -> None:
-        backward = self.root.begin_backward()
+        for group, version in zip(self.groups, versions, strict=True):
+            group.require_version(version)
+        backward = self.root.begin_backward(forward)
         self._reached_in.add(backward)
         if is_empty:
             self._empty_in.add(backward)
         if use is not None:
             self._open_uses.add(use)
             self._was_followed = True
-        self._use(self.root.order.before(order, position), Action.BACKWARD)
+        ahead = iter(()) if forward is None else self.root.order.before(forward, position)
+        self._use(ahead, Action.BACKWARD)
         for group in self.groups:
             # A recomputation inside the module reads them again.
             group.params.show()
@@ -215,20 +224,25 @@ class Unit:
     @property
     def backward_done(self) -> bool:
         """Whether all gradients of the running backward have landed; a nested one counts by itself."""
-        return bool(self.trained) and self._all_landed_in(running_backward())
+        return self._num_awaited > 0 and self._all_landed_in(running_backward())
+
+    @property
+    def _num_awaited(self) -> int:
+        return sum(len(group.layout.slots) for group in self.groups if group.is_awaited)
 
     def _all_landed_in(self, backward: int) -> bool:
         landed = self._landed.get(backward, ())
-        return len(landed) == self._num_trained or (backward in self._empty_in and not landed)
+        return len(landed) >= self._num_awaited or (backward in self._empty_in and not landed)
 
     def landed(self, group: FlatGroup, index: int | None) -> None:
         """Slot `index` of a trained group, or every slot of it, holds this backward's gradient."""
         landed = self._landed[self.root.begin_backward()]
+        group.join_step()
         if index is None:
             landed.update((group, slot) for slot in range(len(group.layout.slots)))
         else:
             landed.add((group, index))
-        if len(landed) == self._num_trained:
+        if len(landed) >= self._num_awaited:
             self._reduce_and_free_if_done()
 
     def _reduce_and_free_if_done(self) -> None:
@@ -239,8 +253,8 @@ class Unit:
             return
         # Where nobody knows that no nested backward will bring more, the unit is reduced at the end.
         is_complete = self._was_followed and not self.root.in_nested_backward
-        if self.trained and is_complete and self.root.reduces:
-            self.root.reducer.ready(self.trained)
+        if is_complete and self.root.reduces and any(group.takes_part for group in self.groups):
+            self.root.reducer.ready(self.groups)
         self._free_after_backward()
 
     def _free_after_backward(self) -> None:
@@ -249,9 +263,13 @@ class Unit:
 
     def end_of_backward(self) -> None:
         """The whole backward is over: frees what is still there and starts to count anew."""
-        for group in self.trained:
-            assert group.main_grad is not None
-            group.main_grad.flush()
+        for group in self.groups:
+            if group.main_grad is not None and group.main_grad.holds_gradients:
+                if group.takes_part:
+                    group.main_grad.flush()
+                else:
+                    # A layer wrote it for a parameter that had been frozen since the forward.
+                    group.main_grad.drop()
         self._free_after_backward()
         self._forget_backward()
 

@@ -44,7 +44,7 @@ def full_optimizer_state_dict(
         ValueError: if the optimizer is not over this model's shards.
         TypeError: if it keeps states that are neither one number nor as large as the parameter.
     """
-    masters = trained_masters(model)
+    masters = trained_masters(model, optimizer)
     states = described(masters, optimizer).states
     whole: dict[str, dict[str, Any]] = {name: dict(state.values) for name, state in states.items()}
     for prefix, master in masters:
@@ -83,7 +83,7 @@ def load_full_optimizer_state_dict(
     Raises:
         ValueError: on every rank, if names, shapes or parameter groups do not fit; nothing is changed.
     """
-    masters = trained_masters(model)
+    masters = trained_masters(model, optimizer)
     if from_rank0:
         require_same_ranks((master for _, master in masters), "loading from one rank")
         state_dict = state_dict if masters[0][1].grid.is_first else {}

@@ -36,9 +36,18 @@ class SlotState:
     values: dict[str, Any]
 
 
-def trained_masters(model: Model) -> list[tuple[str, MasterShard]]:
-    """The master shard of every trained flat group, with the prefix of its names."""
-    return [(prefix, group.master) for prefix, group in named_groups(model) if group.trainable]
+def trained_masters(model: Model, optimizer: torch.optim.Optimizer) -> list[tuple[str, MasterShard]]:
+    """The master shard of every trained flat group, with the prefix of its names.
+
+    Also of one that is frozen for a while, if it is the optimizer's, which may keep a state for it.
+    """
+    listed = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    return [
+        (prefix, group.master)
+        for prefix, group in named_groups(model)
+        if group.trains
+        or (group.main_grad is not None and any(each.parameter in listed for each in group.master.portions))
+    ]
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     owned = {portion.parameter for _, master in masters for portion in master.portions}
     # `model.parameters()` lists frozen ones, too, for which an optimizer keeps nothing.
-    if {parameter for parameter in group_of if parameter.requires_grad} != owned:
+    if {p for p in group_of if p.requires_grad or p in owned} != owned:
         raise ValueError(
             "the optimizer's parameters are not the flat shards of this model; build it from "
             "model.parameters(), or from flatfsdp.param_groups(model, ...), after wrapping"

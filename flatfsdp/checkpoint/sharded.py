@@ -163,7 +163,7 @@ def sharded_optimizer_state_dict(model: Model, optimizer: torch.optim.Optimizer)
         ValueError: as `sharded_state_dict`, or if the optimizer is not over this model's shards.
         TypeError: as `full_optimizer_state_dict`.
     """
-    masters = trained_masters(model)
+    masters = trained_masters(model, optimizer)
     require_same_ranks((master for _, master in masters), "a sharded checkpoint")
     states, owners = described(masters, optimizer).states, _owners(master for _, master in masters)
     state: dict[str, dict[str, Any]] = {name: dict(slot.values) for name, slot in states.items()}
@@ -194,7 +194,7 @@ def _load_optimizer(
     Args:
         names: of the parameters of all stages.
     """
-    masters = trained_masters(model)
+    masters = trained_masters(model, optimizer)
     owners = _owners(master for _, master in masters)
     own = {prefix + slot.name for prefix, master in masters for slot in master.layout.slots}
     # Other stages take theirs; what is of no stage is an error.

@@ -146,7 +146,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
         Raises:
             ValueError: if a gradient does not fit its parameter; with `max_grad_norm`, for a parameter of a
-                layer that several ranks share and that is in no FlatFSDP.  Nothing is changed.
+                layer that several ranks share and that is in no FlatFSDP.
+            RuntimeError: if gradients are accumulated and not yet reduced.
+            Nothing is changed then.
         """
         loss = None
         if closure is not None:

@@ -46,7 +46,7 @@ def clip_grad_norm_(
     modules = [part.submod if isinstance(part, PipelineStage) else part for part in of_rank]
     units = [wrapped for module in modules for _, wrapped in units_in(module)]
     return clip_grad_norm(
-        [group.master for _, group in named_groups(modules) if group.trainable],
+        [group.master for _, group in named_groups(modules) if group.main_grad is not None],
         [wrapped._grid for wrapped in units],
         units[0]._device,
         max_norm,

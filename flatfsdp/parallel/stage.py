@@ -36,10 +36,11 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils._pytree import tree_map_only
 
 from flatfsdp.comm import Ranks
+from flatfsdp.flat_group import FlatGroup
 from flatfsdp.fp8.autocast import StageRanks, inside_stage
-from flatfsdp.master import MasterShard
 from flatfsdp.root import Root
 from flatfsdp.unit_module import UnitModule
+from flatfsdp.unreduced import reduced_grad
 from flatfsdp.walk import units_in
 
 SPLIT = {_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT}
@@ -125,9 +126,9 @@ class FlatStage(PipelineStage):
         self._check_place()
         self._roots = [_root_of(wrapped, stage_index) for wrapped in outermost]
         units = [unit for root in self._roots for unit in root.units]
-        self._masters = [trained.master for unit in units for trained in unit.trained]
+        self._groups = [each for unit in units for each in unit.groups]
         pipeline = Ranks.of(dist.group.WORLD if self.group is None else self.group)
-        for flat_group in (each for unit in units for each in unit.groups):
+        for flat_group in self._groups:
             flat_group.master.stages = pipeline
         self._stage_ranks = _stage_ranks(outermost[0], self.group)
         self._cache_fp8_weights = cache_fp8_weights
@@ -231,7 +232,7 @@ class FlatStage(PipelineStage):
         if not full_backward:
             raise NotImplementedError(_split_message("this schedule"))
         if last_backward:
-            self._earlier = _EarlierGrads(self._masters)
+            self._earlier = _EarlierGrads(self._groups)
         try:
             with self._microbatch(is_first=bwd_chunk_id == 0, is_last=last_backward):
                 super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -275,7 +276,7 @@ class FlatStage(PipelineStage):
         if self._earlier is None:
             return
         if grad_scale_factor != 1:
-            for grad in (grad for master in self._masters for grad in master.grads):
+            for grad in (grad for each in self._groups for grad in each.master.grads):
                 grad.div_(grad_scale_factor)
         self._add_earlier()
 
@@ -330,20 +331,23 @@ class FlatStage(PipelineStage):
 class _EarlierGrads:
     """Gradients from before a step, taken away so that its scale does not reach them."""
 
-    def __init__(self, masters: Iterable[MasterShard]) -> None:
+    def __init__(self, groups: Iterable[FlatGroup]) -> None:
         self._taken: list[tuple[nn.Parameter, str, Tensor]] = []
-        for master in masters:
-            name = master.grad_attribute
-            for portion in master.portions:
-                grad = getattr(portion.parameter, name, None)
+        for group in groups:
+            # Nobody else is to take it for a zero_grad().
+            group.drop_if_zeroed()
+            name = group.master.grad_attribute
+            for portion in group.master.portions:
+                grad = reduced_grad(portion.parameter, name)
                 if grad is not None:
                     self._taken.append((portion.parameter, name, grad))
                     setattr(portion.parameter, name, None)
+            group.watch_unreduced()
 
     def put_back(self) -> None:
         """Adds the step's gradients to them."""
         for parameter, name, earlier in self._taken:
-            new = getattr(parameter, name, None)
+            new = reduced_grad(parameter, name)
             setattr(parameter, name, earlier if new is None else earlier.add_(new))
 
 

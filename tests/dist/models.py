@@ -134,7 +134,7 @@ def whole_grads(model: nn.Module) -> dict[str, Tensor]:
     be.  Collective."""
     found = {}
     for prefix, group in named_groups(model):
-        if not group.trainable:
+        if not group.trains:
             continue
         full = group.master.gather(torch.cat(list(group.master.grads)).to(group.master.device))
         assert full is not None

@@ -216,7 +216,7 @@ def frozen(rank: int, world_size: int) -> None:
         model.ledger.reset()
         train(model, rank, 1)
         # Frozen FP8 weights were cast in the first step.
-        groups = [g for unit in model._root.units for g in unit.groups if g.trainable or g.fp8 is None]
+        groups = [g for unit in model._root.units for g in unit.groups if g.trains or g.fp8 is None]
         per_element = {Role.FP8: 5 if in_fp8 else 6, Role.COMPUTE: 6}
         expected = sum(per_element[g.layout.role] * g.layout.shard_numel(world_size) for g in groups)
         assert model.ledger.bytes["cast"] == expected
@@ -314,11 +314,12 @@ def swapped(rank: int, world_size: int) -> None:
         if swaps:
             kept = [flat.detach().clone() for flat in model.parameters()]
             with torch.no_grad(), autocast(recipe=RECIPE):
+                # A write that is counted would be a change since the forward.
                 for flat in model.parameters():
-                    flat.mul_(37.0)
+                    flat.data.mul_(37.0)
                 model(x)
                 for flat, before in zip(model.parameters(), kept, strict=True):
-                    flat.copy_(before)
+                    flat.data.copy_(before)
         loss.backward()
         grads.append(x.grad)
     assert grads[0] is not None and torch.equal(grads[0], grads[1])

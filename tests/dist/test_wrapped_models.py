@@ -34,16 +34,36 @@ def test_a_write_through_data_reaches_a_frozen_model() -> None:
     run_ranks(2, frozen_teacher)
 
 
+def written_before_the_first_use(rank: int, world_size: int, flag: bool, trains: bool) -> None:
+    """The same write on one rank, which holds everything cast, and on two."""
+    for write in (lambda data: data.fill_(0.5), lambda data: data.copy_(torch.full_like(data, 0.5))):
+        model = FlatFSDP(
+            nn.Linear(8, 8),
+            precision=Precision(compute=torch.bfloat16),
+            optimize_backward_concat=flag,
+        )
+        for shard in model.parameters():
+            write(shard.data)
+        with torch.set_grad_enabled(trains):
+            assert (model(torch.ones(2, 8)) == 4.5).all()
+
+
+@FLAGS
+@pytest.mark.parametrize("trains", [False, True], ids=["evaluated", "trained"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_write_through_data_before_the_first_forward_is_seen(
+    world_size: int, trains: bool, flag: bool
+) -> None:
+    run_ranks(world_size, written_before_the_first_use, flag, trains)
+
+
 def past_the_wrapper(rank: int, world_size: int) -> None:
     model = build()
     with pytest.raises(RuntimeError, match="forward of Block was called past its FlatFSDP"):
         model.blocks[0].module(torch.zeros(1, 20))
-    model.requires_grad_(False)
-    with pytest.raises(RuntimeError, match="requires_grad of unit root was changed after wrapping"):
-        model(torch.zeros(1, 2, dtype=torch.long))
 
 
-def test_calls_past_the_wrapper_and_late_freezing_raise() -> None:
+def test_calls_past_the_wrapper_raise() -> None:
     run_ranks(2, past_the_wrapper)
 
 
