@@ -70,6 +70,11 @@ class Block(Spec):
     body: Node = SIMPLE
     recompute: Recompute | None = None
 
+    @property
+    def holds_units(self) -> bool:
+        """Whether there are units inside, which are not called where the block returns its input."""
+        return isinstance(self.body, Chain) and any(isinstance(part, Unit) for part in self.body.parts)
+
 
 @dataclass(frozen=True, repr=False)
 class Divergence(Spec):

@@ -29,6 +29,7 @@ from flatfsdp.ownership import parameters_to_take
 from flatfsdp.root import Root
 from flatfsdp.summon import Gathering
 from flatfsdp.tensors import map_tensors
+from flatfsdp.unreduced import reduced_grad
 from flatfsdp.walk import units_in
 
 
@@ -194,8 +195,12 @@ class FullyShardedDataParallel(FlatFSDP):
     def params_with_grad(self) -> list[nn.Parameter]:
         """What the optimizer updates, here and in inner instances, if it has a gradient."""
         masters = [group.master for m in get_fsdp_instances(self) for group in m._unit.groups]
-        owned = [portion.parameter for master in masters for portion in master.portions]
-        return [p for p in owned if p.grad is not None or getattr(p, "main_grad", None) is not None]
+        return [
+            portion.parameter
+            for master in masters
+            for portion in master.portions
+            if reduced_grad(portion.parameter, master.grad_attribute) is not None
+        ]
 
     @property
     def cpu_offload(self) -> bool:
