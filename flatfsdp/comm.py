@@ -336,6 +336,11 @@ def all_gather(full: Tensor, shard: Tensor, ranks: Ranks) -> None:
     _all_gather(full.view(torch.uint8), shard.view(torch.uint8), group=ranks.group)
 
 
+def all_gather_numbers(everyones: Tensor, own: Tensor, ranks: Ranks) -> None:
+    """As `all_gather`, of int64, which no backend has to take for bytes."""
+    _all_gather(everyones, own, group=ranks.group)
+
+
 @dataclass(frozen=True, slots=True)
 class Pending:
     """A tensor that a collective may still be writing."""

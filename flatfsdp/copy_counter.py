@@ -93,7 +93,8 @@ class Collective:
     """One collective of `world_size` ranks.
 
     Attributes:
-        name: "all_gather", "reduce_scatter", "all_reduce", or the operator's name.
+        name: "all_gather", "reduce_scatter", "all_reduce", or the operator's name; "identity" for integers,
+            in which FlatFSDP says what its collectives are for.
         payload: bytes of the full buffer: an all-gather's result, a reduce-scatter's input.
         wire: bytes that this rank sends in a bandwidth-optimal algorithm, which is what it receives too:
             (N - 1) / N of the payload; twice that for an all-reduce.
@@ -244,6 +245,8 @@ class CopyCounter(TorchDispatchMode):
         payload = sum(_nbytes(t) for t in _tensors([bound[payload_arg]]))
         if sum(t.numel() for t in _tensors(bound)) < self.min_numel:
             return
+        if all(t.dtype == torch.int64 for t in _tensors([bound[payload_arg]])):
+            label = "identity"
         group = next(dist.ProcessGroup.unbox(a) for a in bound if isinstance(a, torch.ScriptObject))
         size = group.size()
         self.collectives.append(Collective(label, name, payload, hops * payload * (size - 1) / size, size))

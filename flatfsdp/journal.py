@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from flatfsdp.comm import Ranks, abort, all_gather, indexed, on_gpu, one_launch, uses_nccl
+from flatfsdp.comm import Ranks, abort, all_gather_numbers, indexed, on_gpu, one_launch, uses_nccl
 from flatfsdp.identity import Difference, Identity, ModelIdentity
 from flatfsdp.watch import announce, watch
 
@@ -114,7 +114,7 @@ class HostJournal:
         # In place of the number, a rank that has stopped sends an alarm and the difference that it knows of.
         own = torch.tensor([identity.number, 0, 0, 0, 0], device="cpu")
         everyones = own.new_empty(self._ranks.size, 5)
-        all_gather(everyones.view(-1), own, self._ranks)
+        all_gather_numbers(everyones.view(-1), own, self._ranks)
         rows = everyones.tolist()
         difference = _alarm_in(rows) or Difference.among([row[0] for row in rows], self._ranks)
         if difference is not None:
@@ -191,7 +191,7 @@ class DeviceJournal:
         group._start_coalescing(self._device)
         try:
             yield
-            all_gather(self._rows[row], self._own[row], self._ranks)
+            all_gather_numbers(self._rows[row], self._own[row], self._ranks)
         finally:
             group._end_coalescing(self._device)
         self._under_way.append(Launch(row, identity.model, time.monotonic()))

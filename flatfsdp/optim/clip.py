@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -85,9 +86,12 @@ def pipeline_of(given: dist.ProcessGroup | None, found: Iterable[Ranks]) -> Rank
 
 
 def identity_of_norm(shards: Iterable[MasterShard | FlatShard]) -> Identity | None:
-    """What the collectives of a norm carry; None if those of these shards carry nothing."""
-    first = next(iter(shards), None)
-    return None if first is None else first.identify(Action.NORM)
+    """What the collectives of a norm carry; None if those of these shards carry nothing.
+
+    No unit and no model: parameters come in any order, and stages of a pipeline are models of their own.
+    """
+    first = next((found for shard in shards if (found := shard.identify(Action.NORM))), None)
+    return None if first is None else Identity(Action.NORM, replace(first.model, number=0))
 
 
 def require_same_grid(grids: Iterable[Grid]) -> None:
@@ -134,9 +138,9 @@ def grad_norm(
         for ranks, of_ranks in grads.items()
     ]
     norm = norms[0] if len(norms) == 1 else _norm_of(norms, dtype, device, norm_type)
-    # Stages may have other dtypes.
     if stages.size == 1:
         return norm
+    # Stages may have other dtypes.
     return _norm_over((stages,), norm.double(), norm_type, identity).to(dtype)
 
 

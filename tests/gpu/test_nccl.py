@@ -97,6 +97,8 @@ def traced_backward(rank: int, world_size: int) -> dict[str, Any]:
         device="cuda",
         optimize_backward_concat=True,
         precision=BF16,
+        # A launch that carries what it is for may have the name of an all-gather.
+        check_collectives=False,
     )
     # Enough for a unit that the GPU is the limit while the host records.
     batches = [torch.randn(16, WIDE.seq, WIDE.hidden, device="cuda") for _ in range(2)]

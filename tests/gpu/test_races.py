@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices"),
 ]
-REPETITIONS = 25
+REPETITIONS = 10
 CYCLES = 2_000_000
 """The longest delay: a millisecond, several times what a unit of the small model takes."""
 
@@ -79,7 +79,7 @@ def differences(
 @pytest.mark.parametrize("is_hybrid", [True, False], ids=["hybrid", "sharded"])
 def test_delays_change_no_bit(is_hybrid: bool, precision: Precision, reshard: bool, sync: str) -> None:
     options = {"precision": precision, "reshard_after_forward": reshard, "grad_sync": sync}
-    arguments = (is_hybrid, options, REPETITIONS if precision == Precision() else 5)
+    arguments = (is_hybrid, options, REPETITIONS if precision == Precision() else 3)
     for found in run_ranks(4, differences, *arguments, backend="nccl", timeout=280):
         assert found == []
 

@@ -20,6 +20,7 @@ def make_policy(**changes) -> Policy:
         "grad_sync": "last",
         "prefetch": Prefetch(),
         "cpu_offload": False,
+        "check_collectives": True,
         "poison_on_free": False,
     }
     return Policy(**{**choices, **changes})
