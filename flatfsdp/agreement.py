@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp.comm import Ranks, all_gather_object
-from flatfsdp.identity import Action, Identity
+from flatfsdp.identity import Action, Identity, ModelIdentity
 from flatfsdp.journal import launch
 
 
@@ -36,8 +36,9 @@ def check_same_on_all_ranks(lines: Sequence[str], dimensions: Sequence[Ranks], d
         return chance
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest, chance], dtype=torch.int64, device=device)
+    build = Identity(Action.BUILD, ModelIdentity(communicators=dimensions))
     for ranks in dimensions:
-        with launch(ranks, Identity(Action.BUILD), device):
+        with launch(ranks, build, device):
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=ranks.group)
     largest, negated_smallest, agreed = extremes.tolist()
     if largest == -negated_smallest:

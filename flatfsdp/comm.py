@@ -6,6 +6,7 @@ Next: `flat_group.py` gathers and `reduce.py` reduces through these few function
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -304,16 +305,26 @@ def abort(communicators: Iterable[Ranks], device: torch.device) -> None:
     threads = [threading.Thread(target=each, daemon=True) for each in aborts]
     for thread in threads:
         thread.start()
+    deadline = time.monotonic() + ABORT_SECONDS
     for thread in threads:
-        thread.join(ABORT_SECONDS)
+        thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def on_gpu(pinned: Tensor, device: torch.device) -> Tensor:
     """The same memory, of the host, as a tensor on `device`; int64, contiguous.
 
     NCCL reads and writes there, so that the host sees what arrives without waiting for the device.
+
+    Raises:
+        RuntimeError: if it would be a copy.
     """
-    return torch.as_tensor(_CudaArray(pinned), device=device)
+    on_gpu = torch.as_tensor(_CudaArray(pinned), device=device)
+    if on_gpu.data_ptr() != pinned.data_ptr():
+        raise RuntimeError(
+            f"pinned host memory is not addressable on {device}, where collectives say what they are for; "
+            "pass check_collectives=False to FlatFSDP"
+        )
+    return on_gpu
 
 
 class _CudaArray:

@@ -205,7 +205,7 @@ class FlatGroup:
         """What a collective of this unit carries; None before there is a root, or if nothing is checked."""
         if self.model is None:
             return None
-        return Identity(action, self.model, self._unit, self.microbatch.reduced, self.microbatch.index)
+        return Identity(action, self.model, self._unit, self.microbatch.steps_reduced, self.microbatch.index)
 
     def make_equal(self) -> None:
         """Replicas become equal, and what all tensor-parallel ranks have.  Collective."""

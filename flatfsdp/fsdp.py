@@ -42,6 +42,7 @@ from flatfsdp.root import Root
 from flatfsdp.sites import parameter_sites
 from flatfsdp.summon import Gathering, whole_parameters
 from flatfsdp.tensors import cast_floats, tensors_in
+from flatfsdp.unit import versions_of
 from flatfsdp.unit_module import UnitModule
 from flatfsdp.walk import named_groups, units_in
 
@@ -195,13 +196,13 @@ class FlatFSDP(UnitModule):
 
     @traced_inside
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        position = self._unit.before_forward()
+        position, versions = self._unit.before_forward(), versions_of((args, kwargs))
         try:
             outputs = self.module(*args, **kwargs)
         finally:
             # Also if it failed: PyTorch may have refused a view, for a reason that only this explains.
             self._unit.writes.end()
-        return self._unit.after_forward(position, (args, kwargs), outputs)
+        return self._unit.after_forward(position, (args, kwargs), versions, outputs)
 
     def _check_gathered(self, module: nn.Module, _inputs: Any) -> None:
         if self._unit.is_sharded:
@@ -307,6 +308,9 @@ class FlatFSDP(UnitModule):
         groups = [group for wrapped in inside for group in wrapped._unit.groups]
         lines = [line for group in groups for line in group.describe()]
         number = check_same_on_all_ranks(lines, self._grid.dimensions, self._device)
+        if any(group.grid.num_ranks > self._grid.num_ranks for group in groups):
+            # Ranks of other roots share units inside, and have agreed on another number.
+            number = 0
         wants_fp8 = any(group.policy.precision.fp8_weights is not None for group in groups)
         if wants_fp8 and not any(group.layout.role is Role.FP8 for group in groups):
             raise ValueError(

@@ -5,7 +5,7 @@ Out:  a number that all ranks of one launch have to have in common, and the word
 Next: `journal.py` sends the numbers along and compares them.
 
     bit 62                                            0
-    | action 4 | model 8 | unit 12 | step 24 || microbatch 15 |
+    | action 4 | model 16 | unit 12 | step 16 || microbatch 15 |
       compared                                  told
 
 The microbatch is told and not compared: ranks that run different numbers of microbatches under ZeRO-2 add up
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from flatfsdp.comm import Ranks
 
-_MODELS, _UNITS, _STEPS, _MICROBATCHES = 1 << 8, 1 << 12, 1 << 24, 1 << 15
+_MODELS, _UNITS, _STEPS, _MICROBATCHES = 1 << 16, 1 << 12, 1 << 16, 1 << 15
 
 
 class Action(IntEnum):
@@ -62,9 +62,9 @@ class ModelIdentity:
     """What all identities of one model share.
 
     Attributes:
-        number: the same on all ranks; of two models on the same ranks it hardly ever is.
+        number: the same on all ranks, and another one for each model; 0 if it has none.
         units: names, in registration order.
-        data_parallel: communicators that have no traffic but the engine's.
+        data_parallel: communicators over which nothing is sent for layers.
         communicators: all that the engine uses for this model.
     """
 
@@ -112,13 +112,14 @@ class Difference(NamedTuple):
     other_number: int
 
     @staticmethod
-    def among(numbers: Sequence[int], ranks: Ranks) -> Difference | None:
+    def among(numbers: Sequence[int], ranks: Ranks, *, is_over: bool = False) -> Difference | None:
         """The first rank and the first one that differs from it; None if all do the same.
 
         Args:
             numbers: one a rank, in rank order; 0 if it is not known.
+            is_over: whether a number that is not known counts as another one.
         """
-        known = [index for index, number in enumerate(numbers) if number]
+        known = [index for index, number in enumerate(numbers) if number or is_over]
         for index in known[1:]:
             first = known[0]
             if compared(numbers[index]) != compared(numbers[first]):

@@ -31,12 +31,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
-from flatfsdp.comm import Ranks, abort, all_gather_numbers, indexed, on_gpu, one_launch, uses_nccl
-from flatfsdp.identity import Difference, Identity, ModelIdentity
+from flatfsdp.comm import (
+    Ranks,
+    abort,
+    all_gather_numbers,
+    indexed,
+    on_device,
+    on_gpu,
+    one_launch,
+    uses_nccl,
+)
+from flatfsdp.identity import Difference, Identity, ModelIdentity, compared
 from flatfsdp.watch import announce, watch
 
 ROWS = 1024
 """Launches with NCCL that may be under way before the host waits for the device."""
+
+SETTLING = 0.002
+"""Seconds in which a number that has begun to arrive is there."""
 
 ALARM_LASTS = timedelta(seconds=10)
 """How long a rank that stops tries, in the background, to tell others why."""
@@ -144,15 +156,15 @@ def _alarm_in(rows: Sequence[Sequence[int]]) -> Difference | None:
     return next((Difference(*row[1:]) for row in rows if row[0] == HostJournal._ALARM), None)
 
 
-class Launch(NamedTuple):
-    """A launch whose numbers have not all been looked at.
+class Row(NamedTuple):
+    """A launch under way, and where its numbers arrive.
 
     Attributes:
-        row: of host memory, in which the numbers arrive.
+        number: of the row of host memory.
         since: on the monotonic clock, in seconds.
     """
 
-    row: int
+    number: int
     model: ModelIdentity
     since: float
 
@@ -170,72 +182,100 @@ class DeviceJournal:
         self._ranks = ranks
         self._device = indexed(device)
         self._launches = 0
-        host = torch.zeros(ROWS, ranks.size, dtype=torch.int64, device="cpu", pin_memory=True)
-        self._numbers = host.numpy()
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), on_device(self._device):
+            host = torch.zeros(ROWS, ranks.size, dtype=torch.int64, device="cpu", pin_memory=True)
             self._rows = on_gpu(host, self._device).unbind()
             self._own = [row[ranks.rank : ranks.rank + 1] for row in self._rows]
-        self._under_way: deque[Launch] = deque()
+        self._numbers = host.numpy()
+        self._under_way: deque[Row] = deque()
         self.stopped: str | None = None
         watch(self)
 
     @contextmanager
     def launch(self, identity: Identity) -> Iterator[None]:
-        self.look(wait=len(self._under_way) == ROWS)
-        row = self._launches % ROWS
-        self._launches += 1
-        self._numbers[row] = 0
-        self._numbers[row, self._ranks.rank] = identity.number
+        self.look(wait=len(self._under_way) >= ROWS)
+        index = self._launches % ROWS
+        self._numbers[index] = 0
+        self._numbers[index, self._ranks.rank] = identity.number
         group = self._ranks.group
         assert group is not None
         group._start_coalescing(self._device)
         try:
             yield
-            all_gather_numbers(self._rows[row], self._own[row], self._ranks)
+            all_gather_numbers(self._rows[index], self._own[index], self._ranks)
         finally:
             group._end_coalescing(self._device)
-        self._under_way.append(Launch(row, identity.model, time.monotonic()))
+        self._launches += 1
+        self._under_way.append(Row(index, identity.model, time.monotonic()))
 
     def look(self, *, wait: bool) -> None:
         """Forgets launches that were alike on all ranks; raises RuntimeError for one that was not."""
-        if self.stopped is not None:
-            raise RuntimeError(self.stopped)
         if wait and self._under_way:
             torch.cuda.synchronize(self._device)
-        while self._under_way:
+        while self.stopped is None and self._under_way:
             first = self._under_way[0]
-            numbers = self._numbers[first.row].tolist()
-            difference = Difference.among(numbers, self._ranks)
+            difference = self._difference_in(first, is_over=wait)
             if difference is not None:
                 self.stop(difference, first.model)
-                raise RuntimeError(self.stopped)
-            if not all(numbers):
-                return
-            self._under_way.popleft()
-
-    @property
-    def oldest(self) -> Launch | None:
-        """The launch that has been under way for longest; for any thread."""
-        return next(iter(tuple(self._under_way)), None)
+            elif self._has_arrived(first):
+                self._under_way.popleft()
+            else:
+                break
+        if self.stopped is not None:
+            raise RuntimeError(self.stopped)
 
     def difference(self) -> tuple[Difference, ModelIdentity] | None:
-        """What `look` would raise, and stop; for any thread."""
-        for each in tuple(self._under_way):
-            difference = Difference.among(self._numbers[each.row].tolist(), self._ranks)
+        """What `look` would raise, and of which model; for any thread."""
+        for row in tuple(self._under_way):
+            difference = self._difference_in(row, is_over=False)
             if difference is not None:
-                return difference, each.model
+                return difference, row.model
         return None
 
+    def late(self, seconds: float) -> ModelIdentity | None:
+        """The model of a launch that has been under way for longer than that; for any thread."""
+        for row in tuple(self._under_way):
+            if not self._has_arrived(row):
+                return row.model if time.monotonic() - row.since > seconds else None
+        return None
+
+    def _has_arrived(self, row: Row) -> bool:
+        return bool(self._numbers[row.number].all())
+
+    def _difference_in(self, row: Row, *, is_over: bool) -> Difference | None:
+        """Two ranks that do not do the same, if it is known.
+
+        Args:
+            is_over: a number that is not there will not come any more.
+        """
+        numbers = self._numbers[row.number]
+        known = numbers[numbers != 0]
+        is_alike = compared(int(known.min())) == compared(int(known.max()))
+        if is_alike and not (is_over and len(known) < len(numbers)):
+            return None
+        # NCCL writes a number byte by byte: what is only half there has changed a moment later.
+        time.sleep(SETTLING)
+        return Difference.among(numbers.tolist(), self._ranks, is_over=is_over)
+
     def stop(self, why: Difference | str, model: ModelIdentity) -> None:
-        """Aborts all communicators of the model, so that nobody waits in one, and tells ranks of others."""
-        if isinstance(why, Difference):
-            why = (
-                f"{why.message(model)} What was computed since then is wrong, and the process groups were "
-                "aborted; start again from the last checkpoint."
-            )
-            announce(model, why)
-        # First all reasons, then the communicators: the main thread goes on with the first one that ends.
+        """Aborts all communicators of the model, so that nobody waits in one, and tells ranks of others.
+
+        Args:
+            why: what this rank has seen, or the words of another one.
+        """
+        words = why if isinstance(why, str) else f"{why.message(model)} {_TOO_LATE}"
+        # First the reason: the main thread goes on, and looks, with the first communicator that ends.
         for journal in {self, *_journals_of(model)}:
             if isinstance(journal, DeviceJournal):
-                journal.stopped = journal.stopped or why
-        abort({self._ranks, *model.communicators}, self._device)
+                journal.stopped = journal.stopped or words
+        try:
+            if isinstance(why, Difference):
+                announce(model, words)
+        finally:
+            abort({self._ranks, *model.communicators}, self._device)
+
+
+_TOO_LATE = (
+    "What was computed since then is wrong, and the process groups were aborted; start again from the last "
+    "checkpoint."
+)

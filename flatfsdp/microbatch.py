@@ -26,7 +26,7 @@ class Microbatch:
         is_first: set by `microbatches` for the first one of a step.
         is_last: whether the backward that runs now, or next, is the last one of the step.
         index: backwards finished in this step.
-        reduced: number of steps ended by a reduction, which all ranks take part in.
+        steps_reduced: number of steps that ended with a reduction, in which all ranks take part.
         step: number of steps ended, reduced or abandoned.  A gradient buffer remembers the step it was
             opened in, so what an abandoned step left behind is never added to.
     """
@@ -36,7 +36,7 @@ class Microbatch:
         self.is_last = True
         self.index = 0
         self.step = 0
-        self.reduced = 0
+        self.steps_reduced = 0
         # Each once, in this order.
         self._at_end: dict[Callable[[], None], None] = {}
         self._loop: object = None

@@ -5,11 +5,9 @@ Out:  the master's gradient: this rank's shard of the mean over all data-paralle
 Next: `optim/clip.py` and the optimizer.
 
 Every rank launches the reductions in one fixed order, whatever order the gradients land in: the reverse of
-registration, which is the order of a backward.  A unit that is ready early waits for its turn.  So ranks
-whose control flow differs (a layer skipped on one of them) still pair the same collectives, and a group in
-which nothing landed reduces zeros rather than leave the other ranks waiting.  (With ZeRO-3 that is not
-enough: gathers and reductions then come in another order on some rank, and ranks wait for each other.  There,
-all ranks have to use the same modules.)
+registration, which is the order of a backward.  A unit that is ready early waits for its turn.  So a
+parameter may be without a gradient on some ranks: its group reduces zeros there.  Each reduction carries
+which unit it is for (`journal.py`), so ranks that do not pair raise.
 
     main_grad --reduce-scatter inside the shard group--> partial_grad, summed over the reducing backwards
               --all-reduce across replicas, in the last backward

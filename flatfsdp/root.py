@@ -293,7 +293,7 @@ class Root:
         self.microbatch.index += 1
         if self.microbatch.is_last:
             self._expire()
-            self.microbatch.reduced += self.reducer.has_units
+            self.microbatch.steps_reduced += self.reducer.has_units
             self.microbatch.end_step()
         else:
             for group in (group for unit in self.units for group in unit.groups):

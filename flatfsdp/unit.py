@@ -120,8 +120,8 @@ class Unit:
     def before_forward(self) -> int:
         """Makes the parameters ready; returns the unit's position in this forward."""
         for group in self.groups:
-            require_one_flag(group)
             follow_requires_grad(group)
+            require_one_flag(group)
             if (name := group.params.displaced) is not None:
                 raise RuntimeError(
                     f"parameter {group.prefix}{name} was replaced after wrapping, and nothing would update "
@@ -142,11 +142,15 @@ class Unit:
         return position
 
     @never_traced
-    def after_forward(self, position: int, inputs: Any, outputs: Any) -> Any:
-        """Frees the parameters, or arranges for the backward to find them; returns the outputs."""
+    def after_forward(self, position: int, inputs: Any, given: dict[int, int], outputs: Any) -> Any:
+        """Frees the parameters, or arranges for the backward to find them; returns the outputs.
+
+        Args:
+            given: versions of the inputs before the forward, see `versions_of`.
+        """
         uses_nothing = False
         if torch.is_grad_enabled():
-            outputs, uses_nothing = _apart(outputs, inputs)
+            outputs, uses_nothing = _apart(outputs, given)
         tensors = list(tensors_in(outputs))
         differentiable = [t for t in tensors if t.requires_grad and torch.is_grad_enabled()]
         if differentiable:
@@ -293,16 +297,27 @@ class Unit:
             group.drop_unreduced()
 
 
-def _apart(outputs: Any, inputs: Any) -> tuple[Any, bool]:
-    """The outputs, with a view in place of each one that is an input; whether all with a gradient are.
+@never_traced
+def versions_of(inputs: Any) -> dict[int, int]:
+    """How often each input with a gradient has been written to, by its id; empty under no_grad."""
+    if not torch.is_grad_enabled():
+        return {}
+    return {id(t): t._version for t in tensors_in(inputs) if t.requires_grad and not t.is_inference()}
+
+
+def _apart(outputs: Any, versions: dict[int, int]) -> tuple[Any, bool]:
+    """The outputs, with a view in place of each one that is an input, and whether nothing else is returned.
 
     Two units that return their input would both have their hooks on one tensor, where the backward runs them
     in the order of registration: the first unit's before the second one's.  And a unit that returns its input
     on some ranks, as in stochastic depth, has no gradient to wait for there: it is reduced as soon as on the
-    others, or they would wait.
+    others, or they would wait.  An input that the forward has written to is a result.
     """
-    given = {id(t) for t in tensors_in(inputs) if t.requires_grad}
-    found = [id(t) in given for t in tensors_in(outputs) if t.requires_grad]
+
+    def is_input(tensor: Tensor) -> bool:
+        return tensor.requires_grad and versions.get(id(tensor)) == tensor._version
+
+    found = [is_input(t) for t in tensors_in(outputs) if t.requires_grad]
     if not any(found):
         return outputs, False
-    return map_tensors(lambda t: t.view_as(t) if id(t) in given else t, outputs), all(found)
+    return map_tensors(lambda t: t.view_as(t) if is_input(t) else t, outputs), all(found)

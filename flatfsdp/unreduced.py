@@ -100,8 +100,19 @@ class Watch:
 
     @property
     def were_zeroed(self) -> bool:
-        """Whether somebody has zeroed a gradient, or taken it away."""
-        return any(map(_was_zeroed, self._watched))
+        """Whether somebody has zeroed the gradients, or taken them away.
+
+        Raises:
+            RuntimeError: if that was done to some of them only.
+        """
+        zeroed = [_was_zeroed(each) for each in self._watched]
+        if any(zeroed) and not all(zeroed):
+            raise RuntimeError(
+                "an optimizer has zeroed a part of a unit's gradients while they were accumulated, and they "
+                "are dropped together or not at all; zero those of all optimizers, or none, between two "
+                "microbatches"
+            )
+        return any(zeroed)
 
     def stop(self) -> None:
         """Takes the markers away."""

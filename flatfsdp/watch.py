@@ -14,12 +14,12 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from typing import Any, Protocol
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from flatfsdp.identity import ModelIdentity
+from flatfsdp.identity import Difference, ModelIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -38,16 +38,21 @@ class Watched(Protocol):
 
     stopped: str | None
 
-    @property
-    def oldest(self) -> Any: ...
+    def late(self, seconds: float) -> ModelIdentity | None:
+        """The model of a launch that has been under way for longer than that."""
 
-    def difference(self) -> tuple[Any, Any] | None: ...
+    def difference(self) -> tuple[Difference, ModelIdentity] | None:
+        """Two ranks that do not do the same, and of which model; None if none are known."""
 
-    def stop(self, why: Any, model: Any) -> None: ...
+    def stop(self, why: Difference | str, model: ModelIdentity) -> None:
+        """Aborts the model's communicators."""
 
 
 _watched: WeakKeyDictionary[Watched, float | None] = WeakKeyDictionary()
 """Journals, and since when a difference has been seen in each."""
+
+_threads: list[threading.Thread] = []
+"""The one that runs, if any."""
 
 _lock = threading.Lock()
 
@@ -55,19 +60,20 @@ _lock = threading.Lock()
 def watch(journal: Watched) -> None:
     """Looks at `journal` from now on, as long as it exists."""
     with _lock:
-        if not _watched:
-            threading.Thread(target=_run, name="flatfsdp-watch", daemon=True).start()
         _watched[journal] = None
+        if not any(thread.is_alive() for thread in _threads):
+            _threads[:] = [threading.Thread(target=_run, name="flatfsdp-watch", daemon=True)]
+            _threads[0].start()
 
 
 def announce(model: ModelIdentity, message: str) -> None:
     """Tells the other ranks of a model why this one stops."""
-    if dist.is_initialized():
+    if model.number and dist.is_initialized():
         _store().set(_key(model), message)
 
 
 def _announced(model: ModelIdentity) -> str | None:
-    if not dist.is_initialized() or not _store().check([_key(model)]):
+    if not model.number or not dist.is_initialized() or not _store().check([_key(model)]):
         return None
     return _store().get(_key(model)).decode()
 
@@ -83,33 +89,38 @@ def _key(model: ModelIdentity) -> str:
 def _run() -> None:
     while True:
         time.sleep(INTERVAL)
-        with _lock:
-            journals = list(_watched.items())
-            if not journals:
-                # The next journal starts another thread.
-                return
-        _look_at(journals)
-        del journals
+        if not _look_at_all():
+            return
 
 
-def _look_at(journals: list[tuple[Watched, float | None]]) -> None:
+def _look_at_all() -> bool:
+    """Whether there is still something to look at; the next journal starts another thread if not."""
+    with _lock:
+        journals = list(_watched.items())
+        if not journals:
+            _threads.clear()
     for journal, seen in journals:
-        if journal.stopped is None:
+        if journal.stopped is not None:
+            continue
+        try:
             _watched[journal] = _look(journal, seen)
+        except Exception as error:
+            # The store, or a process group, may be gone: the program is about to end.
+            logger.debug("could not look at what is under way: %s", error)
+    return bool(journals)
 
 
 def _look(journal: Watched, seen: float | None) -> float | None:
     """Since when a difference has been seen."""
-    now = time.monotonic()
     found = journal.difference()
     if found is not None:
+        now = time.monotonic()
         if seen is not None and now - seen > GRACE:
             journal.stop(*found)
             logger.error("%s", journal.stopped)
         return seen or now
-    oldest = journal.oldest
-    is_late = oldest is not None and now - oldest.since > PATIENCE
-    if is_late and (message := _announced(oldest.model)) is not None:
-        journal.stop(message, oldest.model)
+    model = journal.late(PATIENCE)
+    if model is not None and (message := _announced(model)) is not None:
+        journal.stop(message, model)
         logger.error("%s", journal.stopped)
     return None

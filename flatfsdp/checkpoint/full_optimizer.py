@@ -18,8 +18,9 @@ from flatfsdp.checkpoint.optimizer_state import (
 )
 from flatfsdp.checkpoint.tp_parts import joined, own_part, parts
 from flatfsdp.comm import broadcast_object, scatter
+from flatfsdp.flat_group import settle
 from flatfsdp.master import MasterShard, require_same_ranks
-from flatfsdp.walk import Model
+from flatfsdp.walk import Model, named_groups
 
 
 def full_optimizer_state_dict(
@@ -62,6 +63,7 @@ def full_optimizer_state_dict(
                         whole[prefix + slot.name][key] = (
                             tensor.to("cpu", copy=True) if cpu_offload else tensor.clone()
                         )
+    settle(group for _, group in named_groups(model))
     if rank0_only and not masters[0][1].grid.is_first:
         return {}
     state_by_name = {name: state for name, state in whole.items() if state}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from flatfsdp.agreement import check_same_on_all_ranks
+from flatfsdp.comm import indexed
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.fp8.linear import FuseWgrad
 from flatfsdp.fsdp import FlatFSDP
@@ -266,7 +267,7 @@ def _check_same(config: LlamaConfig, mesh: ParallelMesh, **arguments: Any) -> No
     """
     sizes = {f"config.{name}": value for name, value in asdict(config).items()}
     lines = [f"{name}={value!r} of LlamaPipeline" for name, value in {**sizes, **arguments}.items()]
-    check_same_on_all_ranks(lines, mesh.dimensions, torch.device(mesh.device_mesh.device_type))
+    check_same_on_all_ranks(lines, mesh.dimensions, indexed(torch.device(mesh.device_mesh.device_type)))
 
 
 def _check_tokens(

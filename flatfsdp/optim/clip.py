@@ -140,7 +140,8 @@ def grad_norm(
     norm = norms[0] if len(norms) == 1 else _norm_of(norms, dtype, device, norm_type)
     if stages.size == 1:
         return norm
-    # Stages may have other dtypes.
+    # Stages may have other dtypes, and other settings.
+    identity = Identity(Action.NORM) if identity is None else identity
     return _norm_over((stages,), norm.double(), norm_type, identity).to(dtype)
 
 

@@ -3,67 +3,92 @@
 from __future__ import annotations
 
 import time
-from typing import Any, NamedTuple
 
 import pytest
 
 from flatfsdp import watch
-from flatfsdp.identity import ModelIdentity
+from flatfsdp.identity import Difference, ModelIdentity
 
 MODEL = ModelIdentity(7)
-
-
-class Launch(NamedTuple):
-    model: ModelIdentity
-    since: float
+DIFFERENCE = Difference(0, 1, 1, 2)
 
 
 class Journal:
     """What the thread sees of one, and what it has done."""
 
-    def __init__(self, difference: str | None = None, age: float | None = None) -> None:
+    def __init__(self, difference: Difference | None = None, age: float | None = None) -> None:
         self.stopped: str | None = None
         self._difference = difference
-        self.oldest = None if age is None else Launch(MODEL, time.monotonic() - age)
+        self._since = None if age is None else time.monotonic() - age
 
-    def difference(self) -> tuple[Any, Any] | None:
+    def late(self, seconds: float) -> ModelIdentity | None:
+        is_late = self._since is not None and time.monotonic() - self._since > seconds
+        return MODEL if is_late else None
+
+    def difference(self) -> tuple[Difference, ModelIdentity] | None:
         return None if self._difference is None else (self._difference, MODEL)
 
-    def stop(self, why: Any, model: Any) -> None:
+    def stop(self, why: Difference | str, model: ModelIdentity) -> None:
         assert model is MODEL
-        self.stopped = why
+        self.stopped = str(why)
 
 
 @pytest.fixture
-def announced(monkeypatch: pytest.MonkeyPatch) -> list[ModelIdentity]:
-    """Another rank has stopped; the models that were asked for."""
-    asked = []
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[ModelIdentity]:
+    """The models that were asked for, of which another rank has stopped."""
+    found: list[ModelIdentity] = []
 
-    def message_of(model: ModelIdentity) -> str:
-        asked.append(model)
+    def announced(model: ModelIdentity) -> str:
+        found.append(model)
         return "rank 0 has stopped"
 
-    monkeypatch.setattr(watch, "_announced", message_of)
-    return asked
+    monkeypatch.setattr(watch, "_announced", announced)
+    return found
 
 
 def test_the_main_thread_gets_time_to_see_a_difference() -> None:
-    journal = Journal("ranks differ")
+    journal = Journal(DIFFERENCE)
     seen = watch._look(journal, None)
     assert seen is not None and journal.stopped is None
     assert watch._look(journal, seen) == seen and journal.stopped is None
     watch._look(journal, seen - watch.GRACE)
-    assert journal.stopped == "ranks differ"
+    assert journal.stopped == str(DIFFERENCE)
 
 
-def test_a_launch_that_does_not_end_asks_for_the_others(announced: list[ModelIdentity]) -> None:
+def test_a_launch_that_does_not_end_asks_for_the_others(asked: list[ModelIdentity]) -> None:
     journal = Journal(age=watch.PATIENCE + 1)
     watch._look(journal, None)
-    assert announced == [MODEL] and journal.stopped == "rank 0 has stopped"
+    assert asked == [MODEL] and journal.stopped == "rank 0 has stopped"
 
 
 @pytest.mark.parametrize("age", [None, 0.0])
-def test_nobody_is_asked_while_launches_end(age: float | None, announced: list[ModelIdentity]) -> None:
+def test_nobody_is_asked_while_launches_end(age: float | None, asked: list[ModelIdentity]) -> None:
     journal = Journal(age=age)
     assert watch._look(journal, None) is None
-    assert announced == [] and journal.stopped is None
+    assert asked == [] and journal.stopped is None
+
+
+def test_one_thread_looks_at_all_journals_and_ends_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "INTERVAL", 0.01)
+    journals = [Journal(), Journal()]
+    for journal in journals:
+        watch.watch(journal)
+    (thread,) = watch._threads
+    assert thread.is_alive()
+    del journal, journals
+    thread.join(5)
+    assert not thread.is_alive() and watch._threads == []
+    another = Journal()
+    watch.watch(another)
+    assert watch._threads[0].is_alive()
+
+
+def test_a_journal_that_fails_stops_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(Journal):
+        def late(self, seconds: float) -> ModelIdentity | None:
+            raise RuntimeError("the process group is gone")
+
+    broken, other = Broken(), Journal(DIFFERENCE)
+    monkeypatch.setattr(watch, "_watched", {broken: None, other: time.monotonic() - 2 * watch.GRACE})
+    assert watch._look_at_all()
+    assert other.stopped == str(DIFFERENCE)
