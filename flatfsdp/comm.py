@@ -318,13 +318,13 @@ def on_gpu(pinned: Tensor, device: torch.device) -> Tensor:
     Raises:
         RuntimeError: if it would be a copy.
     """
-    on_gpu = torch.as_tensor(_CudaArray(pinned), device=device)
-    if on_gpu.data_ptr() != pinned.data_ptr():
+    alias = torch.as_tensor(_CudaArray(pinned), device=device)
+    if alias.data_ptr() != pinned.data_ptr():
         raise RuntimeError(
             f"pinned host memory is not addressable on {device}, where collectives say what they are for; "
             "pass check_collectives=False to FlatFSDP"
         )
-    return on_gpu
+    return alias
 
 
 class _CudaArray:

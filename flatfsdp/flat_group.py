@@ -27,7 +27,7 @@ from flatfsdp.buffers import FlatBuffer, MainGrad
 from flatfsdp.comm import ALONE, Grid, all_gather, broadcast, compute_waits_for
 from flatfsdp.fp8_weights import FP8_DTYPE, FP8Weights
 from flatfsdp.identity import Action, Identity, ModelIdentity
-from flatfsdp.journal import launch, look
+from flatfsdp.journal import declare, look
 from flatfsdp.kernels.scaling import Scales
 from flatfsdp.layout import Role
 from flatfsdp.master import MasterShard, Version
@@ -214,8 +214,8 @@ class FlatGroup:
         if any(ranks.size > 1 for ranks in same):
             replica = self.master.flat.detach().to(self.master.device)
             for ranks in same:
-                with launch(ranks, self.identify(Action.BUILD), self.master.device):
-                    broadcast(replica, ranks)
+                declare(ranks, self.identify(Action.BUILD), self.master.device)
+                broadcast(replica, ranks)
             self.master.flat.data.copy_(replica)
             self.master.generation += 1
 

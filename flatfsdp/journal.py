@@ -73,6 +73,12 @@ def launch(
     return _journal_of(ranks, device).launch(identity)
 
 
+def declare(ranks: Ranks, identity: Identity | None, device: torch.device) -> None:
+    """Says what the next collective is for in a launch before it: for broadcasts, sends and receives."""
+    with launch(ranks, identity, device, collectives=0):
+        pass
+
+
 def look(model: ModelIdentity, *, wait: bool = False) -> None:
     """Raises RuntimeError if a launch of this model has met another rank's for something else.
 

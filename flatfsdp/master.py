@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flatfsdp.comm import ALONE, Grid, all_gather, broadcast, gather, scatter
 from flatfsdp.identity import Action, Identity
-from flatfsdp.journal import launch
+from flatfsdp.journal import declare
 from flatfsdp.layout import FlatLayout, ParamSlot
 from flatfsdp.placement import Placement
 from flatfsdp.unreduced import reduced_grad
@@ -148,12 +148,12 @@ class MasterShard:
             return own.clone()
         is_given = not rank0_only or ranks.rank == 0
         full = own.new_empty(self.layout.padded_numel(ranks.size)) if is_given else None
-        with launch(ranks, self.identify(Action.SHOW), self.device):
-            if rank0_only:
-                gather(full, own, ranks)
-            else:
-                assert full is not None
-                all_gather(full, own, ranks)
+        declare(ranks, self.identify(Action.SHOW), self.device)
+        if rank0_only:
+            gather(full, own, ranks)
+        else:
+            assert full is not None
+            all_gather(full, own, ranks)
         return full
 
     def store(self, full: Tensor) -> None:
@@ -175,10 +175,10 @@ class MasterShard:
         grid passes; the others pass None.  Collective."""
         own = torch.empty_like(self.flat.detach(), dtype=dtype, device=self.device)
         if self.grid.replicate.rank == 0:
-            with launch(self.grid.shard, self.identify(Action.STORE), self.device):
-                scatter(own, full, self.grid.shard)
-        with launch(self.grid.replicate, self.identify(Action.STORE), self.device):
-            broadcast(own, self.grid.replicate)
+            declare(self.grid.shard, self.identify(Action.STORE), self.device)
+            scatter(own, full, self.grid.shard)
+        declare(self.grid.replicate, self.identify(Action.STORE), self.device)
+        broadcast(own, self.grid.replicate)
         return own
 
     @property
