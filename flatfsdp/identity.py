@@ -92,7 +92,9 @@ class Identity(NamedTuple):
     @property
     def number(self) -> int:
         """The number that travels, above 0."""
-        number = self.action * _MODELS + self.model.number % _MODELS
+        # Parameters come in any order to a norm, and stages of a pipeline, which are models of their own.
+        model = 0 if self.action is Action.NORM else self.model.number
+        number = self.action * _MODELS + model % _MODELS
         number = number * _UNITS + self.unit % _UNITS
         number = number * _STEPS + self.step % _STEPS
         return number * _MICROBATCHES + self.microbatch % _MICROBATCHES

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from flatfsdp.comm import ALONE, Grid, all_gather, broadcast, gather, scatter
 from flatfsdp.identity import Action, Identity
-from flatfsdp.journal import declare
+from flatfsdp.journal import declare, launch
 from flatfsdp.layout import FlatLayout, ParamSlot
 from flatfsdp.placement import Placement
 from flatfsdp.unreduced import reduced_grad
@@ -148,12 +148,14 @@ class MasterShard:
             return own.clone()
         is_given = not rank0_only or ranks.rank == 0
         full = own.new_empty(self.layout.padded_numel(ranks.size)) if is_given else None
-        declare(ranks, self.identify(Action.SHOW), self.device)
+        identity = self.identify(Action.SHOW)
         if rank0_only:
+            declare(ranks, identity, self.device)
             gather(full, own, ranks)
         else:
             assert full is not None
-            all_gather(full, own, ranks)
+            with launch(ranks, identity, self.device):
+                all_gather(full, own, ranks)
         return full
 
     def store(self, full: Tensor) -> None:

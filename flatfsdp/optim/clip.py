@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -86,12 +85,9 @@ def pipeline_of(given: dist.ProcessGroup | None, found: Iterable[Ranks]) -> Rank
 
 
 def identity_of_norm(shards: Iterable[MasterShard | FlatShard]) -> Identity | None:
-    """What the collectives of a norm carry; None if those of these shards carry nothing.
-
-    No unit and no model: parameters come in any order, and stages of a pipeline are models of their own.
-    """
+    """What the collectives of a norm carry; None if those of these shards carry nothing."""
     first = next((found for shard in shards if (found := shard.identify(Action.NORM))), None)
-    return None if first is None else Identity(Action.NORM, replace(first.model, number=0))
+    return None if first is None else Identity(Action.NORM, first.model)
 
 
 def require_same_grid(grids: Iterable[Grid]) -> None:

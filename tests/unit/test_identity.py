@@ -25,6 +25,12 @@ def test_what_differs_is_compared(other: Identity) -> None:
     assert compared(other.number) != compared(HERE.number)
 
 
+def test_norms_of_stages_may_meet() -> None:
+    """Each is of its own model, of which other ranks have to hear if it stops."""
+    one, other = (Identity(Action.NORM, ModelIdentity(number)) for number in (7, 8))
+    assert one.number == other.number and one.model.number != other.model.number
+
+
 def test_the_microbatch_is_told_and_not_compared() -> None:
     other = HERE._replace(microbatch=5)
     assert other.number != HERE.number and compared(other.number) == compared(HERE.number)
