@@ -41,6 +41,10 @@ PATIENCE = 5.0
 BACKEND_ERRORS = re.compile("gloo|connection closed|timed out|connection reset|broken pipe", re.IGNORECASE)
 
 
+STALE = "changed between this forward and its backward"
+"""The one rank's own error: it has summoned parameters, which counts as a write, where a backward follows."""
+
+
 def has_to_be_right(plan: Plan) -> bool:
     """Whether all ranks call the same units in one order, whatever the one rank does."""
     what, blocks = plan.divergence.what, plan.divergence.blocks
@@ -92,7 +96,8 @@ def verdict_on(reports: list[Report], shard_size: int) -> Outcome:
     if all(report.error for report in reports) and all(rows):
         return Outcome("named", why)
     errors = [report.error for report in reports if report.error and WORDS not in report.error]
-    return Outcome("waited" if all(map(BACKEND_ERRORS.search, errors)) else "SILENT", why)
+    is_loud = all(BACKEND_ERRORS.search(error) or STALE in error for error in errors)
+    return Outcome("waited" if is_loud else "SILENT", why)
 
 
 # ---- many plans -----------------------------------------------------------------------------------------
@@ -114,6 +119,7 @@ class Tally:
         self.by_kind[outcome.verdict, plan.divergence.what] += 1
         if outcome.verdict == "SILENT":
             self.silent.append((plan, outcome.why))
+            print(f'--plan "{plan}"', outcome.why, sep="\n", flush=True)
 
     def count(self, verdict: Verdict) -> int:
         return sum(count for (each, _), count in self.by_kind.items() if each == verdict)

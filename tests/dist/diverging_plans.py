@@ -73,7 +73,7 @@ class Block(Spec):
     @property
     def holds_units(self) -> bool:
         """Whether there are units inside, which are not called where the block returns its input."""
-        return isinstance(self.body, Chain) and any(isinstance(part, Unit) for part in self.body.parts)
+        return isinstance(self.body, Chain) and any(isinstance(part, Unit) for part in self.body.children)
 
 
 @dataclass(frozen=True, repr=False)
