@@ -102,6 +102,7 @@ class Root:
 
     Attributes:
         units: in registration order; the root module's own comes first.
+        groups: of all units, in that order.
         forward_action: what the running forward, or the last one, gathers for.
         state_dict_gathering: who gets the parameters in `state_dict()`.
     """
@@ -117,12 +118,13 @@ class Root:
         number: int,
     ) -> None:
         self.units = units
+        self.groups = [group for unit in units for group in unit.groups]
         self.microbatch = microbatch
         self.ledger = ledger
         self.order = ForwardOrder(prefetch)
         self.gather_lane = Lane(device)
         self.reducer = Reducer([unit.groups for unit in units if unit.groups], device, ledger)
-        self._weight_scales = weight_scales([g for unit in units for g in unit.groups], ledger)
+        self._weight_scales = weight_scales(self.groups, ledger)
         self._reduce_every = reduce_every
         self.state_dict_gathering = Gathering()
         self.in_forward = False
@@ -135,10 +137,9 @@ class Root:
 
     def _join(self, number: int) -> ModelIdentity:
         """All groups get what they share.  Collective: what is the same on several ranks becomes equal."""
-        groups = [group for unit in self.units for group in unit.groups]
-        for group in groups:
+        for group in self.groups:
             group.attach(self.microbatch, self.ledger)
-        grids = [grid for group in groups for grid in (group.grid, group.reduce_grid)]
+        grids = [grid for group in self.groups for grid in (group.grid, group.reduce_grid)]
         model = ModelIdentity(
             number,
             units=[next((group.name for group in unit.groups), "") for unit in self.units],
@@ -148,7 +149,7 @@ class Root:
         for index, unit in enumerate(self.units):
             for group in unit.groups:
                 group.introduce(model, index)
-        for group in groups:
+        for group in self.groups:
             group.make_equal()
         return model
 
@@ -179,7 +180,7 @@ class Root:
 
     def _require_own_memory(self) -> None:
         """Looks at all units before any is gathered: ranks may hold parts of different ones."""
-        for group in (group for unit in self.units for group in unit.groups):
+        for group in self.groups:
             if group.master.has_moved:
                 raise RuntimeError(
                     f"the flat parameter of unit {group.name} was given other memory (p.data = ..., "
@@ -202,7 +203,7 @@ class Root:
 
     def _finish_uploads(self) -> None:
         """Lets the host write to offloaded shards again: the device has read them."""
-        if any(group.master.is_offloaded for unit in self.units for group in unit.groups):
+        if any(group.master.is_offloaded for group in self.groups):
             self.gather_lane.synchronize()
 
     @never_traced
@@ -226,7 +227,7 @@ class Root:
 
     def _follow_user(self) -> None:
         """What has been done to flat parameters since: gradients zeroed, parameters frozen or unfrozen."""
-        for group in (group for unit in self.units for group in unit.groups):
+        for group in self.groups:
             group.drop_if_zeroed()
             follow_requires_grad(group)
 
@@ -296,7 +297,7 @@ class Root:
             self.microbatch.steps_reduced += self.reducer.has_units
             self.microbatch.end_step()
         else:
-            for group in (group for unit in self.units for group in unit.groups):
+            for group in self.groups:
                 group.watch_unreduced()
 
     @property
