@@ -23,9 +23,10 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -163,13 +164,15 @@ def _alarm_in(rows: Sequence[Sequence[int]]) -> Difference | None:
 
 
 class Row(NamedTuple):
-    """A launch under way, and where its numbers arrive.
+    """A launch under way.
 
     Attributes:
-        number: of the row of host memory.
+        launch: how many there were before it over this communicator.
+        number: what it is for on this rank.
         since: on the monotonic clock, in seconds.
     """
 
+    launch: int
     number: int
     model: ModelIdentity
     since: float
@@ -178,14 +181,15 @@ class Row(NamedTuple):
 class DeviceJournal:
     """What the launches over one communicator are for, sent with the payload.
 
-    The row of a launch in host memory holds one number a rank, 0 until it arrives.
+    Each launch has a row of host memory, with one number a rank, 0 until it arrives.
 
     Attributes:
+        ranks: of the communicator.
         stopped: why the communicators were aborted; None if they were not.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self._ranks = ranks
+        self.ranks = ranks
         self._device = indexed(device)
         self._launches = 0
         with torch.inference_mode(False), on_device(self._device):
@@ -200,19 +204,19 @@ class DeviceJournal:
     @contextmanager
     def launch(self, identity: Identity) -> Iterator[None]:
         self.look(wait=len(self._under_way) >= ROWS)
-        index = self._launches % ROWS
+        number, index = identity.number, self._launches % ROWS
         self._numbers[index] = 0
-        self._numbers[index, self._ranks.rank] = identity.number
-        group = self._ranks.group
+        self._numbers[index, self.ranks.rank] = number
+        group = self.ranks.group
         assert group is not None
         group._start_coalescing(self._device)
         try:
             yield
-            all_gather_numbers(self._rows[index], self._own[index], self._ranks)
+            all_gather_numbers(self._rows[index], self._own[index], self.ranks)
         finally:
             group._end_coalescing(self._device)
+        self._under_way.append(Row(self._launches, number, identity.model, time.monotonic()))
         self._launches += 1
-        self._under_way.append(Row(index, identity.model, time.monotonic()))
 
     def look(self, *, wait: bool) -> None:
         """Forgets launches that were alike on all ranks; raises RuntimeError for one that was not."""
@@ -238,6 +242,10 @@ class DeviceJournal:
                 return difference, row.model
         return None
 
+    def under_way(self) -> dict[int, int]:
+        """What this rank's launches that have not been looked at are for, by launch; for any thread."""
+        return {row.launch: row.number for row in tuple(self._under_way)}
+
     def late(self, seconds: float) -> ModelIdentity | None:
         """The model of a launch that has been under way for longer than that; for any thread."""
         for row in tuple(self._under_way):
@@ -245,8 +253,13 @@ class DeviceJournal:
                 return row.model if time.monotonic() - row.since > seconds else None
         return None
 
+    def _numbers_of(self, row: Row) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """One a rank."""
+        numbers: np.ndarray[Any, np.dtype[np.int64]] = self._numbers[row.launch % ROWS]
+        return numbers
+
     def _has_arrived(self, row: Row) -> bool:
-        return bool(self._numbers[row.number].all())
+        return bool(self._numbers_of(row).all())
 
     def _difference_in(self, row: Row, *, is_over: bool) -> Difference | None:
         """Two ranks that do not do the same, if it is known.
@@ -254,14 +267,14 @@ class DeviceJournal:
         Args:
             is_over: a number that is not there will not come any more.
         """
-        numbers = self._numbers[row.number]
+        numbers = self._numbers_of(row)
         known = numbers[numbers != 0]
         is_alike = compared(int(known.min())) == compared(int(known.max()))
         if is_alike and not (is_over and len(known) < len(numbers)):
             return None
         # NCCL writes a number byte by byte: what is only half there has changed a moment later.
         time.sleep(SETTLING)
-        return Difference.among(numbers.tolist(), self._ranks, is_over=is_over)
+        return Difference.among(numbers.tolist(), self.ranks, is_over=is_over)
 
     def stop(self, why: Difference | str, model: ModelIdentity) -> None:
         """Aborts all communicators of the model, so that nobody waits in one, and tells ranks of others.
@@ -278,7 +291,7 @@ class DeviceJournal:
             if isinstance(why, Difference):
                 announce(model, words)
         finally:
-            abort({self._ranks, *model.communicators}, self._device)
+            abort({self.ranks, *model.communicators}, self._device)
 
 
 _TOO_LATE = (
