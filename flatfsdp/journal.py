@@ -23,10 +23,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -43,6 +42,7 @@ from flatfsdp.comm import (
     uses_nccl,
 )
 from flatfsdp.identity import Difference, Identity, ModelIdentity, compared
+from flatfsdp.launches import Launches
 from flatfsdp.watch import announce, watch
 
 ROWS = 1024
@@ -94,9 +94,12 @@ def _journal_of(ranks: Ranks, device: torch.device) -> HostJournal | DeviceJourn
     assert ranks.group is not None
     of_group = _journals.setdefault(ranks.group, {})
     if device.type not in of_group:
+        first = ranks.first_communicator()
         if uses_nccl(ranks, device):
-            of_group[device.type] = DeviceJournal(ranks, device)
-        elif (first := ranks.first_communicator()) is not ranks:
+            assert first.group is not None
+            launches = _launches.setdefault(first.group, Launches(first))
+            of_group[device.type] = DeviceJournal(ranks, device, launches)
+        elif first is not ranks:
             # The host waits for each launch, so all of them have one order: a gather that meets a reduction
             # over the other communicator differs, too.
             of_group[device.type] = _journal_of(first, device)
@@ -113,6 +116,9 @@ def _journals_of(model: ModelIdentity) -> list[HostJournal | DeviceJournal]:
 
 _journals: WeakKeyDictionary[dist.ProcessGroup, dict[str, HostJournal | DeviceJournal]] = WeakKeyDictionary()
 """By communicator and kind of device: the launches of all models that share a communicator meet there."""
+
+_launches: WeakKeyDictionary[dist.ProcessGroup, Launches] = WeakKeyDictionary()
+"""With NCCL, by the first communicator of some ranks."""
 
 
 class HostJournal:
@@ -164,16 +170,16 @@ def _alarm_in(rows: Sequence[Sequence[int]]) -> Difference | None:
 
 
 class Row(NamedTuple):
-    """A launch under way.
+    """A launch under way, and where its numbers arrive.
 
     Attributes:
-        launch: how many there were before it over this communicator.
-        number: what it is for on this rank.
+        number: of the row of host memory.
+        launch: its place among all launches of these ranks.
         since: on the monotonic clock, in seconds.
     """
 
-    launch: int
     number: int
+    launch: int
     model: ModelIdentity
     since: float
 
@@ -181,17 +187,18 @@ class Row(NamedTuple):
 class DeviceJournal:
     """What the launches over one communicator are for, sent with the payload.
 
-    Each launch has a row of host memory, with one number a rank, 0 until it arrives.
+    The row of a launch in host memory holds one number a rank, 0 until it arrives.
 
     Attributes:
-        ranks: of the communicator.
+        launches: those under way over all communicators of these ranks.
         stopped: why the communicators were aborted; None if they were not.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
-        self.ranks = ranks
+    def __init__(self, ranks: Ranks, device: torch.device, launches: Launches) -> None:
+        self._ranks = ranks
+        self.launches = launches
         self._device = indexed(device)
-        self._launches = 0
+        self._made = 0
         with torch.inference_mode(False), on_device(self._device):
             host = torch.zeros(ROWS, ranks.size, dtype=torch.int64, device="cpu", pin_memory=True)
             self._rows = on_gpu(host, self._device).unbind()
@@ -204,19 +211,20 @@ class DeviceJournal:
     @contextmanager
     def launch(self, identity: Identity) -> Iterator[None]:
         self.look(wait=len(self._under_way) >= ROWS)
-        number, index = identity.number, self._launches % ROWS
+        index = self._made % ROWS
         self._numbers[index] = 0
-        self._numbers[index, self.ranks.rank] = number
-        group = self.ranks.group
+        self._numbers[index, self._ranks.rank] = identity.number
+        group = self._ranks.group
         assert group is not None
         group._start_coalescing(self._device)
         try:
             yield
-            all_gather_numbers(self._rows[index], self._own[index], self.ranks)
+            all_gather_numbers(self._rows[index], self._own[index], self._ranks)
         finally:
             group._end_coalescing(self._device)
-        self._under_way.append(Row(self._launches, number, identity.model, time.monotonic()))
-        self._launches += 1
+        self._made += 1
+        launch = self.launches.begin(identity.number)
+        self._under_way.append(Row(index, launch, identity.model, time.monotonic()))
 
     def look(self, *, wait: bool) -> None:
         """Forgets launches that were alike on all ranks; raises RuntimeError for one that was not."""
@@ -229,6 +237,7 @@ class DeviceJournal:
                 self.stop(difference, first.model)
             elif self._has_arrived(first):
                 self._under_way.popleft()
+                self.launches.end(first.launch)
             else:
                 break
         if self.stopped is not None:
@@ -242,10 +251,6 @@ class DeviceJournal:
                 return difference, row.model
         return None
 
-    def under_way(self) -> dict[int, int]:
-        """What this rank's launches that have not been looked at are for, by launch; for any thread."""
-        return {row.launch: row.number for row in tuple(self._under_way)}
-
     def late(self, seconds: float) -> ModelIdentity | None:
         """The model of a launch that has been under way for longer than that; for any thread."""
         for row in tuple(self._under_way):
@@ -253,13 +258,8 @@ class DeviceJournal:
                 return row.model if time.monotonic() - row.since > seconds else None
         return None
 
-    def _numbers_of(self, row: Row) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """One a rank."""
-        numbers: np.ndarray[Any, np.dtype[np.int64]] = self._numbers[row.launch % ROWS]
-        return numbers
-
     def _has_arrived(self, row: Row) -> bool:
-        return bool(self._numbers_of(row).all())
+        return bool(self._numbers[row.number].all())
 
     def _difference_in(self, row: Row, *, is_over: bool) -> Difference | None:
         """Two ranks that do not do the same, if it is known.
@@ -267,14 +267,14 @@ class DeviceJournal:
         Args:
             is_over: a number that is not there will not come any more.
         """
-        numbers = self._numbers_of(row)
+        numbers = self._numbers[row.number]
         known = numbers[numbers != 0]
         is_alike = compared(int(known.min())) == compared(int(known.max()))
         if is_alike and not (is_over and len(known) < len(numbers)):
             return None
         # NCCL writes a number byte by byte: what is only half there has changed a moment later.
         time.sleep(SETTLING)
-        return Difference.among(numbers.tolist(), self.ranks, is_over=is_over)
+        return Difference.among(numbers.tolist(), self._ranks, is_over=is_over)
 
     def stop(self, why: Difference | str, model: ModelIdentity) -> None:
         """Aborts all communicators of the model, so that nobody waits in one, and tells ranks of others.
@@ -291,7 +291,7 @@ class DeviceJournal:
             if isinstance(why, Difference):
                 announce(model, words)
         finally:
-            abort({self.ranks, *model.communicators}, self._device)
+            abort({self._ranks, *model.communicators}, self._device)
 
 
 _TOO_LATE = (

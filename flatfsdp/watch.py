@@ -6,14 +6,12 @@ Out:  communicators that are aborted, so that the main thread goes on and raises
 Three situations need it.  A rank that sees a difference raises, and another rank waits on its device for
 collectives that the first one will not launch any more: that rank's own journal says why, but nobody looks.
 In a grid of ranks, ranks of another row wait for a row that has stopped: they hear of it from the store of
-the process group.  And collectives over two communicators can wait for each other (a norm on one rank, behind
-it a gather that the other rank needs first), so that no number arrives: both ranks write what they have under
-way into the store, and read what the next one has.  The store is asked only when a launch does not end.
+the process group.  And collectives over two communicators can wait for each other, so that no number arrives
+(`launches.py`).  The store is asked only when a launch does not end.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -22,8 +20,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from flatfsdp.comm import Ranks
 from flatfsdp.identity import Difference, ModelIdentity
+from flatfsdp.launches import Launches
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +38,8 @@ PATIENCE = 5.0
 class Watched(Protocol):
     """What the thread needs of a journal."""
 
-    ranks: Ranks
+    launches: Launches
     stopped: str | None
-
-    def under_way(self) -> dict[int, int]:
-        """What this rank's launches are for, by how many there were before over this communicator."""
 
     def late(self, seconds: float) -> ModelIdentity | None:
         """The model of a launch that has been under way for longer than that."""
@@ -128,29 +123,8 @@ def _look(journal: Watched, seen: float | None) -> float | None:
             logger.error("%s", journal.stopped)
         return seen or now
     model = journal.late(PATIENCE)
-    why = None if model is None else _announced(model) or _difference_to_next(journal, _store())
+    why = None if model is None else _announced(model) or journal.launches.difference_to_next(_store())
     if model is not None and why is not None:
         journal.stop(why, model)
         logger.error("%s", journal.stopped)
-    return None
-
-
-def _difference_to_next(journal: Watched, store: dist.Store) -> Difference | None:
-    """The first launch that is for something else on the next rank, if both are late.
-
-    Where ranks differ, some neighbours do: each asks one other rank only.
-    """
-    ranks, own = journal.ranks, journal.under_way()
-    following = (ranks.rank + 1) % ranks.size
-    key = f"flatfsdp/under way/{ranks.name}"
-    store.set(f"{key}/{ranks.rank}", json.dumps(own))
-    if not store.check([f"{key}/{following}"]):
-        return None
-    theirs = {int(launch): number for launch, number in json.loads(store.get(f"{key}/{following}")).items()}
-    numbers = [0] * ranks.size
-    for launch in sorted(own.keys() & theirs.keys()):
-        numbers[ranks.rank], numbers[following] = own[launch], theirs[launch]
-        difference = Difference.among(numbers, ranks)
-        if difference is not None:
-            return difference
     return None

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from flatfsdp import watch
 from flatfsdp.comm import ALONE
 from flatfsdp.identity import Difference, ModelIdentity
+from flatfsdp.launches import Launches
 
 MODEL = ModelIdentity(7)
 DIFFERENCE = Difference(0, 1, 1, 2)
@@ -21,13 +19,10 @@ class Journal:
     """What the thread sees of one, and what it has done."""
 
     def __init__(self, difference: Difference | None = None, age: float | None = None) -> None:
-        self.ranks = ALONE
+        self.launches = Launches(ALONE)
         self.stopped: str | None = None
         self._difference = difference
         self._since = None if age is None else time.monotonic() - age
-
-    def under_way(self) -> dict[int, int]:
-        return {}
 
     def late(self, seconds: float) -> ModelIdentity | None:
         is_late = self._since is not None and time.monotonic() - self._since > seconds
@@ -100,28 +95,3 @@ def test_a_journal_that_fails_stops_nobody_else(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(watch, "_watched", {broken: None, other: time.monotonic() - 2 * watch.GRACE})
     assert watch._look_at_all()
     assert other.stopped == str(DIFFERENCE)
-
-
-class Rank(Journal):
-    """One of three ranks, with these launches under way."""
-
-    ranks: Any
-
-    def __init__(self, rank: int, launches: dict[int, int]) -> None:
-        super().__init__()
-        self.ranks = SimpleNamespace(rank=rank, size=3, name="pg", global_ranks=[4, 5, 6])
-        self._launches = launches
-
-    def under_way(self) -> dict[int, int]:
-        return self._launches
-
-
-def test_ranks_whose_launches_wait_for_each_other_read_what_the_next_one_has() -> None:
-    """Launch 8 is a norm on rank 5, and behind it waits what the others need first."""
-    gather, norm, reduction = (action << 60 for action in (1, 2, 3))
-    late = [Rank(0, {8: reduction}), Rank(1, {7: gather, 8: norm}), Rank(2, {7: gather, 8: reduction, 9: 1})]
-    store = dist.HashStore()
-    assert watch._difference_to_next(late[0], store) is None, "the next rank is not late yet"
-    assert watch._difference_to_next(late[2], store) is None, "what both have under way is alike"
-    assert watch._difference_to_next(late[1], store) == (5, norm, 6, reduction)
-    assert watch._difference_to_next(late[0], store) == (4, reduction, 5, norm)
