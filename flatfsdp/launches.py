@@ -3,10 +3,10 @@
 In:   what each launch is for (`identity.py`), from the journals of these communicators (`journal.py`).
 Out:  two ranks whose launches differ although no number arrives, for `watch.py`.
 
-Collectives over two communicators can wait for each other: one rank takes a norm, and behind it waits a
-gather that the others need before theirs; or it leaves out a gather, behind which the others' reduction waits.
-Then each rank writes what it has under way into the store of the process group, and reads what the next rank
-has.
+Collectives over two communicators can wait for each other.  One rank takes a norm, say, and behind it waits a
+gather that the others need before they come to the norm; or one leaves out a gather, behind which the others'
+reduction waits.  Then each rank writes what it has under way into the store of the process group, and reads
+what the next rank has.
 """
 
 from __future__ import annotations
