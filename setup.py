@@ -1,6 +1,6 @@
 """Packaging of FlatFSDP: pure Python, nothing is compiled at install time.
 
-The top-level folder `kernels/` is installed as `flatfsdp.kernels`.  CPU-only machines: install
+The top-level folder `kernels/` is the package `flatfsdp.kernels`, through a link.  CPU-only machines: install
 `torch==2.13.0` by exact version first, since a version range resolves to a build with CUDA packages.
 """
 
@@ -17,8 +17,7 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     python_requires=">=3.10",
-    packages=[*find_packages(include=["flatfsdp", "flatfsdp.*"]), "flatfsdp.kernels"],
-    package_dir={"flatfsdp.kernels": "kernels"},
+    packages=find_packages(include=["flatfsdp", "flatfsdp.*"]),
     package_data={"flatfsdp": ["py.typed"]},
     install_requires=["torch>=2.11,<2.14", "numpy", "rich", "typer", "matplotlib"],
     extras_require={

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from _layers import LayerShape
 from _llama import ATTENTION
-from flatfsdp.kernels.gemm import scaled_mm
-from flatfsdp.kernels.wgrad import wgrad
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
+
+from flatfsdp.kernels.gemm import scaled_mm
+from flatfsdp.kernels.wgrad import wgrad
 
 BYTES_OF_HIDDEN = 92
 """Bytes that an FP8 layer with norms, residual additions and a gelu moves outside of GEMMs and attention, for

@@ -9,6 +9,8 @@ from math import ceil
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels import adamw, sgd
 from flatfsdp.kernels.accumulate_many import accumulate_many
 from flatfsdp.kernels.activation import activation_backward, activation_forward
@@ -26,7 +28,6 @@ from flatfsdp.kernels.scaling import update_scales
 from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.transpose import transpose_many
 from flatfsdp.kernels.wgrad import wgrad
-from torch import Tensor
 
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 Item = TypeVar("Item")
@@ -141,6 +142,16 @@ class Gemm:
     @property
     def flops(self) -> int:
         return 2 * self.out * self.inner * self.tokens
+
+
+def _writing(kernel: Callable[[], None], *written: Tensor) -> Call:
+    """A call of a kernel that returns nothing, with what it writes to check."""
+
+    def call() -> tuple[Tensor, ...]:
+        kernel()
+        return written
+
+    return call
 
 
 IN_PLACE, ADDMM, SEPARATE = "in the GEMM", "torch.addmm in place", "PyTorch's GEMM, then add_"
@@ -303,7 +314,7 @@ class Bench:
         def make() -> Call:
             sources = [self._normal(*shape).to(E4M3) for shape in weights]
             pairs = [(source, source.t().contiguous()) for source in sources]
-            return lambda: (transpose_many(pairs), *(target for _, target in pairs))
+            return _writing(partial(transpose_many, pairs), *(target for _, target in pairs))
 
         return self._case("transpose_many", "FP8 weights of a layer", weights, 2, make)
 
@@ -314,7 +325,7 @@ class Bench:
             grads = [self._normal(*shape) for shape in weights]
             targets = [torch.zeros_like(grad, dtype=FP32) for grad in grads]
             again = [False] * len(grads)
-            return lambda: (accumulate_many(targets, grads, again), *targets)
+            return _writing(partial(accumulate_many, targets, grads, again), *targets)
 
         return self._case("accumulate_many", "bf16, added", weights, 10, make)
 
@@ -323,7 +334,8 @@ class Bench:
 
         def make() -> Call:
             run = self._run([self._normal_fp32(cols), self._normal_fp32(cols).square_()], numbers)
-            return lambda: (adamw.adamw([run], grad_scale=self.scale, dtype=BF16), run.param, *run.states)
+            update = partial(adamw.adamw, [run], grad_scale=self.scale, dtype=BF16)
+            return _writing(update, run.param, *run.states)
 
         size = [(self.sizes.tokens, cols)]
         return self._case("adamw", "FP32, bf16 copy and its amax", size, 30, make)
@@ -333,7 +345,8 @@ class Bench:
 
         def make() -> Call:
             run = self._run([self._normal_fp32(cols)], numbers)
-            return lambda: (sgd.sgd([run], grad_scale=self.scale, dtype=BF16), run.param, *run.states)
+            update = partial(sgd.sgd, [run], grad_scale=self.scale, dtype=BF16)
+            return _writing(update, run.param, *run.states)
 
         size = [(self.sizes.tokens, cols)]
         return self._case("sgd", "momentum, bf16 copy and its amax", size, 22, make)
@@ -349,7 +362,7 @@ class Bench:
         def make() -> Call:
             tensors = self._shards()
             amax = torch.zeros(len(tensors), device=self.device)
-            return lambda: (max_abs_many(tensors, amax, through=BF16), amax)
+            return _writing(partial(max_abs_many, tensors, amax, through=BF16), amax)
 
         return self._case("max_abs_many", "FP32 shard of a layer", [(1, numel) for numel in shards], 4, make)
 
@@ -360,7 +373,7 @@ class Bench:
             sources = self._shards()
             targets = [torch.empty_like(source, dtype=E4M3) for source in sources]
             scale = self.scale.expand(len(sources)).contiguous()
-            return lambda: (cast_many(sources, targets, scale, through=BF16), *targets)
+            return _writing(partial(cast_many, sources, targets, scale, through=BF16), *targets)
 
         return self._case("cast_many", "FP32 shard of a layer", [(1, numel) for numel in shards], 5, make)
 
@@ -380,7 +393,7 @@ class Bench:
 
         def make() -> Call:
             dy, target = self._tokens(hidden), torch.zeros(vocabulary, hidden, device=self.device)
-            return lambda: (embedding_grad(target, dy, ids, first=False), target)
+            return _writing(partial(embedding_grad, target, dy, ids, first=False), target)
 
         per_element = 2 + 8 * len(ids.unique()) / tokens
         return self._case("embedding_grad", "added", [(tokens, hidden)], per_element, make)

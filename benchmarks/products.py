@@ -26,13 +26,13 @@ import typer
 from _common import RESULTS, environment, publish
 from _kernel_times import Timed, measure
 from _kernels import BF16, E4M3, E5M2, Call
-from flatfsdp.kernels import _cublas_lt as cublas_lt
-from flatfsdp.kernels.gemm import scaled_mm
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 from flatfsdp.cli.ranks import Device
+from flatfsdp.kernels import _cublas_lt as cublas_lt
+from flatfsdp.kernels.gemm import scaled_mm
 
 LAYERS = {
     # columns of the input, of the output

@@ -16,10 +16,11 @@ import torch
 import typer
 from _kernel_times import Timed
 from _kernels import FULL, Bench, Case
-from flatfsdp.kernels import _tiles
-from flatfsdp.kernels._tiles import TILES, Tile
 from rich.console import Console
 from rich.table import Table
+
+from flatfsdp.kernels import _tiles
+from flatfsdp.kernels._tiles import TILES, Tile
 
 Key = tuple[str, int, int]
 

@@ -19,9 +19,10 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._gemm_tiles import preferred_tile
 from flatfsdp.kernels._outputs import FP8_DTYPES
-from torch import Tensor
 
 _log = logging.getLogger(__name__)
 

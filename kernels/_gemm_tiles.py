@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+
 from flatfsdp.kernels._tiles import MULTIPROCESSORS
 from flatfsdp.kernels._triton import cdiv
 

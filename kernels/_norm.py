@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch import Tensor
+
 from flatfsdp.kernels._pairs import widened
 from flatfsdp.kernels._triton import jit, tl
-from torch import Tensor
 
 
 class NormTensors(NamedTuple):

@@ -17,9 +17,10 @@ from functools import cache
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
-from torch import Tensor
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 HIGH_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -13,8 +13,9 @@ from itertools import chain
 from operator import or_
 
 import torch
-from flatfsdp.kernels._triton import jit, tl
 from torch import Tensor
+
+from flatfsdp.kernels._triton import jit, tl
 
 LOAD_BYTES = 16
 """Width of the widest load; tensors that start at multiples of it are read and written at full speed."""

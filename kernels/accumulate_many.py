@@ -16,12 +16,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._tables import are_aligned, first_blocks, kept_table, tensor_of_block
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
 from flatfsdp.kernels.accumulate import accumulate
-from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

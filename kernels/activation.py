@@ -23,6 +23,8 @@ import math
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import (
     Outputs,
@@ -40,7 +42,6 @@ from flatfsdp.kernels._outputs import (
 from flatfsdp.kernels._pairs import WHOLE_ROWS, larger_magnitude, load_row_pairs, store_pairs
 from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
-from torch import Tensor
 
 GATED = {
     "geglu": "gelu",

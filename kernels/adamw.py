@@ -26,6 +26,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._tiles import find, power_of_two
 from flatfsdp.kernels._triton import jit, on_device_of, tl, triton_dtype
@@ -41,7 +43,6 @@ from flatfsdp.kernels.runs import (
     table_of,
     write_rounded,
 )
-from torch import Tensor
 
 
 class Numbers(NamedTuple):

@@ -27,6 +27,8 @@ import struct
 from typing import Literal, NamedTuple
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import check_input, magnitude
 from flatfsdp.kernels._pairs import (
@@ -37,7 +39,6 @@ from flatfsdp.kernels._pairs import (
     store_transposed,
 )
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
-from torch import Tensor
 
 BLOCK = 128
 SCALE_PADDING = 4

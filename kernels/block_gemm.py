@@ -16,11 +16,12 @@ Bytes: those of a, b, their scales and out.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._triton import cdiv, on_device_of
 from flatfsdp.kernels.block_cast import BLOCK, DTYPE, of_elements, padded_blocks
 from flatfsdp.kernels.gemm import ALIGNMENT, check_operands, flops
-from torch import Tensor
 
 
 def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:

@@ -19,6 +19,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import (
     FP8_DTYPES,
@@ -40,7 +42,6 @@ from flatfsdp.kernels._pairs import (
 )
 from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
-from torch import Tensor
 
 
 class Cast(NamedTuple):

@@ -12,11 +12,12 @@ Bytes per element, x of p bytes: p.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import check_input, fold, new_bands, rows_at_once, sum_bands, vector_of
 from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
-from torch import Tensor
 
 PROGRAMS = 128
 """As many as keep the memory busy."""

@@ -24,11 +24,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import check_input, check_like, vector_of
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
-from torch import Tensor
 
 LOWEST = torch.finfo(torch.float32).min
 

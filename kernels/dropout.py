@@ -17,11 +17,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import check_input, check_like, fold, rows_at_once, sum_bands, vector_of
 from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
-from torch import Tensor
 
 WORDS = 4
 """That Philox makes of a counter."""

@@ -17,11 +17,12 @@ an element of the table, to clear it) or 8 m h later; the sort moves little in c
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import check_input, starts_early
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
-from torch import Tensor
 
 ID_DTYPES = (torch.int64, torch.int32)
 RUN = 32

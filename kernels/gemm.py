@@ -16,11 +16,12 @@ Bytes: those of a, b and out.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._cublas_lt import Product, is_readable, plan_of
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import FP8_DTYPES, HIGH_DTYPES, check_scalar
 from flatfsdp.kernels._triton import on_device_of
-from torch import Tensor
 
 E4M3, E5M2 = FP8_DTYPES
 FP8_PAIRS = {(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)}
@@ -57,8 +58,17 @@ def launch(
     with on_device_of(out):
         plan = None
         if is_readable(a) and is_readable(b) and (inside is None or is_readable(inside)):
-            options = {"split_accumulator": split_accumulator, "has_bias": inside is not None}
-            product = Product(*out.shape, a.shape[1], a.dtype, b.dtype, out.dtype, **options)
+            rows, cols = out.shape
+            product = Product(
+                rows,
+                cols,
+                a.shape[1],
+                a.dtype,
+                b.dtype,
+                out.dtype,
+                split_accumulator=split_accumulator,
+                has_bias=inside is not None,
+            )
             plan = plan_of(out.device, product)
         if plan is not None:
             plan.run(out, a, b, (a_scale_inv, b_scale_inv), inside)

@@ -18,11 +18,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import HIGH_DTYPES, check_input, check_like, new_bands, sum_bands
 from flatfsdp.kernels._tiles import MULTIPROCESSORS, Tile, find, power_of_two
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
-from torch import Tensor
 
 WIDEST_FUSED = 8192
 """Columns up to which one kernel yields dx and the weight gradients."""

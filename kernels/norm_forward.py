@@ -21,11 +21,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels import norm_rows, norm_transposed, norm_wide
 from flatfsdp.kernels._norm import NormTensors
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import HIGH_DTYPES, allocate_outputs, check_input, check_like, write_outputs
-from torch import Tensor
 
 WIDEST_ROW = 16384
 """Columns of the widest row that a program keeps in registers."""

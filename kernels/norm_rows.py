@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+
 from flatfsdp.kernels._norm import NormTensors, load_gain, load_summed, load_wide
 from flatfsdp.kernels._outputs import record_amax, starts_early
 from flatfsdp.kernels._pairs import larger_magnitude

@@ -23,6 +23,8 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._norm import NormTensors
 from flatfsdp.kernels._outputs import starts_early
 from flatfsdp.kernels._tiles import MULTIPROCESSORS
@@ -36,7 +38,6 @@ from flatfsdp.kernels._triton import (
     gluon_jit,
     tl,
 )
-from torch import Tensor
 
 WARPS = 8
 ROWS = 32

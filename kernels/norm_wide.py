@@ -6,6 +6,7 @@ Statistics are of merged blocks (Chan et al., 1979).
 from __future__ import annotations
 
 import torch
+
 from flatfsdp.kernels._norm import NormTensors, load_gain, load_summed, load_wide
 from flatfsdp.kernels._outputs import record_amax, store_outputs
 from flatfsdp.kernels._tiles import Tile, find, power_of_two

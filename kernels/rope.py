@@ -14,11 +14,12 @@ Bytes per element of p bytes: 2 p, in place or not; the tables add 4 / heads.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import HIGH_DTYPES, check_like
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
-from torch import Tensor
 
 
 def tile(dtype: torch.dtype, heads: int, pairs: int) -> Tile:

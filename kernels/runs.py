@@ -21,10 +21,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._outputs import HIGH_DTYPES, check_scalar, magnitude, raise_amax
 from flatfsdp.kernels._tables import device_table, first_blocks, is_aligned, tensor_of_block
 from flatfsdp.kernels._triton import cdiv, jit, tl
-from torch import Tensor
 
 
 class Run(NamedTuple):

@@ -23,10 +23,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._tiles import Tile
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
-from torch import Tensor
 
 FLT_MAX = torch.finfo(torch.float32).max
 EXPONENT = 0x7F800000

@@ -19,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import (
     FP8_DTYPES,
@@ -32,7 +34,6 @@ from flatfsdp.kernels._outputs import (
 from flatfsdp.kernels._tables import are_aligned, first_blocks, kept_table, tensor_of_block
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl, triton_dtype
-from torch import Tensor
 
 
 def max_abs_reference(amax: Tensor, tensors: list[Tensor], through: torch.dtype) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import FP8_DTYPES
 from flatfsdp.kernels._tables import (
@@ -22,7 +24,6 @@ from flatfsdp.kernels._tables import (
 )
 from flatfsdp.kernels._tiles import Tile, find, power_of_two
 from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
-from torch import Tensor
 
 
 def transpose_reference(q: Tensor, out: Tensor) -> None:

@@ -26,13 +26,14 @@ would not do: for beta = 1 cuBLAS may choose another algorithm than for beta = 0
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels._cublas_lt import ADDRESS_ALIGNMENT, Plan, Product, is_readable, plan_of
 from flatfsdp.kernels._ops import operator
 from flatfsdp.kernels._outputs import FP8_DTYPES, HIGH_DTYPES, check_scalar
 from flatfsdp.kernels._triton import on_device_of
 from flatfsdp.kernels.accumulate import accumulate
 from flatfsdp.kernels.gemm import ALIGNMENT, FP8_PAIRS, scaled_mm
-from torch import Tensor
 
 
 def reference(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
@@ -41,8 +42,10 @@ def reference(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
 
 def launch(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
     with on_device_of(target):
-        sizes = (*target.shape, dy.shape[0])
-        product = Product(*sizes, dy.dtype, x.dtype, torch.float32, a_along=False, b_along=False)
+        rows, cols = target.shape
+        product = Product(
+            rows, cols, dy.shape[0], dy.dtype, x.dtype, torch.float32, a_along=False, b_along=False
+        )
         plan = plan_of(target.device, product)
         if plan is not None:
             _run(plan, target, _readable(dy), _readable(x), None, first)
@@ -89,13 +92,21 @@ def launch_fp8(
 ) -> None:
     dy_t, x_t = _readable(dy_t), _readable(x_t)
     with on_device_of(target):
-        sizes = (*target.shape, dy_t.shape[1])
-        dtypes = (dy_t.dtype, x_t.dtype, torch.float32)
-        plan = plan_of(target.device, Product(*sizes, *dtypes, split_accumulator=split_accumulator))
+        rows, cols = target.shape
+        product = Product(
+            rows,
+            cols,
+            dy_t.shape[1],
+            dy_t.dtype,
+            x_t.dtype,
+            torch.float32,
+            split_accumulator=split_accumulator,
+        )
+        plan = plan_of(target.device, product)
         if plan is not None:
             _run(plan, target, dy_t, x_t, (dy_scale_inv, x_scale_inv), first)
             return
-    product = scaled_mm(
+    grad = scaled_mm(
         dy_t,
         x_t,
         dy_scale_inv,
@@ -104,7 +115,7 @@ def launch_fp8(
         out_dtype=torch.float32,
         split_accumulator=split_accumulator,
     )
-    accumulate(target, product, first=first)
+    accumulate(target, grad, first=first)
 
 
 _wgrad_fp8 = operator(

@@ -231,7 +231,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             return kind, [Run(values, grad, states, numbers)]
         return kind, (
             Run(
-                *(tensor[start:stop] for tensor in (values, grad)),
+                values[start:stop],
+                grad[start:stop],
                 [state[start:stop] for state in states],
                 numbers,
                 None if shard.compute is None else shard.compute[start:stop],

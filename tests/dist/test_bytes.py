@@ -11,12 +11,12 @@ from typing import Literal
 
 import pytest
 import torch
-from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
-from flatfsdp.kernels.transpose import transpose_many
 from torch import Tensor, nn
 
 from flatfsdp import Precision, auto_wrap, by_class, microbatches
 from flatfsdp.copy_counter import CopyCounter, Kind
+from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
+from flatfsdp.kernels.transpose import transpose_many
 from flatfsdp.layout import FlatLayout, ParamSpec
 from tests.dist.ranks import run_ranks
 

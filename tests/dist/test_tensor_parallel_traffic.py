@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import torch
-from flatfsdp.kernels.gemm import scaled_mm
 from torch import Tensor, nn
 
 from flatfsdp.comm import Ranks, start_all_gather, start_reduce_scatter
@@ -17,6 +16,7 @@ from flatfsdp.exchange import Exchange
 from flatfsdp.fp8 import CurrentScaling, autocast, overlapped
 from flatfsdp.fp8.gather import RowsUnderWay
 from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed, Unquantized
+from flatfsdp.kernels.gemm import scaled_mm
 from flatfsdp.layers import LayerNormLinear
 from tests.dist.ranks import run_ranks
 from tests.dist.split_layers import (

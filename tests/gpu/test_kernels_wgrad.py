@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels import _cublas_lt as cublas_lt
 from flatfsdp.kernels.accumulate import accumulate
 from flatfsdp.kernels.wgrad import wgrad, wgrad_unfused
-from torch import Tensor
-
 from tests.gpu.marks import FP8_GEMMS
 
 pytestmark = FP8_GEMMS

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from flatfsdp.kernels import _cublas_lt as cublas_lt
 from flatfsdp.kernels import gemm, wgrad
-
 from tests.kernels.fake_cublas_lt import FakeCublasLt
 from tests.kernels.interpreter import repair
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from flatfsdp.kernels.runs import Columns, Run
 from torch import Tensor
+
+from flatfsdp.kernels.runs import Columns, Run
 
 
 @dataclass

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from flatfsdp.kernels.accumulate import accumulate, bytes_moved
 
 

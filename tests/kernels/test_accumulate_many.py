@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, library
+
 from flatfsdp.kernels import accumulate_many as module
 from flatfsdp.kernels._tables import kept_table
 from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.accumulate_many import accumulate_many
-from torch import Tensor, library
-
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])

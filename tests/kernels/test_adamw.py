@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
+from torch import Tensor, library
+
 from flatfsdp.kernels import adamw as module
 from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.adamw import Numbers, adamw
 from flatfsdp.kernels.runs import Run
-from torch import Tensor, library
-
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.kernels.flat_runs import FlatRuns, same
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, library
+
 from flatfsdp.kernels import block_cast as module
 from flatfsdp.kernels.block_cast import (
     BLOCK,
@@ -20,8 +22,6 @@ from flatfsdp.kernels.block_cast import (
     block_cast,
     vector_warps,
 )
-from torch import Tensor, library
-
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, library
+
 from flatfsdp.kernels import cast as module
 from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels.cast import cast, max_abs
 from flatfsdp.kernels.transpose import transpose
-from torch import Tensor, library
-
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, library
+
 from flatfsdp.kernels import column_sum as module
 from flatfsdp.kernels._outputs import rows_at_once
 from flatfsdp.kernels._tiles import Tile, find
 from flatfsdp.kernels.column_sum import column_sum, division
-from torch import Tensor, library
-
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from flatfsdp.kernels import cross_entropy as module
-from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
 from torch import Tensor, library
 
+from flatfsdp.kernels import cross_entropy as module
+from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 STATISTICS = pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor, library
+
 from flatfsdp.kernels import embedding
 from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.embedding import embedding_grad
-from torch import Tensor, library
-
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, library
+
 from flatfsdp.kernels import _cublas_lt as cublas_lt
 from flatfsdp.kernels import gemm as module
 from flatfsdp.kernels.gemm import scaled_mm
-from torch import Tensor, library
-
 from tests.kernels.fake_cublas_lt import FakeCublasLt
 from tests.unit.layers.plain import error
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from flatfsdp.kernels._cublas_lt import Product
 from flatfsdp.kernels._gemm_tiles import preferred_tile
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from flatfsdp.kernels import join
-from flatfsdp.kernels.join import join_heads
 from torch import Tensor, library
 
+from flatfsdp.kernels import join
+from flatfsdp.kernels.join import join_heads
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 BOTH = pytest.mark.parametrize("run", [join.reference, join.launch], ids=["reference", "kernel"])

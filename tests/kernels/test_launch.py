@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from flatfsdp.kernels import activation, cast, column_sum, join, rope
 from flatfsdp.kernels._tiles import Tile
 from flatfsdp.kernels._triton import Launch
-from torch import Tensor
 
 
 @dataclass

@@ -7,14 +7,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor, library
+
 from flatfsdp.kernels import norm_backward as backward
 from flatfsdp.kernels import norm_forward as forward
 from flatfsdp.kernels import norm_rows, norm_wide
 from flatfsdp.kernels._tiles import MULTIPROCESSORS, Tile, find
 from flatfsdp.kernels.norm_backward import NormBackward
 from flatfsdp.kernels.norm_forward import NormForward
-from torch import Tensor, library
-
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
 from tests.kernels.layouts import check_layouts

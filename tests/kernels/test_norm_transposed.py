@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from flatfsdp.kernels import norm_forward as forward
-from flatfsdp.kernels import norm_transposed
 from torch import Tensor
 
+from flatfsdp.kernels import norm_forward as forward
+from flatfsdp.kernels import norm_transposed
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from flatfsdp.kernels import (
     activation,
     block_cast,
@@ -27,8 +29,6 @@ from flatfsdp.kernels import (
     transpose,
 )
 from flatfsdp.kernels._outputs import Outputs
-from torch import Tensor
-
 from tests.unit.layers import plain
 
 COLS = 40

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from flatfsdp.kernels import rope
 from torch import Tensor, library
 
+from flatfsdp.kernels import rope
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 BOTH = pytest.mark.parametrize("run", [rope.reference, rope.launch], ids=["reference", "kernel"])

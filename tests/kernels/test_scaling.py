@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from flatfsdp.kernels import scaling
 from torch import Tensor, library
 
+from flatfsdp.kernels import scaling
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 E4M3, E5M2 = 448.0, 57344.0

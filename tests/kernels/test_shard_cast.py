@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 import triton.language as tl
+from torch import Tensor, library
+
 from flatfsdp.kernels import cast as one_by_one
 from flatfsdp.kernels import shard_cast as module
 from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
-from torch import Tensor, library
-
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
 

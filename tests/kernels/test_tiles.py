@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from flatfsdp.kernels import _tiles
 from flatfsdp.kernels._tiles import TILES, Tile, find, power_of_two
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, library
+
 from flatfsdp.kernels import transpose as module
 from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.transpose import transpose, transpose_many
-from torch import Tensor, library
-
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, library
+
 from flatfsdp.kernels import _cublas_lt as cublas_lt
 from flatfsdp.kernels import wgrad as module
 from flatfsdp.kernels.wgrad import wgrad, wgrad_unfused
-from torch import Tensor, library
-
 from tests.kernels.fake_cublas_lt import FakeCublasLt
 from tests.unit.layers.plain import error
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from flatfsdp.kernels._tables import device_table
 from torch import nn
 
 from flatfsdp import FlatFSDP, Precision, checkpoint
 from flatfsdp.fp8 import CurrentScaling, autocast
+from flatfsdp.kernels._tables import device_table
 from flatfsdp.layers import Linear
 from flatfsdp.optim import AdamW
 

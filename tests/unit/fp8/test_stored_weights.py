@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from flatfsdp.kernels.shard_cast import max_abs_many
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8, fp8_weights
 from flatfsdp.comm import ALONE
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.fp8_weights import FP8Weights
+from flatfsdp.kernels.shard_cast import max_abs_many
 from flatfsdp.layers import Embedding, LayerNormLinear, Linear
 from flatfsdp.layout import Role
 from tests.unit.fp8.common import TOKENS, WIDTH, Block, Stack, seeded

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from flatfsdp.kernels.activation import GATED
 from torch import Tensor, nn
+
+from flatfsdp.kernels.activation import GATED
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": lambda x: F.gelu(x, approximate="tanh"),

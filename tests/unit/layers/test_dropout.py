@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from flatfsdp.kernels.dropout import counters
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from flatfsdp.kernels.dropout import counters
 from flatfsdp.layers.dropout import PhiloxState, bias_dropout_add
 from tests.unit.layers import plain
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from flatfsdp.kernels.norm_forward import norm_forward
 from torch import Tensor
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
+from flatfsdp.kernels.norm_forward import norm_forward
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.layers import plain
 from tests.unit.layers.plain import trained

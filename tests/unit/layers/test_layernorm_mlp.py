@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
 from torch import Tensor, nn
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
+from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.layers import plain
 
