@@ -19,8 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from flatfsdp import Precision, auto_wrap, by_class, fp8, microbatches
-from flatfsdp.copy_counter import CopyCounter, Kind
 from flatfsdp.fp8 import CurrentScaling
+from flatfsdp.layers import convert
+from flatfsdp.profiling.copy_counter import CopyCounter, Kind
 
 TOKENS = 16
 MIN_NUMEL = WIDTH * HIDDEN // 4
@@ -155,7 +156,7 @@ def _measure(case: Case, ranks: int, steps: int) -> Row:
 
 def _flat(model: nn.Sequential, case: Case) -> nn.Module:
     if case.fp8:
-        fp8.convert(model, filter=lambda linear, name: True, fuse_wgrad_accumulation=True)
+        convert(model, filter=lambda linear, name: True, fuse_wgrad_accumulation=True)
     return auto_wrap(
         model,
         by_class(Block),

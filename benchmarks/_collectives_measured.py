@@ -19,9 +19,10 @@ from _common import progress_bar
 from _device import Clock
 from torch import Tensor
 
-from flatfsdp.cli.ranks import Rank
-from flatfsdp.comm import Ranks, all_gather, all_reduce, reduce_scatter
-from flatfsdp.layout import ELEMENT_ALIGNMENT
+from flatfsdp.comm.collectives import all_gather, all_reduce, reduce_scatter
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.flat.layout import ELEMENT_ALIGNMENT
+from flatfsdp.launch import Rank
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 

@@ -20,7 +20,7 @@ from _device import free_memory
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flatfsdp.cli.ranks import Device, Launch, Rank, start_and_join, under_torchrun
+from flatfsdp.launch import Device, Launch, Rank, start_and_join, under_torchrun
 
 RESULTS = Path(__file__).parent / "results"
 """Where every benchmark writes its JSON and its picture."""

@@ -11,8 +11,8 @@ from _llama import ATTENTION
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
-from flatfsdp.kernels.gemm import scaled_mm
-from flatfsdp.kernels.wgrad import wgrad
+from flatfsdp.kernels.gemm.gemm import scaled_mm
+from flatfsdp.kernels.gemm.wgrad import wgrad
 
 BYTES_OF_HIDDEN = 92
 """Bytes that an FP8 layer with norms, residual additions and a gelu moves outside of GEMMs and attention, for

@@ -11,23 +11,23 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from flatfsdp.kernels import adamw, sgd
-from flatfsdp.kernels.accumulate_many import accumulate_many
 from flatfsdp.kernels.activation import activation_backward, activation_forward
-from flatfsdp.kernels.block_cast import Block, block_cast
-from flatfsdp.kernels.cast import cast, max_abs
-from flatfsdp.kernels.column_sum import column_sum
+from flatfsdp.kernels.attention.rope import rope
+from flatfsdp.kernels.cast.block_cast import Block, block_cast
+from flatfsdp.kernels.cast.cast import cast, max_abs
+from flatfsdp.kernels.cast.column_sum import column_sum
+from flatfsdp.kernels.cast.scaling import update_scales
+from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
+from flatfsdp.kernels.cast.transpose import transpose_many
 from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
 from flatfsdp.kernels.dropout import dropout_backward, dropout_forward
-from flatfsdp.kernels.embedding import embedding_grad
-from flatfsdp.kernels.norm_backward import norm_backward
-from flatfsdp.kernels.norm_forward import norm_forward
-from flatfsdp.kernels.rope import rope
-from flatfsdp.kernels.runs import Run
-from flatfsdp.kernels.scaling import update_scales
-from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
-from flatfsdp.kernels.transpose import transpose_many
-from flatfsdp.kernels.wgrad import wgrad
+from flatfsdp.kernels.gemm.wgrad import wgrad
+from flatfsdp.kernels.grad.accumulate_many import accumulate_many
+from flatfsdp.kernels.grad.embedding import embedding_grad
+from flatfsdp.kernels.norm.backward import norm_backward
+from flatfsdp.kernels.norm.forward import norm_forward
+from flatfsdp.kernels.optim import adamw, sgd
+from flatfsdp.kernels.optim.runs import Run
 
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 Item = TypeVar("Item")

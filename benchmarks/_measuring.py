@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import FlatFSDP, microbatches
-from flatfsdp.cli.ranks import Rank
-from flatfsdp.trace import Breakdown, breakdown, spans_of
-from flatfsdp.walk import named_groups
+from flatfsdp.engine.units import named_groups
+from flatfsdp.launch import Rank
+from flatfsdp.profiling.trace import Breakdown, breakdown, spans_of
 
 SEED = 0
 LEARNING_RATE = 1e-4

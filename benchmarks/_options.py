@@ -9,7 +9,7 @@ import torch
 import typer
 
 from flatfsdp.cli.options import Batch, Heads, Hidden, Json, Layers, Microbatches, OnDevice, Seq
-from flatfsdp.cli.ranks import Device
+from flatfsdp.launch import Device
 
 __all__ = [
     "Batch",

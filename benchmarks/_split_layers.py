@@ -1,8 +1,8 @@
-"""One Llama layer that N ranks share, in every way that `tensor_parallel.py` measures.
+"""One Llama layer that N ranks share, in every way that `contract/tensor_parallel.py` measures.
 
 In:   one whole layer in bf16, the same on every rank, an input and an output gradient.
 Out:  layers that are ready to run, each with this rank's part of the whole one's parameters.
-Next: `tensor_parallel.py` times them and compares them with the whole layer.
+Next: `contract/tensor_parallel.py` times them and compares them with the whole layer.
 
 Activations are [t, b, c]: the sequence is in front, so that no gather along it has to copy.  Shapes in names
 are as in `_llama.py`.
@@ -37,10 +37,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.attention import sdpa_kernel
 
-from flatfsdp.comm import Ranks
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.tensor_parallel import part_of
 from flatfsdp.fp8 import DelayedScaling, autocast
 from flatfsdp.layers import TransformerLayer
-from flatfsdp.tensor_parallel import part_of
 
 LAYERS = {
     "8b": replace(SHAPES["8b"], layers=1, vocab=0, loss="mean-square"),

@@ -1,8 +1,8 @@
-"""How `tensor_parallel.py` times a layer that ranks share, and compares it with whole ones.
+"""How `contract/tensor_parallel.py` times a layer that ranks share, and compares it with whole ones.
 
 In:   a `Job`, on every rank.
 Out:  a `Row` for each mode: times, traffic and errors, over all ranks.
-Next: `tensor_parallel.py` shows them.
+Next: `contract/tensor_parallel.py` shows them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from _traffic import Traffic
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp.cli.ranks import Rank
-from flatfsdp.comm import Ranks
-from flatfsdp.trace import Breakdown, breakdown, spans_of
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.launch import Rank
+from flatfsdp.profiling.trace import Breakdown, breakdown, spans_of
 
 WHOLE, PLAIN = "whole", "plain"
 

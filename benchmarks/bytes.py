@@ -1,9 +1,9 @@
 """How many bytes does each engine copy and send for one parameter in one optimizer step?
 
-Measured from outside (`flatfsdp.copy_counter`), the same way for FlatFSDP and for PyTorch's FSDP2, and put
-beside the number that each design promises.  Four equal units, FP32 master parameters, bf16 compute, FP32
-reduction, gloo; the second step is counted, so that nothing of the first step's set-up is in it.  With FP8
-weights, which are nearly all parameters then, it is FlatFSDP's own layers, and torchao's float8 with FP8
+Measured from outside (`flatfsdp.profiling.copy_counter`), the same way for FlatFSDP and for PyTorch's FSDP2,
+and put beside the number that each design promises.  Four equal units, FP32 master parameters, bf16 compute,
+FP32 reduction, gloo; the second step is counted, so that nothing of the first step's set-up is in it.  With
+FP8 weights, which are nearly all parameters then, it is FlatFSDP's own layers, and torchao's float8 with FP8
 all-gather.  What cannot run here (fairscale needs CUDA) is there by its formula.
 
 Local bytes are reads plus writes of copy kernels on one rank; matrix products, the optimizer and what a

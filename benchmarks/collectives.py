@@ -1,9 +1,9 @@
 """How fast are the three collectives that the engine uses, and how close do they come to the link's limit?
 
-All-reduce, reduce-scatter and all-gather as `flatfsdp.comm` calls them, over NCCL on GPUs or over gloo on
-CPUs, on buffers of random numbers.  Before a call is timed, its result is compared with what the ranks'
-data must give.  Then a batch of calls in a row is timed after a barrier: between CUDA events on GPUs, by
-the wall clock on CPUs.  A time is that of the slowest rank, and the median over the repeats.
+All-reduce, reduce-scatter and all-gather as `flatfsdp.comm.collectives` calls them, over NCCL on GPUs or over
+gloo on CPUs, on buffers of random numbers.  Before a call is timed, its result is compared with what the
+ranks' data must give.  Then a batch of calls in a row is timed after a barrier: between CUDA events on GPUs,
+by the wall clock on CPUs.  A time is that of the slowest rank, and the median over the repeats.
 
 With S the bytes of the whole tensor (what all-reduce works on, reduce-scatter reads, all-gather writes),
 N ranks and t the time of one call:
@@ -58,7 +58,7 @@ from _common import RESULTS, environment, launch_of, publish
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.cli.ranks import Device, is_main, run_on_ranks
+from flatfsdp.launch import Device, is_main, run_on_ranks
 
 
 def summary(row: Row, ranks: int, limit: Limit | None) -> dict[str, Any]:

@@ -21,9 +21,9 @@ from _common import RESULTS, environment, launch_of, publish
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.cli.gpt import GPTConfig
-from flatfsdp.cli.ranks import Device, Rank, is_main, run_on_ranks
 from flatfsdp.cli.training import PrecisionName, TrainSettings, train
+from flatfsdp.launch import Device, Rank, is_main, run_on_ranks
+from flatfsdp.models.gpt import GPTConfig
 
 PRECISIONS = (
     PrecisionName.bf16_fused,

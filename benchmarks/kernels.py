@@ -6,8 +6,8 @@ compared with that of a copy of as many bytes in the same run (read + write), an
 20 microseconds spends some of them on starting and ending, and a copy does, too.  The update of the scales
 has few bytes: there the time counts.
 
-Weight gradients are added to an FP32 buffer, by the GEMM itself (`flatfsdp.kernels.wgrad`) and by PyTorch's
-GEMM into a temporary and an addition; bf16 also by `torch.addmm` in place.
+Weight gradients are added to an FP32 buffer, by the GEMM itself (`flatfsdp.kernels.gemm.wgrad`) and by
+PyTorch's GEMM into a temporary and an addition; bf16 also by `torch.addmm` in place.
 
 A time is the median over the rounds.  In each round every kernel runs once, in random order, a batch of calls
 in a row between two CUDA events.  Calls of a batch work on different data by turns, so that they find nothing
@@ -38,7 +38,7 @@ from _kernels import FULL, IN_PLACE, TINY, Bench
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.cli.ranks import Device
+from flatfsdp.launch import Device
 
 
 def show(payload: dict[str, Any]) -> None:

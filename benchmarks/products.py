@@ -1,7 +1,7 @@
 """How fast are a linear layer's FP8 products, in its forward and for its input's gradient, beside PyTorch's?
 
 Both are cuBLASLt.  PyTorch takes its first choice of an algorithm, anew in every call; ours is kept, and has
-the tile that `kernels/_gemm_tiles.py` prefers.  With --sweep every tile that cuBLASLt offers is measured as
+the tile that `kernels/gemm/tiles.py` prefers.  With --sweep every tile that cuBLASLt offers is measured as
 well, as for the rules there.
 
 A time is the median over the rounds.  In each round everything runs once, in random order, a batch of calls
@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from flatfsdp.cli.ranks import Device
-from flatfsdp.kernels import _cublas_lt as cublas_lt
-from flatfsdp.kernels.gemm import scaled_mm
+from flatfsdp.kernels.gemm import cublas_lt
+from flatfsdp.kernels.gemm.gemm import scaled_mm
+from flatfsdp.launch import Device
 
 LAYERS = {
     # columns of the input, of the output

@@ -32,9 +32,9 @@ from _measuring import Job, Row, measure_all
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.cli.ranks import Device, is_main, run_on_ranks
-from flatfsdp.timeline import COLORS
-from flatfsdp.trace import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
+from flatfsdp.launch import Device, is_main, run_on_ranks
+from flatfsdp.profiling.timeline import COLORS
+from flatfsdp.profiling.trace import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
 
 
 def summary(row: Row, rows: list[Row], job: Job) -> dict[str, Any]:

@@ -43,8 +43,8 @@ from _split_measuring import PLAIN, TOLERANCES, WHOLE, Job, Row, measure_all
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.cli.ranks import Device, is_main, run_on_ranks
-from flatfsdp.trace import COMMUNICATION
+from flatfsdp.launch import Device, is_main, run_on_ranks
+from flatfsdp.profiling.trace import COMMUNICATION
 
 
 def payload_of(job: Job, rows: list[Row], ranks: int, device: str) -> dict[str, Any]:

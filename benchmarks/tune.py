@@ -1,4 +1,4 @@
-"""Which tiles of `kernels/_tiles.py` are the fastest on this GPU?
+"""Which tiles of `kernels/shared/tiles.py` are the fastest on this GPU?
 
 Takes the benchmark's calls, finds out which entries of the table each of them looks up, and tries the entry's
 neighbours: every field halved and doubled, one at a time, and again around the best one until none is faster.
@@ -19,8 +19,8 @@ from _kernels import FULL, Bench, Case
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.kernels import _tiles
-from flatfsdp.kernels._tiles import TILES, Tile
+from flatfsdp.kernels.shared import tiles as _tiles
+from flatfsdp.kernels.shared.tiles import TILES, Tile
 
 Key = tuple[str, int, int]
 
@@ -126,7 +126,9 @@ def main(
     kernels: Annotated[
         list[str] | None, typer.Option(help="Of these names only; repeat for several.")
     ] = None,
-    write: Annotated[bool, typer.Option("--write", help="Rewrite the table in kernels/_tiles.py.")] = False,
+    write: Annotated[
+        bool, typer.Option("--write", help="Rewrite the table in kernels/shared/tiles.py.")
+    ] = False,
 ) -> None:
     if not torch.cuda.is_available():
         raise typer.BadParameter("tiles are measured on a GPU; there is none here")

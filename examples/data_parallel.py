@@ -30,10 +30,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
 from flatfsdp.cli import options
-from flatfsdp.cli.data import Sampler, load_corpus
-from flatfsdp.cli.gpt import GPT, Block, GPTConfig
-from flatfsdp.cli.ranks import Device, Launch, Rank, is_main, run_on_ranks, under_torchrun
 from flatfsdp.cli.report import environment
+from flatfsdp.launch import Device, Launch, Rank, is_main, run_on_ranks, under_torchrun
+from flatfsdp.models.gpt import GPT, Block, GPTConfig
+from flatfsdp.models.text import Sampler, load_corpus
 
 GROUPS = 2
 """Of the hybrid."""

@@ -17,10 +17,11 @@ import typer
 
 from flatfsdp import Precision, auto_wrap, by_class, microbatches
 from flatfsdp.cli import options
-from flatfsdp.cli.data import Sampler, load_corpus
-from flatfsdp.cli.gpt import GPT, Block, GPTConfig
 from flatfsdp.compat.lightning import Fabric, FlatFSDPStrategy
-from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast, convert
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
+from flatfsdp.layers import convert
+from flatfsdp.models.gpt import GPT, Block, GPTConfig
+from flatfsdp.models.text import Sampler, load_corpus
 
 
 def main(

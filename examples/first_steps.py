@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp import Precision, auto_wrap, by_class, microbatches
-from flatfsdp.cli.data import Sampler, load_corpus
-from flatfsdp.cli.gpt import GPT, Block, GPTConfig
+from flatfsdp.models.gpt import GPT, Block, GPTConfig
+from flatfsdp.models.text import Sampler, load_corpus
 
 ENVIRONMENT = {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}  # torchrun sets these
 rank, local_rank, local_size = (int(os.environ.get(name, default)) for name, default in ENVIRONMENT.items())

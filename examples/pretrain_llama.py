@@ -30,14 +30,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import Precision, checkpoint, param_groups
 from flatfsdp.cli import options
-from flatfsdp.cli.data import Sampler, load_corpus
 from flatfsdp.cli.options import RECIPES, Preset, Schedule
 from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
+from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import make_mesh
-from flatfsdp.timeline import redraw, save_spans
-from flatfsdp.trace import cpu_spans_of, spans_in
+from flatfsdp.profiling.timeline import redraw, save_spans
+from flatfsdp.profiling.trace import cpu_spans_of, spans_in
 
 Products = Enum("Products", {name: name for name in RECIPES}, type=str)
 
@@ -228,8 +228,8 @@ def main(
     def traced(step: int) -> float:
         """A step that leaves trace.json, for a browser, and step.png, a picture of what ran when.
 
-        `flatfsdp.timeline.redraw` makes the picture from step.json, which is small.  Recording takes time of
-        the host: where that is the limit, there are more gaps than in other steps.
+        `flatfsdp.profiling.timeline.redraw` makes the picture from step.json, which is small.  Recording
+        takes time of the host: where that is the limit, there are more gaps than in other steps.
         """
         on_gpu = device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]

@@ -1,12 +1,12 @@
 """FlatFSDP: an FSDP-integrated flat-parameter engine."""
 
-from flatfsdp.flat_params_wrapper import FlattenParamsWrapper
-from flatfsdp.fsdp import FlatFSDP
-from flatfsdp.grouping import param_groups
-from flatfsdp.layout import Align, FlatLayout, ParamSlot, ParamSpec
+from flatfsdp.engine.fsdp import FlatFSDP
+from flatfsdp.engine.param_groups import param_groups
+from flatfsdp.engine.wrap import auto_wrap, by_class, by_size
+from flatfsdp.flat.flatten_params import FlattenParamsWrapper
+from flatfsdp.flat.layout import Align, FlatLayout, ParamSlot, ParamSpec
 from flatfsdp.microbatch import microbatches
 from flatfsdp.policy import Precision, Prefetch
-from flatfsdp.wrap import auto_wrap, by_class, by_size
 
 __all__ = [
     "Align",

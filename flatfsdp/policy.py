@@ -1,6 +1,6 @@
 """What the user decides, as frozen values that are validated when they are made.
 
-Next: `fsdp.py` reads them; nothing else in the engine takes flags.
+Next: `engine/fsdp.py` reads them; nothing else in the engine takes flags.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Precision:
             the same, else in its `.main_grad`, for optimizers that look there.
         buffer: floating-point module buffers; None leaves them as they are.
         fp8_weights: how to scale weights that are kept in FP8 (E4M3), one byte an element, wherever `compute`
-            applies to the others: those which every layer that has them can multiply with in FP8, as the
-            layers of `flatfsdp.layers` and of `fp8.convert`.  Such a model runs inside `fp8.autocast`, with
-            any recipe that has one scale a tensor.  None keeps all weights in `compute`.  "in_layers" does
+            applies to the others: those which every layer that has them can multiply with in FP8, as
+            `flatfsdp.layers` and what its `convert` makes.  Such a model runs inside `fp8.autocast`, with any
+            recipe that has one scale a tensor.  None keeps all weights in `compute`.  "in_layers" does
             so, too, in the flat buffers that FP8 weights would have: for comparison, as sums over three ranks
             or more have an order that depends on where shards are cut.
     """
@@ -121,3 +121,16 @@ class Division:
         for field, value in vars(self).items():
             if not value > 0:
                 raise ValueError(f"gradients cannot be divided by {value!r} {field} the sum; it must be > 0")
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """Who gets whole parameters, and where.
+
+    Attributes:
+        rank0_only: the first rank of the grid; on the others the parameters stay as they are.
+        offload_to_cpu: in host memory, so that the device never holds more than one unit.
+    """
+
+    rank0_only: bool = False
+    offload_to_cpu: bool = False

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._outputs import (
+from flatfsdp.kernels.shared.ops import operator
+from flatfsdp.kernels.shared.outputs import (
     Outputs,
     allocate_outputs,
     check_input,
@@ -39,9 +39,9 @@ from flatfsdp.kernels._outputs import (
     vector_of,
     write_outputs,
 )
-from flatfsdp.kernels._pairs import WHOLE_ROWS, larger_magnitude, load_row_pairs, store_pairs
-from flatfsdp.kernels._tiles import Tile, find
-from flatfsdp.kernels._triton import Launch, cdiv, for_each_shape, jit, tl
+from flatfsdp.kernels.shared.pairs import WHOLE_ROWS, larger_magnitude, load_row_pairs, store_pairs
+from flatfsdp.kernels.shared.tiles import Tile, find
+from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
 
 GATED = {
     "geglu": "gelu",

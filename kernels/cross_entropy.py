@@ -26,10 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._outputs import check_input, check_like, vector_of
-from flatfsdp.kernels._tiles import Tile, find, power_of_two
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels.shared.ops import operator
+from flatfsdp.kernels.shared.outputs import check_input, check_like, vector_of
+from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
+from flatfsdp.kernels.shared.triton import cdiv, jit, on_device_of, tl
 
 LOWEST = torch.finfo(torch.float32).min
 

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatfsdp.kernels._ops import operator
-from flatfsdp.kernels._outputs import check_input, check_like, fold, rows_at_once, sum_bands, vector_of
-from flatfsdp.kernels._tiles import find
-from flatfsdp.kernels._triton import cdiv, jit, on_device_of, tl
+from flatfsdp.kernels.shared.ops import operator
+from flatfsdp.kernels.shared.outputs import check_input, check_like, fold, rows_at_once, sum_bands, vector_of
+from flatfsdp.kernels.shared.tiles import find
+from flatfsdp.kernels.shared.triton import cdiv, jit, on_device_of, tl
 
 WORDS = 4
 """That Philox makes of a counter."""

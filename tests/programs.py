@@ -10,7 +10,7 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from types import ModuleType
 
-from flatfsdp.cli.ranks import fork_server
+from flatfsdp.launch import fork_server
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate, product
 from typing import NamedTuple
 
-from flatfsdp.placement import Partition
+from flatfsdp.contract.placement import Partition
 
 
 class Box(NamedTuple):

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from flatfsdp.checkpoint.tp_parts import joined, own_part, scattered_part
-from flatfsdp.comm import broadcast_object
-from flatfsdp.flat_group import FlatGroup
-from flatfsdp.layout import ParamSlot
-from flatfsdp.master import require_same_ranks
-from flatfsdp.summon import Gathering
-from flatfsdp.walk import keys_of_slots, named_groups, units_in
+from flatfsdp.comm.objects import broadcast_object
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.master import require_same_ranks
+from flatfsdp.engine.units import keys_of_slots, named_groups, units_in
+from flatfsdp.flat.layout import ParamSlot
+from flatfsdp.policy import Gathering
 
 
 def full_state_dict(

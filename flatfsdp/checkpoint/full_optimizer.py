@@ -17,10 +17,11 @@ from flatfsdp.checkpoint.optimizer_state import (
     trained_masters,
 )
 from flatfsdp.checkpoint.tp_parts import joined, own_part, parts
-from flatfsdp.comm import broadcast_object, scatter
-from flatfsdp.flat_group import settle
-from flatfsdp.master import MasterShard, require_same_ranks
-from flatfsdp.walk import Model, named_groups
+from flatfsdp.comm.collectives import scatter
+from flatfsdp.comm.objects import broadcast_object
+from flatfsdp.engine.storage.group import settle
+from flatfsdp.engine.storage.master import MasterShard, require_same_ranks
+from flatfsdp.engine.units import Model, named_groups
 
 
 def full_optimizer_state_dict(

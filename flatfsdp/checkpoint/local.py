@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.flat_group import FlatGroup, settle
-from flatfsdp.layout import FlatLayout, ParamSpec
-from flatfsdp.placement import Partition
-from flatfsdp.sites import prefixed_modules
-from flatfsdp.walk import keys_of_slots, named_groups
+from flatfsdp.contract.placement import Partition
+from flatfsdp.engine.storage.group import FlatGroup, settle
+from flatfsdp.engine.units import keys_of_slots, named_groups
+from flatfsdp.flat.layout import FlatLayout, ParamSpec
+from flatfsdp.flat.sites import prefixed_modules
 
 
 def local_state_dict(model: nn.Module) -> dict[str, Tensor]:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.comm import all_gather_object
-from flatfsdp.layout import ParamSlot
-from flatfsdp.master import MasterShard, Portion
-from flatfsdp.walk import Model, named_groups
+from flatfsdp.comm.objects import all_gather_object
+from flatfsdp.engine.storage.master import MasterShard, Portion
+from flatfsdp.engine.units import Model, named_groups
+from flatfsdp.flat.layout import ParamSlot
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,13 @@ from flatfsdp.checkpoint.optimizer_state import (
     state_shard,
     trained_masters,
 )
-from flatfsdp.comm import ALONE, Grid, Ranks, all_gather_object, default_group
-from flatfsdp.flat_group import settle
-from flatfsdp.layout import ParamSlot
-from flatfsdp.master import MasterShard, require_same_ranks
-from flatfsdp.walk import Model, named_groups, parts_of
+from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.objects import all_gather_object
+from flatfsdp.comm.ranks import ALONE, Ranks, default_group
+from flatfsdp.engine.storage.group import settle
+from flatfsdp.engine.storage.master import MasterShard, require_same_ranks
+from flatfsdp.engine.units import Model, named_groups, parts_of
+from flatfsdp.flat.layout import ParamSlot
 
 
 def save(path: str | os.PathLike[str], model: Model, optimizer: torch.optim.Optimizer | None = None) -> None:

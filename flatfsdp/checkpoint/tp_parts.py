@@ -7,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatfsdp.comm import Grid, Ranks, all_gather, gather, scatter
-from flatfsdp.layout import ParamSlot
-from flatfsdp.tensor_parallel import part_of
+from flatfsdp.comm.collectives import all_gather, gather, scatter
+from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.tensor_parallel import part_of
+from flatfsdp.flat.layout import ParamSlot
 
 
 def joined(

@@ -16,14 +16,14 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from flatfsdp.cli import options
 from flatfsdp.cli.console import results_console, usage_errors
-from flatfsdp.cli.gpt import GPTConfig
 from flatfsdp.cli.matrix import MatrixPlan, MatrixReport, run_matrix
 from flatfsdp.cli.parallel_training import ParallelSettings
 from flatfsdp.cli.plan import plan
-from flatfsdp.cli.ranks import Device, Launch, is_main, run_on_ranks
 from flatfsdp.cli.train import train_on_rank
 from flatfsdp.cli.training import Fusion, PrecisionName, Strategy, TrainSettings
 from flatfsdp.cli.verify import Report, Switch, VerifyJob, verify_on_rank
+from flatfsdp.launch import Device, Launch, is_main, run_on_ranks
+from flatfsdp.models.gpt import GPTConfig
 
 app = typer.Typer(
     help="FlatFSDP: train language models on flat parameters, without concatenating a gradient.",

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp.cli.ranks import Rank
 from flatfsdp.cli.report import RunSummary
 from flatfsdp.cli.training import AfterBackward, Trained
+from flatfsdp.launch import Rank
 
 KINDS = ("losses", "gradients", "parameters", "optimizer state")
 

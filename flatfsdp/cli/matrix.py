@@ -16,11 +16,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from flatfsdp.cli.data import Sampler
 from flatfsdp.cli.evidence import KINDS, differences_on_all_ranks, observed
 from flatfsdp.cli.parallel_training import Layout, Meshes, ParallelSettings, Schedule, train_parallel
 from flatfsdp.cli.progress import StepBar
-from flatfsdp.cli.ranks import Device, Launch, Rank, run_on_ranks, under_torchrun
 from flatfsdp.cli.report import (
     RunSummary,
     compared_cells,
@@ -31,7 +29,9 @@ from flatfsdp.cli.report import (
 )
 from flatfsdp.cli.training import Fusion, PrecisionName, Strategy
 from flatfsdp.cli.verify import Switch
+from flatfsdp.launch import Device, Launch, Rank, run_on_ranks, under_torchrun
 from flatfsdp.models import LlamaConfig
+from flatfsdp.models.text import Sampler
 
 ON_CPU = ParallelSettings(LlamaConfig(4, 64, 128, heads=4, kv_heads=2, vocab=256, seq=32), steps=4)
 ON_GPUS = ParallelSettings(LlamaConfig(4, 512, 1408, heads=8, kv_heads=4, vocab=256, seq=512), lr=1e-3)

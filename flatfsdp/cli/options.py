@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from flatfsdp.cli.ranks import Device
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from flatfsdp.launch import Device
 from flatfsdp.models.pipeline import ScheduleName
 
 

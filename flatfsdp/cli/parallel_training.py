@@ -17,20 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import Precision
-from flatfsdp.cli.data import Sampler, load_corpus
-from flatfsdp.cli.ranks import Rank
-from flatfsdp.cli.training import (
-    AfterBackward,
-    Fusion,
-    PrecisionName,
-    Step,
-    Trained,
-    now,
-    require_positive,
-)
+from flatfsdp.cli.training import AfterBackward, Fusion, PrecisionName, Step, Trained, now, require_positive
 from flatfsdp.fp8 import CurrentScaling
+from flatfsdp.launch import Rank
 from flatfsdp.models import LlamaConfig, LlamaPipeline, stage_layers
 from flatfsdp.models.pipeline import ScheduleName
+from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import ParallelMesh, make_mesh
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flatfsdp.cli.report import to_json
-from flatfsdp.memory import GIB
+from flatfsdp.engine.memory import GIB
 from flatfsdp.plan import Candidate, Job, Machine, MemoryPlan, Sent, TimePlan, memory_plan, time_plan
 from flatfsdp.plan.parts import parts_of
 from flatfsdp.plan.traffic import named, sent_by_rank

@@ -22,8 +22,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from flatfsdp.cli.ranks import Rank
 from flatfsdp.cli.training import Trained
+from flatfsdp.launch import Rank
 
 LOCAL_COPIES = ("cast", "concat", "accumulate")
 """The ledger's counters of bytes that move within one rank's memory; the others travel."""

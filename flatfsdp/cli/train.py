@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatfsdp.cli.ranks import Rank
 from flatfsdp.cli.report import RunSummary, environment, plot_losses, to_json
 from flatfsdp.cli.training import TrainSettings, train
+from flatfsdp.launch import Rank
 
 
 @dataclass(frozen=True)

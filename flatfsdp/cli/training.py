@@ -20,15 +20,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
-from flatfsdp.cli.data import Sampler, load_corpus
-from flatfsdp.cli.fused_gpt import FusedGPT
-from flatfsdp.cli.gpt import GPT, Block, GPTConfig
 from flatfsdp.cli.progress import StepBar
-from flatfsdp.cli.ranks import Rank
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe, autocast
-from flatfsdp.fp8.linear import FuseWgrad
-from flatfsdp.kernels.gemm import ALIGNMENT
+from flatfsdp.kernels.gemm.gemm import ALIGNMENT
+from flatfsdp.launch import Rank
 from flatfsdp.layers import TransformerLayer
+from flatfsdp.matmul.linear_map import FuseWgrad
+from flatfsdp.models.fused_gpt import FusedGPT
+from flatfsdp.models.gpt import GPT, Block, GPTConfig
+from flatfsdp.models.text import Sampler, load_corpus
 
 
 class PrecisionName(str, Enum):

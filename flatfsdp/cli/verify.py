@@ -14,9 +14,7 @@ from typing import Any
 
 from rich.table import Table
 
-from flatfsdp.cli.data import Sampler
 from flatfsdp.cli.evidence import KINDS, differences_on_all_ranks, observed
-from flatfsdp.cli.ranks import Rank
 from flatfsdp.cli.report import (
     RunSummary,
     compared_cells,
@@ -28,6 +26,8 @@ from flatfsdp.cli.report import (
     verdict,
 )
 from flatfsdp.cli.training import Fusion, PrecisionName, Strategy, TrainSettings, train
+from flatfsdp.launch import Rank
+from flatfsdp.models.text import Sampler
 
 
 class Switch(str, Enum):

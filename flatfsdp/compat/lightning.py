@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatfsdp import checkpoint
-from flatfsdp.fsdp import FlatFSDP
+from flatfsdp.engine.fsdp import FlatFSDP
 
 try:
     from lightning.fabric import Fabric

@@ -1,15 +1,7 @@
-"""FP8: recipes, the autocast region, recompute, and conversion of existing models."""
+"""8 bits: recipes, the autocast region, quantizers, scaling states, and recompute with the same scales."""
 
 from flatfsdp.fp8.autocast import autocast, fp8_autocast
-from flatfsdp.fp8.convert import convert
-from flatfsdp.fp8.recipe import (
-    BlockScaling,
-    CurrentScaling,
-    DelayedScaling,
-    Format,
-    Recipe,
-    SplitAccumulator,
-)
+from flatfsdp.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, Recipe, SplitAccumulator
 from flatfsdp.fp8.recompute import checkpoint
 
 __all__ = [
@@ -21,6 +13,5 @@ __all__ = [
     "SplitAccumulator",
     "autocast",
     "checkpoint",
-    "convert",
     "fp8_autocast",
 ]

@@ -2,7 +2,7 @@
 
 In:   a matrix in FP32, fp16 or bf16.
 Out:  an `Operand`, and the column sums where they are asked for (a bias gradient is one).
-Next: `products.py` multiplies operands.
+Next: `matmul/products.py` multiplies operands.
 
 A kernel that produces the matrix (a norm, an activation) can cast it in the same pass if the scale is known
 before: it asks for `fused` and then calls `operand` on what it has written.
@@ -20,13 +20,14 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from flatfsdp.comm import Ranks, raise_to_largest
-from flatfsdp.fp8.operand import Operand
-from flatfsdp.kernels.block_cast import Block, block_cast
-from flatfsdp.kernels.cast import cast, max_abs
-from flatfsdp.kernels.column_sum import column_sum as sum_columns
-from flatfsdp.kernels.scaling import current_scales
-from flatfsdp.kernels.transpose import transpose
+from flatfsdp.comm.collectives import raise_to_largest
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.operand import Operand
+from flatfsdp.kernels.cast.block_cast import Block, block_cast
+from flatfsdp.kernels.cast.cast import cast, max_abs
+from flatfsdp.kernels.cast.column_sum import column_sum as sum_columns
+from flatfsdp.kernels.cast.scaling import current_scales
+from flatfsdp.kernels.cast.transpose import transpose
 
 
 class Quantized(NamedTuple):

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from flatfsdp.autograd import in_backward
-from flatfsdp.fp8.autocast import Region, current_region, entered
-from flatfsdp.fp8.state import Scaling
-from flatfsdp.kernels.scaling import Scales
-from flatfsdp.rng import GetTracker, Tracker
+from flatfsdp.comm.rng import GetTracker, Tracker
+from flatfsdp.fp8.region import Region, current_region, entered
+from flatfsdp.fp8.scaling import Scaling
+from flatfsdp.kernels.cast.scaling import Scales
+from flatfsdp.torch_private import in_backward
 
 
 class Tape:

@@ -1,16 +1,17 @@
-"""Transformer layers whose products may be in FP8, with Transformer Engine's interface."""
+"""Modules: transformer layers whose GEMMs may be in FP8, with Transformer Engine's interface."""
 
-from flatfsdp.layers.attention import DotProductAttention
-from flatfsdp.layers.cross_entropy import cross_entropy
+from flatfsdp.layers.attention.dot_product import DotProductAttention
+from flatfsdp.layers.attention.multihead import MultiheadAttention
+from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding
+from flatfsdp.layers.convert import convert
 from flatfsdp.layers.dropout import bias_dropout_add
 from flatfsdp.layers.embedding import Embedding
 from flatfsdp.layers.layernorm_linear import LayerNormLinear
 from flatfsdp.layers.layernorm_mlp import LayerNormMLP
 from flatfsdp.layers.linear import Linear
-from flatfsdp.layers.linear_cross_entropy import LinearCrossEntropy
-from flatfsdp.layers.multihead_attention import MultiheadAttention
+from flatfsdp.layers.loss.cross_entropy import cross_entropy
+from flatfsdp.layers.loss.linear_cross_entropy import LinearCrossEntropy
 from flatfsdp.layers.norm import LayerNorm, RMSNorm
-from flatfsdp.layers.rotary import RotaryPositionEmbedding
 from flatfsdp.layers.transformer import TransformerLayer
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "RotaryPositionEmbedding",
     "TransformerLayer",
     "bias_dropout_add",
+    "convert",
     "cross_entropy",
 ]

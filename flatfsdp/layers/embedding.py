@@ -17,13 +17,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatfsdp.autograd import receives_gradient
-from flatfsdp.exchange import Exchange
-from flatfsdp.fp8.checks import require_bool_or_none
-from flatfsdp.fp8.main_grad import claim
-from flatfsdp.kernels.embedding import embedding_grad
+from flatfsdp.contract.main_grad import claim
+from flatfsdp.contract.tensor_parallel import TensorParallel, are_known, declare_split
+from flatfsdp.kernels.grad.embedding import embedding_grad
+from flatfsdp.layers.checks import require_bool_or_none
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
-from flatfsdp.tensor_parallel import Declaring, TensorParallel, are_known, declare_split, initialize
+from flatfsdp.layers.shared import Declaring, initialize
+from flatfsdp.matmul.exchange import Exchange
+from flatfsdp.torch_private import receives_gradient
 
 
 class Embedding(Declaring):

@@ -1,7 +1,7 @@
 """`LayerNormLinear`: a norm and a linear layer as one autograd node; in FP8 the norm casts its own result.
 
 In:   [..., in_features];  out: [..., out_features].
-Next: `multihead_attention.py` has one for query, key and value.
+Next: `layers/attention/multihead.py` has one for query, key and value.
 """
 
 from __future__ import annotations
@@ -14,18 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
-from flatfsdp.fp8.linear import (
-    LinearCall,
-    LinearSaved,
-    linear_backward,
-    linear_forward,
-    quantize_grad,
-)
-from flatfsdp.fp8.operand import Operand
+from flatfsdp.contract.operand import Operand
+from flatfsdp.contract.tensor_parallel import declare_norm
 from flatfsdp.layers.normalized import NormKind, add_to, input_grads, normalize, reset_norm
 from flatfsdp.layers.parameters import new_parameter
 from flatfsdp.layers.projection import LinearOptions, Projection, residual_matrix
-from flatfsdp.tensor_parallel import declare_norm
+from flatfsdp.matmul.linear_map import LinearCall, LinearSaved, linear_backward, linear_forward, quantize_grad
 
 
 class LayerNormLinear(Projection):

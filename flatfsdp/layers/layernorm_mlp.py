@@ -20,9 +20,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatfsdp.exchange import Exchange
-from flatfsdp.fp8.checks import activation_dtype, require_fp8_shape
-from flatfsdp.fp8.linear import (
+from flatfsdp.comm.rng import GetTracker
+from flatfsdp.contract.operand import Operand
+from flatfsdp.contract.tensor_parallel import Mode, TensorParallel, declare_map, declare_norm
+from flatfsdp.fp8.quantizers import Quantized
+from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
+from flatfsdp.layers.base import FP8Module
+from flatfsdp.layers.checks import activation_dtype, require_fp8_shape
+from flatfsdp.layers.normalized import Normalized, NormKind, add_to, input_grads, normalize, reset_norm
+from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
+from flatfsdp.layers.projection import as_matrix, residual_matrix
+from flatfsdp.layers.shared import initialize
+from flatfsdp.matmul.exchange import Exchange
+from flatfsdp.matmul.linear_map import (
     FuseWgrad,
     LinearCall,
     LinearSaved,
@@ -31,15 +41,6 @@ from flatfsdp.fp8.linear import (
     linear_forward,
     quantize_grad,
 )
-from flatfsdp.fp8.module import FP8Module
-from flatfsdp.fp8.operand import Operand
-from flatfsdp.fp8.quantizers import Quantized
-from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
-from flatfsdp.layers.normalized import Normalized, NormKind, add_to, input_grads, normalize, reset_norm
-from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
-from flatfsdp.layers.projection import as_matrix, residual_matrix
-from flatfsdp.rng import GetTracker
-from flatfsdp.tensor_parallel import Mode, TensorParallel, declare_map, declare_norm, initialize
 
 
 class LayerNormMLP(FP8Module):

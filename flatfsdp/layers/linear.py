@@ -1,7 +1,7 @@
 """`Linear`: nn.Linear with FP8 products and the weight gradient accumulated in FP32.
 
 In:   [..., in_features];  out: [..., out_features].
-Next: `fp8/linear.py` has the primitive.
+Next: `matmul/linear_map.py` has the primitive.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
-from flatfsdp.fp8.linear import (
+from flatfsdp.contract.operand import Operand
+from flatfsdp.layers.projection import LinearOptions, Projection
+from flatfsdp.matmul.linear_map import (
     FuseWgrad,
     LinearCall,
     LinearSaved,
@@ -21,8 +23,6 @@ from flatfsdp.fp8.linear import (
     linear_forward,
     quantize_grad,
 )
-from flatfsdp.fp8.operand import Operand
-from flatfsdp.layers.projection import LinearOptions, Projection
 
 
 class Linear(Projection):

@@ -1,7 +1,7 @@
 """`LayerNorm` and `RMSNorm`: one kernel forward, one backward, with weight gradients summed in FP32.
 
 In:   [..., *normalized_shape], FP32, fp16 or bf16;  out: the same shape and dtype.
-Next: `kernels/norm_forward.py` and `kernels/norm_backward.py`; `normalized.py` for norms before a product.
+Next: `kernels/norm/forward.py` and `kernels/norm/backward.py`; `normalized.py` for norms before a product.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from flatfsdp.fp8.checks import INPUT_DTYPES
+from flatfsdp.contract.tensor_parallel import declare_whole
 from flatfsdp.fp8.state_dict import WithoutExtraState
-from flatfsdp.kernels.norm_forward import norm_forward
+from flatfsdp.kernels.norm.forward import norm_forward
+from flatfsdp.layers.checks import INPUT_DTYPES
 from flatfsdp.layers.normalized import NormKind, normalize_backward, reset_norm
 from flatfsdp.layers.parameters import new_parameter
-from flatfsdp.tensor_parallel import Declaring, declare_whole
+from flatfsdp.layers.shared import Declaring
 
 
 class _NormLayer(WithoutExtraState, Declaring):

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatfsdp.fp8.operand import Operand
+from flatfsdp.contract.operand import Operand
 from flatfsdp.fp8.quantizers import Quantizer
-from flatfsdp.kernels.norm_backward import NormBackward, norm_backward
-from flatfsdp.kernels.norm_forward import norm_forward
+from flatfsdp.kernels.norm.backward import NormBackward, norm_backward
+from flatfsdp.kernels.norm.forward import norm_forward
 
 
 @dataclass(frozen=True)

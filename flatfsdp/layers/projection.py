@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.exchange import Exchange
-from flatfsdp.fp8.checks import activation_dtype, require_fp8_shape
-from flatfsdp.fp8.linear import FuseWgrad, LinearCall, checked_fuse_wgrad
-from flatfsdp.fp8.module import FP8Module
-from flatfsdp.fp8.operand import Operand
+from flatfsdp.comm.rng import GetTracker
+from flatfsdp.contract.operand import Operand
+from flatfsdp.contract.tensor_parallel import Mode, TensorParallel, declare_map
+from flatfsdp.layers.base import FP8Module
+from flatfsdp.layers.checks import activation_dtype, require_fp8_shape
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
-from flatfsdp.rng import GetTracker
-from flatfsdp.tensor_parallel import Mode, TensorParallel, declare_map, initialize
+from flatfsdp.layers.shared import initialize
+from flatfsdp.matmul.exchange import Exchange
+from flatfsdp.matmul.linear_map import FuseWgrad, LinearCall, checked_fuse_wgrad
 
 
 class LinearOptions(TypedDict, total=False):

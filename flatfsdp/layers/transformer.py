@@ -17,15 +17,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.fp8.linear import FuseWgrad
+from flatfsdp.comm.rng import GetTracker
+from flatfsdp.contract.tensor_parallel import TensorParallel
+from flatfsdp.layers.attention.masks import Window
+from flatfsdp.layers.attention.multihead import MultiheadAttention, Tables
 from flatfsdp.layers.dropout import OwnNumbers, bias_dropout_add
 from flatfsdp.layers.layernorm_mlp import LayerNormMLP
-from flatfsdp.layers.masks import Window
-from flatfsdp.layers.multihead_attention import MultiheadAttention, Tables
 from flatfsdp.layers.norm import LayerNorm, RMSNorm
 from flatfsdp.layers.parameters import InitMethod
-from flatfsdp.rng import GetTracker
-from flatfsdp.tensor_parallel import Shared, TensorParallel
+from flatfsdp.layers.shared import Shared
+from flatfsdp.matmul.linear_map import FuseWgrad
 
 
 class TransformerLayer(Shared):

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flatfsdp.comm.rng import seeded
+from flatfsdp.contract.tensor_parallel import TensorParallel
+from flatfsdp.flat.meta_device import materialize
 from flatfsdp.fp8 import Recipe, autocast
-from flatfsdp.fp8.checks import require_fp8_shape
-from flatfsdp.fp8.linear import FuseWgrad
-from flatfsdp.fp8.module import FP8Module
-from flatfsdp.kernels.gemm import ALIGNMENT
+from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers import (
     Embedding,
     LinearCrossEntropy,
@@ -30,11 +30,11 @@ from flatfsdp.layers import (
     TransformerLayer,
     cross_entropy,
 )
+from flatfsdp.layers.base import FP8Module
+from flatfsdp.layers.checks import require_fp8_shape
 from flatfsdp.layers.parameters import InitMethod
-from flatfsdp.meta import materialize
+from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.models.config import LlamaConfig
-from flatfsdp.rng import seeded
-from flatfsdp.tensor_parallel import TensorParallel
 
 
 class Llama(nn.Module):

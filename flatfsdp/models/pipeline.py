@@ -15,19 +15,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from flatfsdp.agreement import check_same_on_all_ranks
-from flatfsdp.comm import indexed
+from flatfsdp.comm.agreement import check_same_on_all_ranks
+from flatfsdp.comm.device import indexed
+from flatfsdp.engine.fsdp import FlatFSDP
+from flatfsdp.engine.wrap import auto_wrap, by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
-from flatfsdp.fp8.linear import FuseWgrad
-from flatfsdp.fsdp import FlatFSDP
-from flatfsdp.kernels.gemm import ALIGNMENT
+from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers import TransformerLayer
+from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.microbatch import microbatches
 from flatfsdp.models.config import LlamaConfig, stage_layers
 from flatfsdp.models.llama import Llama
 from flatfsdp.parallel import FlatStage, ParallelMesh
 from flatfsdp.policy import Precision
-from flatfsdp.wrap import auto_wrap, by_class
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved"]
 SCHEDULES: dict[ScheduleName, Any] = {

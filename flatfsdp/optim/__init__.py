@@ -4,9 +4,9 @@ Any torch.optim optimizer works over flat shards.  These also write the shard th
 same pass.
 """
 
+from flatfsdp.contract.flat_shard import FlatShard
 from flatfsdp.optim.adamw import AdamW
 from flatfsdp.optim.clip import clip_grad_norm
 from flatfsdp.optim.sgd import SGD
-from flatfsdp.optim.target import FlatShard
 
 __all__ = ["SGD", "AdamW", "FlatShard", "clip_grad_norm"]

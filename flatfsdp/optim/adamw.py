@@ -1,6 +1,6 @@
 """AdamW as one kernel for all parameters, and for all that the next forward needs of them.
 
-Next: `flatfsdp.kernels.adamw` has the formula.
+Next: `flatfsdp.kernels.optim.adamw` has the formula.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.kernels.adamw import Numbers, adamw
-from flatfsdp.kernels.runs import Run
+from flatfsdp.kernels.optim.adamw import Numbers, adamw
+from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim.fused import Due, FusedOptimizer, Kind
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

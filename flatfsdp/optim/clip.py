@@ -15,11 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.comm import ALONE, Grid, Ranks, all_gather
-from flatfsdp.identity import Action, Identity
-from flatfsdp.journal import launch
-from flatfsdp.master import MasterShard
-from flatfsdp.optim.target import FlatShard
+from flatfsdp.comm.checking.identity import Action, Identity
+from flatfsdp.comm.checking.journal import launch
+from flatfsdp.comm.collectives import all_gather
+from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import ALONE, Ranks
+from flatfsdp.contract.flat_shard import FlatShard
+from flatfsdp.engine.storage.master import MasterShard
 
 
 def clip_grad_norm(

@@ -1,7 +1,7 @@
 """One step over all parameters in one pass: what AdamW and SGD share.
 
 In:   parameters with gradients, in `.grad`, or in `.main_grad` if that is there.
-Out:  new values; of flat shards (`target.py`) also the next compute shard and the amaxes.
+Out:  new values; of flat shards (`contract/flat_shard.py`) also the next compute shard and the amaxes.
 Next: the engine gathers the compute shard as it is.
 
     norm of all gradients -> one number on the device -> kernel: gradient, states, parameter, copy, amax
@@ -17,7 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.kernels.runs import Run
+from flatfsdp.contract.flat_shard import FlatShard, flat_shard_of
+from flatfsdp.contract.placement import is_shared
+from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim.clip import (
     Spread,
     clip_coefficient,
@@ -28,8 +30,6 @@ from flatfsdp.optim.clip import (
     spread,
     widest,
 )
-from flatfsdp.optim.target import FlatShard, flat_shard_of
-from flatfsdp.placement import is_shared
 
 
 class Kind(NamedTuple):

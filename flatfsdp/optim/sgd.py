@@ -1,6 +1,6 @@
 """SGD as one kernel for all parameters, and for all that the next forward needs of them.
 
-Next: `flatfsdp.kernels.sgd` has the formula.
+Next: `flatfsdp.kernels.optim.sgd` has the formula.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.kernels.runs import Run
-from flatfsdp.kernels.sgd import Numbers, sgd
+from flatfsdp.kernels.optim.runs import Run
+from flatfsdp.kernels.optim.sgd import Numbers, sgd
 from flatfsdp.optim.fused import Due, FusedOptimizer, Kind
 
 BUFFER = "momentum_buffer"

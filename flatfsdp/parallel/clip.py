@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from flatfsdp.engine.units import named_groups, units_in
 from flatfsdp.optim import clip_grad_norm
 from flatfsdp.optim.clip import pipeline_of
-from flatfsdp.walk import named_groups, units_in
 
 Part = nn.Module | PipelineStage
 

@@ -2,7 +2,7 @@
 
 In:   a part of a model inside FlatFSDP, and its place in the pipeline.
 Out:  a `PipelineStage` for ScheduleGPipe, Schedule1F1B and ScheduleInterleaved1F1B.
-Next: `microbatch.py` holds which backward is the last; `unit.py` reduces in it.
+Next: `microbatch.py` holds which backward is the last; `engine/step/unit.py` reduces in it.
 
     the schedule                    when            what happens here
     sets stage_index_to_group_rank  it is made      refuses split backwards
@@ -35,13 +35,12 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils._pytree import tree_map_only
 
-from flatfsdp.comm import Ranks
-from flatfsdp.flat_group import FlatGroup
-from flatfsdp.fp8.autocast import StageRanks, inside_stage
-from flatfsdp.root import Root
-from flatfsdp.unit_module import UnitModule
-from flatfsdp.unreduced import reduced_grad
-from flatfsdp.walk import units_in
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.engine.step.root import Root
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.unreduced import reduced_grad
+from flatfsdp.engine.units import UnitModule, units_in
+from flatfsdp.fp8.stage_ranks import StageRanks, inside_stage
 
 SPLIT = {_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT}
 

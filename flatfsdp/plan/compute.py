@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from flatfsdp.flat.layout import FlatLayout, Role
 from flatfsdp.fp8 import DelayedScaling
-from flatfsdp.layout import FlatLayout, Role
 from flatfsdp.plan.activations import FP8_BYTES, FP32_BYTES, Sizes, unfused_grad
 from flatfsdp.plan.job import Job
 from flatfsdp.plan.machine import Machine

@@ -12,11 +12,11 @@ from functools import cache
 
 import torch
 
+from flatfsdp.comm.mesh import DIMENSIONS, filled
 from flatfsdp.fp8 import BlockScaling, Recipe
-from flatfsdp.fp8.linear import FuseWgrad
+from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.models import LlamaConfig
 from flatfsdp.models.pipeline import ScheduleName, pipeline_stages
-from flatfsdp.parallel.mesh import DIMENSIONS, filled
 from flatfsdp.policy import Precision, Prefetch
 
 

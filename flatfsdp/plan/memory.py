@@ -21,15 +21,23 @@ from typing import NamedTuple
 
 import torch
 
-from flatfsdp.fp8_weights import FP8_DTYPE
-from flatfsdp.layout import FlatLayout, Role
-from flatfsdp.memory import ALWAYS, GroupSizes, MemoryReport, Size, largest_window, report_of, units_ahead
+from flatfsdp.engine.memory import (
+    ALWAYS,
+    GroupSizes,
+    MemoryReport,
+    Size,
+    largest_window,
+    report_of,
+    units_ahead,
+)
+from flatfsdp.engine.step.reduce import MAX_IN_FLIGHT
+from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE
+from flatfsdp.flat.layout import FlatLayout, Role
 from flatfsdp.optim.adamw import MOMENTS
 from flatfsdp.plan import activations
 from flatfsdp.plan.job import Job
 from flatfsdp.plan.parts import Layouts, Part, layouts_of, parts_of
 from flatfsdp.plan.schedule import in_flight
-from flatfsdp.reduce import MAX_IN_FLIGHT
 
 
 class Line(NamedTuple):

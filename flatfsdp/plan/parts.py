@@ -2,7 +2,7 @@
 
 In:   a `Job`.
 Out:  for each pipeline rank its `Part`s, and for each of these the layouts of its units.
-Next: `memory.py` and `traffic.py` cut the layouts into shards.
+Next: `engine/memory.py` and `traffic.py` cut the layouts into shards.
 
 One layer is built, on the meta device, whatever the size of the model: all layers are alike.
 """
@@ -16,10 +16,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from flatfsdp.comm import Ranks
-from flatfsdp.layout import FlatLayout
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.engine.claim import bindings_of
+from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.models import Llama, LlamaConfig
-from flatfsdp.ownership import bindings_of
 from flatfsdp.plan.job import Job
 
 UnitLayouts = tuple[FlatLayout, ...]

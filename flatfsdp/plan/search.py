@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from flatfsdp.memory import GIB
+from flatfsdp.engine.memory import GIB
 from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.plan.job import Arrangement, Job
 from flatfsdp.plan.machine import Machine

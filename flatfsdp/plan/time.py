@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from flatfsdp.layout import FlatLayout
+from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.models import flops_per_token
 from flatfsdp.plan import compute
 from flatfsdp.plan.activations import between_stages

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from flatfsdp.layout import FlatLayout
-from flatfsdp.placement import Placement
+from flatfsdp.contract.placement import Placement
+from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.plan.activations import FP32_BYTES, Sizes, between_stages
 from flatfsdp.plan.job import Job
 from flatfsdp.plan.memory import group_sizes

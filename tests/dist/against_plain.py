@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP
-from flatfsdp.walk import units_in
+from flatfsdp.engine.units import units_in
 from tests.dist.models import Net, data
 
 UNITS = 4

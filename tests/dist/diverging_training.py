@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP
-from flatfsdp.flat_group import FlatGroup
-from flatfsdp.layout import Piece
-from flatfsdp.walk import keys_of_slots
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.units import keys_of_slots
+from flatfsdp.flat.layout import Piece
 from tests.dist.diverging_plans import Block, Plan, What
 from tests.dist.stress_models import (
     BATCH,

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, ParamSlot, auto_wrap, by_class, microbatches
-from flatfsdp.comm import Ranks
-from flatfsdp.walk import named_groups
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.engine.units import named_groups
 
 VOCAB, WIDTH = 30, 20  # sizes that no alignment divides
 

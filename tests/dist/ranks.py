@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flatfsdp.cli.ranks import fork_server
+from flatfsdp.launch import fork_server
 
 _POOLS: dict[tuple[int, str, float], Pool] = {}
 

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp.comm import Pending, Ranks
-from flatfsdp.exchange import Exchange
-from flatfsdp.fp8 import DelayedScaling, autocast, products
+from flatfsdp.comm.collectives import Pending
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.tensor_parallel import part_of
+from flatfsdp.fp8 import DelayedScaling, autocast
 from flatfsdp.layers import LayerNormMLP, Linear
-from flatfsdp.tensor_parallel import part_of
+from flatfsdp.matmul import products
+from flatfsdp.matmul.exchange import Exchange
 from tests.unit.fp8.common import relative_error
 
 SEQUENCE, BATCH = 16, 4

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp.autograd import in_backward
+from flatfsdp.torch_private import in_backward
 from tests.dist.stress_plans import (
     Branches,
     Chain,

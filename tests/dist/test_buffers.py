@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FlatFSDP, Precision, Prefetch, auto_wrap, by_class, microbatches
-from flatfsdp.flat_group import ShardState
+from flatfsdp.engine.storage.group import ShardState
 from tests.dist.models import Block, Net, build, data, grads_of, same
 from tests.dist.ranks import run_ranks
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import Precision, auto_wrap, by_class, microbatches
-from flatfsdp.copy_counter import CopyCounter, Kind
-from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
-from flatfsdp.kernels.transpose import transpose_many
-from flatfsdp.layout import FlatLayout, ParamSpec
+from flatfsdp.flat.layout import FlatLayout, ParamSpec
+from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
+from flatfsdp.kernels.cast.transpose import transpose_many
+from flatfsdp.profiling.copy_counter import CopyCounter, Kind
 from tests.dist.ranks import run_ranks
 
 BLOCKS, WIDTH, HIDDEN = 3, 40, 75

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatfsdp.cli.ranks import Rank
+from flatfsdp.launch import Rank
 from tests.programs import ROOT, TORCHRUN, run_program
 
 KIB, MIB = 2**10, 2**20

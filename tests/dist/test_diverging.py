@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import auto_wrap, by_class
-from flatfsdp.tensors import tensors_in
+from flatfsdp.flat.nested import tensors_in
 from tests.dist.diverging import BACKEND_ERRORS, PATIENCE, WORDS, Tally, judged
 from tests.dist.diverging_plans import Block, Divergence, Plan, What
 from tests.dist.diverging_training import Report, Route, Sharded, build, check_on_rank

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.comm import Ranks
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.tensor_parallel import part_of
 from flatfsdp.layers import Embedding
-from flatfsdp.tensor_parallel import part_of
 from tests.dist.ranks import run_ranks
 
 ROWS, COLS = 24, 16

@@ -12,11 +12,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import FlatFSDP, Precision, checkpoint, microbatches, param_groups
-from flatfsdp.comm import Ranks
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.placement import Placement
+from flatfsdp.contract.tensor_parallel import declare_split, declare_whole
+from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.layers import Linear, RMSNorm
-from flatfsdp.layout import FlatLayout
-from flatfsdp.placement import Placement
-from flatfsdp.tensor_parallel import declare_split, declare_whole
 from tests.dist.models import Trace, data, same_trace, whole_grads
 from tests.dist.ranks import run_ranks
 from tests.dist.tp_models import ParallelMLP, ParallelNet, build_tp, data_rank, tp_mesh

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint
-from flatfsdp.comm import Ranks
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.placement import Placement
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import FlatStage, clip_grad_norm_
-from flatfsdp.placement import Placement
 from tests.dist.checkpoints import equal
 from tests.dist.llamas import CONFIG, SmallPipeline, mesh_of, microbatches_of, samples
 from tests.dist.models import WIDTH, same, whole_grads

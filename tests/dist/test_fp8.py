@@ -14,7 +14,7 @@ from torch import nn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8, microbatches
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
-from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, convert
 from tests.dist.fp8_training import batch, build, counted_reductions, same_on_all_ranks
 from tests.dist.models import same
 from tests.dist.ranks import run_ranks
@@ -269,7 +269,7 @@ def converted(rank: int, world_size: int, flag: bool) -> None:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
         if converts:
-            fp8.convert(model, lambda linear, name: True, fuse_wgrad_accumulation=True)
+            convert(model, lambda linear, name: True, fuse_wgrad_accumulation=True)
         wrapped = FlatFSDP(model, optimize_backward_concat=flag)
         for x in microbatches(wrapped, [batch(rank, m) for m in range(3)]):
             wrapped(x).square().mean().backward()

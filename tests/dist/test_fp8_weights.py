@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, fp8, microbatches
-from flatfsdp.copy_counter import CopyCounter, Kind
+from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import DelayedScaling, autocast
 from flatfsdp.layers import Linear
-from flatfsdp.layout import Role
 from flatfsdp.optim import AdamW
+from flatfsdp.profiling.copy_counter import CopyCounter, Kind
 from tests.dist.ranks import run_ranks
 from tests.dist.stored_weights import RECIPE, Net, batches, build, train
 from tests.unit.fp8.common import Block, assert_same_state, seeded, snapshot

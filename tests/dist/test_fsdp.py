@@ -14,7 +14,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import profile
 
-from flatfsdp import FlatFSDP, FlattenParamsWrapper, Precision, auto_wrap, by_class, by_size, microbatches
+from flatfsdp import (
+    FlatFSDP,
+    FlattenParamsWrapper,
+    Precision,
+    auto_wrap,
+    by_class,
+    by_size,
+    microbatches,
+)
 from tests.dist.models import Block, Net, build, data, grads_of, same, same_trace, train
 from tests.dist.ranks import RankFailure, run_ranks
 

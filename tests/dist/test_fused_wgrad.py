@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8, microbatches
-from flatfsdp.buffers import FEW
+from flatfsdp.engine.storage.main_grad import FEW
+from flatfsdp.engine.units import named_groups
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
-from flatfsdp.walk import named_groups
 from tests.dist.models import Trace, grads_of, same, same_trace
 from tests.dist.ranks import run_ranks
 

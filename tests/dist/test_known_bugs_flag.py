@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from flatfsdp import FlatFSDP, FlattenParamsWrapper, Precision, auto_wrap, by_class, microbatches
-from flatfsdp.walk import units_in
+from flatfsdp.engine.units import units_in
 from tests.dist.against_plain import (
     UNITS,
     assert_equal,

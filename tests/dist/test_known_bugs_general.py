@@ -22,7 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import flatfsdp
-from flatfsdp import FlatFSDP, FlattenParamsWrapper, Precision, Prefetch, auto_wrap, by_class, microbatches
+from flatfsdp import (
+    FlatFSDP,
+    FlattenParamsWrapper,
+    Precision,
+    Prefetch,
+    auto_wrap,
+    by_class,
+    microbatches,
+)
 from tests.dist.against_plain import (
     UNITS,
     assert_equal,

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches
-from flatfsdp.cli.gpt import GPT, Block, GPTConfig
-from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast, convert
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
+from flatfsdp.layers import convert
+from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from tests.dist.models import Trace, grads_of, same, same_trace
 from tests.dist.ranks import run_ranks
 

@@ -15,9 +15,9 @@ from flatfsdp import Precision
 from flatfsdp.cli.app import app
 from flatfsdp.cli.matrix import FP8, Compared, MatrixPlan, MatrixReport, Row, all_rows, matrix_on_rank
 from flatfsdp.cli.parallel_training import Layout, Schedule
-from flatfsdp.cli.ranks import Device, Rank
 from flatfsdp.cli.training import Fusion
 from flatfsdp.fp8 import BlockScaling, CurrentScaling
+from flatfsdp.launch import Device, Rank
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import SCHEDULES
 from flatfsdp.parallel import make_mesh

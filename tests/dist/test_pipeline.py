@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from flatfsdp import FlatFSDP, Precision
-from flatfsdp.flat_group import ShardState
+from flatfsdp.engine.storage.group import ShardState
+from flatfsdp.engine.units import units_in
 from flatfsdp.parallel import FlatStage
-from flatfsdp.walk import units_in
 from tests.dist.models import same
 from tests.dist.pipelines import MICROBATCHES, Pipeline, loss_of, mesh_of, one_by_one, parts, tokens_of
 from tests.dist.ranks import run_ranks

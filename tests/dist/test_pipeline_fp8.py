@@ -14,8 +14,8 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
-from flatfsdp.fp8.module import FP8Module
-from flatfsdp.fp8.weight_cache import WeightCache
+from flatfsdp.layers.base import FP8Module
+from flatfsdp.layers.weight_cache import WeightCache
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.parallel import FlatStage, ParallelMesh, make_mesh

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from flatfsdp import Precision
-from flatfsdp.copy_counter import CopyCounter
+from flatfsdp.engine.memory import MemoryReport
+from flatfsdp.engine.units import units_in
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Recipe
-from flatfsdp.memory import MemoryReport
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import FlatStage, ParallelMesh, make_mesh
@@ -29,7 +29,7 @@ from flatfsdp.plan.memory import memory_plan, stage_report, stage_sizes
 from flatfsdp.plan.parts import layouts_of, parts_of
 from flatfsdp.plan.schedule import in_flight
 from flatfsdp.plan.traffic import sent_by_rank
-from flatfsdp.walk import units_in
+from flatfsdp.profiling.copy_counter import CopyCounter
 from tests.dist.ranks import run_ranks
 from tests.programs import run_program
 

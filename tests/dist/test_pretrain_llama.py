@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from flatfsdp.timeline import load_spans, overlap_of
+from flatfsdp.profiling.timeline import load_spans, overlap_of
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pretrain_llama.py"
 SIZES = {"layers": 4, "hidden": 32, "ffn": 64, "heads": 2, "kv_heads": 1, "vocab": 256, "seq": 32}

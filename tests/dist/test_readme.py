@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
 import flatfsdp
-from flatfsdp.cli.data import Sampler, load_corpus
-from flatfsdp.cli.gpt import GPT, Block, GPTConfig
 from flatfsdp.fp8 import DelayedScaling
 from flatfsdp.layers import Embedding, LinearCrossEntropy, TransformerLayer
 from flatfsdp.models import PRESETS
+from flatfsdp.models.gpt import GPT, Block, GPTConfig
+from flatfsdp.models.text import Sampler, load_corpus
 from tests.dist.ranks import run_ranks
 
 README = Path(__file__).parents[2] / "README.md"

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, param_groups
+from flatfsdp.engine.units import named_groups
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import Linear
-from flatfsdp.walk import named_groups
 from tests.dist.against_plain import assert_equal, plain_net
 from tests.dist.models import Block, Net, build, data, whole_grads
 from tests.dist.ranks import run_ranks

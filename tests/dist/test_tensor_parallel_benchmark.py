@@ -10,7 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from flatfsdp.comm import ALONE
+from flatfsdp.comm.ranks import ALONE
 from tests.programs import ROOT, run_program
 
 MEASURED = ("flat-bf16-one", "torch-tp", "flat-bf16-tp", "torch-sp", "flat-bf16-sp", "flat-fp8-sp")

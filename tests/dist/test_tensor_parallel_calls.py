@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from flatfsdp import fp8
-from flatfsdp.copy_counter import CopyCounter
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import (
     DotProductAttention,
@@ -30,6 +29,7 @@ from flatfsdp.layers import (
     RMSNorm,
     TransformerLayer,
 )
+from flatfsdp.profiling.copy_counter import CopyCounter
 from tests.dist.ranks import run_ranks
 from tests.dist.split_layers import (
     BATCH,

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
-from flatfsdp.comm import Ranks
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.comm.rng import seeded
+from flatfsdp.contract.tensor_parallel import part_of
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.parallel import ParallelMesh, make_mesh
-from flatfsdp.rng import seeded
-from flatfsdp.tensor_parallel import part_of
 from tests.dist.models import whole_grads
 from tests.dist.ranks import run_ranks
 from tests.unit.fp8.common import relative_error

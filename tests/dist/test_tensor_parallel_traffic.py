@@ -10,14 +10,16 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.comm import Ranks, start_all_gather, start_reduce_scatter
-from flatfsdp.copy_counter import CopyCounter
-from flatfsdp.exchange import Exchange
-from flatfsdp.fp8 import CurrentScaling, autocast, overlapped
-from flatfsdp.fp8.gather import RowsUnderWay
+from flatfsdp.comm.collectives import start_all_gather, start_reduce_scatter
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed, Unquantized
-from flatfsdp.kernels.gemm import scaled_mm
+from flatfsdp.kernels.gemm.gemm import scaled_mm
 from flatfsdp.layers import LayerNormLinear
+from flatfsdp.matmul import overlapped
+from flatfsdp.matmul.exchange import Exchange
+from flatfsdp.matmul.gathered_rows import RowsUnderWay
+from flatfsdp.profiling.copy_counter import CopyCounter
 from tests.dist.ranks import run_ranks
 from tests.dist.split_layers import (
     BATCH,

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
-from flatfsdp.comm import ALONE, Ranks
-from flatfsdp.tensor_parallel import declare_split, declare_whole, initialize
+from flatfsdp.comm.ranks import ALONE, Ranks
+from flatfsdp.contract.tensor_parallel import declare_split, declare_whole
+from flatfsdp.layers.shared import initialize
 from tests.dist.models import VOCAB, WIDTH
 
 HIDDEN, HEAD = 36, 3

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
-from flatfsdp.cli.gpt import GPT, Block, GPTConfig
+from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from tests.dist.models import Trace, grads_of
 
 BF16 = Precision(compute=torch.bfloat16)

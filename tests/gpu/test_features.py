@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from flatfsdp import Precision, auto_wrap, by_class, checkpoint, microbatches
-from flatfsdp.cli.gpt import GPT, Block, GPTConfig
+from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from tests.dist.models import repeatable, same, same_trace
 from tests.dist.ranks import run_ranks
 from tests.gpu.models import BF16, SMALL, build, tokens, train

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatfsdp.kernels import _cublas_lt as cublas_lt
-from flatfsdp.kernels import gemm as module
+from flatfsdp.kernels.gemm import cublas_lt
+from flatfsdp.kernels.gemm import gemm as module
 from tests.gpu.marks import FP8_GEMMS
 
 pytest.importorskip("nvmath")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp.kernels import _cublas_lt as cublas_lt
-from flatfsdp.kernels.accumulate import accumulate
-from flatfsdp.kernels.wgrad import wgrad, wgrad_unfused
+from flatfsdp.kernels.gemm import cublas_lt
+from flatfsdp.kernels.gemm.wgrad import wgrad, wgrad_unfused
+from flatfsdp.kernels.grad.accumulate import accumulate
 from tests.gpu.marks import FP8_GEMMS
 
 pytestmark = FP8_GEMMS

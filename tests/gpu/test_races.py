@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp import Precision
-from flatfsdp.comm import Lane
+from flatfsdp.comm.streams import Lane
 from tests.dist.models import Trace, repeatable, same_trace
 from tests.dist.ranks import run_ranks
 from tests.gpu.models import BF16, SMALL, build, tokens, train
@@ -86,7 +86,7 @@ def test_delays_change_no_bit(is_hybrid: bool, precision: Precision, reshard: bo
 
 def differences_without_waiting(rank: int, world_size: int) -> bool:
     """The compute stream does not wait for reductions: a race of our own making."""
-    with mock.patch("flatfsdp.reduce.compute_waits_for"):
+    with mock.patch("flatfsdp.engine.step.reduce.compute_waits_for"):
         try:
             return bool(differences(rank, world_size, True, {}, 4))
         except AssertionError:

@@ -43,7 +43,7 @@ def compile_for_hopper(
 ) -> Compiled:
     """
     Args:
-        module: such as "scaling", in `flatfsdp.kernels`.
+        module: such as "cast.scaling", in `flatfsdp.kernels`.
         signature: Triton type of each argument that is no constant, such as "*fp32", "i32", "*fp8e4nv".
         aligned: arguments that are multiples of 16, as pointers and sizes usually are; all pointers are.
         contract: whether a product and a sum may become one operation that rounds once.

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flatfsdp.kernels import _cublas_lt as cublas_lt
-from flatfsdp.kernels import gemm, wgrad
+from flatfsdp.kernels.gemm import cublas_lt, gemm, wgrad
 from tests.kernels.fake_cublas_lt import FakeCublasLt
 from tests.kernels.interpreter import repair
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatfsdp.kernels.runs import Columns, Run
+from flatfsdp.kernels.optim.runs import Columns, Run
 
 
 @dataclass

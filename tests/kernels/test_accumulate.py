@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from flatfsdp.kernels.accumulate import accumulate, bytes_moved
+from flatfsdp.kernels.grad.accumulate import accumulate, bytes_moved
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from flatfsdp.kernels import accumulate_many as module
-from flatfsdp.kernels._tables import kept_table
-from flatfsdp.kernels._tiles import find
-from flatfsdp.kernels.accumulate_many import accumulate_many
+from flatfsdp.kernels.grad import accumulate_many as module
+from flatfsdp.kernels.grad.accumulate_many import accumulate_many
+from flatfsdp.kernels.shared.tables import kept_table
+from flatfsdp.kernels.shared.tiles import find
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
@@ -133,7 +133,7 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
 
 def test_it_compiles_for_hopper_with_wide_loads_and_without_spills() -> None:
     compiled = compile_for_hopper(
-        "accumulate_many",
+        "grad.accumulate_many",
         "_accumulate_many_kernel",
         {"table_ptr": "*i64", "n": "i32"},
         {"N_POW2": 512, "ALIGNED": True, "BLOCK": BLOCK},

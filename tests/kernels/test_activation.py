@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, library
 
 from flatfsdp.kernels import activation
-from flatfsdp.kernels._outputs import Outputs, rows_at_once
-from flatfsdp.kernels._tiles import Tile
 from flatfsdp.kernels.activation import GATED, NAMES, ActivationBackward
+from flatfsdp.kernels.shared.outputs import Outputs, rows_at_once
+from flatfsdp.kernels.shared.tiles import Tile
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
 from tests.kernels.layouts import check_layouts

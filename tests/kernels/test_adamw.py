@@ -9,10 +9,10 @@ import torch
 import triton.language as tl
 from torch import Tensor, library
 
-from flatfsdp.kernels import adamw as module
-from flatfsdp.kernels._tiles import find
-from flatfsdp.kernels.adamw import Numbers, adamw
-from flatfsdp.kernels.runs import Run
+from flatfsdp.kernels.optim import adamw as module
+from flatfsdp.kernels.optim.adamw import Numbers, adamw
+from flatfsdp.kernels.optim.runs import Run
+from flatfsdp.kernels.shared.tiles import find
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.kernels.flat_runs import FlatRuns, same
 
@@ -228,7 +228,7 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
 def test_it_compiles_for_hopper_with_wide_loads_and_without_spills(copy: Any) -> None:
     types = {"GRAD": tl.float32, "MOMENT": tl.float32, "DTYPE": copy}
     compiled = compile_for_hopper(
-        "adamw",
+        "optim.adamw",
         "_adamw_kernel",
         {"table_ptr": "*i64", "n": "i32", "grad_scale_ptr": "*fp32"},
         {**types, "N_POW2": 512, "BLOCK": BLOCK, "ALIGNED": True},

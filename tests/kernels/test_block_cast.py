@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from flatfsdp.kernels import block_cast as module
-from flatfsdp.kernels.block_cast import (
+from flatfsdp.kernels.cast import block_cast as module
+from flatfsdp.kernels.cast.block_cast import (
     BLOCK,
     FLT_MAX,
     LARGEST,
@@ -287,7 +287,9 @@ def compiled(
     else:
         signature |= {"rowwise_inv_stride": "i32", "columnwise_inv_stride": "i32"}
     signature |= {"rows": "i32", "cols": "i32", "epsilon_bits": "i32"}
-    found = compile_for_hopper("block_cast", kernel, signature, constants, num_warps=warps, aligned=aligned)
+    found = compile_for_hopper(
+        "cast.block_cast", kernel, signature, constants, num_warps=warps, aligned=aligned
+    )
     return found, warps
 
 

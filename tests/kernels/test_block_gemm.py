@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from flatfsdp.kernels import block_gemm as module
-from flatfsdp.kernels.block_cast import block_cast
-from flatfsdp.kernels.block_gemm import block_scaled_mm, dequantize
+from flatfsdp.kernels.cast.block_cast import block_cast
+from flatfsdp.kernels.gemm import block_gemm as module
+from flatfsdp.kernels.gemm.block_gemm import block_scaled_mm, dequantize
 
 E4M3 = torch.float8_e4m3fn
 ON_HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)

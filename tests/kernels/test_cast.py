@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from flatfsdp.kernels import cast as module
-from flatfsdp.kernels._tiles import Tile, find
-from flatfsdp.kernels.cast import cast, max_abs
-from flatfsdp.kernels.transpose import transpose
+from flatfsdp.kernels.cast import cast as module
+from flatfsdp.kernels.cast.cast import cast, max_abs
+from flatfsdp.kernels.cast.transpose import transpose
+from flatfsdp.kernels.shared.tiles import Tile, find
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
 
@@ -265,7 +265,7 @@ def compiled_cast(x_type: str, is_summed: bool, aligned: tuple[str, ...]) -> tup
     tile = find("cast, sum" if is_summed else "cast", x_dtype, 4096)
     sums = {"band_sums_ptr": "*fp32"} if is_summed else {}
     compiled = compile_for_hopper(
-        "cast",
+        "cast.cast",
         "_cast_kernel",
         {
             **{"x_ptr": f"*{x_type}", "scale_ptr": "*fp32", "amax_ptr": "*fp32"},
@@ -309,7 +309,7 @@ def test_cast_of_odd_shapes_keeps_its_values_in_ptxas(is_summed: bool, aligned: 
 def test_max_abs_compiles_for_hopper_without_spills(x_type: str) -> None:
     tile = find("max_abs", torch.bfloat16, 4096)
     compiled = compile_for_hopper(
-        "cast",
+        "cast.cast",
         "_max_abs_kernel",
         {"x_ptr": f"*{x_type}", "amax_ptr": "*fp32", "numel": "i32"},
         {"BLOCK": tile.cols},

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from flatfsdp.kernels import column_sum as module
-from flatfsdp.kernels._outputs import rows_at_once
-from flatfsdp.kernels._tiles import Tile, find
-from flatfsdp.kernels.column_sum import column_sum, division
+from flatfsdp.kernels.cast import column_sum as module
+from flatfsdp.kernels.cast.column_sum import column_sum, division
+from flatfsdp.kernels.shared.outputs import rows_at_once
+from flatfsdp.kernels.shared.tiles import Tile, find
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
@@ -107,7 +107,7 @@ def vector(x_type: str) -> int:
 def test_it_compiles_for_hopper_with_wide_loads(x_type: str, cols: int) -> None:
     tile: Tile = find("column_sum", {"bf16": torch.bfloat16, "fp32": torch.float32}[x_type], cols)
     compiled = compile_for_hopper(
-        "column_sum",
+        "cast.column_sum",
         "_column_sum_kernel",
         {
             **dict.fromkeys(("x_ptr", "out_ptr"), f"*{x_type}"),
@@ -130,7 +130,7 @@ def test_it_compiles_for_hopper_with_wide_loads(x_type: str, cols: int) -> None:
 def test_bands_are_read_after_the_kernel_that_writes_them(cols: int) -> None:
     tile = find("sum_bands", torch.float32, cols)
     compiled = compile_for_hopper(
-        "_outputs",
+        "shared.outputs",
         "_sum_bands_kernel",
         {"bands_ptr": "*fp32", "out_ptr": "*bf16", **dict.fromkeys(("bands", "cols"), "i32")},
         {"IS_EARLY": True, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols},

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, library
 
 from flatfsdp.kernels import dropout
-from flatfsdp.kernels._outputs import rows_at_once
-from flatfsdp.kernels._tiles import find
 from flatfsdp.kernels.dropout import DropoutBackward
+from flatfsdp.kernels.shared.outputs import rows_at_once
+from flatfsdp.kernels.shared.tiles import find
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 FORWARD = pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library
 
-from flatfsdp.kernels import embedding
-from flatfsdp.kernels._tiles import find
-from flatfsdp.kernels.embedding import embedding_grad
+from flatfsdp.kernels.grad import embedding
+from flatfsdp.kernels.grad.embedding import embedding_grad
+from flatfsdp.kernels.shared.tiles import find
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -192,7 +192,7 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
 def test_it_compiles_for_hopper_with_wide_accesses(first: bool) -> None:
     tile = embedding.tile(torch.bfloat16, 4096)
     compiled = compile_for_hopper(
-        "embedding",
+        "grad.embedding",
         "_embedding_kernel",
         {
             **{"target_ptr": "*fp32", "dy_ptr": "*bf16", "ids_ptr": "*i32", "n": "i32"},
@@ -216,7 +216,7 @@ def test_it_compiles_for_hopper_with_wide_accesses(first: bool) -> None:
 def test_the_sort_compiles_for_hopper_without_spills(ids_type: str) -> None:
     tile = find("embedding_grad, sort", torch.int64, 8192)
     compiled = compile_for_hopper(
-        "embedding",
+        "grad.embedding",
         "_rank_kernel",
         {"ids_ptr": f"*{ids_type}", "sorted_ptr": "*i32", "tokens_ptr": "*i32", "n": "i32"},
         {"BLOCK_TOKENS": tile.rows, "BLOCK_OTHERS": tile.cols, "STEPS": tile.steps, "IS_EARLY": True},

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from flatfsdp.kernels import _cublas_lt as cublas_lt
-from flatfsdp.kernels import gemm as module
-from flatfsdp.kernels.gemm import scaled_mm
+from flatfsdp.kernels.gemm import cublas_lt
+from flatfsdp.kernels.gemm import gemm as module
+from flatfsdp.kernels.gemm.gemm import scaled_mm
 from tests.kernels.fake_cublas_lt import FakeCublasLt
 from tests.unit.layers.plain import error
 

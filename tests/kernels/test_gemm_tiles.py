@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from flatfsdp.kernels._cublas_lt import Product
-from flatfsdp.kernels._gemm_tiles import preferred_tile
+from flatfsdp.kernels.gemm.cublas_lt import Product
+from flatfsdp.kernels.gemm.tiles import preferred_tile
 
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from flatfsdp.kernels import join
-from flatfsdp.kernels.join import join_heads
+from flatfsdp.kernels.attention import join
+from flatfsdp.kernels.attention.join import join_heads
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 BOTH = pytest.mark.parametrize("run", [join.reference, join.launch], ids=["reference", "kernel"])
@@ -110,7 +110,7 @@ def test_compiles_for_hopper_with_wide_accesses(interleaved: bool, dim: int) -> 
     }
     tile = join.tile(torch.bfloat16, 96, dim)
     compiled = compile_for_hopper(
-        "join",
+        "attention.join",
         "_join_kernel",
         {
             **dict.fromkeys(("out_ptr", "query_ptr", "key_ptr", "value_ptr"), "*bf16"),

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp.kernels import activation, cast, column_sum, join, rope
-from flatfsdp.kernels._tiles import Tile
-from flatfsdp.kernels._triton import Launch
+from flatfsdp.kernels import activation
+from flatfsdp.kernels.attention import join, rope
+from flatfsdp.kernels.cast import cast, column_sum
+from flatfsdp.kernels.shared.tiles import Tile
+from flatfsdp.kernels.shared.triton import Launch
 
 
 @dataclass

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from flatfsdp.kernels import norm_backward as backward
-from flatfsdp.kernels import norm_forward as forward
-from flatfsdp.kernels import norm_rows, norm_wide
-from flatfsdp.kernels._tiles import MULTIPROCESSORS, Tile, find
-from flatfsdp.kernels.norm_backward import NormBackward
-from flatfsdp.kernels.norm_forward import NormForward
+from flatfsdp.kernels.norm import backward, forward
+from flatfsdp.kernels.norm import rows as norm_rows
+from flatfsdp.kernels.norm import wide as norm_wide
+from flatfsdp.kernels.norm.backward import NormBackward
+from flatfsdp.kernels.norm.forward import NormForward
+from flatfsdp.kernels.shared.tiles import MULTIPROCESSORS, Tile, find
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
 from tests.kernels.layouts import check_layouts
@@ -399,7 +399,7 @@ def test_whole_rows_compile_for_hopper(cols: int, rms: bool, is_turned: bool) ->
     }
     is_staged = tile.stages > 1 and tile.steps > 1
     compiled = check_compiled(
-        *("norm_rows", "_row_kernel", ROWS, absent, constants, tile.warps),
+        *("norm.rows", "_row_kernel", ROWS, absent, constants, tile.warps),
         loads="cp.async.cg.shared.global" if is_staged else "ld.global.v4.b32",
     )
     assert "ldmatrix" in compiled.ptx or not is_turned
@@ -410,7 +410,7 @@ def test_whole_rows_compile_for_hopper(cols: int, rms: bool, is_turned: bool) ->
 def test_the_clearing_of_counters_compiles_for_hopper() -> None:
     constants = {"IS_EARLY": True, "BLOCK": norm_rows.CLEARED}
     signature = {"arrived_ptr": "*i32", "n": "i32"}
-    compiled = compile_for_hopper("norm_rows", "_clear_kernel", signature, constants)
+    compiled = compile_for_hopper("norm.rows", "_clear_kernel", signature, constants)
     assert compiled.spilled == 0 and compiled.shared == 0
     assert "griddepcontrol.wait" in compiled.ptx
 
@@ -419,7 +419,7 @@ def test_wide_rows_compile_for_hopper() -> None:
     tile = norm_wide.wide_tile(torch.bfloat16, 32768)
     constants = {"COLS": 32768, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages}
     check_compiled(
-        *("norm_wide", "_wide_kernel", INPUTS, {"out_ptr"}, constants, tile.warps),
+        *("norm.wide", "_wide_kernel", INPUTS, {"out_ptr"}, constants, tile.warps),
         loads="cp.async.cg.shared.global",
     )
 
@@ -427,7 +427,7 @@ def test_wide_rows_compile_for_hopper() -> None:
 def test_casts_of_odd_shapes_keep_their_values_in_ptxas() -> None:
     tile = norm_wide.wide_tile(torch.float32, 272)
     compiled = compile_for_hopper(
-        "norm_wide",
+        "norm.wide",
         "_wide_kernel",
         {**INPUTS, **{name: "*fp32" for name, kind in INPUTS.items() if kind == "*bf16"}},
         {
@@ -445,7 +445,7 @@ def test_backward_compiles_for_hopper(cols: int) -> None:
     absent = set() if cols <= backward.WIDEST_FUSED else {"dweight_ptr", "dbias_ptr"}
     constants = {"COLS": cols, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages}
     compiled = check_compiled(
-        *("norm_backward", "_backward_kernel", GRADIENTS, absent, constants, tile.warps),
+        *("norm.backward", "_backward_kernel", GRADIENTS, absent, constants, tile.warps),
         loads="cp.async.cg.shared.global",
     )
     programs = backward.programs_of(tile) // MULTIPROCESSORS
@@ -456,7 +456,7 @@ def test_weight_gradients_of_wide_rows_compile_for_hopper() -> None:
     absent = {"weight_ptr", "d_residual_ptr", "dx_ptr"}
     tile = find("norm_backward, sum", torch.bfloat16, 16384)
     compiled = compile_for_hopper(
-        "norm_backward",
+        "norm.backward",
         "_weight_kernel",
         {name: kind for name, kind in GRADIENTS.items() if name not in absent},
         {"COLS": 16384, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "STAGES": tile.stages},

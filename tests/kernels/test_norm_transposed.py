@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp.kernels import norm_forward as forward
-from flatfsdp.kernels import norm_transposed
+from flatfsdp.kernels.norm import forward
+from flatfsdp.kernels.norm import transposed as norm_transposed
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
 
@@ -32,7 +32,7 @@ NEEDS_HOPPER = pytest.mark.skipif(
 )
 def test_compiles_for_hopper(cols: int, absent: tuple[str, ...]) -> None:
     compiled = compile_for_hopper(
-        "norm_transposed",
+        "norm.transposed",
         "_kernel",
         {name: kind for name, kind in SIGNATURE.items() if name not in absent},
         {

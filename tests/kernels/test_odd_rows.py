@@ -14,21 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from flatfsdp.kernels import (
-    activation,
-    block_cast,
-    cast,
-    column_sum,
-    cross_entropy,
-    dropout,
-    embedding,
-    join,
-    norm_backward,
-    norm_forward,
-    rope,
-    transpose,
-)
-from flatfsdp.kernels._outputs import Outputs
+from flatfsdp.kernels import activation, cross_entropy, dropout
+from flatfsdp.kernels.attention import join, rope
+from flatfsdp.kernels.cast import block_cast, cast, column_sum, transpose
+from flatfsdp.kernels.grad import embedding
+from flatfsdp.kernels.norm import backward as norm_backward
+from flatfsdp.kernels.norm import forward as norm_forward
+from flatfsdp.kernels.shared.outputs import Outputs
 from tests.unit.layers import plain
 
 COLS = 40

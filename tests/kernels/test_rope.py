@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from flatfsdp.kernels import rope
+from flatfsdp.kernels.attention import rope
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 BOTH = pytest.mark.parametrize("run", [rope.reference, rope.launch], ids=["reference", "kernel"])
@@ -164,7 +164,7 @@ def test_it_compiles_for_hopper_with_wide_accesses(interleaved: bool) -> None:
     tile = rope.tile(torch.bfloat16, heads, pairs)
     strides = tuple(f"{tensor}_{dim}_stride" for tensor in ("x", "out") for dim in ("seq", "batch", "head"))
     compiled = compile_for_hopper(
-        "rope",
+        "attention.rope",
         "_rope_kernel",
         {
             **dict.fromkeys(("x_ptr", "out_ptr"), "*bf16"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from flatfsdp.kernels import scaling
+from flatfsdp.kernels.cast import scaling
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 E4M3, E5M2 = 448.0, 57344.0
@@ -182,7 +182,7 @@ def test_compiled_and_faked_calls_go_through_the_operators() -> None:
 def test_updates_compile_for_hopper_without_spills(most_recent: bool) -> None:
     tile = scaling.update_tile(1024)
     compiled = compile_for_hopper(
-        "scaling",
+        "cast.scaling",
         "_update_kernel",
         {
             **dict.fromkeys(("history_ptr", "old_scale_ptr", "fp8_max_ptr"), "*fp32"),
@@ -202,7 +202,7 @@ def test_updates_compile_for_hopper_without_spills(most_recent: bool) -> None:
 
 def test_current_scales_compile_for_hopper() -> None:
     compiled = compile_for_hopper(
-        "scaling",
+        "cast.scaling",
         "_current_kernel",
         {
             **dict.fromkeys(("amax_ptr", "fp8_max_ptr", "scale_ptr", "scale_inv_ptr"), "*fp32"),

@@ -10,10 +10,10 @@ import torch
 import triton.language as tl
 from torch import Tensor, library
 
-from flatfsdp.kernels import sgd as module
-from flatfsdp.kernels._tiles import find
-from flatfsdp.kernels.runs import Run
-from flatfsdp.kernels.sgd import Numbers, sgd
+from flatfsdp.kernels.optim import sgd as module
+from flatfsdp.kernels.optim.runs import Run
+from flatfsdp.kernels.optim.sgd import Numbers, sgd
+from flatfsdp.kernels.shared.tiles import find
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.kernels.flat_runs import FlatRuns, same
 
@@ -111,7 +111,7 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
 def test_it_compiles_for_hopper_with_wide_loads_and_without_spills() -> None:
     types = {"GRAD": tl.float32, "BUFFER": tl.float32, "DTYPE": tl.bfloat16}
     compiled = compile_for_hopper(
-        "sgd",
+        "optim.sgd",
         "_sgd_kernel",
         {"table_ptr": "*i64", "n": "i32", "grad_scale_ptr": "*fp32"},
         {**types, "NESTEROV": True, "N_POW2": 512, "BLOCK": BLOCK, "ALIGNED": True},

@@ -9,10 +9,10 @@ import torch
 import triton.language as tl
 from torch import Tensor, library
 
-from flatfsdp.kernels import cast as one_by_one
-from flatfsdp.kernels import shard_cast as module
-from flatfsdp.kernels._tiles import find
-from flatfsdp.kernels.shard_cast import cast_many, max_abs_many
+from flatfsdp.kernels.cast import cast as one_by_one
+from flatfsdp.kernels.cast import shard_cast as module
+from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
+from flatfsdp.kernels.shared.tiles import find
 from tests.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.kernels.fp8_pairs import endangered_pairs
 
@@ -315,7 +315,7 @@ def compiled(kernel: str, source: str, constants: dict[str, Any]) -> tuple[Compi
     tile = find(kernel, FP32, 1)
     name = {"max_abs_many": "amax_ptr", "cast_many": "scale_ptr"}[kernel]
     result = compile_for_hopper(
-        "shard_cast",
+        "cast.shard_cast",
         f"_{kernel}_kernel",
         {name: "*fp32", "table_ptr": "*i64", "n": "i32"},
         {"N_POW2": 512, "THROUGH": tl.bfloat16, "ALIGNED": True, "BLOCK": tile.cols, **constants},

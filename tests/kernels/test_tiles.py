@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from flatfsdp.kernels import _tiles
-from flatfsdp.kernels._tiles import TILES, Tile, find, power_of_two
+from flatfsdp.kernels.shared import tiles as _tiles
+from flatfsdp.kernels.shared.tiles import TILES, Tile, find, power_of_two
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from flatfsdp.kernels import transpose as module
-from flatfsdp.kernels._tiles import find
-from flatfsdp.kernels.transpose import transpose, transpose_many
+from flatfsdp.kernels.cast import transpose as module
+from flatfsdp.kernels.cast.transpose import transpose, transpose_many
+from flatfsdp.kernels.shared.tiles import find
 from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -86,7 +86,7 @@ def test_transposes_compile_for_hopper_without_spills(many: bool) -> None:
         constants = {}
     tile = find("transpose", E4M3, 4096)
     compiled = compile_for_hopper(
-        "transpose",
+        "cast.transpose",
         kernel,
         signature,
         {"WHOLE": True, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, **constants},

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, library
 
-from flatfsdp.kernels import _cublas_lt as cublas_lt
-from flatfsdp.kernels import wgrad as module
-from flatfsdp.kernels.wgrad import wgrad, wgrad_unfused
+from flatfsdp.kernels.gemm import cublas_lt
+from flatfsdp.kernels.gemm import wgrad as module
+from flatfsdp.kernels.gemm.wgrad import wgrad, wgrad_unfused
 from tests.kernels.fake_cublas_lt import FakeCublasLt
 from tests.unit.layers.plain import error
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flatfsdp.flat_params_wrapper import FlattenParamsWrapper
+from flatfsdp.flat.flatten_params import FlattenParamsWrapper
 
 
 class TiedLM(nn.Module):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from flatfsdp.binding import Binding
-from flatfsdp.flat_params_wrapper import FlattenParamsWrapper
-from flatfsdp.sites import parameter_sites
+from flatfsdp.flat.binding import Binding
+from flatfsdp.flat.flatten_params import FlattenParamsWrapper
+from flatfsdp.flat.sites import parameter_sites
 
 
 def tied_model() -> nn.Module:

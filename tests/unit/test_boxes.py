@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from flatfsdp.checkpoint.boxes import Box, boxes, boxes_of_part
-from flatfsdp.comm import Ranks
-from flatfsdp.placement import Partition
-from flatfsdp.tensor_parallel import part_of
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.placement import Partition
+from flatfsdp.contract.tensor_parallel import part_of
 
 
 def put(whole: Tensor, box: Box, flat: Tensor) -> int:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from flatfsdp.cli import data
-from flatfsdp.cli.data import Corpus, DataError, Sampler, load_corpus
+from flatfsdp.models import text as data
+from flatfsdp.models.text import Corpus, DataError, Sampler, load_corpus
 
 
 def as_bytes(tensor: torch.Tensor) -> bytes:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from flatfsdp.cli.gpt import GPT, GPTConfig
+from flatfsdp.models.gpt import GPT, GPTConfig
 
 CONFIG = GPTConfig(layers=2, hidden=32, heads=4, seq=16)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from flatfsdp import FlatFSDP, Precision, checkpoint
 from flatfsdp.fp8 import CurrentScaling, autocast
-from flatfsdp.kernels._tables import device_table
+from flatfsdp.kernels.shared.tables import device_table
 from flatfsdp.layers import Linear
 from flatfsdp.optim import AdamW
 

@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from flatfsdp.binding import Binding
-from flatfsdp.flat_params_wrapper import FlattenParamsWrapper
+from flatfsdp.flat.binding import Binding
+from flatfsdp.flat.flatten_params import FlattenParamsWrapper
 from tests.unit.models import (
     MODELS,
     all_in_one,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from flatfsdp.comm import ALONE, Ranks
-from flatfsdp.identity import Action, Difference, Identity, ModelIdentity, compared
+from flatfsdp.comm.checking.identity import Action, Difference, Identity, ModelIdentity, compared
+from flatfsdp.comm.ranks import ALONE, Ranks
 
 MODEL = ModelIdentity(7, ["embedding", "blocks.0", "blocks.1"])
 HERE = Identity(Action.FORWARD, MODEL, unit=1, step=3, microbatch=2)

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from flatfsdp.identity import Action, Identity
-from flatfsdp.launches import Launches
+from flatfsdp.comm.checking.identity import Action, Identity
+from flatfsdp.comm.checking.launches import Launches
 
 GATHER, NORM, REDUCE = (Identity(action).number for action in (Action.BACKWARD, Action.NORM, Action.REDUCE))
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatfsdp.layout import ELEMENT_ALIGNMENT, Align, FlatLayout, ParamSpec
+from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Align, FlatLayout, ParamSpec
 
 properties = settings(max_examples=60, deadline=None, derandomize=True)
 

@@ -7,8 +7,8 @@ from functools import partial
 import torch
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
+from flatfsdp.engine.memory import MemoryReport
 from flatfsdp.fp8 import CurrentScaling, autocast
-from flatfsdp.memory import MemoryReport
 from tests.unit.fp8.common import TOKENS, WIDTH, Block, Stack, seeded
 
 

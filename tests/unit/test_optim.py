@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, Precision
-from flatfsdp.comm import Grid, Ranks
+from flatfsdp.comm.checking.identity import Action
+from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import Ranks
 from flatfsdp.fp8 import CurrentScaling, autocast
-from flatfsdp.identity import Action
 from flatfsdp.layers import Linear
 from flatfsdp.optim import SGD, AdamW
 

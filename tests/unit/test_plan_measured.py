@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 import torch
 
+from flatfsdp.engine.memory import GIB
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
-from flatfsdp.memory import GIB
 from flatfsdp.models import PRESETS, LlamaConfig
 from flatfsdp.plan import Arrangement, Job, Machine, memory_plan, time_plan
 from flatfsdp.plan.links import Groups
@@ -27,8 +27,8 @@ from flatfsdp.plan.memory import MemoryPlan, fullest
 from flatfsdp.plan.parts import Part, layouts_of, parts_of
 from flatfsdp.plan.time import RankTime, TimePlan, step_of
 from flatfsdp.policy import Precision
-from flatfsdp.timeline import load_spans, overlap_of
-from flatfsdp.trace import ATTENTION, COMMUNICATION, breakdown
+from flatfsdp.profiling.timeline import load_spans, overlap_of
+from flatfsdp.profiling.trace import ATTENTION, COMMUNICATION, breakdown
 from tests.programs import ROOT
 from tests.unit.published import README, RESULTS, results, rows
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flatfsdp.comm import Ranks
+from flatfsdp.comm.ranks import Ranks
 from flatfsdp.layers import bias_dropout_add
 from flatfsdp.parallel import RNGTracker, seeded
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision, buffers, microbatches
+from flatfsdp import FlatFSDP, Precision, microbatches
+from flatfsdp.engine.storage import main_grad as buffers
 
 WIDTH = 24
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.comm import Ranks
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.tensor_parallel import TensorParallel, declare_split, part_of
 from flatfsdp.layers import LayerNormMLP
-from flatfsdp.tensor_parallel import TensorParallel, declare_split, initialize, part_of
+from flatfsdp.layers.shared import initialize
 
 
 def parts(whole: Tensor, dim: int, sizes: tuple[int, ...], size: int) -> list[Tensor]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils import _pytree as pytree
 
-from flatfsdp.tensors import cast_floats, tensors_in
+from flatfsdp.flat.nested import cast_floats, tensors_in
 
 
 @dataclass

@@ -11,8 +11,8 @@ import torch
 from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp.timeline import draw_timeline, load_spans, overlap_of, redraw, save_spans
-from flatfsdp.trace import (
+from flatfsdp.profiling.timeline import draw_timeline, load_spans, overlap_of, redraw, save_spans
+from flatfsdp.profiling.trace import (
     Interval,
     Span,
     breakdown,

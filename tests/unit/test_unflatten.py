@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from flatfsdp.flat_params_wrapper import FlattenParamsWrapper
+from flatfsdp.flat.flatten_params import FlattenParamsWrapper
 from tests.unit.models import (
     MODELS,
     all_in_one,

@@ -6,10 +6,10 @@ import time
 
 import pytest
 
-from flatfsdp import watch
-from flatfsdp.comm import ALONE
-from flatfsdp.identity import Difference, ModelIdentity
-from flatfsdp.launches import Launches
+from flatfsdp.comm.checking import watch
+from flatfsdp.comm.checking.identity import Difference, ModelIdentity
+from flatfsdp.comm.checking.launches import Launches
+from flatfsdp.comm.ranks import ALONE
 
 MODEL = ModelIdentity(7)
 DIFFERENCE = Difference(0, 1, 1, 2)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import flatfsdp
-from flatfsdp.sites import parameter_sites
+from flatfsdp.flat.sites import parameter_sites
 
 ParamGroups = Sequence[nn.Parameter] | Sequence[Sequence[nn.Parameter]]
 

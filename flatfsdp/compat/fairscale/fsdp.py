@@ -2,7 +2,7 @@
 
 In:   fairscale's constructor arguments and calls.
 Out:  the engine's; nothing is sharded, gathered or reduced here.
-Next: `options.py` says what the arguments become, `flatfsdp/fsdp.py` runs the module.
+Next: `options.py` says what the arguments become, `flatfsdp/engine/fsdp.py` runs the module.
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatfsdp import checkpoint
-from flatfsdp.autograd import in_backward
-from flatfsdp.comm import Ranks, default_group
+from flatfsdp.comm.ranks import Ranks, default_group
 from flatfsdp.compat.fairscale import optim_state, options
 from flatfsdp.compat.fairscale.process_group import ProcessGroupName, check_reduce_scatter_group
 from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
 from flatfsdp.compat.fairscale.states import TrainingState
-from flatfsdp.compiling import never_traced, traced_inside
-from flatfsdp.fsdp import FlatFSDP, whole_units
-from flatfsdp.ownership import parameters_to_take
-from flatfsdp.root import Root
-from flatfsdp.summon import Gathering
-from flatfsdp.tensors import map_tensors
-from flatfsdp.unreduced import reduced_grad
-from flatfsdp.walk import units_in
+from flatfsdp.engine.claim import parameters_to_take
+from flatfsdp.engine.fsdp import FlatFSDP, whole_units
+from flatfsdp.engine.step.root import Root
+from flatfsdp.engine.storage.unreduced import reduced_grad
+from flatfsdp.engine.units import units_in
+from flatfsdp.flat.nested import map_tensors
+from flatfsdp.policy import Gathering
+from flatfsdp.torch_private import in_backward, never_traced, traced_inside
 
 
 class FullyShardedDataParallel(FlatFSDP):

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from flatfsdp.checkpoint import full_optimizer_state_dict
-from flatfsdp.layout import ParamSlot
-from flatfsdp.master import MasterShard
-from flatfsdp.walk import named_groups, units_in
+from flatfsdp.engine.storage.master import MasterShard
+from flatfsdp.engine.units import named_groups, units_in
+from flatfsdp.flat.layout import ParamSlot
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from flatfsdp.compat.fairscale.fsdp import FullyShardedDataParallel
-    from flatfsdp.unit_module import UnitModule
+    from flatfsdp.engine.units import UnitModule
 
 
 def gather_full(model: FullyShardedDataParallel, optimizer: Optimizer) -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 In:   arguments of `FullyShardedDataParallel`, and the parameters that it is about to take, by name.
 Out:  `Precision`, a device, the default gradient factors; ValueError or NotImplementedError with a way out.
-Next: `fsdp.py` passes them to `FlatFSDP`.
+Next: `engine/fsdp.py` passes them to `FlatFSDP`.
 """
 
 from __future__ import annotations

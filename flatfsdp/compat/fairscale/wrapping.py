@@ -2,7 +2,7 @@
 
 In:   a module, a policy of fairscale's signature, the wrapper's class and arguments from the context.
 Out:  the module with the chosen parts replaced by wrapped ones, the inner ones first.
-Next: `fsdp.py`, or any other wrapper class.
+Next: `engine/fsdp.py`, or any other wrapper class.
 """
 
 from __future__ import annotations

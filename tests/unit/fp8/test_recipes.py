@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from flatfsdp import fp8
-from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, SplitAccumulator, autocast, state
-from flatfsdp.fp8.checks import require_fp8
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, SplitAccumulator, autocast
+from flatfsdp.fp8 import scaling as state
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
+from flatfsdp.layers.checks import require_fp8
 from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH, Stack, batch, relative_error, seeded
 
 RECIPES = pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
@@ -231,7 +232,7 @@ def test_a_gpu_without_fp8(gpu: Any, capability: tuple[int, int]) -> None:
 @pytest.mark.parametrize("recipe", [SHORT, CurrentScaling(), fp8.BlockScaling()], ids=type)
 def test_layers_ask_for_what_their_recipe_needs(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr("flatfsdp.fp8.module.require_fp8", lambda *arguments: asked.append(arguments))
+    monkeypatch.setattr("flatfsdp.layers.base.require_fp8", lambda *arguments: asked.append(arguments))
     with autocast(recipe=recipe):
         Linear(WIDTH, FFN)(batch())
     assert asked == [(torch.device("cpu"), isinstance(recipe, fp8.BlockScaling))]

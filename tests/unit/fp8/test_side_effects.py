@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import fp8
-from flatfsdp.fp8 import DelayedScaling, Format, autocast, convert
-from flatfsdp.layers import DotProductAttention, Embedding, Linear
+from flatfsdp.fp8 import DelayedScaling, Format, autocast
+from flatfsdp.layers import DotProductAttention, Embedding, Linear, convert
 
 SHORT = DelayedScaling(amax_history_len=4)
 OTHERS = [

@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8, fp8_weights
-from flatfsdp.comm import ALONE
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
+from flatfsdp.comm.ranks import ALONE
+from flatfsdp.engine.storage import fp8_weights
+from flatfsdp.engine.storage.fp8_weights import FP8Weights
+from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
-from flatfsdp.fp8_weights import FP8Weights
-from flatfsdp.kernels.shard_cast import max_abs_many
-from flatfsdp.layers import Embedding, LayerNormLinear, Linear
-from flatfsdp.layout import Role
+from flatfsdp.kernels.cast.shard_cast import max_abs_many
+from flatfsdp.layers import Embedding, LayerNormLinear, Linear, convert
 from tests.unit.fp8.common import TOKENS, WIDTH, Block, Stack, seeded
 
 PRECISION = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
@@ -64,7 +65,7 @@ def test_tied_weights_of_two_such_layers() -> None:
 
 
 def test_converted_layers() -> None:
-    model = fp8.convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 40)), filter=lambda *_: True)
+    model = convert(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 40)), filter=lambda *_: True)
     assert stored(model) == {"0.weight"}
 
 

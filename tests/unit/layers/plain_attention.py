@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.layers.multihead_attention import MultiheadAttention
+from flatfsdp.layers.attention.multihead import MultiheadAttention
 from tests.unit.layers import plain
 
 

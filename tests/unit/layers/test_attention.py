@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from flatfsdp.layers import sdpa
-from flatfsdp.layers.attention import DotProductAttention
-from flatfsdp.layers.masks import WindowMasks
-from flatfsdp.layers.qkv import split_qkv
+from flatfsdp.layers.attention import sdpa
+from flatfsdp.layers.attention.dot_product import DotProductAttention
+from flatfsdp.layers.attention.masks import WindowMasks
+from flatfsdp.layers.attention.qkv import split_qkv
 from tests.unit.layers import plain
 
 SEQ, BATCH, HEADS, DIM = 9, 3, 4, 8

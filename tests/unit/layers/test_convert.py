@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import fp8
-from flatfsdp.fp8 import CurrentScaling, autocast, convert
-from flatfsdp.layers import Linear
+from flatfsdp.fp8 import CurrentScaling, autocast
+from flatfsdp.layers import Linear, convert
 from tests.unit.fp8.common import SHORT, fp8_state
 
 

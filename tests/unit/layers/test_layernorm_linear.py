@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
-from flatfsdp.kernels.norm_forward import norm_forward
+from flatfsdp.kernels.norm.forward import norm_forward
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from tests.unit.layers import plain
 from tests.unit.layers.plain import trained

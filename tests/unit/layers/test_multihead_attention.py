@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.layers.multihead_attention import MultiheadAttention
-from flatfsdp.layers.rotary import RotaryPositionEmbedding
+from flatfsdp.layers.attention.multihead import MultiheadAttention
+from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding
 from tests.unit.layers import plain
 from tests.unit.layers.plain_attention import expected_output, trained
 

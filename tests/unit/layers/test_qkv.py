@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp.layers.qkv import split_and_rotate, split_qkv
-from flatfsdp.layers.rotary import RotaryPositionEmbedding, apply_rotary
+from flatfsdp.layers.attention.qkv import split_and_rotate, split_qkv
+from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
 from tests.unit.layers import plain
 
 SHAPES = pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1), (1, 1)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flatfsdp.layers.rotary import RotaryPositionEmbedding, apply_rotary
+from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
 from tests.unit.layers import plain
 
 

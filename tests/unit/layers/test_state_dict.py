@@ -23,7 +23,7 @@ from flatfsdp.layers import (
     RMSNorm,
     TransformerLayer,
 )
-from flatfsdp.layers.qk_norm import L2Normalization
+from flatfsdp.layers.attention.qk_norm import L2Normalization
 from tests.unit.fp8.common import (
     FFN,
     SHORT,

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from flatfsdp.fp8.autocast import autocast
 from flatfsdp.fp8.recipe import DelayedScaling
 from flatfsdp.fp8.recompute import checkpoint
-from flatfsdp.layers.rotary import RotaryPositionEmbedding
+from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding
 from flatfsdp.layers.transformer import TransformerLayer
 from tests.unit.layers import plain
 from tests.unit.layers.plain_attention import expected_output, trained

@@ -1,0 +1,59 @@
+"""All ranks build the same thing, or all of them raise.
+
+In:   what a rank is about to build, in words, one line a part.
+Out:  RuntimeError on every rank, with the first line that differs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+
+from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
+from flatfsdp.comm.checking.journal import launch
+from flatfsdp.comm.objects import all_gather_object
+from flatfsdp.comm.ranks import Ranks
+
+
+def check_same_on_all_ranks(lines: Sequence[str], dimensions: Sequence[Ranks], device: torch.device) -> int:
+    """Raises RuntimeError on every rank, naming the first difference, unless all ranks pass equal `lines`.
+
+    Costs one all-reduce of three integers a dimension where the ranks agree.
+
+    Args:
+        dimensions: of a grid of ranks; all ranks of the grid raise, or none.
+
+    Returns:
+        A random number of 31 bits that all ranks of the grid have in common.
+    """
+    dimensions = [ranks for ranks in dimensions if ranks.size > 1]
+    chance = secrets.randbits(31)
+    if not dimensions:
+        return chance
+    digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
+    extremes = torch.tensor([digest, -digest, chance], dtype=torch.int64, device=device)
+    build = Identity(Action.BUILD, ModelIdentity(communicators=dimensions))
+    for ranks in dimensions:
+        with launch(ranks, build, device):
+            dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=ranks.group)
+    largest, negated_smallest, agreed = extremes.tolist()
+    if largest == -negated_smallest:
+        return agreed
+    everyone = {dist.get_rank(): list(lines)}
+    for ranks in dimensions:
+        for theirs in all_gather_object(everyone, ranks, device):
+            everyone.update(theirs)
+    first, *others = sorted(everyone)
+    for rank in others:
+        for expected, found in zip_longest(everyone[first], everyone[rank], fillvalue="nothing"):
+            if expected != found:
+                raise RuntimeError(
+                    f"the model is not the same on all ranks: rank {first} has [{expected}] where rank "
+                    f"{rank} has [{found}]; build it from the same configuration on every rank"
+                )
+    raise AssertionError("two digests differ, and no line does")

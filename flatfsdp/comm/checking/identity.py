@@ -1,0 +1,158 @@
+"""What a collective is for, in one number that travels with it.
+
+In:   what the engine is about to gather or reduce: the action, the unit, the microbatch.
+Out:  a number that all ranks of one launch have to have in common, and the words for two that differ.
+Next: `journal.py` sends the numbers along and compares them.
+
+    bit 62                                            0
+    | action 4 | model 16 | unit 12 | step 16 || microbatch 15 |
+      compared                                  told
+
+The microbatch is told and not compared: ranks that run different numbers of microbatches under ZeRO-2 add up
+what they have, and that is right.  A step counts once it is reduced, which takes all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import NamedTuple
+
+from flatfsdp.comm.ranks import Ranks
+
+_MODELS, _UNITS, _STEPS, _MICROBATCHES = 1 << 16, 1 << 12, 1 << 16, 1 << 15
+
+
+class Action(IntEnum):
+    """Why the engine launches a collective."""
+
+    FORWARD = 1
+    EVALUATION = 2
+    BACKWARD = 3
+    REDUCE_EARLY = 4
+    REDUCE = 5
+    REDUCE_REPLICAS = 6
+    REDUCE_PARTIAL = 7
+    SCALE = 8
+    SHOW = 9
+    STORE = 10
+    NORM = 11
+    BUILD = 12
+
+
+_WORDS = {
+    Action.FORWARD: "gathers {unit} for a forward",
+    Action.EVALUATION: "gathers {unit} for a forward without gradients",
+    Action.BACKWARD: "gathers {unit} for a backward",
+    Action.REDUCE_EARLY: "reduces the gradients of {unit} before the last microbatch",
+    Action.REDUCE: "reduces the gradients of {unit}",
+    Action.REDUCE_REPLICAS: "reduces the gradients of {unit} over replicas",
+    Action.REDUCE_PARTIAL: "adds up the gradients of {unit} over tensor-parallel ranks",
+    Action.SCALE: "scales FP8 weights",
+    Action.SHOW: "gathers whole tensors of {unit} (state_dict, summon_full_params, a checkpoint)",
+    Action.STORE: "takes over whole tensors of {unit} (summon_full_params, a checkpoint)",
+    Action.NORM: "takes the norm of the gradients",
+    Action.BUILD: "compares what it has built",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class ModelIdentity:
+    """What all identities of one model share.
+
+    Attributes:
+        number: the same on all ranks, and another one for each model; 0 if it has none.
+        units: names, in registration order.
+        data_parallel: communicators over which nothing is sent for layers.
+        communicators: all that the engine uses for this model.
+    """
+
+    number: int = 0
+    units: Sequence[str] = ()
+    data_parallel: Sequence[Ranks] = ()
+    communicators: Sequence[Ranks] = ()
+
+
+class Identity(NamedTuple):
+    """What one launch is for.
+
+    Attributes:
+        unit: its position among the model's units.
+        step: steps that were reduced before.
+        microbatch: backwards before, in this step; for messages.
+    """
+
+    action: Action
+    model: ModelIdentity = ModelIdentity()
+    unit: int = 0
+    step: int = 0
+    microbatch: int = 0
+
+    @property
+    def number(self) -> int:
+        """The number that travels, above 0."""
+        # Parameters come in any order to a norm, and stages of a pipeline, which are models of their own.
+        model = 0 if self.action is Action.NORM else self.model.number
+        number = self.action * _MODELS + model % _MODELS
+        number = number * _UNITS + self.unit % _UNITS
+        number = number * _STEPS + self.step % _STEPS
+        return number * _MICROBATCHES + self.microbatch % _MICROBATCHES
+
+
+def compared(number: int) -> int:
+    """The part of a number that all ranks of a launch have to have in common."""
+    return number // _MICROBATCHES
+
+
+class Difference(NamedTuple):
+    """Two ranks, by their number in the default group, whose collectives met, and what each one's was for."""
+
+    rank: int
+    number: int
+    other_rank: int
+    other_number: int
+
+    @staticmethod
+    def among(numbers: Sequence[int], ranks: Ranks, *, is_over: bool = False) -> Difference | None:
+        """The first rank and the first one that differs from it; None if all do the same.
+
+        Args:
+            numbers: one a rank, in rank order; 0 if it is not known.
+            is_over: whether a number that is not known counts as another one.
+        """
+        known = [index for index, number in enumerate(numbers) if number or is_over]
+        for index in known[1:]:
+            first = known[0]
+            if compared(numbers[index]) != compared(numbers[first]):
+                everyone = ranks.global_ranks
+                return Difference(everyone[first], numbers[first], everyone[index], numbers[index])
+        return None
+
+    def message(self, model: ModelIdentity) -> str:
+        """What happened and what to do.
+
+        Args:
+            model: whose units have names here.
+        """
+        what, other = (_described(number, model) for number in (self.number, self.other_number))
+        return (
+            f"ranks do not do the same: rank {self.rank} {what}, while rank {self.other_rank} {other}. "
+            "All ranks have to use the same units in the same order, and to call together whatever is "
+            "collective: evaluations, state_dict(), summon_full_params(), clip_grad_norm_(). To leave out a "
+            "unit on some ranks only, call it everywhere and let it return its input there."
+        )
+
+
+def _described(number: int, model: ModelIdentity) -> str:
+    rest, microbatch = divmod(number, _MICROBATCHES)
+    rest, step = divmod(rest, _STEPS)
+    rest, unit = divmod(rest, _UNITS)
+    action, model_number = divmod(rest, _MODELS)
+    if action not in list(Action):
+        # NCCL has put something else here: its launches run by size, so numbers meet payloads.
+        return "does something of another size"
+    names = model.units if model_number == model.number % _MODELS else ()
+    name = f"unit {names[unit]}" if unit < len(names) else f"unit {unit} of another model"
+    words = _WORDS[Action(action)].format(unit=name)
+    return f"{words} (step {step}, microbatch {microbatch})"

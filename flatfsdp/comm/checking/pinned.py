@@ -1,0 +1,37 @@
+"""Host memory that a GPU writes to, so that the host sees what arrives without waiting."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def on_gpu(pinned: Tensor, device: torch.device) -> Tensor:
+    """The same memory, of the host, as a tensor on `device`; int64, contiguous.
+
+    NCCL reads and writes there, so that the host sees what arrives without waiting for the device.
+
+    Raises:
+        RuntimeError: if it would be a copy.
+    """
+    alias = torch.as_tensor(_CudaArray(pinned), device=device)
+    if alias.data_ptr() != pinned.data_ptr():
+        raise RuntimeError(
+            f"pinned host memory is not addressable on {device}, where collectives say what they are for; "
+            "pass check_collectives=False to FlatFSDP"
+        )
+    return alias
+
+
+class _CudaArray:
+    """Numba's protocol: PyTorch asks the driver what memory it is."""
+
+    def __init__(self, pinned: Tensor) -> None:
+        self._pinned = pinned
+        self.__cuda_array_interface__ = {
+            "shape": tuple(pinned.shape),
+            "typestr": "<i8",
+            "data": (pinned.data_ptr(), False),
+            "strides": None,
+            "version": 3,
+        }

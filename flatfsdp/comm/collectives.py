@@ -1,0 +1,125 @@
+"""Collectives of tensors: all that differs between gloo and NCCL, or torch 2.11 and 2.13.
+
+Next: `engine/storage/group.py` gathers and `engine/step/reduce.py` reduces through these few functions.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatfsdp.comm.ranks import Ranks
+
+# torch 2.13 renamed these and warns about the old names.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def uses_nccl(ranks: Ranks, device: torch.device) -> bool:
+    """Whether collectives over these ranks, of tensors on `device`, are NCCL's."""
+    return ranks.group is not None and ranks.group._get_backend(device).name() == "nccl"
+
+
+def one_launch(ranks: Ranks, collectives: int) -> AbstractContextManager[None]:
+    """Collectives of one kind inside become one launch with NCCL; gloo does one after the other."""
+    if collectives < 2 or ranks.group is None or str(dist.get_backend(ranks.group)) != "nccl":
+        return nullcontext()
+    return dist._coalescing_manager(ranks.group)
+
+
+def all_gather(full: Tensor, shard: Tensor, ranks: Ranks) -> None:
+    """full[r * len(shard) : (r + 1) * len(shard)] = rank r's shard, both 1-D and of one dtype."""
+    # As bytes: gloo knows no FP8, and one launch gathers several dtypes.
+    _all_gather(full.view(torch.uint8), shard.view(torch.uint8), group=ranks.group)
+
+
+def all_gather_numbers(everyones: Tensor, own: Tensor, ranks: Ranks) -> None:
+    """As `all_gather`, of int64, which no backend has to take for bytes."""
+    _all_gather(everyones, own, group=ranks.group)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A tensor that a collective may still be writing."""
+
+    tensor: Tensor
+    work: dist.Work | None
+
+    def wait(self) -> Tensor:
+        """The tensor, for which the compute stream waits (with gloo, the host)."""
+        if self.work is not None:
+            self.work.wait()
+        return self.tensor
+
+
+def start_all_gather(part: Tensor, ranks: Ranks) -> Pending:
+    """Every rank's `part`, contiguous and of one shape, along dimension 0, in rank order."""
+    whole = part.new_empty(part.shape[0] * ranks.size, *part.shape[1:])
+    if whole.numel() == 0:
+        return Pending(whole, None)
+    # As bytes: gloo knows no FP8.
+    work = _all_gather(whole.view(torch.uint8), part.view(torch.uint8), group=ranks.group, async_op=True)
+    return Pending(whole, work)
+
+
+def start_reduce_scatter(addend: Tensor, ranks: Ranks) -> Pending:
+    """This rank's part, along dimension 0, of the sum over the ranks; `addend` is contiguous."""
+    part = addend.new_empty(addend.shape[0] // ranks.size, *addend.shape[1:])
+    if part.numel() == 0:
+        return Pending(part, None)
+    return Pending(part, _reduce_scatter(part, addend, group=ranks.group, async_op=True))
+
+
+def start_all_reduce(addend: Tensor, ranks: Ranks) -> Pending:
+    """In place: the sum over the ranks."""
+    if addend.numel() == 0:
+        return Pending(addend, None)
+    return Pending(addend, dist.all_reduce(addend, group=ranks.group, async_op=True))
+
+
+def gather(full: Tensor | None, shard: Tensor, ranks: Ranks) -> None:
+    """As `all_gather`, on the first rank only; the others pass None."""
+    parts = None if full is None else list(full.chunk(ranks.size))
+    dist.gather(shard, parts, group=ranks.group, group_dst=0)
+
+
+def scatter(shard: Tensor, full: Tensor | None, ranks: Ranks) -> None:
+    """The reverse of `gather`: shard = this rank's part of the first rank's `full`."""
+    if ranks.size == 1:
+        assert full is not None
+        shard.copy_(full)
+        return
+    parts = None if full is None else list(full.chunk(ranks.size))
+    dist.scatter(shard, parts, group=ranks.group, group_src=0)
+
+
+def reduce_scatter(shard: Tensor, full: Tensor, ranks: Ranks, *, mean: bool) -> None:
+    """shard = this rank's part of the sum, or mean, of `full` over the ranks."""
+    _reduce_scatter(shard, full, op=_operation(mean), group=ranks.group)
+
+
+def all_reduce(tensor: Tensor, ranks: Ranks, *, mean: bool) -> None:
+    """In place: the sum, or mean, of `tensor` over the ranks."""
+    dist.all_reduce(tensor, op=_operation(mean), group=ranks.group)
+
+
+def raise_to_largest(amax: Tensor, ranks: Ranks) -> None:
+    """In place: the largest over the ranks of numbers that are not negative, FP32; NaN wins."""
+    # As integers, because the order of the bits puts NaN above infinity on every backend.
+    dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=ranks.group)
+
+
+def _operation(mean: bool) -> dist.ReduceOp.RedOpType:
+    return dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+
+
+def broadcast(tensor: Tensor, ranks: Ranks) -> None:
+    """In place: the tensor of the group's first rank."""
+    if ranks.size > 1:
+        dist.broadcast(tensor, group=ranks.group, group_src=0)

@@ -1,0 +1,187 @@
+"""Which ranks share what: pipeline stages, replicas, shards and tensor-parallel layers.
+
+In:   how many ranks each kind of parallelism has.
+Out:  a `ParallelMesh`: groups and meshes for layers, FlatFSDP, FlatStage and FP8 regions.
+
+    pp            outermost: stages exchange activations only, and may be on different hosts
+    dp_replicate
+    dp_shard
+    tp            innermost: neighbours, which exchange activations several times a layer
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch.distributed as dist
+from rich import box
+from rich.table import Table
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from flatfsdp.comm.ranks import Ranks
+
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+@dataclass(frozen=True)
+class ParallelMesh:
+    """All ranks, in four dimensions.
+
+    Attributes:
+        device_mesh: of `DIMENSIONS`, all of them, those of one rank too.
+        dp_group: the ranks that have the same part of the model and see other samples.
+        stage_group: the ranks that have the same pipeline stage; they share the scales of FP8 tensors.
+    """
+
+    device_mesh: DeviceMesh
+    dp_group: dist.ProcessGroup
+    stage_group: dist.ProcessGroup
+
+    @property
+    def dp(self) -> DeviceMesh:
+        """FlatFSDP's `mesh`: (dp_shard,), or (dp_replicate, dp_shard) if there are replicas."""
+        if self._size("dp_replicate") == 1:
+            return self.device_mesh["dp_shard"]
+        return self.device_mesh["dp_replicate", "dp_shard"]
+
+    @property
+    def dimensions(self) -> tuple[Ranks, ...]:
+        """The ranks that this one shares each dimension with; together they reach all ranks."""
+        return tuple(Ranks.of(self.device_mesh.get_group(name)) for name in DIMENSIONS)
+
+    @property
+    def pp_group(self) -> dist.ProcessGroup:
+        return self.device_mesh.get_group("pp")
+
+    @property
+    def pp_size(self) -> int:
+        return self._size("pp")
+
+    @property
+    def pp_rank(self) -> int:
+        return self.device_mesh.get_local_rank("pp")
+
+    @property
+    def dp_size(self) -> int:
+        return dist.get_world_size(self.dp_group)
+
+    @property
+    def dp_rank(self) -> int:
+        """Which part of the samples this rank sees."""
+        return dist.get_rank(self.dp_group)
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup:
+        return self.device_mesh.get_group("tp")
+
+    @property
+    def tp_size(self) -> int:
+        return self._size("tp")
+
+    @property
+    def tp_rank(self) -> int:
+        return self.device_mesh.get_local_rank("tp")
+
+    def _size(self, dimension: str) -> int:
+        return self.device_mesh.size(DIMENSIONS.index(dimension))
+
+    def __str__(self) -> str:
+        return f"{self.device_mesh.size()} ranks: {_product({d: self._size(d) for d in DIMENSIONS})}"
+
+    def table(self) -> Table:
+        """Which ranks are where: a column for each stage, a row for each data-parallel rank."""
+        table = Table("", box=box.SIMPLE)
+        for stage in range(self.pp_size):
+            table.add_column(f"pp {stage}", justify="right")
+        ranks = self.device_mesh.mesh
+        replicas = self._size("dp_replicate")
+        for replica in range(replicas):
+            prefix = "" if replicas == 1 else f"dp_replicate {replica}, "
+            for shard in range(self._size("dp_shard")):
+                cells = ranks[:, replica, shard]
+                table.add_row(f"{prefix}dp_shard {shard}", *(_span(cell.tolist()) for cell in cells))
+        return table
+
+
+def make_mesh(
+    *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, tp: int = 1, device_type: str | None = None
+) -> ParallelMesh:
+    """Arranges all ranks, and makes their groups.  Collective over all ranks.
+
+        mesh = make_mesh(pp=2, tp=2)
+        layer = TransformerLayer(..., tp_group=mesh.tp_group)
+        part = auto_wrap(part, by_class(TransformerLayer), mesh=mesh.dp, tp_group=mesh.tp_group)
+        stage = FlatStage(part, mesh.pp_rank, mesh.pp_size, group=mesh.pp_group)
+
+    Args:
+        pp: pipeline ranks.
+        dp_replicate: replicas of each set of shards.
+        dp_shard: ranks over which parameters are sharded; -1 for all that are left.
+        tp: ranks that share each layer.
+        device_type: "cuda" or "cpu"; default: what the default process group communicates for.
+
+    Raises:
+        RuntimeError: if torch.distributed is not initialised.
+        ValueError: if a size is not positive, or the sizes do not give the number of ranks.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "make_mesh arranges the ranks of torch.distributed; call dist.init_process_group() first"
+        )
+    sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
+    shape = filled(sizes, dist.get_world_size())
+    if device_type is None:
+        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
+    ranks = device_mesh.mesh
+    return ParallelMesh(
+        device_mesh,
+        dp_group=_own_of(ranks.permute(0, 3, 1, 2).flatten(2).flatten(0, 1).tolist()),
+        stage_group=_own_of(ranks.flatten(1).tolist()),
+    )
+
+
+def filled(sizes: dict[str, int], world_size: int) -> tuple[int, ...]:
+    """The sizes of the dimensions, with that of dp_shard instead of -1.
+
+    Raises:
+        ValueError: if a size is not positive, or the sizes do not give the number of ranks.
+    """
+    for name, size in sizes.items():
+        if size < 1 and (name, size) != ("dp_shard", -1):
+            hint = ", or -1 for all ranks that are left" if name == "dp_shard" else ""
+            raise ValueError(f"make_mesh: {name} is {size}; it has to be at least 1{hint}")
+    others = prod(size for size in sizes.values() if size > 0)
+    if sizes["dp_shard"] == -1:
+        if world_size % others:
+            raise ValueError(
+                f"make_mesh: {_product(sizes)} needs a multiple of {others} ranks, and there are {world_size}"
+            )
+        sizes = {**sizes, "dp_shard": world_size // others}
+    elif others != world_size:
+        raise ValueError(
+            f"make_mesh: {_product(sizes)} needs {others} ranks, and there are {world_size}; leave dp_shard "
+            "out to fill them"
+        )
+    return tuple(sizes.values())
+
+
+def _product(sizes: dict[str, int]) -> str:
+    """As pp 2 x tp 2, without ones."""
+    factors = [f"{name} {'?' if size == -1 else size}" for name, size in sizes.items() if size != 1]
+    return " x ".join(factors) or "no parallelism"
+
+
+def _own_of(groups: list[list[int]]) -> dist.ProcessGroup:
+    """Makes process groups of disjoint lists of all ranks."""
+    if len(groups) == 1:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    own, _ = dist.new_subgroups_by_enumeration(groups)
+    assert own is not None
+    return own
+
+
+def _span(ranks: list[int]) -> str:
+    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"

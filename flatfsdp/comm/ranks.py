@@ -1,0 +1,183 @@
+"""`Ranks`: a process group and this process's place in it, held so that the group can end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
+
+import torch.distributed as dist
+
+# Every optimizer imports it, and for good it keeps the default group, if there is one by then, in default
+# arguments; see `Ranks`.
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True, init=False)
+class Ranks:
+    """One process group and this process's place in it; `group` None is a world of one."""
+
+    _group: ReferenceType[dist.ProcessGroup] | None
+    size: int
+    rank: int
+
+    def __init__(self, group: dist.ProcessGroup | None, size: int, rank: int) -> None:
+        # Weak: a model may be alive when the program ends.  A group that it kept would outlive
+        # destroy_process_group(), and gloo's threads, which may still have tensors to let go of, the
+        # interpreter; they abort the process then.
+        weak = None if group is None else ref(group)
+        hash(weak)  # which a reference keeps: ranks stay keys, as in `optim/clip.py`, once the group is gone
+        vars(self).update(_group=weak, size=size, rank=rank)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """
+        Raises:
+            RuntimeError: once it is destroyed.
+        """
+        if self._group is None:
+            return None
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                "the process group of a model or layer is gone; call dist.destroy_process_group() after its "
+                "last use"
+            )
+        return group
+
+    @staticmethod
+    def of(group: dist.ProcessGroup | None) -> Ranks:
+        """
+        Raises:
+            TypeError: for something else, such as a DeviceMesh.
+            ValueError: for a group that this rank is not in.
+        """
+        if isinstance(group, DeviceMesh):
+            raise TypeError("a process group is needed, not a DeviceMesh; pass mesh['tp'].get_group()")
+        if group is None:
+            return Ranks(None, 1, 0)
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                "this rank is not in the process group that it passes; of several that new_group has made, "
+                "pass the one with this rank"
+            )
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(f"a process group is needed, not {group!r}; pass what dist.new_group returns")
+        return Ranks(group, dist.get_world_size(group), dist.get_rank(group))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        """Copies of a layer are shared by the same ranks."""
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """
+        Raises:
+            TypeError: if they are pickled, for ranks of a group.
+        """
+        if vars(self).get("_group") is not None:
+            raise TypeError(
+                "what several ranks share cannot be pickled, as their process group means nothing to another "
+                "process; save state_dict(), and build the layer anew"
+            )
+        return vars(self)
+
+    @property
+    def name(self) -> str:
+        """Of the process group, the same on all its ranks; empty for a world of one."""
+        return "" if self.group is None else self.group.group_name
+
+    @property
+    def global_ranks(self) -> list[int]:
+        """In the default process group."""
+        return [] if self.group is None else dist.get_process_group_ranks(self.group)
+
+    def require_apart(self, data_parallel: Ranks) -> None:
+        """
+        Raises:
+            ValueError: if some rank besides this one is in both.
+        """
+        both = sorted(set(self.global_ranks) & set(data_parallel.global_ranks))
+        if len(both) > 1:
+            raise ValueError(
+                f"ranks {', '.join(map(str, both))} are in tp_group and in the group that FlatFSDP shards or "
+                "replicates over; pass mesh= or process_group= of the data-parallel ranks, which have the "
+                "same part of each layer"
+            )
+
+    def own_communicator(self) -> Ranks:
+        """The same ranks over a second communicator, so that two collectives can be under way at once.
+
+        Collective over these ranks, the first time.
+        """
+        if self.group is None or self.size == 1:
+            return self
+        if self.group not in _second_communicators:
+            second = dist.new_group(
+                dist.get_process_group_ranks(self.group),
+                backend=dist.get_backend(self.group),
+                use_local_synchronization=True,
+            )
+            _second_communicators[self.group] = second
+            _first_communicators[second] = self
+        return Ranks(_second_communicators[self.group], self.size, self.rank)
+
+    def first_communicator(self) -> Ranks:
+        """The communicator that `own_communicator` has made this one beside, or this one."""
+        return self if self.group is None else _first_communicators.get(self.group, self)
+
+
+_second_communicators: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+"""Shared by all models over a group: NCCL takes seconds and hundreds of megabytes to make one, and frees none
+before the group is destroyed."""
+
+
+_first_communicators: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
+
+
+ALONE = Ranks(None, 1, 0)
+
+
+def default_group() -> dist.ProcessGroup | None:
+    """All ranks; None where torch.distributed is not initialised."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
+class LateRanks(Ranks):
+    """Ranks of which only the number is known, until a layer is given their group.
+
+    Raises:
+        RuntimeError: where group or rank are asked for before.
+    """
+
+    def __init__(self, layer: str, size: int) -> None:
+        vars(self).update(size=size, _layer=layer, _found=None)
+
+    @property
+    def found(self) -> Ranks | None:
+        found: Ranks | None = vars(self)["_found"]
+        return found
+
+    @property
+    def _group(self) -> ReferenceType[dist.ProcessGroup] | None:
+        return self._required()._group
+
+    @property
+    def rank(self) -> int:
+        return self._required().rank
+
+    def _required(self) -> Ranks:
+        if self.found is None:
+            raise RuntimeError(
+                f"{vars(self)['_layer']}: tp_size is {self.size}, and nobody has said which ranks these are; "
+                "call set_tensor_parallel_group(tp_group) first, or pass tp_group to the constructor"
+            )
+        return self.found
+
+    def find(self, ranks: Ranks) -> None:
+        vars(self)["_found"] = ranks
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LateRanks:
+        """Of a layer whose copy is told by itself."""
+        other = memo[id(self)] = LateRanks(vars(self)["_layer"], self.size)
+        vars(other).update(vars(self))
+        return other

@@ -1,0 +1,129 @@
+"""Random numbers that do not depend on where a layer is: for initial values, and for dropout.
+
+In:   torch's default generators, of the CPU and of the current CUDA device.
+Out:  `seeded`: values that depend on a seed and names alone, however many layers were built before;
+      `RNGTracker`: other numbers on each tensor-parallel rank, between numbers that are the same on all.
+
+Neither keeps a state: whatever saves and restores torch's generators, such as torch.utils.checkpoint, gets
+the same numbers again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from flatfsdp.comm.ranks import Ranks
+
+CUDA_STEP = 4
+"""By which a CUDA generator moves on; its offsets are multiples of 4."""
+
+
+@contextmanager
+def seeded(seed: int, *names: str) -> Iterator[None]:
+    """Inside, the default generators start from `seed` and `names`; outside, they do not notice.
+
+        with seeded(0, f"layers.{number}"):
+            layer = TransformerLayer(...)
+
+    A layer then begins with the same values in every pipeline stage that has it.
+    """
+    cpu, cuda = torch.default_generator, _cuda_generator(initialize=True)
+    cpu_state = cpu.get_state()
+    cuda_state = None if cuda is None else (cuda.initial_seed(), cuda.get_offset())
+    key = _hash(seed, *names)
+    cpu.manual_seed(key)
+    if cuda is not None:
+        cuda.manual_seed(key)
+    try:
+        yield
+    finally:
+        cpu.set_state(cpu_state)
+        if cuda is not None and cuda_state is not None:
+            _set(cuda, *cuda_state)
+
+
+class Tracker(Protocol):
+    """Random numbers that differ between tensor-parallel ranks: an `RNGTracker`, or somebody else's."""
+
+    def fork(self) -> AbstractContextManager[Any]:
+        """Inside, this rank draws numbers of its own."""
+
+
+GetTracker = Callable[[], Tracker]
+
+
+class RNGTracker:
+    """Other random numbers on each tensor-parallel rank, for what it has a part of.
+
+        with tracker.fork():
+            context = attention(query, key, value)  # other heads on each rank, and other dropout
+
+    Seed the default generators alike on all ranks.  Outside of `fork` they stay alike, for dropout of what
+    all ranks have.
+
+    Args:
+        tp_group: the ranks; with one, or None, `fork` does nothing.
+    """
+
+    def __init__(self, tp_group: dist.ProcessGroup | None = None) -> None:
+        self._ranks = Ranks.of(tp_group)
+
+    @classmethod
+    def over(cls, ranks: Ranks) -> RNGTracker:
+        """Of ranks that may get their group later."""
+        tracker = cls()
+        tracker._ranks = ranks
+        return tracker
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """Inside, the default generators differ from rank to rank.
+
+        Afterwards they have moved on by one step, whatever was drawn inside.  The host waits for no GPU.
+        """
+        if self._ranks.size == 1:
+            yield
+            return
+        cpu, cuda = torch.default_generator, _cuda_generator(initialize=False)
+        common = int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+        cpu_state = cpu.get_state()
+        cpu.manual_seed(_hash(common, self._ranks.rank))
+        if cuda is not None:
+            cuda_seed, cuda_offset = cuda.initial_seed(), cuda.get_offset()
+            cuda.manual_seed(_hash(cuda_seed, cuda_offset, self._ranks.rank))
+        try:
+            yield
+        finally:
+            cpu.set_state(cpu_state)
+            if cuda is not None:
+                _set(cuda, cuda_seed, cuda_offset + CUDA_STEP)
+
+
+def _cuda_generator(*, initialize: bool) -> torch.Generator | None:
+    """Of the current CUDA device; None if there is none, or if CUDA has not been used yet.
+
+    Args:
+        initialize: use it, for what follows may.
+    """
+    if initialize and torch.cuda.is_available():
+        torch.cuda.init()
+    if not torch.cuda.is_initialized():
+        return None
+    return torch.cuda.default_generators[torch.cuda.current_device()]
+
+
+def _set(generator: torch.Generator, seed: int, offset: int) -> None:
+    """Puts a CUDA generator somewhere; `get_state` and `set_state` copy tensors for that."""
+    generator.manual_seed(seed)
+    generator.set_offset(offset)
+
+
+def _hash(*parts: int | str) -> int:
+    """0 to 2^63 - 1; the same in every process."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:8], "big") >> 1

@@ -1,0 +1,42 @@
+"""Side streams, beside the compute stream."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+
+class Lane:
+    """A CUDA stream beside the compute stream; on CPU the calling thread itself, where all is in order.
+
+    A lane's work starts after the compute stream's work so far (`after_compute`), and the compute stream
+    waits for the lane's event before it uses or frees what the lane touched.  So memory may be allocated on
+    either stream and freed on the other, nothing needs `record_stream`, and the host never waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    def after_compute(self) -> AbstractContextManager[Any]:
+        """Kernels inside run on this lane, after everything the compute stream was given before this call."""
+        if self._stream is None:
+            return nullcontext()
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        return torch.cuda.stream(self._stream)
+
+    def synchronize(self) -> None:
+        """Makes the host wait for the lane's work so far."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def mark(self) -> torch.cuda.Event | None:
+        """An event after the lane's work so far."""
+        return None if self._stream is None else self._stream.record_event()
+
+
+def compute_waits_for(event: torch.cuda.Event | None, device: torch.device) -> None:
+    """Makes the device's current stream, not the host, wait; the current device may be another one."""
+    if event is not None:
+        torch.cuda.current_stream(device).wait_event(event)

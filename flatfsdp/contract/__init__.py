@@ -1,0 +1,1 @@
+"""What layers and the engine promise each other; neither imports the other."""

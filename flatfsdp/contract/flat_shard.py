@@ -1,0 +1,68 @@
+"""What an optimizer has to know of a parameter that is a part of an engine's flat shard.
+
+In:   a parameter, with a `FlatShard` as its attribute `flat_shard`, if an engine has set one.
+Next: `optim/clip.py` takes the norm over its ranks, `optim/fused.py` writes what the next forward needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from flatfsdp.comm.checking.identity import Action, Identity
+from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import Ranks
+
+
+class FlatShard(Protocol):
+    """A parameter, 1-D, that is this rank's part of a flat buffer or a portion of that part."""
+
+    @property
+    def grid(self) -> Grid:
+        """The ranks over which the buffer is sharded, those that have the same part, and those that have
+        other parts of the same parameters."""
+
+    @property
+    def stages(self) -> Ranks:
+        """The ranks of a pipeline, which have other parameters of the model; without one, alone."""
+
+    def identify(self, action: Action) -> Identity | None:
+        """What a collective for this parameter carries."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank counts the gradient in a norm: of ranks that have the same one, one does."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes and communicates; the parameter itself may be in host memory."""
+
+    @property
+    def rounding(self) -> torch.dtype:
+        """The dtype of `compute`, and what values are rounded to before an amax is taken."""
+
+    @property
+    def compute(self) -> Tensor | None:
+        """The same part of the shard that is gathered for the forward, to be written in each step.
+
+        1-D, as long as the parameter, and on its device; None if there is nothing to write.
+        """
+
+    def runs(self) -> Sequence[tuple[int, int, Tensor]]:
+        """(start, stop, amax): elements whose largest magnitude is wanted, and the FP32 number, on the
+        parameter's device, that is to be raised to that.  Ascending and disjoint; need not cover all.
+
+        Called once in each step that updates the parameter, so this is where amaxes are made zero.
+        """
+
+    def cast_done(self) -> None:
+        """The parameter, and then `compute` and each amax, have been written from the same values, and the
+        parameter's version counter has been raised."""
+
+
+def flat_shard_of(parameter: Tensor) -> FlatShard | None:
+    """None for an ordinary parameter."""
+    return getattr(parameter, "flat_shard", None)

@@ -1,0 +1,173 @@
+"""What a unit owns of the module that it wraps: parameters, buffers, and the device they are on.
+
+In:   a module, in which inner units have taken their parts already.
+Out:  the parameters that are left, checked, and grouped into `Binding`s.
+Next: `engine/storage/group.py` makes a flat group of each binding.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from flatfsdp.comm.device import indexed
+from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.placement import Placement, placement_of
+from flatfsdp.contract.tensor_parallel import is_delayed
+from flatfsdp.engine.storage.fp8_weights import roles
+from flatfsdp.engine.units import UnitModule, units_in
+from flatfsdp.flat.binding import Binding
+from flatfsdp.flat.layout import Role
+from flatfsdp.flat.module_wrapper import ModuleWrapper
+
+
+def own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """`module` and what is below it, but not what inner units have taken, each with its path."""
+    yield path, module
+    for name, child in module._modules.items():
+        if child is not None and not isinstance(child, UnitModule):
+            yield from own_modules(child, f"{path}.{name}".lstrip("."))
+
+
+def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters below `module` that no FlatFSDP owns, by name; validated before anything changes."""
+    found: dict[nn.Parameter, str] = {}
+    for path, owner in own_modules(module):
+        if isinstance(owner, ModuleWrapper):
+            raise ValueError(
+                f"{path or 'the module'} is a {type(owner).__name__}, which has flat parameters of its own; "
+                "wrap the plain module"
+            )
+        taken = owner.__dict__.get("_flatfsdp_names", {})
+        for attribute, name in taken.items():
+            if attribute not in owner._parameters:
+                raise ValueError(_tied_message(f"{path}.{attribute}", name))
+        for attribute, parameter in owner._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, f"{path}.{attribute}".lstrip("."))
+    for parameter, name in found.items():
+        owner_name = getattr(parameter, "_flatfsdp_name", None)
+        if owner_name is not None:
+            raise ValueError(_tied_message(name, owner_name))
+        _require_plain(name, parameter)
+    return {name: parameter for parameter, name in found.items()}
+
+
+def require_default_precision(parameters: dict[str, nn.Parameter]) -> None:
+    """Raises ValueError for a parameter that FP32 would round: nobody has asked for that."""
+    for name, parameter in parameters.items():
+        if parameter.dtype == torch.float64:
+            raise ValueError(
+                f"parameter {name} is float64, and FP32 is the default precision; pass "
+                "precision=Precision(param=torch.float64, compute=torch.float64, accumulate=torch.float64, "
+                "reduce=torch.float64), or convert the module before wrapping"
+            )
+
+
+def _require_plain(name: str, parameter: nn.Parameter) -> None:
+    """
+    Raises:
+        ValueError: if it is something else than floating-point numbers in memory of its own.
+    """
+    if is_lazy(parameter):
+        raise ValueError(
+            f"parameter {name} gets its shape in the first forward; run one before the module is wrapped"
+        )
+    if is_delayed(parameter):
+        raise ValueError(
+            f"the gradient of parameter {name} is computed after the backward, by backward_dw(), and "
+            "FlatFSDP reduces gradients in the backward; build its layer without delay_wgrad_compute"
+        )
+    if not parameter.is_floating_point():
+        raise ValueError(
+            f"parameter {name} is {parameter.dtype}; only floating-point parameters can be sharded"
+        )
+    kind = type(parameter.data)
+    if kind is not Tensor or parameter.layout is not torch.strided:
+        found = f"a {parameter.layout} tensor" if kind is Tensor else f"a {kind.__name__}"
+        raise ValueError(
+            f"parameter {name} is {found}; FlatFSDP shards plain dense tensors: wrap the module without "
+            "parallelize_module or fully_shard, and give tensor-parallel layers a tp_group"
+        )
+
+
+def mark_taken(bindings: Iterable[Binding], parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """So that a unit that shares one of the parameters, or its module, can tell.
+
+    Args:
+        parameters: by name; also those from the meta device that the bindings' have replaced, as another unit
+            may still hold one that was tied.
+    """
+    for binding in bindings:
+        for sites in binding.sites:
+            for site in sites:
+                site.module.__dict__.setdefault("_flatfsdp_names", {})[site.attribute] = site.name
+    for name, parameter in parameters:
+        parameter._flatfsdp_name = name  # type: ignore[attr-defined]
+
+
+def _tied_message(name: str, other: str) -> str:
+    return (
+        f"parameter {name} is tied to {other}, which another FlatFSDP unit has taken; wrap a module that "
+        "contains both, so that they live in one unit"
+    )
+
+
+def bindings_of(
+    module: nn.Module, parameters: Iterable[nn.Parameter], tensor: Ranks, *, fp8: bool
+) -> list[Binding]:
+    """Parameters that are treated alike together: trained and frozen ones, those stored in FP8 and others,
+    those that tensor-parallel ranks have parts of and those that all of them have."""
+    stored = roles(module, parameters) if fp8 else dict.fromkeys(parameters, Role.COMPUTE)
+    chosen: dict[tuple[bool, Role, Placement], list[nn.Parameter]] = {
+        each: [] for each in itertools.product((True, False), Role, Placement)
+    }
+    for parameter, role in stored.items():
+        chosen[parameter.requires_grad, role, placement_of(parameter, tensor)].append(parameter)
+    return [Binding.of(module, members, role, tensor) for (_, role, _), members in chosen.items() if members]
+
+
+def device_of(
+    device: torch.device | str | None, module: nn.Module, parameters: dict[str, nn.Parameter], grid: Grid
+) -> torch.device:
+    """`device`, with its index; by default, the one where the module's inner units and `parameters` are.
+
+    Raises:
+        ValueError: if they are on several devices, or on the meta device; if the ranks' backend cannot reach
+            the device.
+    """
+    if device is None:
+        found = {m._device: f"unit {prefix.rstrip('.')}" for prefix, m in units_in(module)}
+        found |= {p.device: f"parameter {name}" for name, p in parameters.items() if not p.is_meta}
+        meta = next((name for name, p in parameters.items() if p.is_meta), None)
+        if meta is not None and not found:
+            raise ValueError(f"parameter {meta} is on the meta device; pass device= to say where it shall be")
+        if len(found) > 1:
+            places = ", ".join(f"{what} is on {where}" for where, what in found.items())
+            raise ValueError(f"{places}; pass device= to say where the whole module shall be")
+        device = next(iter(found), torch.device("cpu"))
+    device = indexed(torch.device(device))
+    for ranks in grid.dimensions:
+        if ranks.group is not None and device.type == "cpu" and str(dist.get_backend(ranks.group)) == "nccl":
+            raise ValueError(
+                "the process group is NCCL's and the parameters are on the CPU; pass device='cuda'"
+            )
+    return device
+
+
+def prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Moves and casts the buffers outside inner units; tied ones stay tied."""
+    prepared: dict[Tensor, Tensor] = {}
+    for _, owner in own_modules(module):
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                if buffer not in prepared:
+                    is_cast = buffer.is_floating_point() and name not in getattr(owner, "late_buffers", ())
+                    prepared[buffer] = buffer.to(device, dtype if is_cast else None)
+                owner._buffers[name] = prepared[buffer]

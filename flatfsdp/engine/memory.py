@@ -1,0 +1,237 @@
+"""Where a model's memory is: every buffer of the engine, who owns it, when it lives.
+
+In:   the units of one model.
+Out:  a `MemoryReport`, whose rows add up; `print` shows it as a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.contract.placement import Placement
+from flatfsdp.engine.step.unit import Unit
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.policy import Prefetch
+
+GIB = 2**30
+ALWAYS = "always"
+
+
+class Size(NamedTuple):
+    """Of one buffer.
+
+    Attributes:
+        placement: on tensor-parallel ranks; None without them.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    placement: Placement | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Row:
+    """Buffers of one kind, dtype and placement on this rank.
+
+    Attributes:
+        placement: on tensor-parallel ranks, of what the buffers are for; None without them.
+        count: of buffers.
+        total: bytes of all of them.
+        at_a_time: bytes of those that are there together, at most.
+        lives: from when to when.
+    """
+
+    buffer: str
+    owner: str
+    dtype: torch.dtype
+    count: int
+    total: int
+    at_a_time: int
+    lives: str
+    placement: Placement | None = None
+
+    @property
+    def label(self) -> str:
+        return self.buffer if self.placement is None else f"{self.buffer}, {self.placement.value}"
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Memory that one model takes on this rank's device, in bytes.
+
+    Attributes:
+        static: what is there between two steps, without gradients.
+        peak: the sum of `at_a_time`.  Activations come on top.
+    """
+
+    rows: tuple[Row, ...]
+
+    @property
+    def static(self) -> int:
+        return sum(row.total for row in self.rows if row.lives == ALWAYS)
+
+    @property
+    def peak(self) -> int:
+        return sum(row.at_a_time for row in self.rows)
+
+    def __str__(self) -> str:
+        heads = ("buffer", "owner", "dtype", "count", "GiB", "at a time", "lives")
+        lines = [
+            (
+                *(row.label, row.owner, str(row.dtype).removeprefix("torch."), str(row.count)),
+                *(f"{nbytes / GIB:.3f}" for nbytes in (row.total, row.at_a_time)),
+                row.lives,
+            )
+            for row in self.rows
+        ]
+        widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
+        table = [_line(cells, widths) for cells in (heads, *lines)]
+        return "\n".join(
+            [*table, f"{self.static / GIB:.3f} GiB between steps, {self.peak / GIB:.3f} at most"]
+        )
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    aligned = (
+        cell.rjust(width) if index in (3, 4, 5) else cell.ljust(width)
+        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return "  ".join(aligned).rstrip()
+
+
+class GroupSizes(NamedTuple):
+    """Buffers of one flat group on this rank's device; None: there is none, or it is in host memory.
+
+    Attributes:
+        flat_buffer: gathered parameters.
+        transposed: of FP8 weights.
+        main_grad: unsharded, of all microbatches.
+    """
+
+    master: Size | None
+    compute_shard: Size | None
+    flat_buffer: Size | None
+    transposed: Size | None
+    main_grad: Size | None
+    reduced_grad: Size | None
+
+
+def memory_report(
+    units: Sequence[Unit], prefetch: Prefetch, optimizer: torch.optim.Optimizer | None
+) -> MemoryReport:
+    """See `FlatFSDP.memory_report`."""
+    groups = [group for unit in units for group in unit.groups]
+    state = [] if optimizer is None else list(_state_of(groups, optimizer))
+    frees = any(group.policy.reshard_after_forward for group in groups)
+    sizes = [[_sizes_of(group) for group in unit.groups] for unit in units]
+    return report_of(sizes, state, units_ahead(prefetch) if frees else None)
+
+
+def units_ahead(prefetch: Prefetch) -> int:
+    """That are gathered beside the one which computes, at most."""
+    return max(prefetch.forward, prefetch.backward)
+
+
+def report_of(
+    units: Sequence[Sequence[GroupSizes]], state: Iterable[Size], ahead: int | None
+) -> MemoryReport:
+    """The rows of buffers of these sizes.
+
+    Args:
+        units: the root's own first.
+        state: of the optimizer.
+        ahead: units that are gathered beside the one which computes; None: all stay until the last
+            microbatch.
+    """
+    groups = [group for unit in units for group in unit]
+    rows = [
+        *_rows("master shard", "MasterShard", ALWAYS, (g.master for g in groups)),
+        *_rows("compute shard", "FlatGroup", ALWAYS, (g.compute_shard for g in groups)),
+        *_rows("optimizer state", "the optimizer", ALWAYS, state),
+        *_unsharded(
+            "flat buffer",
+            "FlatGroup",
+            "unshard to reshard",
+            [[g.flat_buffer for g in u] for u in units],
+            ahead,
+        ),
+        *_unsharded(
+            "transposed weights",
+            "FP8Weights",
+            "unshard for backward to reshard",
+            [[g.transposed for g in u] for u in units],
+            ahead,
+        ),
+        *_rows("main_grad", "MainGrad", "first gradient to reduction", (g.main_grad for g in groups)),
+        *_rows(
+            "reduced gradient", "the optimizer", "reduction to zero_grad", (g.reduced_grad for g in groups)
+        ),
+    ]
+    return MemoryReport(tuple(rows))
+
+
+def _sizes_of(group: FlatGroup) -> GroupSizes:
+    """Of what is there, and of what appears in a step."""
+    placement = None if group.grid.tensor.size == 1 else group.layout.placement
+    master, columnwise = group.master, None if group.fp8 is None else group.fp8.columnwise
+
+    def size(tensor: Tensor) -> Size:
+        return Size(tensor.numel(), tensor.dtype, placement)
+
+    padded, on_device = group.layout.padded_numel(group.grid.shard.size), not master.is_offloaded
+    trained = group.trains
+    return GroupSizes(
+        master=size(master.flat) if on_device else None,
+        compute_shard=size(group.compute_shard) if group.casts else None,
+        flat_buffer=None if group.buffer is None else size(group.buffer.tensor),
+        transposed=None if columnwise is None else size(columnwise.tensor),
+        main_grad=Size(padded, group.policy.precision.accumulate, placement) if trained else None,
+        reduced_grad=(
+            Size(master.flat.numel(), master.grad_dtype, placement) if trained and on_device else None
+        ),
+    )
+
+
+def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> Iterator[Size]:
+    """What it keeps for these groups, of all those that it updates, such as other stages'."""
+    for master in (group.master for group in groups):
+        for portion in master.portions:
+            for value in optimizer.state.get(portion.parameter, {}).values():
+                if isinstance(value, Tensor) and value.device == master.device:
+                    yield Size(value.numel(), value.dtype)
+
+
+def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size | None]) -> Iterator[Row]:
+    """One a dtype and placement, of buffers that all live at the same time."""
+    by_kind: dict[tuple[torch.dtype, Placement | None], list[int]] = {}
+    for size in sizes:
+        if size is not None:
+            by_kind.setdefault(size[1:], []).append(size.nbytes)
+    for (dtype, placement), found in by_kind.items():
+        yield Row(buffer, owner, dtype, len(found), sum(found), sum(found), lives, placement)
+
+
+def _unsharded(
+    buffer: str, owner: str, lives: str, units: Sequence[Sequence[Size | None]], ahead: int | None
+) -> Iterator[Row]:
+    """Of the root all the time, and of a unit and those gathered ahead of it; of all units if they stay until
+    the last microbatch."""
+    for row in _rows(buffer, owner, lives, (size for unit in units for size in unit)):
+        kind = (row.dtype, row.placement)
+        each = [sum(size.nbytes for size in unit if size and size[1:] == kind) for unit in units]
+        at_a_time = sum(each) if ahead is None else each[0] + largest_window(each[1:], ahead)
+        yield replace(row, at_a_time=at_a_time)
+
+
+def largest_window(sizes: Sequence[int], ahead: int) -> int:
+    """The largest sum of one and those that follow it."""
+    return max((sum(sizes[start : start + 1 + ahead]) for start in range(len(sizes))), default=0)

@@ -1,0 +1,180 @@
+"""Optimizer settings per parameter, although buffers are flat; and what an optimizer may write beside them.
+
+In:   a model, and which parameters get which options.
+Out:  parameter groups for torch.optim, whose parameters alias portions of the flat shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.comm.checking.identity import Action, Identity
+from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.master import MasterShard, Portion
+from flatfsdp.engine.units import Model, named_groups
+
+Selection = Callable[[str, tuple[int, ...]], bool] | Iterable[str]
+"""Which parameters: a predicate of (name, shape), or names as in the state dict."""
+
+
+def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups for any element-wise torch.optim optimizer.
+
+    The optimizer's parameters are *portions* of the flat shards, one for each run of neighbouring parameters
+    with the same options.  From now on gradients come to the portions, not to the flat parameters, so build
+    one optimizer per model, of these groups, and step it only after the last backward of a step.
+
+        no_decay = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
+        optimizer = torch.optim.AdamW(param_groups(model, [no_decay]), lr=3e-4)
+
+    Args:
+        model: a FlatFSDP module, or one that contains some, or the stages of a pipeline that this rank has.
+            Collective when it is first used.
+        groups: options of torch.optim, and "params": a predicate of (name, shape) or a collection of names.
+            A parameter belongs to the first group that selects it; of a tied one, the first name counts; of
+            one that is split over tensor-parallel ranks, the shape of the whole.
+
+    Returns:
+        As many groups, and a last one without options for what none has selected, if there is any.  A group
+        is empty on ranks whose shards hold nothing of it.
+
+    Raises:
+        ValueError: if a group lacks "params", names a parameter that is not trained here, or selects none; if
+            there are gradients.
+    """
+    groups_of_model = [(prefix, group) for prefix, group in named_groups(model) if group.trains]
+    trained = [(prefix, group.master) for prefix, group in groups_of_model]
+    shapes = {
+        prefix + slot.name: slot.whole_shape for prefix, master in trained for slot in master.layout.slots
+    }
+    chosen = _choose(shapes, [_selected(group, shapes) for group in groups])
+    if any(group.has_unreduced or group.master.grads for _, group in groups_of_model):
+        raise ValueError("there are gradients already; call zero_grad() before param_groups")
+    if any(master.portions[0].parameter is not master.flat for _, master in trained if master.portions):
+        raise ValueError("param_groups has cut this model's shards already; build one optimizer of them")
+    parameters: list[list[nn.Parameter]] = [[] for _ in range(len(groups) + 1)]
+    for prefix, flat_group in groups_of_model:
+        master = flat_group.master
+        indices = [chosen[prefix + slot.name] for slot in master.layout.slots]
+        master.portions = []
+        for index, portion in _cut(master, indices):
+            master.portions.append(portion)
+            parameters[index].append(portion.parameter)
+        attach_targets(flat_group)
+    options = [*groups, {}]
+    used = [*range(len(groups)), *([len(groups)] if len(groups) in chosen.values() else [])]
+    return [{**options[index], "params": parameters[index]} for index in used]
+
+
+def _selected(group: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> set[str]:
+    if "params" not in group:
+        raise ValueError(f'parameter group {group} has no "params"; pass a predicate or names')
+    selection: Selection = group["params"]
+    if isinstance(selection, str):
+        raise ValueError(f'"params" is the string {selection!r}; pass a collection of names or a predicate')
+    if callable(selection):
+        names = {name for name, shape in shapes.items() if selection(name, shape)}
+    else:
+        names = set(selection)
+        if not all(isinstance(name, str) for name in names):
+            raise ValueError('"params" holds something else than names, perhaps parameters; pass their names')
+    there_are = f"there are {', '.join(list(shapes)[:3])}, ..."
+    unknown = sorted(names - set(shapes))
+    if unknown:
+        raise ValueError(
+            f"a parameter group names {unknown[0]!r}, which is not a trained parameter of this model; "
+            f"{there_are}"
+        )
+    if not names:
+        raise ValueError(f"parameter group {group} selects no parameter; {there_are}")
+    return names
+
+
+def _choose(shapes: Iterable[str], selections: Sequence[set[str]]) -> dict[str, int]:
+    """The number of the first selection each name is in, or how many selections there are."""
+    return {
+        name: next((i for i, names in enumerate(selections) if name in names), len(selections))
+        for name in shapes
+    }
+
+
+def _cut(master: MasterShard, indices: Sequence[int]) -> Iterable[tuple[int, Portion]]:
+    """This rank's portions: runs of slots with one index, each up to where the next run begins."""
+    slots, length = master.layout.slots, master.flat.numel()
+    first = master.grid.shard.rank * length
+    starts = [n for n, index in enumerate(indices) if n == 0 or index != indices[n - 1]]
+    ends = [slots[n].offset for n in starts[1:]] + [master.layout.padded_numel(master.grid.shard.size)]
+    for n, end in zip(starts, ends, strict=True):
+        start, stop = (min(max(edge - first, 0), length) for edge in (slots[n].offset, end))
+        if start < stop:
+            # Detached tensors share the version counter, so an update is noticed.
+            yield indices[n], Portion(nn.Parameter(master.flat.detach()[start:stop]), start, stop)
+
+
+def attach_targets(group: FlatGroup) -> None:
+    """Gives the parameters that an optimizer has of this group their `flat_shard`."""
+    for parameter, start, stop in group.master.portions:
+        parameter.flat_shard = PortionTarget(group, start, stop)  # type: ignore[attr-defined]
+
+
+class PortionTarget:
+    """Elements [start, stop) of one group's master shard, as a `FlatShard`."""
+
+    def __init__(self, group: FlatGroup, start: int, stop: int) -> None:
+        self._group = group
+        self._start, self._stop = start, stop
+
+    @property
+    def grid(self) -> Grid:
+        return self._group.grid
+
+    @property
+    def stages(self) -> Ranks:
+        return self._group.master.stages
+
+    def identify(self, action: Action) -> Identity | None:
+        return self._group.identify(action)
+
+    @property
+    def is_counted(self) -> bool:
+        return self._group.master.is_counted
+
+    @property
+    def device(self) -> torch.device:
+        return self._group.master.device
+
+    @property
+    def rounding(self) -> torch.dtype:
+        return self._group.policy.precision.compute
+
+    @property
+    def compute(self) -> Tensor | None:
+        group = self._group
+        if group.fp8 is not None or not group.casts or group.master.is_offloaded:
+            return None
+        return group.compute_shard[self._start : self._stop]
+
+    def runs(self) -> list[tuple[int, int, Tensor]]:
+        group = self._group
+        if group.fp8 is None or group.master.is_offloaded:
+            return []
+        # A weight is in one portion: those are cut between weights.
+        return group.fp8.runs(self._start, self._stop)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the parameter, pickled or not, is an ordinary one."""
+        return _no_target, ()
+
+    def cast_done(self) -> None:
+        if not self._group.master.is_offloaded:
+            self._group.portion_done(self._start, self._stop)
+
+
+def _no_target() -> None:
+    return None

@@ -1,0 +1,1 @@
+"""When it moves: gathers, reductions, and the end of a backward."""

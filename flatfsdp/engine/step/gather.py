@@ -1,0 +1,56 @@
+"""All flat groups of one unit are gathered in one launch, beside what is computed.
+
+In:   the groups of a unit (`engine/storage/group.py`), and the stream for it.
+Out:  buffers that fill; each group waits for its own when a module needs it.
+Next: `FlatGroup.wait`, and the layers compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from flatfsdp.comm.checking.identity import Action
+from flatfsdp.comm.checking.journal import launch
+from flatfsdp.comm.streams import Lane
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.ledger import span
+
+
+def unshard(groups: Sequence[FlatGroup], lane: Lane, action: Action) -> None:
+    """Starts to gather the parameters of one unit, all groups in one launch; nothing if they are there, or on
+    their way, and up to date.
+
+    Args:
+        action: what for; for a backward FP8 weights are needed transposed, too.
+    """
+    missing = [group for group in groups if group.allocate()]
+    untransposed = [
+        group
+        for group in groups
+        if action is Action.BACKWARD and group.fp8 is not None and group.fp8.allocate_columnwise()
+    ]
+    if not missing and not untransposed:
+        return
+    with lane.after_compute():
+        for group in missing:
+            group.update_shard()
+        _gather(missing, action)
+        for group in untransposed:
+            group.transpose()
+    event = lane.mark()
+    for group in {*missing, *untransposed}:
+        group.started(event)
+
+
+def _gather(groups: Sequence[FlatGroup], action: Action) -> None:
+    nbytes = sum(group.gathered_bytes for group in groups)
+    if not nbytes:
+        return
+    first = groups[0]
+    with (
+        span("all_gather", first.name, first.microbatch.index, nbytes),
+        launch(first.grid.shard, first.identify(action), first.master.device, len(groups)),
+    ):
+        for group in groups:
+            group.gather()
+    first.ledger.add("gather", nbytes)

@@ -1,0 +1,261 @@
+"""Gradients on their way from `main_grad` to the master shard's `.grad`.
+
+In:   units whose last gradient of a reducing backward has landed (`unit.py`).
+Out:  the master's gradient: this rank's shard of the mean over all data-parallel ranks.
+Next: `optim/clip.py` and the optimizer.
+
+Every rank launches the reductions in one fixed order, whatever order the gradients land in: the reverse of
+registration, which is the order of a backward.  A unit that is ready early waits for its turn.  So a
+parameter may be without a gradient on some ranks: its group reduces zeros there.  Each reduction carries
+which unit it is for (`comm/checking/journal.py`), so ranks that do not pair raise.
+
+    main_grad --reduce-scatter inside the shard group--> partial_grad, summed over the reducing backwards
+              --all-reduce across replicas, in the last backward
+              --all-reduce across tensor-parallel ranks, where each has a part of a sum--> master.grad
+
+With `grad_sync="last"` there is one reducing backward, so `partial_grad` is nothing to keep.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.comm.checking.identity import Action
+from flatfsdp.comm.checking.journal import launch
+from flatfsdp.comm.collectives import all_reduce, reduce_scatter
+from flatfsdp.comm.streams import Lane, compute_waits_for
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.ledger import ByteLedger, span
+
+logger = logging.getLogger(__name__)
+
+MAX_IN_FLIGHT = 2
+"""Reductions under way before the compute stream waits for the oldest: one runs while the next one's
+gradients are being computed.  Bounds how many gradient buffers outlive their backward."""
+
+
+class _Reduction(NamedTuple):
+    """One unit's reduction, under way on the lane until the compute stream has waited for `done`."""
+
+    groups: Sequence[FlatGroup]
+    kept: list[Tensor | None]
+    """What the lane still reads: memory of the compute stream, which would use it again at once."""
+    reduced: list[Tensor]
+    """One a group."""
+    done: torch.cuda.Event | None
+    is_complete: bool
+    """Whether `reduced` are the gradients, not a part of them that stays in `partial_grad`."""
+
+
+class Reducer:
+    """Reduces the gradients of all groups of one root.
+
+    Args:
+        units: the groups of each unit, in registration order.  Of one unit, those that take part in the step
+            are reduced together.
+    """
+
+    def __init__(
+        self, units: Iterable[Sequence[FlatGroup]], device: torch.device, ledger: ByteLedger
+    ) -> None:
+        self._order = list(units)[::-1]
+        self._device = device
+        self._lane = Lane(device)
+        self._ledger = ledger
+        self._ready: set[int] = set()
+        self._next = 0
+        self._has_warned = False
+        self._in_flight: deque[_Reduction] = deque()
+        self._reduced: list[tuple[FlatGroup, Tensor]] = []
+
+    @property
+    def has_units(self) -> bool:
+        """Whether there is anything to reduce in this step."""
+        return any(group.takes_part for groups in self._order for group in groups)
+
+    def ready(self, groups: Sequence[FlatGroup]) -> None:
+        """All gradients of a unit have landed: reduces its groups as soon as it is their turn."""
+        self._ready.add(self._order.index(groups))
+        first = self._next
+        while self._next < len(self._order) and not self._is_awaited(self._next):
+            self._launch(self._order[self._next])
+            self._next += 1
+        self._warn_if_late(first, held=len(self._ready.intersection(range(first, self._next))) - 1)
+
+    def _is_awaited(self, index: int) -> bool:
+        """Whether something of that unit may still land; nothing of a frozen one does."""
+        return index not in self._ready and any(group.is_awaited for group in self._order[index])
+
+    def _warn_if_late(self, first: int, held: int) -> None:
+        """Once, if a unit has held up many others, whose reductions then overlap with no computation."""
+        if held > MAX_IN_FLIGHT and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "the gradients of unit %s landed after those of %d units, or not at all, and held them up: "
+                "units are reduced in the reverse of their registration; register modules as they run",
+                self._order[first][0].name,
+                held,
+            )
+
+    def finish(self) -> None:
+        """Reduces what is left and sets the gradient of every group, adding to one that is there."""
+        self._warn_if_late(self._next, held=len(self._ready.difference(range(self._next))))
+        for groups in self._order[self._next :]:
+            self._launch(groups)
+        # A nested backward (reentrant checkpointing) may have brought more to a unit that was launched.
+        for groups in self._order:
+            self._launch([g for g in groups if g.main_grad is not None and g.main_grad.holds_gradients])
+        while self._in_flight:
+            self._retire()
+        # Only now, so that a backward that fails half-way leaves every gradient as it was.
+        self._publish()
+        self._reset()
+
+    def abandon(self) -> None:
+        """Waits for what is under way and forgets its results."""
+        for reduction in self._in_flight:
+            compute_waits_for(reduction.done, self._device)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._in_flight.clear()
+        self._reduced.clear()
+        self._ready.clear()
+        self._next = 0
+
+    def _launch(self, unit: Sequence[FlatGroup]) -> None:
+        groups = [group for group in unit if group.takes_part]
+        if not groups:
+            return
+        while len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._retire()
+        is_last = groups[0].microbatch.is_last
+        flats = [_taken(group) for group in groups]
+        # Allocated here, on the compute stream, which is where they are used in the end.
+        shards = [self._shard_for(group, flat) for group, flat in zip(groups, flats, strict=True)]
+        kept = [*flats, *shards, *(group.partial_grad for group in groups)]
+        with self._lane.after_compute():
+            sums = self._reduce_scatter(groups, flats, shards)
+            reduced = [self._completed(*each, is_last) for each in zip(groups, sums, strict=True)]
+        self._in_flight.append(_Reduction(groups, kept, reduced, self._lane.mark(), is_last))
+
+    def _shard_for(self, group: FlatGroup, flat: Tensor) -> Tensor:
+        if group.grid.shard.size == 1:
+            return flat
+        return flat.new_empty(group.master.flat.numel(), dtype=group.policy.precision.reduce)
+
+    def _reduce_scatter(
+        self, groups: Sequence[FlatGroup], flats: list[Tensor], shards: list[Tensor]
+    ) -> list[Tensor]:
+        first = groups[0]
+        ranks, division = first.reduce_grid.shard, first.division
+        if division is not None:
+            for flat in flats:
+                flat.div_(division.before)
+        if ranks.size == 1:
+            return flats
+        payloads = [self._cast(flat, first.policy.precision.reduce) for flat in flats]
+        nbytes = sum(each.numel() * each.element_size() for each in payloads) * (ranks.size - 1) // ranks.size
+        action = Action.REDUCE if first.microbatch.is_last else Action.REDUCE_EARLY
+        with (
+            span("reduce_scatter", first.name, first.microbatch.index, nbytes),
+            launch(ranks, first.identify(action), self._device, len(payloads)),
+        ):
+            for shard, payload in zip(shards, payloads, strict=True):
+                reduce_scatter(shard, payload, ranks, mean=division is None)
+        self._ledger.add("reduce", nbytes)
+        return shards
+
+    def _completed(self, group: FlatGroup, reduced: Tensor, is_last: bool) -> Tensor:
+        """With what earlier backwards of this step have reduced; in the last one over all ranks."""
+        if group.partial_grad is not None or not is_last:
+            reduced = self._add_to_partial(group, reduced)
+        if is_last:
+            group.partial_grad = None
+            reduced = self._tp_all_reduce(group, self._all_reduce(group, reduced))
+        return reduced
+
+    def _add_to_partial(self, group: FlatGroup, reduced: Tensor) -> Tensor:
+        """Sum over this step's reducing backwards, in the dtype that microbatches are accumulated in."""
+        reduced, partial = self._cast(reduced, group.policy.precision.accumulate), group.partial_grad
+        if partial is not None:
+            reduced = partial.add_(reduced)
+            self._ledger.add("accumulate", 3 * reduced.numel() * reduced.element_size())
+        group.partial_grad = reduced
+        return reduced
+
+    def _all_reduce(self, group: FlatGroup, reduced: Tensor) -> Tensor:
+        ranks, division = group.reduce_grid.replicate, group.division
+        if ranks.size > 1:
+            reduced = self._cast(reduced, group.policy.precision.reduce)
+            nbytes = 2 * reduced.numel() * reduced.element_size() * (ranks.size - 1) // ranks.size
+            with (
+                span("all_reduce", group.name, group.microbatch.index, nbytes),
+                launch(ranks, group.identify(Action.REDUCE_REPLICAS), self._device),
+            ):
+                all_reduce(reduced, ranks, mean=division is None)
+            self._ledger.add("all_reduce", nbytes)
+        if division is not None:
+            reduced.div_(division.after)
+        return reduced
+
+    def _tp_all_reduce(self, group: FlatGroup, reduced: Tensor) -> Tensor:
+        """In FP32 at least; once a step."""
+        ranks = group.reduce_grid.tensor
+        if ranks.size == 1:
+            return reduced
+        reduced = self._cast(reduced, torch.promote_types(reduced.dtype, torch.float32))
+        nbytes = 2 * reduced.numel() * reduced.element_size() * (ranks.size - 1) // ranks.size
+        with (
+            span("tp_all_reduce", group.name, group.microbatch.index, nbytes),
+            launch(ranks, group.identify(Action.REDUCE_PARTIAL), self._device),
+        ):
+            all_reduce(reduced, ranks, mean=False)
+        self._ledger.add("tp_all_reduce", nbytes)
+        return reduced
+
+    def _retire(self) -> None:
+        reduction = self._in_flight.popleft()
+        compute_waits_for(reduction.done, self._device)
+        if reduction.is_complete:
+            for group, reduced in zip(reduction.groups, reduction.reduced, strict=True):
+                self._reduced.append((group, self._cast(reduced, group.master.grad_dtype)))
+
+    def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Usually nothing: gradients are reduced in the dtype in which they were accumulated."""
+        if tensor.dtype == dtype:
+            return tensor
+        cast = tensor.to(dtype)
+        self._ledger.add("cast", tensor.numel() * (tensor.element_size() + cast.element_size()))
+        return cast
+
+    def _publish(self) -> None:
+        """Hands the gradients over to the optimizer, on its device."""
+        downloads = [group.master.is_offloaded for group, _ in self._reduced]
+        grads = [self._download(group, g) if group.master.is_offloaded else g for group, g in self._reduced]
+        if any(downloads):
+            # The optimizer's first read is on the host.
+            torch.cuda.current_stream(self._device).synchronize()
+        for (group, _), grad in zip(self._reduced, grads, strict=True):
+            added = group.master.add_grad(grad)
+            if added:
+                self._ledger.add("accumulate", 3 * added * grad.element_size())
+
+    def _download(self, group: FlatGroup, grad: Tensor) -> Tensor:
+        nbytes = grad.numel() * grad.element_size()
+        with span("download", group.name, group.microbatch.index, nbytes):
+            host = torch.empty(grad.shape, dtype=grad.dtype, device="cpu", pin_memory=True)
+            host.copy_(grad, non_blocking=True)
+        self._ledger.add("offload", nbytes)
+        return host
+
+
+def _taken(group: FlatGroup) -> Tensor:
+    assert group.main_grad is not None
+    return group.main_grad.take()

@@ -1,0 +1,265 @@
+"""What all units of one model share: the order of execution, the lanes, and the end of a backward.
+
+In:   the first FlatFSDP module that is called becomes the root of all FlatFSDP modules inside it.
+Out:  one `Root` that its units refer to.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable
+
+import torch
+
+from flatfsdp.comm.checking.identity import Action, ModelIdentity
+from flatfsdp.comm.checking.journal import look
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.comm.streams import Lane
+from flatfsdp.engine.step.order import Forward, ForwardOrder
+from flatfsdp.engine.step.reduce import Reducer
+from flatfsdp.engine.step.trained import follow_requires_grad
+from flatfsdp.engine.step.unit import Unit
+from flatfsdp.engine.step.weight_scales import weight_scales
+from flatfsdp.ledger import ByteLedger
+from flatfsdp.microbatch import Microbatch
+from flatfsdp.policy import Gathering, Prefetch
+from flatfsdp.torch_private import call_at_end_of_backward, never_traced, running_backward
+
+logger = logging.getLogger(__name__)
+
+
+class _EndOfBackward:
+    """Autograd keeps this callable until the backward ends, and drops it uncalled if the backward fails."""
+
+    def __init__(self, root: Root) -> None:
+        self._root = root
+
+    def __call__(self) -> None:
+        self._root.end_backward()
+
+
+class Root:
+    """Shared state of one model.  Its construction is collective.
+
+    Args:
+        number: the model's, the same on all ranks.
+
+    Attributes:
+        units: in registration order; the root module's own comes first.
+        groups: of all units, in that order.
+        forward_action: what the running forward, or the last one, gathers for.
+        state_dict_gathering: who gets the parameters in `state_dict()`.
+    """
+
+    def __init__(
+        self,
+        units: list[Unit],
+        device: torch.device,
+        prefetch: Prefetch,
+        reduce_every: bool,
+        microbatch: Microbatch,
+        ledger: ByteLedger,
+        number: int,
+    ) -> None:
+        self.units = units
+        self.groups = [group for unit in units for group in unit.groups]
+        self.microbatch = microbatch
+        self.ledger = ledger
+        self.order = ForwardOrder(prefetch)
+        self.gather_lane = Lane(device)
+        self.reducer = Reducer([unit.groups for unit in units if unit.groups], device, ledger)
+        self._weight_scales = weight_scales(self.groups, ledger)
+        self._reduce_every = reduce_every
+        self.state_dict_gathering = Gathering()
+        self.in_forward = False
+        self._in_backward = False
+        self._reached: list[Forward] = []
+        self._backward_task = -1
+        self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
+        self.forward_action = Action.FORWARD
+        self._model = self._join(number)
+
+    def _join(self, number: int) -> ModelIdentity:
+        """All groups get what they share.  Collective: what is the same on several ranks becomes equal."""
+        for group in self.groups:
+            group.attach(self.microbatch, self.ledger)
+        grids = [grid for group in self.groups for grid in (group.grid, group.reduce_grid)]
+        model = ModelIdentity(
+            number,
+            units=[next((group.name for group in unit.groups), "") for unit in self.units],
+            data_parallel=_several(ranks for grid in grids for ranks in (grid.shard, grid.replicate)),
+            communicators=_several(ranks for grid in grids for ranks in grid.dimensions),
+        )
+        for index, unit in enumerate(self.units):
+            for group in unit.groups:
+                group.introduce(model, index)
+        for group in self.groups:
+            group.make_equal()
+        return model
+
+    @property
+    def unit(self) -> Unit:
+        """The root module's own unit."""
+        return self.units[0]
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients that land now are to be reduced in this backward."""
+        return self._reduce_every or self.microbatch.is_last
+
+    def begin_forward(self) -> None:
+        """Called before the outermost forward of any unit; the inner ones run inside it."""
+        look(self._model)
+        if self._backward_failed:
+            self.abandon_step()
+        self._require_own_memory()
+        self.forward_action = Action.FORWARD if torch.is_grad_enabled() else Action.EVALUATION
+        if not torch.is_grad_enabled():
+            # Evaluations often run on other weights, an average, say, written through `.data`: not counted.
+            self._expire()
+        self._follow_user()
+        self.order.start(self.units)
+        self._refresh_scales()
+        self.in_forward = True
+
+    def _require_own_memory(self) -> None:
+        """Looks at all units before any is gathered: ranks may hold parts of different ones."""
+        for group in self.groups:
+            if group.master.has_moved:
+                raise RuntimeError(
+                    f"the flat parameter of unit {group.name} was given other memory (p.data = ..., "
+                    "vector_to_parameters), from which nothing is gathered; write into it instead: "
+                    "p.data.copy_(...)"
+                )
+
+    def _refresh_scales(self) -> None:
+        for scales in self._weight_scales:
+            scales.refresh()
+
+    def end_forward(self, *, backward_follows: bool) -> None:
+        """Frees what was gathered ahead and not used and, without a backward, everything."""
+        self.in_forward = False
+        for unit in self.units[1:]:
+            unit.drop_unused()
+        if not backward_follows:
+            self._free_parameters()
+            self._finish_uploads()
+
+    def _finish_uploads(self) -> None:
+        """Lets the host write to offloaded shards again: the device has read them."""
+        if any(group.master.is_offloaded for group in self.groups):
+            self.gather_lane.synchronize()
+
+    @never_traced
+    def fail_forward(self) -> None:
+        """The outermost forward raised; one without a backward has left gradients alone."""
+        self.in_forward = False
+        self.order.forget()
+        if torch.is_grad_enabled():
+            self.abandon_step()
+        else:
+            self._free_parameters()
+
+    def _free_parameters(self) -> None:
+        for unit in self.units:
+            unit.reshard()
+        self._expire()
+
+    def _expire(self) -> None:
+        for unit in self.units:
+            unit.expire()
+
+    def _follow_user(self) -> None:
+        """What has been done to flat parameters since: gradients zeroed, parameters frozen or unfrozen."""
+        for group in self.groups:
+            group.drop_if_zeroed()
+            follow_requires_grad(group)
+
+    def begin_backward(self, forward: Forward | None = None) -> int:
+        """Called by whatever happens first in a backward, and often after that; returns its number.
+
+        Args:
+            forward: the one whose graph the backward has come to; None if that is not known.
+        """
+        running = running_backward()
+        if self._in_backward and running == self._backward_task:
+            self._reach(forward)
+            return running
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True is not supported: second derivatives would need parameters that are freed "
+                "by then"
+            )
+        if self._backward_failed:
+            self.abandon_step()
+        if not self._in_backward:
+            # Other weights may have been there since the forward.
+            self._refresh_scales()
+            self._follow_user()
+            self._reached.clear()
+            # Where nobody knows, as for outputs without tensors, a backward follows its forward.
+            forward = self.order.current if forward is None else forward
+            callback = _EndOfBackward(self)
+            call_at_end_of_backward(callback)
+            self._end_of_backward = weakref.ref(callback)
+            self._backward_task = running
+            self._in_backward = True
+        self._reach(forward)
+        return running
+
+    def _reach(self, forward: Forward | None) -> None:
+        """What was trained in that forward, and still is, takes part in the reduction of the step."""
+        if forward is None or forward in self._reached:
+            return
+        self._reached.append(forward)
+        for group in forward.trained:
+            if group.trains:
+                group.join_step()
+
+    @property
+    def in_nested_backward(self) -> bool:
+        """Whether a backward inside the backward is running: reentrant checkpointing.
+
+        A parameter used in several checkpoints gets a gradient from each of them; only at the end of the
+        outer backward is it known that no more will come.
+        """
+        return running_backward() != self._backward_task
+
+    def end_backward(self) -> None:
+        """All gradients of this backward have landed."""
+        look(self._model)
+        if self.reduces:
+            self.reducer.finish()
+        for unit in self.units:
+            unit.end_of_backward()
+        self._in_backward = False
+        self._reached.clear()
+        self._finish_uploads()
+        self.microbatch.index += 1
+        if self.microbatch.is_last:
+            self._expire()
+            self.microbatch.steps_reduced += self.reducer.has_units
+            self.microbatch.end_step()
+        else:
+            for group in self.groups:
+                group.watch_unreduced()
+
+    @property
+    def _backward_failed(self) -> bool:
+        """Whether a backward began whose end was never called and never will be."""
+        return self._in_backward and (self._end_of_backward is None or self._end_of_backward() is None)
+
+    def abandon_step(self) -> None:
+        """After an exception: back to a state in which the next step is clean."""
+        logger.warning("a step failed; what it had accumulated since the last reduction is dropped")
+        self._in_backward = False
+        self.reducer.abandon()
+        for unit in self.units:
+            unit.abandon()
+        self.microbatch.end_step()
+
+
+def _several(dimensions: Iterable[Ranks]) -> list[Ranks]:
+    """Each communicator of more than one rank, once."""
+    return [ranks for ranks in dict.fromkeys(dimensions) if ranks.size > 1]

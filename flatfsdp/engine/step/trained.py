@@ -1,0 +1,64 @@
+"""Which groups are trained: those whose flat parameter requires gradients now.
+
+In:   `requires_grad` of flat parameters, which a user may change at any time (`module.requires_grad_()`).
+Out:  what the modules see follows it, at every forward and at the begin of every backward.
+Next: `unit.py` waits for the gradients of the groups that take part; `reduce.py` reduces those.
+
+    at the forward    at the backward    gradients
+    trained           trained            land, and are reduced
+    trained           frozen             none, as PyTorch's: a leaf that is frozen accumulates nothing
+    frozen            either             none: the graph does not lead to the parameters
+
+A group takes part in a step's reduction, on all ranks, from the first backward of it that reaches a forward
+for which it was trained, and in which it still is.  That depends on flags only, which are the same on all
+ranks, not on what has landed here.  A group that takes no part is left alone: nothing is allocated, launched
+or published.
+"""
+
+from __future__ import annotations
+
+from flatfsdp.engine.storage.group import FlatGroup
+
+
+def follow_requires_grad(group: FlatGroup) -> None:
+    """Trains or freezes what the modules see, as the flat parameter says.
+
+    Raises:
+        RuntimeError: if it cannot be trained.
+    """
+    trains = group.trains
+    if trains == group.params.trains:
+        return
+    if trains and group.main_grad is None:
+        if group.fp8 is not None:
+            raise RuntimeError(
+                f"unit {group.name} was wrapped with frozen weights that it stores in FP8.  They are cast "
+                "once a load, so they cannot be trained; call requires_grad_(True) before wrapping, and "
+                "requires_grad_(False) after it, or wrap without Precision(fp8_weights=...)"
+            )
+        group.open_main_grad()
+    group.params.follow(trains)
+    for portion in group.master.portions:
+        portion.parameter.requires_grad_(trains)
+
+
+def require_one_flag(group: FlatGroup) -> None:
+    """Checks that no parameter of a group has been frozen or unfrozen by itself since `follow_requires_grad`.
+
+    Raises:
+        RuntimeError: if one has; its gradient is a part of the whole group's.
+    """
+    trains = group.params.trains
+    way_out = (
+        "the parameters of a unit are frozen together; call requires_grad_() of the FlatFSDP module, or of "
+        "its flat parameter, and wrap what is to be frozen by itself with a FlatFSDP of its own"
+    )
+    if (name := group.params.deviating) is not None:
+        raise RuntimeError(
+            f"requires_grad of parameter {group.prefix}{name} was set to {not trains} by itself; {way_out}"
+        )
+    if any(portion.parameter.requires_grad != trains for portion in group.master.portions):
+        raise RuntimeError(
+            f"requires_grad of an optimizer's portion of unit {group.name} was set to {not trains} by "
+            f"itself; {way_out}"
+        )

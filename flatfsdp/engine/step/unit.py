@@ -1,0 +1,323 @@
+"""One wrapped module through forward and backward: when its parameters come and go, when it is done.
+
+In:   calls of the module (`before_forward`, `after_forward`), gradients (`landed`), autograd's hooks.
+Out:  `unshard`, `wait` and `reshard` on its groups, `Reducer.ready` when it is done.
+Next: `engine/step/root.py` ends the backward for all units together.
+
+    event             parameters                         gradients
+    before_forward    unshard, prefetch, wait            -
+    after_forward     reshard, unless kept (see below)   -
+    _before_backward  unshard, prefetch, wait            -
+    landed            -                                  one more slot is in
+    all done          reshard, unless kept               ready to reduce
+    end_of_backward   reshard, unless kept               slots that got nothing are settled by the root
+
+Kept: with `reshard_after_forward=False` until the last backward of a step; the root module (unless
+`keep_as_root=False`) from its forward to its backward, because its head runs last in one and first in the
+other.  Nothing is kept where no backward follows.
+
+All gradients having landed is not enough to free parameters in backward: a frozen parameter, or a use of
+`weight.detach()`, may still be needed for the gradient of the unit's inputs.  So each call of the module is
+an *open use* from the first gradient of its outputs to the last gradient of its inputs, and the unit is done
+when everything has landed and no use is open.  Parameters of a unit around other units may also be needed
+for the gradients of what those return, so they stay until the backward is over.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from flatfsdp.comm.checking.identity import Action
+from flatfsdp.engine.step.gather import unshard
+from flatfsdp.engine.step.trained import follow_requires_grad, require_one_flag
+from flatfsdp.engine.step.writes import WriteWatch
+from flatfsdp.engine.storage.group import FlatGroup, ShardState
+from flatfsdp.engine.storage.master import Version
+from flatfsdp.flat.nested import map_tensors, tensors_in
+from flatfsdp.torch_private import in_backward, never_traced, running_backward
+
+if TYPE_CHECKING:
+    from flatfsdp.engine.step.order import Forward
+    from flatfsdp.engine.step.root import Root
+
+
+class Unit:
+    """The flat groups of one wrapped module and their bookkeeping.
+
+    Attributes:
+        groups: of parameters that were built trained or frozen, stored in FP8 or not; those that there are.
+        root: shared state of the model; set when the root module is first used.
+        keep_as_root: whether the root's own parameters stay from its forward to its backward.
+        writes: notices a forward that writes to the parameters.
+    """
+
+    def __init__(self, reshard_after_forward: bool, *, contains_units: bool) -> None:
+        self.groups: list[FlatGroup] = []
+        self.root: Root
+        self._reshard_after_forward = reshard_after_forward
+        self._contains_units = contains_units
+        self.keep_as_root = True
+        self.writes = WriteWatch(self.groups)
+        # By the backward that runs: one that reentrant checkpointing nests in another counts by itself.
+        self._landed: defaultdict[int, set[tuple[FlatGroup, int]]] = defaultdict(set)
+        self._reached_in: set[int] = set()
+        self._empty_in: set[int] = set()
+        self._open_uses: set[object] = set()
+        self._was_followed = False
+
+    def add(self, group: FlatGroup) -> None:
+        self.groups.append(group)
+
+    @property
+    def trained(self) -> list[FlatGroup]:
+        """The groups that are trained now."""
+        return [group for group in self.groups if group.trains]
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether some parameter is not there to compute with."""
+        return any(group.state is ShardState.SHARDED for group in self.groups)
+
+    # ---- parameters -------------------------------------------------------------------------------------
+
+    def unshard(self, action: Action) -> None:
+        unshard(self.groups, self.root.gather_lane, action)
+
+    def _wait(self) -> None:
+        for group in self.groups:
+            group.wait()
+
+    def reshard(self) -> None:
+        for group in self.groups:
+            group.reshard()
+
+    def drop_unused(self) -> None:
+        """Frees what was gathered ahead and not waited for."""
+        for group in self.groups:
+            if group.state is ShardState.GATHERING:
+                group.reshard()
+
+    def expire(self) -> None:
+        for group in self.groups:
+            group.expire()
+
+    def _use(self, upcoming: Iterator[Unit], action: Action) -> None:
+        """Gathers this unit first, then what comes after it, and waits for this one only."""
+        self.unshard(action)
+        for unit in upcoming:
+            unit.unshard(action)
+        self._wait()
+
+    # ---- forward ----------------------------------------------------------------------------------------
+
+    @never_traced
+    def before_forward(self) -> int:
+        """Makes the parameters ready; returns the unit's position in this forward."""
+        for group in self.groups:
+            follow_requires_grad(group)
+            require_one_flag(group)
+            if (name := group.params.displaced) is not None:
+                raise RuntimeError(
+                    f"parameter {group.prefix}{name} was replaced after wrapping, and nothing would update "
+                    "what took its place; write to it inside summon_full_params(), or replace it (tie it, "
+                    "resize it) before FlatFSDP wraps the module"
+                )
+        if in_backward():
+            # A recomputation: its order says nothing about the next forward, and a unit gathered ahead of
+            # it may have finished its backward already, so that nobody would free it.
+            position = -1
+            self._use(iter(()), Action.BACKWARD)
+        else:
+            position = self.root.order.current.record(self)
+            self._use(self.root.order.after(position), self.root.forward_action)
+        for group in self.groups:
+            group.params.show()
+        self.writes.begin()
+        return position
+
+    @never_traced
+    def after_forward(self, position: int, inputs: Any, given: dict[int, int], outputs: Any) -> Any:
+        """Frees the parameters, or arranges for the backward to find them; returns the outputs.
+
+        Args:
+            given: versions of the inputs before the forward, see `versions_of`.
+        """
+        uses_nothing = False
+        if torch.is_grad_enabled():
+            outputs, uses_nothing = _apart(outputs, given)
+        tensors = list(tensors_in(outputs))
+        differentiable = [t for t in tensors if t.requires_grad and torch.is_grad_enabled()]
+        if differentiable:
+            use = self._follow_inputs(inputs)
+            versions = [group.version for group in self.groups]
+            # A recomputation may be of another forward than the last one.
+            forward = None if in_backward() else self.root.order.current
+            # In another call of this forward there may be gradients to wait for.
+            is_empty = uses_nothing and forward is not None and forward.units.count(self) == 1
+            hook = partial(self._before_backward, use, is_empty, versions, forward, position)
+            for tensor in differentiable:
+                tensor.register_hook(hook)
+        if in_backward():
+            return outputs
+        # A backward that starts from something in which no tensor was found could not gather them again.
+        is_opaque = torch.is_grad_enabled() and not tensors
+        keeps = (self is self.root.unit and self.keep_as_root) or not self._reshard_after_forward
+        if not is_opaque and not (differentiable and keeps):
+            self._require_no_parameter(tensors)
+            self.reshard()
+        return outputs
+
+    def _require_no_parameter(self, outputs: list[Tensor]) -> None:
+        """Who read one after it has been freed would crash."""
+        for group in self.groups:
+            if group.buffer is not None and any(map(group.buffer.holds, outputs)):
+                raise RuntimeError(
+                    f"unit {group.name} returned a parameter of its own, or a view of one, whose memory is "
+                    "freed now; return a copy (.clone())"
+                )
+
+    def _follow_inputs(self, inputs: Any) -> object | None:
+        """Opens a use that ends once the inputs have their gradients; None if none will have one."""
+        awaited = {id(t): t for t in tensors_in(inputs) if t.requires_grad}
+        if not awaited:
+            return None
+        use = object()
+
+        def arrived(key: int, _grad: Tensor) -> None:
+            # An input that is a leaf would keep its hook for good.
+            handles.pop(key).remove()
+            if not handles:
+                self._open_uses.discard(use)
+                self._reduce_and_free_if_done()
+
+        handles = {key: tensor.register_hook(partial(arrived, key)) for key, tensor in awaited.items()}
+        return use
+
+    # ---- backward ---------------------------------------------------------------------------------------
+
+    def _before_backward(
+        self,
+        use: object | None,
+        is_empty: bool,
+        versions: list[Version],
+        forward: Forward | None,
+        position: int,
+        _grad: Tensor,
+    ) -> None:
+        for group, version in zip(self.groups, versions, strict=True):
+            group.require_version(version)
+        backward = self.root.begin_backward(forward)
+        self._reached_in.add(backward)
+        if is_empty:
+            self._empty_in.add(backward)
+        if use is not None:
+            self._open_uses.add(use)
+            self._was_followed = True
+        ahead = iter(()) if forward is None else self.root.order.before(forward, position)
+        self._use(ahead, Action.BACKWARD)
+        for group in self.groups:
+            # A recomputation inside the module reads them again.
+            group.params.show()
+
+    @property
+    def backward_done(self) -> bool:
+        """Whether all gradients of the running backward have landed; a nested one counts by itself."""
+        return self._num_awaited > 0 and self._all_landed_in(running_backward())
+
+    @property
+    def _num_awaited(self) -> int:
+        return sum(len(group.layout.slots) for group in self.groups if group.is_awaited)
+
+    def _all_landed_in(self, backward: int) -> bool:
+        landed = self._landed.get(backward, ())
+        return len(landed) >= self._num_awaited or (backward in self._empty_in and not landed)
+
+    def landed(self, group: FlatGroup, index: int | None) -> None:
+        """Slot `index` of a trained group, or every slot of it, holds this backward's gradient."""
+        landed = self._landed[self.root.begin_backward()]
+        group.join_step()
+        if index is None:
+            landed.update((group, slot) for slot in range(len(group.layout.slots)))
+        else:
+            landed.add((group, index))
+        if len(landed) >= self._num_awaited:
+            self._reduce_and_free_if_done()
+
+    def _reduce_and_free_if_done(self) -> None:
+        if self._contains_units or self._open_uses:
+            return
+        # A recomputation inside this unit runs a nested backward, after which the outer one goes on here.
+        if not all(self._all_landed_in(backward) for backward in {running_backward(), *self._reached_in}):
+            return
+        # Where nobody knows that no nested backward will bring more, the unit is reduced at the end.
+        is_complete = self._was_followed and not self.root.in_nested_backward
+        if is_complete and self.root.reduces and any(group.takes_part for group in self.groups):
+            self.root.reducer.ready(self.groups)
+        self._free_after_backward()
+
+    def _free_after_backward(self) -> None:
+        if self._reshard_after_forward or self.root.microbatch.is_last:
+            self.reshard()
+
+    def end_of_backward(self) -> None:
+        """The whole backward is over: frees what is still there and starts to count anew."""
+        for group in self.groups:
+            if group.main_grad is not None and group.main_grad.holds_gradients:
+                if group.takes_part:
+                    group.main_grad.flush()
+                else:
+                    # A layer wrote it for a parameter that had been frozen since the forward.
+                    group.main_grad.drop()
+        self._free_after_backward()
+        self._forget_backward()
+
+    def abandon(self) -> None:
+        """After an exception: frees parameters and drops gradients."""
+        self.reshard()
+        self.expire()
+        self._forget_backward()
+        self.drop_gradients()
+
+    def _forget_backward(self) -> None:
+        self._landed.clear()
+        self._reached_in.clear()
+        self._empty_in.clear()
+        self._open_uses.clear()
+        self._was_followed = False
+
+    def drop_gradients(self) -> None:
+        """Drops what was accumulated and not yet reduced."""
+        for group in self.groups:
+            group.drop_unreduced()
+
+
+@never_traced
+def versions_of(inputs: Any) -> dict[int, int]:
+    """How often each input with a gradient has been written to, by its id; empty under no_grad."""
+    if not torch.is_grad_enabled():
+        return {}
+    return {id(t): t._version for t in tensors_in(inputs) if t.requires_grad and not t.is_inference()}
+
+
+def _apart(outputs: Any, versions: dict[int, int]) -> tuple[Any, bool]:
+    """The outputs, with a view in place of each one that is an input, and whether nothing else is returned.
+
+    Two units that return their input would both have their hooks on one tensor, where the backward runs them
+    in the order of registration: the first unit's before the second one's.  And a unit that returns its input
+    on some ranks, as in stochastic depth, has no gradient to wait for there: it is reduced as soon as on the
+    others, or they would wait.  An input that the forward has written to is a result.
+    """
+
+    def is_input(tensor: Tensor) -> bool:
+        return tensor.requires_grad and versions.get(id(tensor)) == tensor._version
+
+    found = [is_input(t) for t in tensors_in(outputs) if t.requires_grad]
+    if not any(found):
+        return outputs, False
+    return map_tensors(lambda t: t.view_as(t) if is_input(t) else t, outputs), all(found)

@@ -1,0 +1,84 @@
+"""The scales of a model's FP8 weights, as the weights are now (current scaling).
+
+In:   the amaxes of this rank's pieces, which the optimizer has taken, or `engine/storage/fp8_weights.py`.
+Out:  one scale a weight for its group, the same on all ranks.
+Next: `engine/storage/group.py` casts the master shards with them.
+
+    amax of this rank's pieces --MAX over ranks, one all-reduce for a whole model--> scale = 448 / amax
+
+Nothing of them is remembered from step to step, so there is nothing to save in a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flatfsdp.comm.checking.identity import Action
+from flatfsdp.comm.checking.journal import launch
+from flatfsdp.comm.collectives import raise_to_largest
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.fp8.recipe import CurrentScaling
+from flatfsdp.kernels.cast.scaling import Scales, current_scales, spread
+from flatfsdp.ledger import ByteLedger
+
+
+def weight_scales(groups: Sequence[FlatGroup], ledger: ByteLedger) -> list[WeightScales]:
+    """Of all FP8 weights of one model: one for each set of ranks that some are sharded over."""
+    by_ranks: dict[Ranks, list[FlatGroup]] = {}
+    for group in groups:
+        if group.fp8 is not None:
+            by_ranks.setdefault(group.grid.shard, []).append(group)
+    return [WeightScales(members, ledger) for members in by_ranks.values()]
+
+
+class WeightScales:
+    """Scales of all FP8 weights of one model that are sharded over the same ranks.
+
+    Raises:
+        ValueError: if units want different scales.
+    """
+
+    def __init__(self, groups: Sequence[FlatGroup], ledger: ByteLedger) -> None:
+        self._groups = groups
+        self._ledger = ledger
+        self._ranks = groups[0].grid.shard
+        self._recipe = groups[0].policy.precision.fp8_weights
+        for group in groups:
+            theirs = group.policy.precision.fp8_weights
+            if theirs != self._recipe:
+                raise ValueError(
+                    f"unit {group.name} has fp8_weights={theirs!r}, but unit {groups[0].name} "
+                    f"{self._recipe!r}; make them equal"
+                )
+
+    @torch.no_grad()
+    @torch.inference_mode(False)  # A backward may save them.
+    def refresh(self) -> None:
+        """New scales if a master shard has changed.  Collective then; all ranks step together."""
+        if all(group.has_scales for group in self._groups):
+            return
+        for group in self._groups:
+            group.measure()
+        weights = [group.fp8 for group in self._groups if group.fp8 is not None]
+        amax = torch.cat([each.amax for each in weights])
+        if self._ranks.size > 1:
+            with launch(self._ranks, self._groups[0].identify(Action.SCALE), amax.device):
+                raise_to_largest(amax, self._ranks)
+            self._ledger.add("amax", amax.numel() * amax.element_size())
+        recipe = self._recipe
+        assert isinstance(recipe, CurrentScaling)
+        scales = current_scales(
+            amax,
+            torch.full_like(amax, torch.finfo(FP8_DTYPE).max),
+            epsilon=recipe.amax_epsilon,
+            power_of_two=recipe.power_of_two_scales,
+        )
+        scale, scale_inv = spread(scales)
+        sizes = [each.amax.numel() for each in weights]
+        for group, own, own_inv in zip(self._groups, scale.split(sizes), scale_inv.split(sizes), strict=True):
+            if not group.has_scales:
+                group.set_scales(Scales(own, own_inv))

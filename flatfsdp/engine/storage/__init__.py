@@ -1,0 +1,1 @@
+"""What is there: the master shard, the compute shard, the gathered buffer, the gradients."""

@@ -1,0 +1,477 @@
+"""Parameters on their way from the master shard to the module, and back.
+
+In:   the parameters of one unit that train and are stored alike, packed by `flat/layout.py`.
+Out:  `module.weight` aliases the gathered flat buffer from `unshard` to `reshard`; a weight stored in FP8 has
+      an operand for products instead (`fp8_weights.py`).
+Next: `engine/step/gather.py` gathers all groups of a unit; gradients land in `MainGrad`, which
+      `engine/step/reduce.py` reduces.
+
+    master shard --cast, once a step--> compute shard --all-gather--> flat buffer <--alias-- module.weight
+
+A group's parameters are in one of three states:
+
+    SHARDED --unshard--> GATHERING --wait--> UNSHARDED --reshard--> SHARDED
+                         GATHERING (prefetched, then not needed) --reshard--> SHARDED
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from enum import Enum
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
+from flatfsdp.comm.checking.journal import declare, look
+from flatfsdp.comm.collectives import all_gather, broadcast
+from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import ALONE
+from flatfsdp.comm.streams import compute_waits_for
+from flatfsdp.contract.placement import Placement
+from flatfsdp.engine.storage.flat_buffer import FlatBuffer
+from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Weights
+from flatfsdp.engine.storage.main_grad import MainGrad
+from flatfsdp.engine.storage.master import MasterShard, Version
+from flatfsdp.engine.storage.shown import Leaves, Views
+from flatfsdp.engine.storage.unreduced import Watch
+from flatfsdp.flat.binding import Binding
+from flatfsdp.flat.layout import Role
+from flatfsdp.kernels.cast.scaling import Scales
+from flatfsdp.ledger import ByteLedger, span
+from flatfsdp.microbatch import Microbatch
+from flatfsdp.policy import Division, Policy
+
+
+class ShardState(Enum):
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    UNSHARDED = "unsharded"
+
+
+def settle(groups: Iterable[FlatGroup]) -> None:
+    """Waits for the collectives so far; raises RuntimeError if ranks have done different things."""
+    for model in dict.fromkeys(group.model for group in groups):
+        if model is not None:
+            look(model, wait=True)
+
+
+class FlatGroup:
+    """Parameters of one unit that are treated alike: one layout, one master shard, one flat buffer.
+
+    Args:
+        binding: of parameters that are registered in the module, all trained or all frozen, of one role.
+        landed: called when a gradient of this backward is in `main_grad`, with this group and its slot's
+            index, or None when all slots landed at once.
+
+    Attributes:
+        prefix: of the parameters' original names, such as "blocks.0."; set by the root.
+        master: the shard that the optimizer updates.
+        compute_shard: what is gathered; the master shard itself if that needs no cast.
+        buffer: the gathered parameters; None on one rank, whose compute shard is all of them.
+        fp8: of weights that are stored in FP8; None otherwise.
+        main_grad: None as long as nothing of it has been trained.
+        built_frozen: whether it was frozen when it was wrapped.
+        division: None for the mean over ranks.
+        model: whose this is; None before it is used, or if collectives are not checked.
+        params: what the module sees.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        grid: Grid,
+        device: torch.device,
+        policy: Policy,
+        microbatch: Microbatch,
+        ledger: ByteLedger,
+        landed: Callable[[FlatGroup, int | None], None],
+    ) -> None:
+        self.prefix = ""
+        self.grid = self.reduce_grid = grid
+        self.policy = policy
+        self.microbatch = microbatch
+        self.ledger = ledger
+        self.binding = binding
+        self.layout = binding.layout
+        self.built_frozen = not binding.parameters()[0].requires_grad
+        self.state = ShardState.SHARDED
+        self.division: Division | None = None
+        self.model: ModelIdentity | None = None
+        self._unit = 0
+        self._gathered: torch.cuda.Event | None = None
+        self._partial_grad: Tensor | None = None
+        self._partial_step = -1
+        self._joined_step = -1
+        self._watch = Watch()
+        self._cast_version: Version | None = None
+        self._scaled_version: Version | None = None
+        self._done: dict[tuple[int, int], Version] = {}
+
+        is_fp8 = self.layout.role is Role.FP8 and policy.precision.fp8_weights != "in_layers"
+        dtype = FP8_DTYPE if is_fp8 else policy.precision.compute
+        self.master = self._filled_master(device)
+        self.compute_shard = self._new_compute_shard(dtype)
+        self.buffer = self._new_buffer(dtype)
+        # One rank holds everything: the compute shard already is the unsharded buffer.
+        unsharded = self.compute_shard.data if self.buffer is None else self.buffer.alias()
+        self.fp8 = self._new_fp8(unsharded) if is_fp8 else None
+        self.main_grad = None if self.built_frozen else self._new_main_grad()
+        self.params = self._shown_parameters(unsharded, partial(landed, self))
+        if self.buffer is not None:
+            self._free(self.buffer)
+        elif self.fp8 is None:
+            self._cast()
+            # Until its first use a shard may be written through `.data`, which no version counts.
+            self._cast_version = None
+
+    # ---- construction -----------------------------------------------------------------------------------
+
+    def _filled_master(self, device: torch.device) -> MasterShard:
+        precision = self.policy.precision
+        master = MasterShard(
+            self.layout,
+            self.grid,
+            precision.param,
+            device,
+            grad_dtype=precision.grad or precision.param,
+            cpu_offload=self.policy.cpu_offload,
+            trainable=not self.built_frozen,
+        )
+        for slot, parameter in zip(self.layout.slots, self.binding.parameters(), strict=True):
+            master.load(slot, parameter.detach())
+        return master
+
+    def _new_compute_shard(self, dtype: torch.dtype) -> Tensor:
+        flat = self.master.flat
+        if dtype == flat.dtype and not self.master.is_offloaded:
+            return flat.data
+        return torch.zeros(flat.shape, dtype=dtype, device=self.master.device)
+
+    def _new_buffer(self, dtype: torch.dtype) -> FlatBuffer | None:
+        num_shards = self.grid.shard.size
+        if num_shards == 1:
+            return None
+        numel = self.layout.padded_numel(num_shards)
+        return FlatBuffer(numel, dtype, self.master.device, poison=self.policy.poison_on_free)
+
+    def _new_fp8(self, unsharded: Tensor) -> FP8Weights:
+        through, poison = self.policy.precision.compute, self.policy.poison_on_free
+        return FP8Weights(self.layout, self.grid.shard, unsharded, through, poison=poison)
+
+    def _new_main_grad(self) -> MainGrad:
+        return MainGrad(
+            self.layout,
+            self.grid.shard.size,
+            self.policy.precision.accumulate,
+            self.master.device,
+            self.microbatch,
+            self.ledger,
+            poison=self.policy.poison_on_free,
+        )
+
+    def _shown_parameters(self, unsharded: Tensor, landed: Callable[[int | None], None]) -> Leaves | Views:
+        """What the module sees: the unsharded buffer, or NaN in place of what is stored in FP8."""
+        if self.fp8 is not None:
+            # In the dtype that gradients have, and without memory.
+            nan = torch.full((), torch.nan, dtype=self.policy.precision.compute, device=unsharded.device)
+            unsharded = nan.expand(unsharded.shape)
+        params: Leaves | Views
+        if self.main_grad is None or self.policy.optimize_backward_concat:
+            params = Leaves(self.binding, unsharded, self.main_grad, landed)
+        else:
+            params = Views(self.binding, unsharded, self.main_grad, landed)
+        if self.fp8 is not None:
+            for index, weight in (each for shown in params.shown for each in enumerate(shown)):
+                weight.fp8_operand = partial(self.fp8.operand, index)  # type: ignore[attr-defined]
+        return params
+
+    # ---- the root ---------------------------------------------------------------------------------------
+
+    def attach(self, microbatch: Microbatch, ledger: ByteLedger) -> None:
+        """Joins a root: its microbatch and its ledger from now on, and communicators for reductions."""
+        self.microbatch, self.ledger = microbatch, ledger
+        if self.main_grad is not None:
+            self.main_grad.microbatch, self.main_grad.ledger = microbatch, ledger
+        self.reduce_grid = Grid(
+            self.grid.shard.own_communicator(),
+            self.grid.replicate.own_communicator(),
+            self.grid.tensor.own_communicator() if self.layout.placement is Placement.PARTIAL else ALONE,
+        )
+
+    def introduce(self, model: ModelIdentity, unit: int) -> None:
+        """From now on collectives carry that they are this model's, and its unit's of this number."""
+        if self.policy.check_collectives:
+            self.model, self._unit = model, unit
+            self.master.identify = self.identify
+
+    def identify(self, action: Action) -> Identity | None:
+        """What a collective of this unit carries; None before there is a root, or if nothing is checked."""
+        if self.model is None:
+            return None
+        return Identity(action, self.model, self._unit, self.microbatch.steps_reduced, self.microbatch.index)
+
+    def make_equal(self) -> None:
+        """Replicas become equal, and what all tensor-parallel ranks have.  Collective."""
+        placement, tensor = self.layout.placement, self.grid.tensor
+        same = [self.grid.replicate, *([] if placement is Placement.SPLIT else [tensor])]
+        if any(ranks.size > 1 for ranks in same):
+            replica = self.master.flat.detach().to(self.master.device)
+            for ranks in same:
+                declare(ranks, self.identify(Action.BUILD), self.master.device)
+                broadcast(replica, ranks)
+            self.master.flat.data.copy_(replica)
+            self.master.generation += 1
+
+    @property
+    def name(self) -> str:
+        """Of the unit, for labels and messages."""
+        return self.prefix.rstrip(".") or "root"
+
+    @property
+    def casts(self) -> bool:
+        """Whether the compute shard has memory of its own."""
+        return self.compute_shard.data_ptr() != self.master.flat.data_ptr()
+
+    @property
+    def flat_name(self) -> str:
+        """Name of the flat parameter in its unit; it stays when that is frozen or unfrozen."""
+        placement = self.layout.placement
+        kinds = (
+            "frozen_" if self.built_frozen else "",
+            "fp8_" if self.layout.role is Role.FP8 else "",
+            "" if self.grid.tensor.size == 1 or placement is Placement.SPLIT else f"{placement.value}_",
+        )
+        return f"{''.join(kinds)}flat_param"
+
+    # ---- master shard -> flat buffer --------------------------------------------------------------------
+
+    @property
+    def version(self) -> Version:
+        """Version of the master shard; every in-place write changes it, as an optimizer step or a load does.
+
+        For FP8 weights that were built frozen it counts loads only, which all ranks make: if a write to one
+        rank's shard counted, that rank would ask for new scales alone.
+        """
+        frozen_fp8 = self.fp8 is not None and self.built_frozen
+        return (self.master.generation, -1) if frozen_fp8 else self.master.version
+
+    def require_version(self, version: Version) -> None:
+        """Checks in a backward that the parameters are those of its forward.
+
+        All ranks raise alike.  A load counts on each of them, and an optimizer of all parameters has one of
+        every group on each of them, if only of padding.
+
+        Raises:
+            RuntimeError: if they have been written to since they had this version.
+        """
+        if self.version != version:
+            raise RuntimeError(
+                f"the parameters of unit {self.name} changed between this forward and its backward (by an "
+                "optimizer step, a load, or another write), so gradients would mix old and new values; run "
+                "the backward before the change, or the forward again after it"
+            )
+
+    @property
+    def _is_current(self) -> bool:
+        """Whether the compute shard, and a buffer gathered from it, still say what the master says."""
+        return self._cast_version == self.version
+
+    def expire(self) -> None:
+        """Casts and gathers anew next time, even if no in-place write to the master was counted.
+
+        Not FP8 weights that were built frozen, which are cast once a load.
+        """
+        if self.fp8 is not None and self.built_frozen:
+            return
+        self._cast_version = self._scaled_version = None
+        if self.fp8 is not None:
+            self.fp8.measured_version = None
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the scales of FP8 weights are those of what the master holds now."""
+        return self._scaled_version == self.version
+
+    def measure(self) -> None:
+        """Takes the amaxes of this rank's pieces of FP8 weights, if the optimizer has not done it."""
+        assert self.fp8 is not None
+        if self.fp8.measured_version != self.version:
+            self.ledger.add("measure", self.fp8.measure(self.master))
+            self.fp8.measured_version = self.version
+
+    def set_scales(self, scales: Scales) -> None:
+        """For the FP8 weights as the master holds them now."""
+        assert self.fp8 is not None
+        self.fp8.set_scales(scales)
+        self._scaled_version = self.version
+        self._cast_version = None
+
+    def portion_done(self, start: int, stop: int) -> None:
+        """The optimizer has updated this portion of the master shard, and written what goes with it."""
+        version = self.version
+        self._done[start, stop] = version
+        if all(self._done.get((p.start, p.stop)) == version for p in self.master.portions):
+            if self.fp8 is None:
+                self._cast_version = version
+            else:
+                self.fp8.measured_version = version
+
+    def allocate(self) -> bool:
+        """Gets memory for parameters that are not there, nor on their way, or not up to date; False if
+        nothing has to be gathered."""
+        if self.state is not ShardState.SHARDED:
+            if self._is_current:
+                return False
+            self.wait()
+        if self.buffer is not None:
+            self.buffer.allocate()
+        if self.fp8 is not None:
+            self.fp8.free()
+        return True
+
+    def update_shard(self) -> None:
+        """Casts the master shard, if that has changed."""
+        if not self._is_current:
+            self._cast()
+
+    def _cast(self) -> None:
+        master, shard = self.master.flat.detach(), self.compute_shard
+        if self.master.is_offloaded:
+            nbytes = master.numel() * master.element_size()
+            with span("upload", self.name, self.microbatch.index, nbytes):
+                master = master.to(shard.device, non_blocking=True)
+            self.ledger.add("offload", nbytes)
+        if self.casts:
+            nbytes = master.numel() * (master.element_size() + shard.element_size())
+            with span("cast", self.name, self.microbatch.index, nbytes):
+                if self.fp8 is None:
+                    shard.copy_(master)
+                else:
+                    self.fp8.cast(master, shard)
+            self.ledger.add("cast", nbytes)
+        self._cast_version = self.version
+
+    def gather(self) -> None:
+        """Collective, unless this rank has everything."""
+        if self.buffer is not None:
+            all_gather(self.buffer.tensor, self.compute_shard, self.grid.shard)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """What this rank receives in a gather."""
+        if self.buffer is None:
+            return 0
+        full, size = self.buffer.tensor, self.grid.shard.size
+        return full.numel() * full.element_size() * (size - 1) // size
+
+    def transpose(self) -> None:
+        """Makes the columnwise form of FP8 weights."""
+        assert self.fp8 is not None
+        nbytes = 2 * sum(slot.numel for slot in self.layout.slots)
+        with span("transpose", self.name, self.microbatch.index, nbytes):
+            self.fp8.transpose()
+        self.ledger.add("transpose", nbytes)
+
+    def started(self, gathered: torch.cuda.Event | None) -> None:
+        """The parameters are on their way; `gathered`: when they are there."""
+        self._gathered = gathered
+        self.state = ShardState.GATHERING
+
+    def wait(self) -> None:
+        """Makes the compute stream wait until the parameters are there."""
+        if self.state is ShardState.GATHERING:
+            compute_waits_for(self._gathered, self.master.device)
+            self.state = ShardState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Frees the flat buffer; what autograd saved of it becomes valid again with the next unshard."""
+        self.wait()
+        if self.fp8 is not None:
+            self.fp8.free()
+        if self.state is ShardState.UNSHARDED and self.buffer is not None:
+            self._free(self.buffer)
+            self.state = ShardState.SHARDED
+
+    def _free(self, buffer: FlatBuffer) -> None:
+        self.params.conceal()
+        buffer.free()
+
+    # ---- gradients and whole parameters -----------------------------------------------------------------
+
+    @property
+    def trains(self) -> bool:
+        """Whether the flat parameter requires gradients now; see `engine/step/trained.py`."""
+        return self.master.flat.requires_grad
+
+    def open_main_grad(self) -> None:
+        """Lets gradients land in a group that was built frozen."""
+        self.main_grad = self._new_main_grad()
+        assert isinstance(self.params, Leaves)
+        self.params.land_in(self.main_grad)
+
+    def join_step(self) -> None:
+        """Takes part in the reduction of this step."""
+        self._joined_step = self.microbatch.step
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether it is reduced in this step."""
+        return self._joined_step == self.microbatch.step
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its gradients are still to land in the running backward, or have landed."""
+        return self.trains and self.takes_part
+
+    @property
+    def partial_grad(self) -> Tensor | None:
+        """What this step's earlier backwards have reduce-scattered, as long as the master shard; None if
+        nothing.  The last backward's joins it, and it is then reduced across replicas."""
+        return self._partial_grad if self._partial_step == self.microbatch.step else None
+
+    @partial_grad.setter
+    def partial_grad(self, value: Tensor | None) -> None:
+        self._partial_grad, self._partial_step = value, self.microbatch.step
+
+    def watch_unreduced(self) -> None:
+        """Notices from now on if an optimizer's `zero_grad()` is to drop what has been accumulated."""
+        if self.takes_part:
+            self._watch.start(portion.parameter for portion in self.master.portions)
+            self.microbatch.call_at_end_of_step(self._watch.stop)
+
+    @property
+    def has_unreduced(self) -> bool:
+        """Whether gradients of this step have been accumulated and not yet reduced."""
+        return self._watch.is_on
+
+    def drop_if_zeroed(self) -> None:
+        """Drops what was accumulated if an optimizer's `zero_grad()` has been called since."""
+        if self._watch.were_zeroed:
+            self.drop_unreduced()
+
+    def drop_unreduced(self) -> None:
+        """Drops what was accumulated and has not reached the master's gradient."""
+        self._watch.stop()
+        self.partial_grad = None
+        self._joined_step = -1
+        if self.main_grad is not None:
+            self.main_grad.drop()
+
+    def whole_parameters(self, full: Tensor) -> list[nn.Parameter]:
+        """Parameters of the original shapes that alias a whole buffer, in slot order."""
+        return [nn.Parameter(view, requires_grad=self.trains) for view in self.layout.views(full)]
+
+    def describe(self) -> Iterable[str]:
+        """The geometry, one line a parameter, equal on all ranks of a sound model."""
+        kind = "trained" if self.trains else "frozen"
+        for slot in self.layout.slots:
+            role = "" if slot.role is Role.COMPUTE else f" in {slot.role.value}"
+            place = f"{list(slot.shape)} at {slot.offset}{role}"
+            if self.grid.tensor.size > 1:
+                place += f", {slot.placement.value}"
+            if slot.partition is not None:
+                place += f" from {list(slot.whole_shape)} in {slot.partition.sizes}"
+            yield f"{self.name}: {kind} {slot.name} {place}"
+        yield f"{self.name}: {self.policy}"

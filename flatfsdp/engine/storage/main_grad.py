@@ -1,0 +1,215 @@
+"""The flat storages: who owns them, when they appear, when they go.
+
+    buffer         dtype       length  owner        appears                  goes
+    master shard   param       1/N     MasterShard  construction             never
+    compute shard  stored      1/N     FlatGroup    construction             never (none if same dtype)
+    FlatBuffer     stored      1       FlatGroup    unshard                  reshard
+    the same       FP8         1       FP8Weights   unshard for backward     reshard (FP8 weights, transposed)
+    MainGrad       accumulate  1       FlatGroup    first gradient of a step handed to the reducer
+    reduced shard  reduce      1/N     Reducer      reduce-scatter           becomes the master's gradient
+    partial_grad   accumulate  1/N     FlatGroup    an early reduce-scatter  becomes the last one's
+
+Parameters are stored in the compute dtype, or in FP8.  With `cpu_offload` the master shard and its gradient
+are in host memory.
+
+Next: `group.py` fills the FlatBuffer, `engine/step/reduce.py` takes the MainGrad.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from flatfsdp.flat.layout import FlatLayout
+from flatfsdp.kernels.grad.accumulate import accumulate, bytes_moved
+from flatfsdp.kernels.grad.accumulate_many import DTYPES, accumulate_many
+from flatfsdp.ledger import ByteLedger
+from flatfsdp.microbatch import Microbatch
+
+logger = logging.getLogger(__name__)
+
+
+SMALL = 1 << 16
+"""Elements of a gradient that waits for others of its unit: one launch then adds all of them, where one for
+each would cost more than its bytes.  Norms and biases are such."""
+
+
+FEW = 2
+"""Gradients that are added one by one all the same: less work for the host than one launch for several."""
+
+
+class MainGrad:
+    """Gradients of one group, added up over microbatches in the flat buffer that reduce-scatter reads.
+
+    Appears when the first gradient of a step lands.  The first write to a slot copies, later ones add, so
+    nothing is zeroed except the alignment gaps; each microbatch is one add, in order.
+
+    Args:
+        layout: places of the parameters.
+        num_shards: the buffer is padded for this many shards.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        num_shards: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        microbatch: Microbatch,
+        ledger: ByteLedger,
+        *,
+        poison: bool,
+    ) -> None:
+        self._layout = layout
+        self._numel = layout.padded_numel(num_shards)
+        self._gaps = layout.gaps(num_shards)
+        self._dtype = dtype
+        self._device = device
+        self._poison = poison
+        self.microbatch = microbatch
+        self.ledger = ledger
+        self._tensor: Tensor | None = None
+        self._views: list[Tensor] = []
+        self._written: list[bool] = []
+        self._waiting: dict[int, Tensor] = {}
+        self._step = -1
+        self._exposed: Sequence[Tensor] = ()
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether something has landed since the buffer was last handed over."""
+        return self._tensor is not None or bool(self._waiting)
+
+    def expose(self, parameters: Sequence[Tensor]) -> None:
+        """Gives each parameter `main_grad` (None while there is no buffer), and the two methods below.
+
+        Transformer Engine's own layers call `get_main_grad` where there is `__fsdp_param__`, too.
+        """
+        self._exposed = parameters
+        for index, parameter in enumerate(parameters):
+            parameter.__fsdp_param__ = True  # type: ignore[attr-defined]
+            parameter.get_main_grad = partial(self.get, index)  # type: ignore[attr-defined]
+            parameter.claim_main_grad = partial(self.claim, index)  # type: ignore[attr-defined]
+        self._show()
+
+    def get(self, index: int) -> Tensor:
+        """View of slot `index` to add to: zero if nothing has landed there in this step."""
+        view, is_first = self.claim(index)
+        return view.zero_() if is_first else view
+
+    def claim(self, index: int) -> tuple[Tensor, bool]:
+        """View of slot `index`, and whether nothing has landed there in this step, for whoever writes next.
+
+        If nothing has, what it holds is undefined, and has to be overwritten; otherwise it is added to.
+        """
+        if index in self._waiting:
+            self.flush()
+        return self._claim(index)
+
+    def _claim(self, index: int) -> tuple[Tensor, bool]:
+        view, is_first = self._open()[index], not self._written[index]
+        self._written[index] = True
+        return view, is_first
+
+    def land(self, index: int, grad: Tensor) -> None:
+        """Adds one parameter's gradient of one microbatch; a small one at the next `flush`.
+
+        Raises:
+            TypeError: if it is sparse.
+        """
+        if grad.layout is not torch.strided:
+            raise TypeError(
+                f"parameter {self._layout.slots[index].name} got a {grad.layout} gradient; flat buffers are "
+                "dense, so build the layer without sparse gradients (nn.Embedding(sparse=False))"
+            )
+        fits = self._dtype == torch.float32 and grad.dtype in DTYPES and grad.is_contiguous()
+        if index in self._waiting:
+            self.flush()
+        if fits and 0 < grad.numel() <= SMALL:
+            self._waiting[index] = grad
+            return
+        view, is_first = self._claim(index)
+        self._accumulate(view, grad, first=is_first)
+
+    def flush(self) -> None:
+        """Adds the gradients that wait: at the end of a backward, and before the buffer is read."""
+        waiting, self._waiting = self._waiting, {}
+        if not waiting:
+            return
+        grads = list(waiting.values())
+        if len(grads) <= FEW:
+            for index, grad in waiting.items():
+                view, is_first = self._claim(index)
+                self._accumulate(view, grad, first=is_first)
+            return
+        targets, first = zip(*(self._claim(index) for index in waiting), strict=True)
+        accumulate_many(targets, grads, first)
+        moved = (bytes_moved(*each[:2], first=each[2]) for each in zip(targets, grads, first, strict=True))
+        self.ledger.add("accumulate", sum(moved))
+
+    def land_flat(self, grad: Tensor) -> None:
+        """Adds the gradient of one microbatch that autograd has just concatenated, padded."""
+        self.flush()
+        # It read every view's gradient and wrote the flat one.
+        self.ledger.add("concat", 2 * grad.numel() * grad.element_size())
+        self._open()
+        if not any(self._written) or all(self._written):
+            assert self._tensor is not None
+            self._accumulate(self._tensor, grad, first=not any(self._written))
+            self._written = [True] * len(self._written)
+            return
+        for index, part in enumerate(self._layout.views(grad)):
+            self.land(index, part)
+
+    def take(self) -> Tensor:
+        """Hands the buffer over to be reduced; slots in which nothing landed in this step are zero."""
+        self.flush()
+        views = self._open()
+        for view, written in zip(views, self._written, strict=True):
+            if not written:
+                view.zero_()
+        tensor = self._tensor
+        assert tensor is not None
+        self.drop()
+        return tensor
+
+    def drop(self) -> None:
+        """Forgets the buffer and what is in it."""
+        self._tensor, self._views, self._written, self._waiting = None, [], [], {}
+        self._show()
+
+    def _open(self) -> list[Tensor]:
+        """The slots' views, with a buffer that belongs to the current step."""
+        if self._tensor is None:
+            self._allocate()
+        elif self._step != self.microbatch.step:
+            if any(self._written):
+                logger.warning(
+                    "dropped gradients of a step that was never reduced (its last backward failed, or was "
+                    "not marked as the last one)"
+                )
+            self._written = [False] * len(self._written)
+        self._step = self.microbatch.step
+        return self._views
+
+    def _allocate(self) -> None:
+        self._tensor = torch.empty(self._numel, dtype=self._dtype, device=self._device)
+        if self._poison:
+            self._tensor.fill_(torch.nan)
+        for start, stop in self._gaps:
+            self._tensor[start:stop].zero_()
+        self._views = self._layout.views(self._tensor)
+        self._written = [False] * len(self._views)
+        self._show()
+
+    def _show(self) -> None:
+        for index, parameter in enumerate(self._exposed):
+            parameter.main_grad = self._views[index] if self._views else None  # type: ignore[attr-defined]
+
+    def _accumulate(self, target: Tensor, grad: Tensor, *, first: bool) -> None:
+        accumulate(target, grad, first=first)
+        self.ledger.add("accumulate", bytes_moved(target, grad, first=first))

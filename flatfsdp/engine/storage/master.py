@@ -1,0 +1,232 @@
+"""The master shard: the part of a unit's parameters that this rank's optimizer updates.
+
+In:   whole parameter values (construction, `load`), reduced gradients (`engine/step/reduce.py`).
+Out:  one flat parameter with `.grad`; whole values again for checkpoints (`gather`).
+Next: `group.py` casts and gathers it for forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.comm.checking.identity import Action, Identity
+from flatfsdp.comm.checking.journal import declare, launch
+from flatfsdp.comm.collectives import all_gather, broadcast, gather, scatter
+from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import ALONE
+from flatfsdp.contract.placement import Placement
+from flatfsdp.engine.storage.unreduced import reduced_grad
+from flatfsdp.flat.layout import FlatLayout, ParamSlot
+
+
+def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
+    """Raises ValueError, on every rank, if some shards are spread over fewer ranks than others.
+
+    Then groups of ranks have parameters of their own under the same names (experts).
+    """
+    sizes = sorted({master.grid.num_ranks for master in masters})
+    if len(sizes) > 1:
+        raise ValueError(
+            f"some units are spread over {sizes[0]} ranks and others over {sizes[-1]}, so groups of ranks "
+            f"may have different parameters of the same names, and {doing} would keep those of one group; "
+            "use checkpoint.local_state_dict, or treat such units by themselves"
+        )
+
+
+Version = tuple[int, int]
+"""Of a master shard's values; another one whenever they may have changed."""
+
+
+class Portion(NamedTuple):
+    """Elements [start, stop) of a master shard that the optimizer has as one parameter, aliasing it."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+
+class MasterShard:
+    """This rank's shard of one flat buffer, in master precision.
+
+    Args:
+        layout: places of the parameters in the whole buffer.
+        device: where the model computes.
+        grad_dtype: of the reduced gradient.  It goes to `.grad`, which PyTorch keeps in the parameter's own
+            dtype, or to `.main_grad` if the two differ.
+        cpu_offload: keep the shard in (pinned) host memory, and its gradient too.
+
+    Attributes:
+        flat: the shard, 1-D, `layout.shard_numel(N)` elements.
+        portions: what the optimizer updates; `flat` as a whole unless `param_groups` has cut it.
+        stages: ranks of the pipeline that this is in, if any; gradients of other stages count in a norm, too.
+        identify: what a collective for it carries; None before the model is used.
+        generation: counts loads, and what replicas take over.  A write by anyone else raises `flat._version`.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        grid: Grid,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        grad_dtype: torch.dtype,
+        cpu_offload: bool,
+        trainable: bool,
+    ) -> None:
+        self.layout = layout
+        self.grid = grid
+        self.device = device
+        self.grad_dtype = grad_dtype
+        numel = layout.shard_numel(grid.shard.size)
+        if cpu_offload:
+            shard = torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+        else:
+            shard = torch.zeros(numel, dtype=dtype, device=device)
+        self.flat = nn.Parameter(shard, requires_grad=trainable)
+        self.portions = [Portion(self.flat, 0, numel)]
+        self._address = self.flat.data_ptr()
+        self.stages = ALONE
+        self.generation = 0
+        self.identify: Callable[[Action], Identity | None] = lambda _action: None
+
+    @property
+    def is_offloaded(self) -> bool:
+        """Whether it has to travel before it can be computed with or communicated."""
+        return self.flat.device != self.device
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether somebody has given the shard, or a portion, other memory than is cast and gathered."""
+        size = self.flat.element_size()
+        return self.flat.data_ptr() != self._address or any(
+            parameter.data_ptr() != self._address + start * size
+            for parameter, start, stop in self.portions
+            if parameter is not self.flat and stop > start
+        )
+
+    @property
+    def version(self) -> Version:
+        return self.generation, self.flat._version
+
+    # ---- whole values -----------------------------------------------------------------------------------
+
+    def load(self, slot: ParamSlot, value: Tensor) -> None:
+        """Copies this rank's part of a whole parameter into the shard."""
+        for piece in self.layout.pieces(self.grid.shard.rank, self.grid.shard.size):
+            if piece.slot is slot:
+                part = value.reshape(-1)[piece.start : piece.stop]
+                with torch.no_grad():
+                    self.flat[piece.shard_offset : piece.shard_offset + part.numel()].copy_(part)
+        # On every rank alike: one whose shard is all padding has written nothing.
+        self.generation += 1
+
+    def cut(self, value_of: Callable[[ParamSlot], Tensor | None], dtype: torch.dtype) -> Tensor:
+        """This rank's part of whole values, as long as the shard and beside it; zero where there is none."""
+        shard = torch.zeros_like(self.flat.detach(), dtype=dtype)
+        for piece in self.layout.pieces(self.grid.shard.rank, self.grid.shard.size):
+            value = value_of(piece.slot)
+            if value is not None:
+                part = value.reshape(-1)[piece.start : piece.stop]
+                shard[piece.shard_offset : piece.shard_offset + part.numel()] = part
+        return shard
+
+    def gather(self, shard: Tensor | None = None, *, rank0_only: bool = False) -> Tensor | None:
+        """The whole padded buffer of shards like this one, on the compute device.  Collective if sharded.
+
+        Args:
+            shard: this rank's part, of the shape of `flat`; default: `flat`.
+            rank0_only: only the first rank of the grid gets it, the others None.
+        """
+        ranks = self.grid.shard
+        own = (self.flat if shard is None else shard).detach().to(self.device)
+        if rank0_only and self.grid.replicate.rank != 0:
+            return None
+        if ranks.size == 1:
+            return own.clone()
+        is_given = not rank0_only or ranks.rank == 0
+        full = own.new_empty(self.layout.padded_numel(ranks.size)) if is_given else None
+        identity = self.identify(Action.SHOW)
+        if rank0_only:
+            declare(ranks, identity, self.device)
+            gather(full, own, ranks)
+        else:
+            assert full is not None
+            with launch(ranks, identity, self.device):
+                all_gather(full, own, ranks)
+        return full
+
+    def store(self, full: Tensor) -> None:
+        """Takes this rank's part of a whole padded buffer."""
+        length = self.flat.numel()
+        start = self.grid.shard.rank * length
+        with torch.no_grad():
+            self.flat.copy_(full[start : start + length])
+        self.generation += 1
+
+    def store_from_rank0(self, full: Tensor | None) -> None:
+        """As `store`, of the buffer that the first rank of the grid has.  Collective."""
+        with torch.no_grad():
+            self.flat.copy_(self.scattered(full, self.flat.dtype))
+        self.generation += 1
+
+    def scattered(self, full: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """This rank's part, on the compute device, of the whole padded buffer that the first rank of the
+        grid passes; the others pass None.  Collective."""
+        own = torch.empty_like(self.flat.detach(), dtype=dtype, device=self.device)
+        if self.grid.replicate.rank == 0:
+            declare(self.grid.shard, self.identify(Action.STORE), self.device)
+            scatter(own, full, self.grid.shard)
+        declare(self.grid.replicate, self.identify(Action.STORE), self.device)
+        broadcast(own, self.grid.replicate)
+        return own
+
+    @property
+    def is_first_rank(self) -> bool:
+        return self.grid.shard.rank == 0 and self.grid.replicate.rank == 0
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether this rank counts the gradient in a norm, and not another one that has the same."""
+        return self.layout.placement is Placement.SPLIT or self.grid.tensor.rank == 0
+
+    # ---- gradients --------------------------------------------------------------------------------------
+
+    @property
+    def grad_attribute(self) -> str:
+        """Where the portions have their reduced gradients."""
+        return "grad" if self.grad_dtype == self.flat.dtype else "main_grad"
+
+    @property
+    def grads(self) -> Sequence[Tensor]:
+        """The reduced gradients that are there, one a portion."""
+        found = (reduced_grad(portion.parameter, self.grad_attribute) for portion in self.portions)
+        return [grad for grad in found if grad is not None]
+
+    def add_grad(self, grad: Tensor) -> int:
+        """Sets the reduced gradient, or adds to one that is there.
+
+        Returns:
+            Number of elements that were added, not set.
+        """
+        added = 0
+        for parameter, start, stop in self.portions:
+            present = reduced_grad(parameter, self.grad_attribute)
+            if present is None:
+                setattr(parameter, self.grad_attribute, grad[start:stop])
+            else:
+                present.add_(grad[start:stop])
+                added += stop - start
+        return added
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if set_to_none:
+            for portion in self.portions:
+                setattr(portion.parameter, self.grad_attribute, None)
+        else:
+            for grad in self.grads:
+                grad.zero_()

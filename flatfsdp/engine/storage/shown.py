@@ -1,0 +1,243 @@
+"""What the module sees of a flat buffer, and how gradients get to `main_grad`: the flag's two settings.
+
+In:   the unsharded flat buffer of one group, and the places in the module where its parameters were.
+Out:  `module.weight` in forward and backward; gradients in `MainGrad`; a call of `landed` for each.
+Next: `engine/step/unit.py` counts what has landed.
+
+`Leaves` (`optimize_backward_concat=True`) and `Views` (False) are used alike:
+
+    follow     they are trained from now on, or frozen
+    show       the buffer has been gathered
+    conceal    it is about to be freed: show NaN, in memory that is safe to read
+    rebind     something else was bound in the meantime: bind again
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatfsdp.engine.storage.main_grad import MainGrad
+from flatfsdp.flat.binding import Binding
+from flatfsdp.flat.layout import FlatLayout
+from flatfsdp.torch_private import run_as_soon_as_ready
+
+
+class Leaves:
+    """The module keeps its own Parameter objects, as leaves that alias the flat buffer.
+
+    Each gradient lands by itself; nothing is concatenated.  Also serves parameters that were built frozen,
+    for which there is no `main_grad` before they are trained.
+
+    Args:
+        unsharded: 1-D, padded; its memory must be there now, and may come and go later.
+        landed: called with the slot's index once a gradient is in `main_grad`.
+    """
+
+    def __init__(
+        self,
+        binding: Binding,
+        unsharded: Tensor,
+        main_grad: MainGrad | None,
+        landed: Callable[[int | None], None],
+    ) -> None:
+        self._binding = binding
+        self._main_grad: MainGrad | None = None
+        self._landed = landed
+        self._parameters = binding.parameters()
+        self.trains = main_grad is not None
+        self._views = binding.layout.views(unsharded)
+        self._absent = _absent(binding.layout, unsharded)
+        self._is_concealed = True
+        self.show()
+        if main_grad is not None:
+            self.land_in(main_grad)
+        self.rebind()
+
+    def land_in(self, main_grad: MainGrad) -> None:
+        """Trains the parameters, whose gradients go there."""
+        self._main_grad = main_grad
+        self.follow(True)
+        for index, parameter in enumerate(self._parameters):
+            parameter.register_post_accumulate_grad_hook(partial(_weakly(self._land), index))
+        main_grad.expose(self._parameters)
+
+    @property
+    def shown(self) -> Sequence[Sequence[Tensor]]:
+        """What the module may have while the parameters are there, in slot order."""
+        return [self._parameters]
+
+    def follow(self, trains: bool) -> None:
+        """Graphs of coming forwards lead to the parameters, or not."""
+        self.trains = trains
+        for parameter in self._parameters:
+            parameter.requires_grad_(trains)
+
+    @property
+    def deviating(self) -> str | None:
+        """Name of a parameter whose `requires_grad` somebody has changed."""
+        return _deviating(self._binding.layout, self._parameters, self.trains)
+
+    @property
+    def versions(self) -> list[int]:
+        """Of what the module has, in slot order: an in-place write to a parameter raises its own."""
+        return [parameter._version for parameter in self._parameters]
+
+    def show(self) -> None:
+        if self._is_concealed:
+            for parameter, view in zip(self._parameters, self._views, strict=True):
+                parameter.data = view
+            self._is_concealed = False
+
+    def conceal(self) -> None:
+        for parameter, absent in zip(self._parameters, self._absent, strict=True):
+            parameter.data = absent
+        self._is_concealed = True
+
+    def rebind(self) -> None:
+        self._binding.bind(self._parameters)
+
+    @property
+    def displaced(self) -> str | None:
+        """Name of a parameter that somebody has replaced."""
+        return self._binding.displaced(self._parameters)
+
+    def _land(self, index: int, parameter: Tensor) -> None:
+        grad, parameter.grad = parameter.grad, None
+        # No gradient: the layer wrote it into main_grad itself.
+        if grad is not None:
+            assert self._main_grad is not None
+            self._main_grad.land(index, grad)
+        self._landed(index)
+
+
+class Views:
+    """The module gets autograd views of one flat leaf; several uses in one graph add up in the view.
+
+    Autograd concatenates their gradients in each backward, and all slots land at once.
+
+    Raises:
+        ValueError: for a parameter whose hooks need a leaf.
+    """
+
+    def __init__(
+        self, binding: Binding, unsharded: Tensor, main_grad: MainGrad, landed: Callable[[int | None], None]
+    ) -> None:
+        self._binding = binding
+        self._main_grad = main_grad
+        self._landed = landed
+        self._absent = _absent(binding.layout, unsharded)
+        self._frozen_views = binding.layout.views(unsharded)
+        self._leaf = unsharded.requires_grad_()
+        self._leaf.register_post_accumulate_grad_hook(_weakly(self._land))
+        # The graph of a view saves no tensors, so one set of views serves all forwards.
+        with torch.inference_mode(False), torch.enable_grad():
+            self._views = binding.layout.views(self._leaf)
+        for view in self._views:
+            # Being older than any forward, the concat of every unit would come last in the backward.
+            run_as_soon_as_ready(view, depth=2)
+        self._take_over_hooks()
+        self._is_concealed = False
+        self.follow(True)
+
+    def _take_over_hooks(self) -> None:
+        """The user's hooks are on parameters that the module will not see again."""
+        slots, parameters = self._binding.layout.slots, self._binding.parameters()
+        for slot, parameter, view in zip(slots, parameters, self._views, strict=True):
+            if parameter._post_accumulate_grad_hooks:
+                raise ValueError(
+                    f"parameter {slot.name} has a post-accumulate-gradient hook, which only a leaf can have; "
+                    "pass optimize_backward_concat=True, or register a tensor hook"
+                )
+            for hook in (parameter._backward_hooks or {}).values():
+                view.register_hook(hook)
+
+    @property
+    def shown(self) -> Sequence[Sequence[Tensor]]:
+        """What the module may have while the parameters are there, in slot order."""
+        return [self._views, self._frozen_views]
+
+    def follow(self, trains: bool) -> None:
+        """Graphs of coming forwards lead to the flat leaf, or not."""
+        self.trains = trains
+        self._leaf.requires_grad_(trains)
+        for absent in self._absent:
+            absent.requires_grad_(trains)
+        self.rebind()
+
+    @property
+    def deviating(self) -> str | None:
+        """Name of a parameter whose `requires_grad` somebody has changed."""
+        return _deviating(self._binding.layout, self._bound, self.trains)
+
+    @property
+    def versions(self) -> list[int]:
+        """Of what the module has, in slot order: an in-place write to one view raises those of all."""
+        return [self._leaf._version] * len(self._views)
+
+    def show(self) -> None:
+        if self._is_concealed:
+            self._is_concealed = False
+            self.rebind()
+
+    def conceal(self) -> None:
+        self._is_concealed = True
+        self.rebind()
+
+    def rebind(self) -> None:
+        self._binding.bind(self._bound)
+        if self.trains:
+            self._main_grad.expose(self._bound)
+
+    @property
+    def displaced(self) -> str | None:
+        """Name of a parameter that somebody has replaced."""
+        return self._binding.displaced(self._bound)
+
+    @property
+    def _bound(self) -> Sequence[Tensor]:
+        if self._is_concealed:
+            return self._absent
+        return self._views if self.trains else self._frozen_views
+
+    def _land(self, leaf: Tensor) -> None:
+        grad, leaf.grad = leaf.grad, None
+        # No gradient: the layers wrote all of them into main_grad themselves (torch 2.13 makes zeros of it).
+        if grad is not None:
+            self._main_grad.land_flat(grad)
+        self._landed(None)
+
+
+def _absent(layout: FlatLayout, like: Tensor) -> list[Tensor]:
+    """What a parameter shows while it is sharded: its shape, full of NaN, in the memory of one element.
+
+    A view of freed memory would crash the process when somebody prints it.
+    """
+    nan = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
+    return [nan.expand(slot.shape) for slot in layout.slots]
+
+
+def _deviating(layout: FlatLayout, tensors: Sequence[Tensor], trains: bool) -> str | None:
+    pairs = zip(layout.slots, tensors, strict=True)
+    return next((slot.name for slot, tensor in pairs if tensor.requires_grad != trains), None)
+
+
+def _weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """Calls `method` as long as its object is alive, without keeping it alive.
+
+    The garbage collector does not look into these hooks: a hook that held its object, which holds the
+    parameter, would keep the model, its buffers and its process groups for good.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(*args)
+
+    return hook

@@ -1,0 +1,130 @@
+"""How an optimizer's `zero_grad()` drops gradients that it cannot see: those accumulated and not yet reduced.
+
+In:   the parameters that the optimizer has of one master shard.
+Out:  while gradients are accumulated, something in each `.grad`; `were_zeroed` once that is gone.
+Next: `engine/step/root.py` asks at every forward and backward, and drops what was accumulated.
+
+    .grad of the parameter       zero_grad() is noticed by
+    none: an `Unreduced` marker  another object, or None
+    from an earlier reduction    another object, or None, or zeros written to it
+
+PyTorch has no hook for `zero_grad()`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_GRAD_FN: Any = Tensor.grad_fn
+
+
+class Unreduced(Tensor):
+    """Stands in `.grad` for gradients that are accumulated and not yet reduced; all its elements are one.
+
+    `zero_grad(set_to_none=False)` puts zeros in its place.  Anything else that is done with it raises: an
+    optimizer would take it for a zero gradient.
+    """
+
+    _parameter: weakref.ref[nn.Parameter]
+
+    @staticmethod
+    def of(parameter: nn.Parameter) -> Unreduced:
+        zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+        marker = zero.expand(parameter.shape).as_subclass(Unreduced)
+        # The parameter has the marker: a reference back would keep both for good.
+        marker._parameter = weakref.ref(parameter)
+        return marker
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func == _GRAD_FN.__get__:
+            return None
+        if func is Tensor.__repr__:
+            return "<gradients that are accumulated and not yet reduced>"
+        if func in (Tensor.requires_grad_, Tensor.zero_):
+            # Optimizers and modules do the first to every gradient that they are about to zero in place.
+            marker = args[0]
+            parameter = marker._parameter()
+            if parameter is not None and parameter.grad is marker:
+                parameter.grad = torch.zeros_like(parameter.detach())
+            return marker
+        raise RuntimeError(
+            "`.grad` of a flat parameter was read (by an optimizer's step, say) while its gradients are "
+            "accumulated and not yet reduced; run the last backward of the step outside of no_sync(), or "
+            "with set_is_last_backward(True), before that; zero_grad() drops what is accumulated"
+        )
+
+
+def reduced_grad(parameter: nn.Parameter, attribute: str = "grad") -> Tensor | None:
+    """The reduced gradient of an optimizer's parameter, in `.grad` or `.main_grad`; None if there is none."""
+    grad = getattr(parameter, attribute, None)
+    return None if isinstance(grad, Unreduced) else grad
+
+
+class _Watched(NamedTuple):
+    parameter: nn.Parameter
+    grad: Tensor
+    version: int
+
+
+class Watch:
+    """Watches `.grad` of some parameters, from the end of one backward to the next."""
+
+    def __init__(self) -> None:
+        self._watched: list[_Watched] = []
+
+    def start(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Puts a marker where there is no gradient; also goes on with those that have one."""
+        self._watched.clear()
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = Unreduced.of(parameter)
+            grad = parameter.grad
+            version = 0 if isinstance(grad, Unreduced) else grad._version
+            self._watched.append(_Watched(parameter, grad, version))
+
+    @property
+    def is_on(self) -> bool:
+        return bool(self._watched)
+
+    @property
+    def were_zeroed(self) -> bool:
+        """Whether somebody has zeroed the gradients, or taken them away.
+
+        Raises:
+            RuntimeError: if that was done to some of them only.
+        """
+        zeroed = [_was_zeroed(each) for each in self._watched]
+        if any(zeroed) and not all(zeroed):
+            raise RuntimeError(
+                "an optimizer has zeroed a part of a unit's gradients while they were accumulated, and they "
+                "are dropped together or not at all; zero those of all optimizers, or none, between two "
+                "microbatches"
+            )
+        return any(zeroed)
+
+    def stop(self) -> None:
+        """Takes the markers away."""
+        for parameter, grad, _ in self._watched:
+            if parameter.grad is grad and isinstance(grad, Unreduced):
+                parameter.grad = None
+        self._watched.clear()
+
+
+def _was_zeroed(watched: _Watched) -> bool:
+    parameter, grad, version = watched
+    if parameter.grad is not grad:
+        return True
+    # Clipping writes to a gradient, too.
+    return not isinstance(grad, Unreduced) and grad._version != version and not bool(grad.any())

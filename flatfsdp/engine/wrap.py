@@ -1,0 +1,85 @@
+"""Which modules become units: policies, and `auto_wrap`, which applies one from the inside out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from flatfsdp.engine.fsdp import FlatFSDP
+
+WrapPolicy = Callable[[str, nn.Module, int], bool]
+"""(name, module, parameters below it that no inner unit has taken) -> whether it becomes a unit."""
+
+
+def by_class(*classes: type[nn.Module]) -> WrapPolicy:
+    """Every module of one of these classes; for transformers, the layer's class."""
+    if not classes or not all(isinstance(c, type) and issubclass(c, nn.Module) for c in classes):
+        raise ValueError(f"by_class takes one or more nn.Module classes, not {classes!r}")
+    return lambda name, module, numel: isinstance(module, classes)
+
+
+def by_size(min_numel: int) -> WrapPolicy:
+    """Every module that still has at least `min_numel` parameters of its own and its children.
+
+    Containers whose `forward` is never called (ModuleList, ModuleDict) stay as they are.
+    """
+    if min_numel < 1:
+        raise ValueError(f"by_size takes a positive number of parameters, not {min_numel}")
+    containers = (nn.ModuleList, nn.ModuleDict)
+    return lambda name, module, numel: numel >= min_numel and not isinstance(module, containers)
+
+
+def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> FlatFSDP:
+    """Makes a unit of every module the policy picks, inner ones first, and of the whole model at the end.
+
+    Args:
+        model: changed in place.
+        policy: `by_class`, `by_size`, or any callable of (name, module, numel).  It is not asked about the
+            parts of nn.MultiheadAttention.
+        fsdp_options: passed to every `FlatFSDP`.
+
+    Returns:
+        The wrapped model.
+
+    Raises:
+        TypeError: if the policy is a class or cannot be called.
+        ValueError: as `FlatFSDP`, with the unit's name.  If the policy picks nothing: the whole model would
+            be one unit, which is never freed between forward and backward.
+    """
+    if isinstance(policy, type) or not callable(policy):
+        raise TypeError(f"the wrap policy is {policy!r}; pass by_class(...), by_size(...) or a function")
+    units: dict[nn.Module, FlatFSDP] = {}
+
+    def visit(parent: nn.Module, prefix: str) -> None:
+        for child_name, child in list(parent._modules.items()):
+            if child is None or isinstance(child, FlatFSDP):
+                continue
+            name = f"{prefix}{child_name}"
+            if child not in units:
+                # It computes with its children's parameters, without calling them.
+                if not isinstance(child, nn.MultiheadAttention):
+                    visit(child, f"{name}.")
+                if policy(name, child, _free_numel(child)):
+                    try:
+                        units[child] = FlatFSDP(child, **fsdp_options)
+                    except ValueError as error:
+                        # It names parameters as they are called inside the unit.
+                        raise ValueError(f"{name}: {error}") from error
+            if child in units:
+                setattr(parent, child_name, units[child])
+
+    visit(model, "")
+    if not units:
+        raise ValueError(
+            "the wrap policy picked no module, so the whole model would be one unit; pick a smaller class or "
+            "size, or call FlatFSDP(model) if that is what you want"
+        )
+    return FlatFSDP(model, **fsdp_options)
+
+
+def _free_numel(module: nn.Module) -> int:
+    """Number of elements in parameters below `module` that no unit has taken yet."""
+    own = {p for m in module.modules() if not isinstance(m, FlatFSDP) for p in m.parameters(recurse=False)}
+    return sum(p.numel() for p in own)

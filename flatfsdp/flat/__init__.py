@@ -1,0 +1,1 @@
+"""Where parameters live: flat layouts, and their places in a module tree."""

@@ -1,0 +1,132 @@
+"""Ties the slots of a flat layout to the places in a module tree where the parameters were registered.
+
+In:   a module and the parameters of one group.
+Out:  a `Binding` that can take the parameters out of the tree, put tensors in their place, and, for
+      `state_dict`, register real parameters again for a moment.
+Next: `flatten_params.py` and `engine/storage/group.py` bind views of their flat buffers through it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import Tensor, nn
+
+from flatfsdp.comm.ranks import ALONE, Ranks
+from flatfsdp.contract.placement import partition_of, placement_of
+from flatfsdp.flat.layout import FlatLayout, ParamSpec, Role
+from flatfsdp.flat.sites import Site, assign, parameter_sites
+
+
+class Binding:
+    """The slots of one layout and, for each slot, every site that holds it (tied parameters have several)."""
+
+    def __init__(self, layout: FlatLayout, sites: Sequence[tuple[Site, ...]]) -> None:
+        self.layout = layout
+        self.sites = tuple(sites)
+        self._order = {site.module: tuple(site.module._parameters) for group in sites for site in group}
+
+    @staticmethod
+    def of(
+        module: nn.Module,
+        parameters: Iterable[nn.Parameter],
+        role: Role = Role.COMPUTE,
+        tensor: Ranks = ALONE,
+    ) -> Binding:
+        """Packs `parameters`, in that order, and finds every site below `module` that holds one of them.
+
+        Args:
+            tensor: ranks that share the layers inside.
+
+        Raises:
+            ValueError: if a parameter is not registered below `module`.
+        """
+        found: dict[nn.Parameter, list[Site]] = {parameter: [] for parameter in parameters}
+        for site, parameter in parameter_sites(module):
+            if parameter in found:
+                found[parameter].append(site)
+        for parameter, sites in found.items():
+            if not sites:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not registered below "
+                    f"{type(module).__name__}; pass parameters of the module that is wrapped"
+                )
+        layout = FlatLayout.pack(
+            ParamSpec(
+                sites[0].name,
+                tuple(p.shape),
+                role,
+                placement=placement_of(p, tensor),
+                partition=partition_of(p, tensor),
+            )
+            for p, sites in found.items()
+        )
+        return Binding(layout, [tuple(sites) for sites in found.values()])
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The registered parameter of each slot; only while they are registered."""
+        return [sites[0].module._parameters[sites[0].attribute] for sites in self.sites]  # type: ignore[misc]
+
+    def replaced(self, views: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """(view, new value) of each slot whose registered parameter no longer is the slot's own memory.
+
+        Only while parameters are registered; `views` are what they were registered over.
+
+        Raises:
+            ValueError: if a parameter has been removed or replaced by one of another shape, or a tied one by
+                two different ones.
+        """
+        writes = []
+        for slot, sites, view in zip(self.layout.slots, self.sites, views, strict=True):
+            moved: dict[int, Tensor] = {}
+            for parameter in (site.module._parameters.get(site.attribute) for site in sites):
+                if parameter is None or tuple(parameter.shape) != slot.shape:
+                    found = "removed" if parameter is None else f"given shape {tuple(parameter.shape)}"
+                    raise ValueError(
+                        f"parameter {slot.name} was {found} while it was registered; its place in the flat "
+                        f"parameter has shape {slot.shape}"
+                    )
+                if parameter.data_ptr() != view.data_ptr():
+                    moved[parameter.data_ptr()] = parameter
+            if len(moved) > 1:
+                names = ", ".join(site.name for site in sites)
+                raise ValueError(f"{names} are tied, but got different values while they were registered")
+            # Cloned, because two parameters may have changed places.
+            writes += [(view, value.detach().clone()) for value in moved.values()]
+        return writes
+
+    def bind(self, tensors: Sequence[Tensor]) -> None:
+        """Makes `site.module.attribute` be the given tensor of its slot, as a plain attribute.
+
+        The attribute is not registered, so `module.parameters()` does not list it: the optimizer sees the
+        flat parameter and nothing else.
+        """
+        for sites, tensor in zip(self.sites, tensors, strict=True):
+            for site in sites:
+                site.module._parameters.pop(site.attribute, None)
+                assign(site, tensor)
+                if isinstance(tensor, nn.Parameter):
+                    # The assignment registered it: back to a plain attribute.
+                    site.module.__dict__[site.attribute] = site.module._parameters.pop(site.attribute)
+
+    def displaced(self, tensors: Sequence[Tensor]) -> str | None:
+        """Name of a parameter in whose place there is something else than the tensor that was bound."""
+        for sites, tensor in zip(self.sites, tensors, strict=True):
+            for site in sites:
+                if site.module.__dict__.get(site.attribute) is not tensor:
+                    return site.name
+        return None
+
+    def register(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Registers real parameters at every site, in place of what `bind` put there.
+
+        The modules list their parameters in the original order again, which is the order of state-dict keys.
+        """
+        for sites, parameter in zip(self.sites, parameters, strict=True):
+            for site in sites:
+                site.module.__dict__.pop(site.attribute, None)
+                assign(site, parameter)
+        for module, names in self._order.items():
+            registered = module._parameters
+            for name in [name for name in names if name in registered]:
+                registered[name] = registered.pop(name)

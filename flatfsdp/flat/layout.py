@@ -1,0 +1,220 @@
+"""Where each parameter lives in a flat buffer: pure arithmetic, no communication, no storage.
+
+In:   the names, shapes and alignments of the parameters of one group (`FlatLayout.pack`).
+Out:  a frozen `FlatLayout` of `ParamSlot`s, the same on every rank.
+Next: `engine/storage/` makes storages of these sizes, `binding.py` ties the slots to a module.
+
+    flat   | slot 0 ........|gap| slot 1 ...........................|gap| slot 2 .....| tail |
+    shards |<---- shard_numel(n) ---->|<---- shard_numel(n) ---->|<---- shard_numel(n) ---->|
+
+Offsets do not depend on the number of ranks; only the tail does.  A checkpoint written by N ranks can
+therefore be read by M ranks by cutting the same line elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+
+from torch import Tensor
+
+from flatfsdp.contract.placement import Partition, Placement
+
+ELEMENT_ALIGNMENT = 16
+"""Every slot and every shard starts on a multiple of this many elements: 16 bytes even at one byte an
+element, which is what vector loads, TMA and FP8 GEMMs ask for."""
+
+
+class Role(Enum):
+    """How the unsharded copy of a slot is stored."""
+
+    COMPUTE = "compute"
+    """In the unit's compute dtype."""
+    FP8 = "fp8"
+    """In E4M3, one byte an element, with one scale for the slot."""
+
+
+class Align(Enum):
+    """Where a shard boundary may cut a slot."""
+
+    ELEMENTS = "elements"
+    """On any multiple of 16 elements."""
+    ROWS = "rows"
+    """Only between rows (dimension 0), so that per-row scales stay on one rank."""
+    ROWS_128 = "rows_128"
+    """Only between blocks of 128 rows, so that 128 x 128 scaling blocks stay on one rank."""
+
+    def unit(self, shape: Sequence[int]) -> int:
+        """Number of elements that must not be separated, for a parameter of this shape."""
+        rows = {Align.ELEMENTS: 0, Align.ROWS: 1, Align.ROWS_128: 128}[self]
+        whole = rows * math.prod(shape[1:])
+        return math.lcm(ELEMENT_ALIGNMENT, whole) if whole else ELEMENT_ALIGNMENT
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What a group is packed from: one parameter, before it has a place."""
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role = Role.COMPUTE
+    align: Align = Align.ELEMENTS
+    placement: Placement = Placement.EQUAL
+    partition: Partition | None = None
+
+
+@dataclass(frozen=True)
+class ParamSlot:
+    """The place of one parameter in a flat buffer; `offset` and `numel` are in elements.
+
+    Attributes:
+        shape: of this tensor-parallel rank's part, if it is split.
+        partition: how it is split; None if it is not.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    role: Role
+    align: Align
+    offset: int
+    placement: Placement = Placement.EQUAL
+    partition: Partition | None = None
+
+    @cached_property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.numel
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Of all tensor-parallel ranks together."""
+        return self.shape if self.partition is None else self.partition.whole_shape(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a slot that one shard holds: slot elements [start, stop) at `shard_offset` in the shard."""
+
+    slot: ParamSlot
+    start: int
+    stop: int
+    shard_offset: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """Slots of one flat buffer in address order.  Build it with `pack`.
+
+    Attributes:
+        slots: disjoint, in address order, each aligned to its `Align` unit.
+        numel: end of the last slot, in elements; the unpadded length.
+        shard_multiple: every shard length is a multiple of this; it keeps the promise of each `Align`.
+    """
+
+    slots: tuple[ParamSlot, ...]
+    numel: int
+    shard_multiple: int
+
+    @staticmethod
+    def pack(specs: Iterable[ParamSpec]) -> FlatLayout:
+        """Places the parameters one after the other in the given order.
+
+        Raises:
+            ValueError: if two parameters share a name, or differ in their role.
+        """
+        slots: list[ParamSlot] = []
+        names: set[str] = set()
+        cursor, multiple = 0, ELEMENT_ALIGNMENT
+        for spec in specs:
+            if spec.name in names:
+                raise ValueError(
+                    f"two parameters are called {spec.name!r}; names in a flat layout are unique"
+                )
+            names.add(spec.name)
+            if slots and spec.role is not slots[0].role:
+                raise ValueError(
+                    f"{spec.name!r} is stored as {spec.role.value} and {slots[0].name!r} as "
+                    f"{slots[0].role.value}; pack them into two layouts"
+                )
+            unit = spec.align.unit(spec.shape)
+            slot = ParamSlot(
+                spec.name,
+                tuple(spec.shape),
+                spec.role,
+                spec.align,
+                _round_up(cursor, unit),
+                spec.placement,
+                spec.partition,
+            )
+            slots.append(slot)
+            cursor, multiple = slot.end, math.lcm(multiple, unit)
+        return FlatLayout(tuple(slots), cursor, multiple)
+
+    @cached_property
+    def _cuts(self) -> list[int]:
+        return gaps_and_runs((slot.offset, slot.end) for slot in self.slots)
+
+    @property
+    def role(self) -> Role:
+        """Of all slots; a buffer has one."""
+        return self.slots[0].role
+
+    @property
+    def placement(self) -> Placement:
+        """Of all slots, where FlatFSDP has packed them."""
+        return self.slots[0].placement
+
+    def shard_numel(self, num_shards: int) -> int:
+        """Length of each of `num_shards` equal shards, in elements."""
+        return _round_up(-(-self.numel // num_shards), self.shard_multiple)
+
+    def padded_numel(self, num_shards: int) -> int:
+        return self.shard_numel(num_shards) * num_shards
+
+    def pieces(self, rank: int, num_shards: int) -> list[Piece]:
+        """What shard `rank` of `num_shards` holds, in address order; empty if it is all padding."""
+        length = self.shard_numel(num_shards)
+        low, high = rank * length, (rank + 1) * length
+        pieces = []
+        for slot in self.slots:
+            start, stop = max(low, slot.offset), min(high, slot.end)
+            if start < stop:
+                pieces.append(Piece(slot, start - slot.offset, stop - slot.offset, start - low))
+        return pieces
+
+    def gaps(self, num_shards: int) -> list[tuple[int, int]]:
+        """Ranges [start, stop) of the padded buffer that no slot owns, in address order."""
+        edges = [0]
+        for slot in self.slots:
+            edges += [slot.offset, slot.end]
+        edges.append(self.padded_numel(num_shards))
+        return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """One view of `flat` per slot, in the slot's shape.
+
+        Differentiable when `flat` is: one split over the whole buffer, whose backward is the one concat
+        that `optimize_backward_concat` avoids.
+        """
+        parts = flat.split([*self._cuts, flat.numel() - self.numel])
+        return [part.view(slot.shape) for part, slot in zip(parts[1::2], self.slots, strict=False)]
+
+
+def gaps_and_runs(runs: Iterable[tuple[int, int]]) -> list[int]:
+    """Lengths of the gap before the first run [start, stop), of that run, of the gap after it, and so on, as
+    `Tensor.split` takes them; what follows the last run is for the caller to add."""
+    lengths, cursor = [], 0
+    for start, stop in runs:
+        lengths += [start - cursor, stop - start]
+        cursor = stop
+    return lengths
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,109 @@
+"""Modules that were built on the meta device get memory and values just before their unit is sharded.
+
+So a model that no single device could hold is built one unit at a time: `with torch.device("meta"): model =
+GPT(config)`, then `auto_wrap(model, ..., device="cuda")`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.flat.sites import Site, assign
+
+ParamInit = Callable[[nn.Module], None]
+"""Initialises the parameters and buffers that a module owns directly."""
+
+
+def is_on_meta(owner: nn.Module) -> bool:
+    """Whether the module directly owns a parameter or buffer on the meta device."""
+    return any(tensor.is_meta for _, tensor in _own_tensors(owner))
+
+
+def materialize(
+    owners: Iterable[tuple[str, nn.Module]], device: torch.device, init: ParamInit | None
+) -> None:
+    """Gives memory on `device` to the meta parameters and buffers of these modules, and initialises them.
+
+    Each module that directly owns some is initialised once, children before parents: by `init`, or else by
+    its `reset_parameters()`.  What is not on the meta device stays as it is, unless its owner's
+    initialisation covers it too.  Tied parameters stay tied.
+
+    Args:
+        owners: (path, module), parents before children.
+
+    Raises:
+        ValueError: if a module cannot be initialised, or something is left uninitialised, naming it; the
+            modules are then as they were.
+    """
+    on_meta = [(path, owner) for path, owner in owners if is_on_meta(owner)]
+    for path, owner in on_meta:
+        _check_can_be_initialised(path, owner, init)
+    replaced = [(owner, name, t) for _, owner in on_meta for name, t in _own_tensors(owner) if t.is_meta]
+    made = {tensor: _empty_like(tensor, device) for _, _, tensor in replaced}
+    for owner, name, tensor in replaced:
+        assign(Site(owner, name, name), made[tensor])
+    try:
+        with torch.no_grad():
+            for _, owner in reversed(on_meta):
+                _initialise(owner, init)
+        for path, owner in on_meta:
+            _check_initialised(path, owner, set(made.values()))
+    except BaseException:
+        for owner, name, tensor in replaced:
+            assign(Site(owner, name, name), tensor)
+        raise
+
+
+def _own_tensors(owner: nn.Module) -> list[tuple[str, Tensor]]:
+    named = [*owner._parameters.items(), *owner._buffers.items()]
+    return [(name, tensor) for name, tensor in named if tensor is not None]
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """Not-a-number where it can be, so that what nobody initialises is noticed."""
+    data = torch.empty_like(tensor, device=device).detach()
+    if data.is_floating_point():
+        data.fill_(torch.nan)
+    if not isinstance(tensor, nn.Parameter):
+        return data
+    parameter = nn.Parameter(data, tensor.requires_grad)
+    parameter.__dict__.update(tensor.__dict__)
+    return parameter
+
+
+def _reset_of(owner: nn.Module) -> Callable[[], None] | None:
+    # nn.MultiheadAttention and nn.Transformer spell it with an underscore.
+    return getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
+
+
+def _check_can_be_initialised(path: str, owner: nn.Module, init: ParamInit | None) -> None:
+    if init is None and _reset_of(owner) is None:
+        raise ValueError(
+            f"{path or 'the module'} ({type(owner).__name__}) is on the meta device and has no "
+            "reset_parameters(); pass param_init_fn= to say how to initialise it"
+        )
+
+
+def _initialise(owner: nn.Module, init: ParamInit | None) -> None:
+    if init is not None:
+        init(owner)
+        return
+    reset = _reset_of(owner)
+    assert reset is not None
+    reset()
+
+
+def _check_initialised(path: str, owner: nn.Module, made: set[Tensor]) -> None:
+    for name, tensor in _own_tensors(owner):
+        if tensor not in made or tensor.numel() == 0:
+            continue
+        # Integers have no NaN, but whoever writes them raises their version.
+        forgotten = tensor.isnan().any() if tensor.is_floating_point() else tensor._version == 0
+        if bool(forgotten):
+            raise ValueError(
+                f"{f'{path}.{name}'.lstrip('.')} was built on the meta device and is still uninitialised "
+                f"after param_init_fn or reset_parameters() of {type(owner).__name__}; initialise it there"
+            )

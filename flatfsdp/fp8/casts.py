@@ -1,0 +1,92 @@
+"""How the input, the weight and the gradient of a linear map are cast in one call.
+
+In:   the recipe of the region around the call; with delayed scaling the layer's scales, too.
+Out:  `Roles`, a quantizer for each of the three.
+Next: `layers/base.py` hands them to the linear primitive; `quantizers.py` casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed, Quantizer, Unquantized
+from flatfsdp.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, SplitAccumulator
+from flatfsdp.fp8.recompute import current_tape
+from flatfsdp.fp8.region import Region
+from flatfsdp.fp8.scaling import Scaling
+
+
+@dataclass(slots=True)
+class Roles:
+    """How the tensors of one linear map are cast in one call.
+
+    Attributes:
+        grad: called in backward.
+        is_fp8: whether products are in FP8.
+        recipe: whose casts these are; None without FP8.
+    """
+
+    x: Quantizer
+    weight: Quantizer
+    grad: Callable[[], Quantizer]
+    split: SplitAccumulator
+    recipe: Recipe | None
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.recipe is not None
+
+
+WITHOUT_FP8 = Roles(Unquantized(), Unquantized(), Unquantized, SplitAccumulator(), None)
+
+
+@cache
+def stateless_roles(recipe: CurrentScaling | BlockScaling) -> Roles:
+    """The scales come from the tensors themselves."""
+    if isinstance(recipe, CurrentScaling):
+        forward, backward = (
+            Current(dtype, recipe.amax_epsilon, recipe.power_of_two_scales)
+            for dtype in (recipe.fp8_format.forward, recipe.fp8_format.backward)
+        )
+        return Roles(forward, forward, lambda: backward, recipe.split_accumulator, recipe)
+    vectors = Blockwise("1x128", recipe.power_of_two_scales)
+    squares = Blockwise("128x128", recipe.power_of_two_scales)
+    return Roles(vectors, squares, lambda: vectors, recipe.split_accumulator, recipe)
+
+
+def delayed_roles(
+    region: Region, recipe: DelayedScaling, forward: Scaling, backward: Scaling, *, records: bool
+) -> list[Roles]:
+    """One for each linear map of a layer.
+
+    Args:
+        forward: of the inputs and the weights: x, weight, x, weight, ...
+        backward: of the gradients, one a map.
+        records: whether this forward records amaxes.
+    """
+    tape = current_tape()
+    scales = forward.scales() if tape is None else tape.scales(forward)
+    dtype = recipe.fp8_format.forward
+
+    def quantizer(index: int) -> Quantizer:
+        amax = forward.amaxes[index] if records else None
+        scale, scale_inv = scales[index]
+        return Delayed(dtype, scale, scale_inv, amax) if region.enabled else Unquantized(amax)
+
+    def grad(index: int) -> Callable[[], Quantizer]:
+        def make() -> Quantizer:
+            if not region.enabled:
+                return Unquantized()
+            region.use_in_backward(backward)
+            scale, scale_inv = backward.scales()[index]
+            return Delayed(recipe.fp8_format.backward, scale, scale_inv, backward.amaxes[index])
+
+        return make
+
+    used = recipe if region.enabled else None
+    return [
+        Roles(quantizer(2 * i), quantizer(2 * i + 1), grad(i), recipe.split_accumulator, used)
+        for i in range(len(backward.amaxes))
+    ]

@@ -1,0 +1,88 @@
+"""`Region`: one `autocast`, and the scaling states that forwards and backwards inside it have used.
+
+In:   layers, which ask `current_region()` in their forward.
+Out:  scales are updated when the outermost region ends, and at the end of each backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch.distributed as dist
+
+from flatfsdp.fp8.recipe import DelayedScaling, Recipe
+from flatfsdp.fp8.scaling import Scaling, update
+from flatfsdp.torch_private import call_at_end_of_backward, running_backward
+
+
+class Region:
+    """One `autocast`, and what ran in it.
+
+    Attributes:
+        recipe: how to scale.
+        enabled: whether products are in FP8.
+        calibrating: whether amaxes are recorded although products are not in FP8.
+        group: ranks that share scales; None for this one alone.
+    """
+
+    def __init__(
+        self, recipe: Recipe, enabled: bool, calibrating: bool, group: dist.ProcessGroup | None
+    ) -> None:
+        self.recipe = recipe
+        self.enabled = enabled
+        self.calibrating = calibrating
+        self.group = group
+        self._used: dict[Scaling, None] = {}
+        self._used_backward: dict[Scaling, None] = {}
+        self._backward = -1
+
+    @property
+    def reduces(self) -> bool:
+        """Whether ranks communicate when scales are updated."""
+        is_delayed = isinstance(self.recipe, DelayedScaling) and self.recipe.reduce_amax
+        return is_delayed and self.group is not None and (self.enabled or self.calibrating)
+
+    def use(self, scaling: Scaling) -> None:
+        """A forward records amaxes in it."""
+        self._used[scaling] = None
+
+    def use_in_backward(self, scaling: Scaling) -> None:
+        """The running backward records amaxes in it."""
+        self._used_backward[scaling] = None
+        if self._backward != running_backward():
+            self._backward = running_backward()
+            call_at_end_of_backward(self._end_backward)
+
+    def end_forward(self) -> None:
+        used, self._used = self._used, {}
+        update(used, self.group)
+
+    def forget(self) -> None:
+        """The forward failed: what it recorded may be NaN, and would stay for as long as a history is."""
+        for scaling in self._used:
+            scaling.forget()
+        self._used.clear()
+
+    def _end_backward(self) -> None:
+        used, self._used_backward = self._used_backward, {}
+        update(used, self.group)
+
+
+_current: ContextVar[Region | None] = ContextVar("flatfsdp_autocast", default=None)
+
+
+def current_region() -> Region | None:
+    """The innermost autocast of this thread."""
+    return _current.get()
+
+
+@contextmanager
+def entered(region: Region | None) -> Iterator[None]:
+    """Makes `region` the current one, without an update at its end."""
+    token = _current.set(region)
+    try:
+        yield
+    finally:
+        _current.reset(token)

@@ -1,0 +1,259 @@
+"""Scaling state of delayed scaling: the scales that casts use now, and the amax histories behind them.
+
+In:   amaxes, which cast kernels write into row 0 of the histories.
+Out:  `Scales` for casts; once a forward and once a backward `Arena.update` makes the next ones.
+Next: `fp8/autocast.py` decides when to update; `quantizers.py` casts.
+
+    Scaling     one direction (forward or backward) of one module: a few columns of an arena, which are the
+                module's buffers fp8_<direction>_scale [n] and fp8_<direction>_amax_history [L, n]
+    Arena       the columns of many modules: one all-reduce and one launch update all of them
+    Scales      one generation of scales; never written again, so whoever holds one, a tensor that was cast
+                with it or a recomputation, sees the values of that time
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp.comm.agreement import check_same_on_all_ranks
+from flatfsdp.comm.collectives import raise_to_largest
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.fp8.recipe import DelayedScaling
+from flatfsdp.kernels.cast.scaling import Scales, one_by_one, spread, update_scales
+
+logger = logging.getLogger(__name__)
+
+Direction = Literal["forward", "backward"]
+
+
+class Arena:
+    """Scales and histories of n tensors.
+
+    Args:
+        fp8_max: largest number of each tensor's format.
+
+    Attributes:
+        scale: FP32 [n]; what checkpoints save and load, in place.
+        history: FP32 [L, n]; row 0 is raised by casts, row 1 is the oldest update, row L - 1 the latest.
+    """
+
+    def __init__(self, fp8_max: Sequence[float], length: int, device: torch.device) -> None:
+        n, fp32 = len(fp8_max), torch.float32
+        with torch.inference_mode(False):
+            self.scale = torch.ones(n, dtype=fp32, device=device)
+            self.history = torch.zeros(length, n, dtype=fp32, device=device)
+            self._fp8_max = torch.tensor(fp8_max, dtype=fp32, device=device)
+        self._scales: tuple[Scales, ...] = ()
+        self._version = -1
+        self._agreed: weakref.ref[dist.ProcessGroup] | None = None
+        self._members: list[weakref.ref[Scaling]] = []
+
+    @property
+    def members(self) -> list[Scaling]:
+        """Those whose columns it has."""
+        alive = (member() for member in self._members)
+        return [scaling for scaling in alive if scaling is not None and scaling.arena is self]
+
+    def add(self, scaling: Scaling) -> None:
+        self._members.append(weakref.ref(scaling))
+
+    @property
+    def scales(self) -> tuple[Scales, ...]:
+        """The current generation, of each tensor."""
+        # Loading a checkpoint writes to `scale` and leaves another version behind.
+        if self._version != self.scale._version:
+            with torch.inference_mode(False):
+                self._scales = one_by_one(spread(Scales(self.scale.clone(), self.scale.reciprocal())))
+            self._version = self.scale._version
+        return self._scales
+
+    def agree(self, recipe: DelayedScaling, group: dist.ProcessGroup) -> None:
+        """The first time over `group`: raises RuntimeError on every rank unless all have the same layers and
+        recipe."""
+        if self._agreed is None or self._agreed() is not group:
+            lines = [*(scaling.label for scaling in self.members), f"recipe {recipe}"]
+            check_same_on_all_ranks(lines, [Ranks.of(group)], self.scale.device)
+            self._agreed = weakref.ref(group)
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def update(self, recipe: DelayedScaling, group: dist.ProcessGroup | None) -> None:
+        """Makes the next generation; `group` takes the largest amax of its ranks first.
+
+        Raises:
+            RuntimeError: while a CUDA graph is captured, which would replay casts with today's scales.
+        """
+        if is_captured(self.scale.device):
+            raise RuntimeError(
+                "a CUDA graph is captured in which DelayedScaling moves its scales on, but replays would all "
+                "cast with the scales of the capture; use CurrentScaling"
+            )
+        if group is not None:
+            raise_to_largest(self.history[0], Ranks.of(group))
+        self._advance(self.history, recipe)
+
+    @torch.no_grad()
+    @torch.inference_mode(False)
+    def rescale(self, recipe: DelayedScaling) -> None:
+        """Scales for another format or margin from what the history remembers; nothing is rolled."""
+        remembered = self.history[1:]
+        if len(remembered):
+            is_latest = recipe.amax_compute_algo == "most_recent"
+            amax = remembered[-1:].clone() if is_latest else remembered.amax(0, keepdim=True)
+            self._advance(amax, recipe)
+
+    def _advance(self, history: Tensor, recipe: DelayedScaling) -> None:
+        scales = update_scales(
+            history,
+            self.scale,
+            self._fp8_max,
+            most_recent=recipe.amax_compute_algo == "most_recent",
+            margin=recipe.margin,
+            power_of_two=recipe.power_of_two_scales,
+        )
+        self._scales = one_by_one(spread(scales))
+        self.scale.copy_(scales.scale)
+        self._version = self.scale._version
+
+
+class Scaling:
+    """One direction of one module.
+
+    Args:
+        owner: the module whose buffers these are.
+        dtypes: the FP8 format of each tensor.
+
+    Attributes:
+        was_loaded: whether the buffers hold what a checkpoint has saved, maybe with another recipe.
+        amaxes: where casts of each tensor record their amax, FP32 [1].
+    """
+
+    def __init__(
+        self,
+        owner: nn.Module,
+        direction: Direction,
+        dtypes: Sequence[torch.dtype],
+        recipe: DelayedScaling,
+        device: torch.device,
+    ) -> None:
+        self.owner = owner
+        self.was_loaded = False
+        self._keys = buffer_names(direction)
+        self.fp8_max = [torch.finfo(dtype).max for dtype in dtypes]
+        self.recipe = recipe
+        self.arena: Arena
+        self.amaxes: tuple[Tensor, ...]
+        self._adopt(device)
+
+    @property
+    def device(self) -> torch.device:
+        return self.arena.scale.device
+
+    @property
+    def scale_means(self) -> tuple[object, ...]:
+        """What a scale depends on besides the amax."""
+        return (*self.fp8_max, self.recipe.margin, self.recipe.power_of_two_scales)
+
+    @property
+    def label(self) -> str:
+        return f"an FP8 {type(self.owner).__name__} with {len(self.fp8_max)} {self._keys[0]}"
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the owner's buffers are still those of the arena; a copy or a move makes others."""
+        buffers = self.owner._buffers
+        return all(map(is_, map(buffers.get, self._keys), self._views))
+
+    def scales(self) -> tuple[Scales, ...]:
+        """Of this module's tensors, now."""
+        return self.arena.scales[self._start : self._start + len(self.fp8_max)]
+
+    def forget(self) -> None:
+        """Drops the amaxes since the last update."""
+        self._row0.zero_()
+
+    def _adopt(self, device: torch.device) -> None:
+        """An arena of its own, with what the owner's buffers hold: loaded, copied, moved, or nothing yet."""
+        scale, history = (self.owner._buffers.get(key) for key in self._keys)
+        arena = Arena(self.fp8_max, self.recipe.amax_history_len, device)
+        n = len(self.fp8_max)
+        if scale is not None and history is not None:
+            if scale.numel() != n or history.shape[1] != n:
+                raise ValueError(
+                    f"{self._keys[0]} of {type(self.owner).__name__} has {scale.numel()} scales; this layer "
+                    f"has {n}: the checkpoint is of another kind of layer"
+                )
+            with torch.no_grad():
+                arena.scale.copy_(scale)
+                # The latest updates count, wherever a longer or shorter history was saved.
+                arena.history[0].copy_(history[0])
+                kept = min(history.shape[0], arena.history.shape[0]) - 1
+                if kept:
+                    arena.history[-kept:].copy_(history[-kept:])
+        self.move_to(arena, 0)
+
+    def move_to(self, arena: Arena, start: int) -> None:
+        """Takes `arena`'s columns from `start` on, which hold its values already."""
+        self.arena, self._start = arena, start
+        arena.add(self)
+        n = len(self.fp8_max)
+        self._views = (arena.scale.narrow(0, start, n), arena.history.narrow(1, start, n))
+        self._row0 = arena.history[0].narrow(0, start, n)
+        self.amaxes = self._row0.split(1)
+        for key, view in zip(self._keys, self._views, strict=True):
+            self.owner.register_buffer(key, view)
+
+    def copy_to(self, arena: Arena, start: int) -> None:
+        n = len(self.fp8_max)
+        arena.scale.narrow(0, start, n).copy_(self._views[0])
+        arena.history.narrow(1, start, n).copy_(self._views[1])
+
+
+def is_captured(device: torch.device) -> bool:
+    """Whether what is launched now becomes part of a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def buffer_names(direction: Direction) -> tuple[str, str]:
+    return f"fp8_{direction}_scale", f"fp8_{direction}_amax_history"
+
+
+def update(scalings: Iterable[Scaling], group: dist.ProcessGroup | None) -> None:
+    """Updates the scales of all that were used; collective over `group`, if given."""
+    by_kind: dict[tuple[DelayedScaling, torch.device], list[Arena]] = {}
+    # One look-up for each arena, whose members are of one kind: to hash a recipe takes long.
+    for arena, scaling in {scaling.arena: scaling for scaling in scalings}.items():
+        by_kind.setdefault((scaling.recipe, scaling.device), []).append(arena)
+    for (recipe, device), arenas in by_kind.items():
+        arena = arenas[0] if len(arenas) == 1 else _merged(arenas, recipe, device)
+        if group is not None and recipe.reduce_amax:
+            arena.agree(recipe, group)
+            arena.update(recipe, group)
+        else:
+            arena.update(recipe, None)
+
+
+def _merged(arenas: Iterable[Arena], recipe: DelayedScaling, device: torch.device) -> Arena:
+    """A new arena with the columns of all members of these, side by side.
+
+    Of all, not only of those that were used: layers that run in several regions would go back and forth.
+    """
+    members = [scaling for arena in arenas for scaling in arena.members]
+    fp8_max = [limit for scaling in members for limit in scaling.fp8_max]
+    arena = Arena(fp8_max, recipe.amax_history_len, device)
+    start = 0
+    with torch.no_grad():
+        for scaling in members:
+            scaling.copy_to(arena, start)
+            scaling.move_to(arena, start)
+            start += len(scaling.fp8_max)
+    logger.debug("amaxes of %d layers are updated together", len(members))
+    return arena

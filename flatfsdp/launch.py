@@ -1,0 +1,176 @@
+"""Runs one function on N ranks: on processes that it starts itself, or on the ranks that torchrun started.
+
+In:   a function of (rank, payload), importable by name, and a payload that can be pickled.
+Out:  what the function returned on rank 0 (under torchrun: on this rank).
+Next: `cli/verify.py` and `cli/train.py` give it the function that trains.
+
+A rank that fails takes the others down: ranks started here are terminated and the failing rank's traceback is
+raised here; under torchrun, torchrun does the same.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import Enum
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Payload = TypeVar("Payload")
+Result = TypeVar("Result")
+
+# A rank that waits longer than this for another one has lost it.
+TIMEOUT = timedelta(minutes=10)
+
+
+class Device(str, Enum):
+    """Where the ranks run; `auto` takes the GPUs if there is one for each rank."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank as the function sees it; the default process group is there already."""
+
+    index: int
+    world: int
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How many ranks, on what; checked before any process starts.
+
+    Attributes:
+        ranks: number of processes; None means torchrun's, or 2.
+        device: where they run.
+        deterministic: ask torch and cuBLAS for deterministic algorithms only.
+    """
+
+    ranks: int | None = None
+    device: Device = Device.auto
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        if under_torchrun() and self.ranks not in (None, int(os.environ["WORLD_SIZE"])):
+            raise ValueError(
+                f"--ranks is {self.ranks}, but torchrun started {os.environ['WORLD_SIZE']}; leave it out"
+            )
+        if self.world < 1:
+            raise ValueError(f"ranks is {self.world}; it must be at least 1")
+        if self.device is Device.cuda and torch.cuda.device_count() < self.local_world:
+            raise ValueError(
+                f"--device cuda needs one GPU for each of {self.local_world} ranks; "
+                f"this machine has {torch.cuda.device_count()}"
+            )
+
+    @property
+    def world(self) -> int:
+        if under_torchrun():
+            return int(os.environ["WORLD_SIZE"])
+        return 2 if self.ranks is None else self.ranks
+
+    @property
+    def local_world(self) -> int:
+        """Ranks of this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) if under_torchrun() else self.world
+
+    def use_cuda(self) -> bool:
+        return self.device is not Device.cpu and torch.cuda.device_count() >= self.local_world
+
+
+def under_torchrun() -> bool:
+    """Whether this process is one of several ranks that somebody else started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_main() -> bool:
+    """Whether this process prints and writes files: the parent of the ranks, or torchrun's rank 0."""
+    return not under_torchrun() or os.environ["RANK"] == "0"
+
+
+def run_on_ranks(function: Callable[[Rank, Payload], Result], payload: Payload, launch: Launch) -> Result:
+    """Calls `function(rank, payload)` on every rank and returns the result of rank 0.
+
+    Raises:
+        torch.multiprocessing.ProcessRaisedException: if a rank started here raised; holds its traceback.
+        torch.multiprocessing.ProcessExitedException: if a rank started here died.
+    """
+    if under_torchrun():
+        index, local = int(os.environ["RANK"]), int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+        return _on_rank(index, local, "env://", function, payload, launch)
+    with tempfile.TemporaryDirectory(prefix="flatfsdp-") as folder:
+        start_and_join(_started, launch.world, Path(folder), function, payload, launch)
+        # A file and not a queue: nobody reads a queue before the ranks have ended, and a full one blocks.
+        return pickle.loads(Path(folder, "result").read_bytes())
+
+
+def fork_server() -> ForkServerContext:
+    """Starts processes in milliseconds: forks of one that has imported all this already, once.
+
+    That one has no threads and has not touched a GPU, so its forks may do both.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "flatfsdp.cli.app"])
+    return context
+
+
+def start_and_join(function: Callable[..., None], processes: int, *args: Any) -> None:
+    """`torch.multiprocessing.spawn` with processes of the fork server: calls `function(index, *args)`."""
+    mp.start_processes(function, args, processes, start_method=fork_server().get_start_method())
+
+
+def _started(
+    index: int, folder: Path, function: Callable[[Rank, Any], Any], payload: Any, launch: Launch
+) -> None:
+    # A file in a fresh folder needs no free port, which another program could take first.
+    result = _on_rank(index, index, (folder / "rendezvous").as_uri(), function, payload, launch)
+    if index == 0:
+        Path(folder, "result").write_bytes(pickle.dumps(result))
+
+
+def _on_rank(
+    index: int,
+    local: int,
+    rendezvous: str,
+    function: Callable[[Rank, Payload], Result],
+    payload: Payload,
+    launch: Launch,
+) -> Result:
+    if launch.deterministic:
+        # cuBLAS reads it when CUDA starts, so before anything below.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    device = torch.device("cuda", local) if launch.use_cuda() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    # The ranks are the parallelism; a thread per core in each of them would mostly wait for the others'.
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend="nccl" if device.type == "cuda" else "gloo",
+        init_method=rendezvous,
+        rank=index,
+        world_size=launch.world,
+        timeout=TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+    result = function(Rank(index, launch.world, device), payload)
+    # A process group must not outlive the interpreter, see `flatfsdp.comm.ranks.Ranks`; meshes and pipeline
+    # stages, which hold some, may be in reference cycles.
+    gc.collect()
+    # Only after success: after an exception the others may be inside a collective, and this would wait.
+    dist.destroy_process_group()
+    return result

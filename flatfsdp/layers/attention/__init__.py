@@ -1,0 +1,1 @@
+"""Attention, from the joint projection of query, key and value to the projection back."""

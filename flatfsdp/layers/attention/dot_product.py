@@ -1,0 +1,199 @@
+"""`DotProductAttention`: what happens between the projections of query, key, value and that of the result.
+
+In:   query, key, value [seq, batch, heads, head_dim] ("sbhd"), or batch first ("bshd").
+Out:  [seq, batch, heads * head_dim], or batch first.
+Next: `sdpa.py` chooses a backend, `masks.py` says which keys are seen.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from flatfsdp.comm.rng import GetTracker
+from flatfsdp.contract.tensor_parallel import TensorParallel
+from flatfsdp.fp8.state_dict import WithoutExtraState
+from flatfsdp.layers.attention.masks import (
+    CAUSAL,
+    UNLIMITED,
+    Window,
+    WindowMasks,
+    resolve_window,
+    visible_keys,
+)
+from flatfsdp.layers.attention.sdpa import attention
+from flatfsdp.layers.dropout import OwnNumbers
+from flatfsdp.layers.shared import Shared
+
+_FORMATS = ("sbhd", "bshd")
+
+
+class DotProductAttention(WithoutExtraState, Shared):
+    """softmax(scale * q k^T) v over torch's attention, with Transformer Engine's arguments.
+
+    Query, key and value are read in place, whatever their strides, such as views of one joint projection.
+
+    Args:
+        num_attention_heads: heads of the query.
+        kv_channels: elements of a head.
+        num_gqa_groups: heads of key and value, a divisor of `num_attention_heads`; default: the same.
+        attention_dropout: probability of dropping an attention weight in training.
+        qkv_format: "sbhd" or "bshd".
+        attn_mask_type: "causal", "no_mask", "padding", "padding_causal" or "arbitrary".
+        window_size: (left, right): query i sees keys i - left to i + right only; -1 is no limit.  Needs a
+            boolean mask of queries x keys, which each module keeps.
+        softmax_scale: default: 1 / sqrt(kv_channels).
+        layer_number: only a label.
+        tp_group: ranks that share the heads; numbers given are those of all of them.
+        tp_size: their number; may be left out.
+        sequence_parallel: changes nothing here: each rank attends with some heads over the whole sequence.
+        get_rng_state_tracker: gives what draws the dropout of this rank's heads; default: an `RNGTracker`.
+
+    Attributes:
+        num_attention_heads, num_gqa_groups: of this rank.
+
+    Raises:
+        ValueError: if options contradict each other, or ranks cannot share heads or groups equally.
+    """
+
+    def __init__(
+        self,
+        num_attention_heads: int,
+        kv_channels: int,
+        num_gqa_groups: int | None = None,
+        attention_dropout: float = 0.0,
+        qkv_format: str = "sbhd",
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        softmax_scale: float | None = None,
+        *,
+        layer_number: int | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        get_rng_state_tracker: GetTracker | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        self._parallel = parallel = TensorParallel.of(name, tp_group, tp_size, sequence_parallel)
+        groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        if groups < 1 or num_attention_heads % groups:
+            raise ValueError(
+                f"num_gqa_groups is {groups}; it must divide num_attention_heads, {num_attention_heads}"
+            )
+        if qkv_format not in _FORMATS:
+            raise ValueError(f"qkv_format is {qkv_format!r}; it must be 'sbhd' or 'bshd'")
+        if not 0 <= attention_dropout < 1:
+            raise ValueError(f"attention_dropout is {attention_dropout}; it must be 0 <= p < 1")
+        resolve_window(attn_mask_type, window_size)
+        self.num_attention_heads = parallel.share(name, "num_attention_heads", num_attention_heads)
+        self.num_gqa_groups = parallel.share(name, "num_gqa_groups", groups)
+        self.kv_channels = kv_channels
+        self.attention_dropout = attention_dropout
+        self.qkv_format = qkv_format
+        self.attn_mask_type = attn_mask_type
+        self.window_size = window_size
+        self.softmax_scale = softmax_scale
+        self.layer_number = layer_number
+        self._windows = WindowMasks()
+        self._numbers = OwnNumbers(get_rng_state_tracker, parallel.ranks)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        checkpoint_core_attention: bool = False,
+    ) -> Tensor:
+        """[seq, batch, heads * head_dim], or [batch, seq, ...]; in the query's dtype.
+
+        Args:
+            query: [seq, batch, num_attention_heads, kv_channels], or batch first.
+            key, value: [seq, batch, num_gqa_groups, kv_channels], or batch first.
+            attention_mask: bool, True where a key is masked out: [batch, 1, 1, keys] for padding types,
+                broadcastable to [batch, heads, queries, keys] for "arbitrary", of all heads or of this
+                rank's.  A query that sees no key gives zeros.
+            attn_mask_type, window_size: for this call, in place of the constructor's.
+            checkpoint_core_attention: keep query, key and value only, and compute the rest again in backward.
+
+        Raises:
+            ValueError: if shapes or masks do not fit.
+        """
+        self._check(query, key, value)
+        mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
+        window = resolve_window(mask_type, self.window_size if window_size is None else window_size)
+        query, key, value = (self._heads_first(x) for x in (query, key, value))
+        mask = self._mask(query, key, attention_mask, mask_type, window)
+        with self._numbers.drawn(self.training and self.attention_dropout > 0):
+            if checkpoint_core_attention and torch.is_grad_enabled():
+                out = checkpoint(self._attend, query, key, value, mask, window, use_reentrant=False)
+            else:
+                out = self._attend(query, key, value, mask, window)
+        return self._heads_last(out)
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: Window
+    ) -> Tensor:
+        if query.numel() == 0:
+            return query
+        return attention(
+            query,
+            key,
+            value,
+            mask,
+            is_causal=mask is None and window == CAUSAL,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+        )
+
+    def _mask(
+        self, query: Tensor, key: Tensor, attention_mask: Tensor | None, mask_type: str, window: Window
+    ) -> Tensor | None:
+        """None where the backends need none."""
+        batch, heads, queries, keys = (*query.shape[:3], key.shape[2])
+        if attention_mask is not None and attention_mask.dim() == 4:
+            attention_mask = self._own_heads(attention_mask)
+        mask = visible_keys(attention_mask, mask_type, (batch, heads, queries, keys))
+        if window == UNLIMITED or (mask is None and window == CAUSAL):
+            return mask
+        if window != CAUSAL and queries != keys:
+            raise ValueError(
+                f"window_size={window} with {queries} queries and {keys} keys: a window needs as many of both"
+            )
+        seen = self._windows.get(queries, keys, window, query.device)
+        return seen if mask is None else mask & seen
+
+    def _own_heads(self, mask: Tensor) -> Tensor:
+        """This rank's heads of a mask [batch, heads, queries, keys] of all of them; others as they are."""
+        ranks = self._parallel.ranks
+        if ranks.size == 1 or mask.shape[1] != ranks.size * self.num_attention_heads:
+            return mask
+        return mask.chunk(ranks.size, 1)[ranks.rank]
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        counts = (self.num_attention_heads, self.num_gqa_groups, self.num_gqa_groups)
+        for name, x, heads in zip(("query", "key", "value"), (query, key, value), counts, strict=True):
+            if x.dim() != 4 or tuple(x.shape[2:]) != (heads, self.kv_channels):
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}; qkv_format={self.qkv_format!r} needs 4 dimensions, "
+                    f"the last two ({heads}, {self.kv_channels})"
+                )
+
+    def _heads_first(self, x: Tensor) -> Tensor:
+        """[batch, heads, seq, head_dim], without a copy."""
+        return x.permute(1, 2, 0, 3) if self.qkv_format == "sbhd" else x.transpose(1, 2)
+
+    def _heads_last(self, x: Tensor) -> Tensor:
+        x = x.permute(2, 0, 1, 3) if self.qkv_format == "sbhd" else x.transpose(1, 2)
+        return x.flatten(2)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.num_attention_heads} heads of {self.kv_channels}, {self.num_gqa_groups} groups, "
+            f"{self.attn_mask_type}, dropout={self.attention_dropout}"
+        )

@@ -1,0 +1,335 @@
+"""`MultiheadAttention`: a joint projection to query, key and value, attention, and a projection back.
+
+In:   [seq, batch, hidden] ("sbhd"), or [batch, seq, hidden] ("bshd");  out: the same shape.
+
+    layernorm_qkv, or qkv    -> split_qkv -> q_norm, k_norm and RoPE -> core_attention -> proj
+
+Next: `layers/transformer.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flatfsdp.comm.rng import GetTracker
+from flatfsdp.contract.tensor_parallel import TensorParallel
+from flatfsdp.layers.attention.dot_product import DotProductAttention
+from flatfsdp.layers.attention.masks import Window
+from flatfsdp.layers.attention.qk_norm import make_qk_norm
+from flatfsdp.layers.attention.qkv import QKV, split_and_rotate, split_qkv
+from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, RotaryTables, apply_rotary
+from flatfsdp.layers.layernorm_linear import LayerNormLinear
+from flatfsdp.layers.linear import Linear
+from flatfsdp.layers.parameters import InitMethod
+from flatfsdp.layers.projection import LinearOptions
+from flatfsdp.layers.shared import Shared
+from flatfsdp.matmul.linear_map import FuseWgrad
+
+Tables = RotaryTables | tuple[Tensor, Tensor]
+
+
+class MultiheadAttention(Shared):
+    """Self-attention with Transformer Engine's arguments and parameter names.
+
+    Args:
+        hidden_size: of input and output.
+        kv_channels: elements of a head; default: hidden_size / num_attention_heads.
+        layernorm_epsilon, normalization, zero_centered_gamma: of the norm with `input_layernorm`.
+        init_method, output_layer_init_method: fill the weights of the first and the second projection.
+        num_gqa_groups: heads of key and value; default: as many as of the query.
+        return_bias: do not add the last bias but return (out, bias).
+        input_layernorm: begin with a norm.
+        return_layernorm_output: return its result as well.
+        fuse_qkv_params: one weight for query, key and value; else query_weight, key_weight and value_weight.
+            fuse_wgrad_accumulation needs it.
+        qkv_weight_interleaved: with fuse_qkv_params: rows of the weight are [q.. k v] for each group of
+            heads, instead of [Q; K; V].
+        rotary_pos_interleaved: RoPE turns pairs of neighbours instead of halves.
+        rotary_base: use RoPE with this base, unless a call brings other tables; default: only if it does.
+        qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of queries and keys over each head.
+        qk_norm_before_rope: before RoPE, instead of after it.
+        qkv_format, attn_mask_type, window_size, attention_dropout, layer_number: as `DotProductAttention`.
+        bias, fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype, device: as `Linear`, of both
+            projections.
+        attention_type: only "self".
+        set_parallel_mode: the ranks of `tp_group` share the heads, and with them the rows of the first weight
+            and the columns of the second; sizes given are those of the whole layer.
+        sequence_parallel: input and output are split over the ranks along the sequence, which has to be in
+            front ("sbhd").
+        tp_group, tp_size, tp_overlap: as `Linear`;  get_rng_state_tracker: as `DotProductAttention`.
+
+    Attributes:
+        layernorm_qkv, or qkv; q_norm, k_norm; core_attention; proj: the parts.
+
+    Raises:
+        ValueError: if options contradict each other, or ranks cannot share heads or groups equally.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_attention_heads: int,
+        kv_channels: int | None = None,
+        attention_dropout: float = 0.1,
+        layernorm_epsilon: float = 1e-5,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        layer_number: int | None = None,
+        attn_mask_type: str = "causal",
+        window_size: Window | None = None,
+        *,
+        num_gqa_groups: int | None = None,
+        return_bias: bool = False,
+        return_layernorm_output: bool = False,
+        input_layernorm: bool = False,
+        attention_type: str = "self",
+        fuse_qkv_params: bool = False,
+        zero_centered_gamma: bool = False,
+        qkv_weight_interleaved: bool = True,
+        rotary_pos_interleaved: bool = False,
+        rotary_base: float | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        qkv_format: str = "sbhd",
+        qk_norm_type: str | None = None,
+        qk_norm_eps: float = 1e-6,
+        qk_norm_before_rope: bool = False,
+        fuse_wgrad_accumulation: FuseWgrad = False,
+        delay_wgrad_compute: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        set_parallel_mode: bool = False,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        tp_overlap: bool = False,
+        get_rng_state_tracker: GetTracker | None = None,
+    ) -> None:
+        super().__init__()
+        parallel = TensorParallel.of("MultiheadAttention", tp_group, tp_size, sequence_parallel)
+        self._parallel = parallel
+        if parallel.sequence_parallel and not set_parallel_mode:
+            raise ValueError("sequence_parallel needs set_parallel_mode=True: attention sees whole sequences")
+        if parallel.sequence_parallel and qkv_format != "sbhd":
+            raise ValueError(
+                f"sequence_parallel splits dimension 0, which is the batch with {qkv_format!r}; use 'sbhd'"
+            )
+        if attention_type != "self":
+            raise ValueError(f"attention_type is {attention_type!r}; there is only 'self'")
+        if fuse_wgrad_accumulation and not fuse_qkv_params:
+            raise ValueError(
+                "fuse_wgrad_accumulation needs fuse_qkv_params=True: one product cannot write to the "
+                "main_grad of query_weight, key_weight and value_weight"
+            )
+        if return_layernorm_output and not input_layernorm:
+            raise ValueError("return_layernorm_output needs input_layernorm=True")
+        if kv_channels is None:
+            if hidden_size % num_attention_heads:
+                raise ValueError(
+                    f"hidden_size is {hidden_size}, which {num_attention_heads} heads cannot share equally; "
+                    "pass kv_channels"
+                )
+            kv_channels = hidden_size // num_attention_heads
+        self.return_bias = return_bias
+        self.return_layernorm_output = return_layernorm_output
+        self.input_layernorm = input_layernorm
+        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
+        self.rotary_pos_interleaved = rotary_pos_interleaved
+        self.qk_norm_before_rope = qk_norm_before_rope
+        self.core_attention = DotProductAttention(
+            num_attention_heads,
+            kv_channels,
+            num_gqa_groups,
+            attention_dropout,
+            qkv_format,
+            attn_mask_type,
+            window_size,
+            layer_number=layer_number,
+            tp_group=tp_group if set_parallel_mode else None,
+            tp_size=tp_size if set_parallel_mode else 1,
+            sequence_parallel=sequence_parallel,
+            get_rng_state_tracker=get_rng_state_tracker,
+        )
+        query_size = num_attention_heads * kv_channels
+        key_size = (num_gqa_groups or num_attention_heads) * kv_channels
+        sizes = {"query": query_size, "key": key_size, "value": key_size}
+        options: LinearOptions = {
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "delay_wgrad_compute": delay_wgrad_compute,
+            "params_dtype": params_dtype,
+            "device": device,
+            "tp_group": tp_group,
+            "tp_size": tp_size,
+            "sequence_parallel": sequence_parallel,
+            "tp_overlap": tp_overlap,
+        }
+        are_apart = fuse_qkv_params and not self.qkv_weight_interleaved
+        joint: LinearOptions = {
+            **options,
+            "init_method": init_method,
+            "parameters_split": None if fuse_qkv_params else sizes,
+            "parallel_mode": "column" if set_parallel_mode else None,
+            "partition_sizes": tuple(sizes.values()) if are_apart else None,
+        }
+        if input_layernorm:
+            self.layernorm_qkv = LayerNormLinear(
+                hidden_size,
+                sum(sizes.values()),
+                layernorm_epsilon,
+                bias,
+                normalization=normalization,
+                zero_centered_gamma=zero_centered_gamma,
+                return_layernorm_output=return_layernorm_output,
+                **joint,
+            )
+        else:
+            self.qkv = Linear(hidden_size, sum(sizes.values()), bias, **joint)
+        self.rotary = None
+        if rotary_base is not None:
+            self.rotary = RotaryPositionEmbedding(kv_channels, rotary_base, rotary_pos_interleaved)
+        self.q_norm, self.k_norm = (
+            make_qk_norm(
+                qk_norm_type,
+                kv_channels,
+                qk_norm_eps,
+                is_split=set_parallel_mode and parallel.ranks.size > 1,
+                params_dtype=params_dtype,
+                device=device,
+            )
+            for _ in range(2)
+        )
+        back: LinearOptions = {
+            **options,
+            "return_bias": return_bias,
+            "init_method": output_layer_init_method,
+            "parallel_mode": "row" if set_parallel_mode else None,
+        }
+        self.proj = Linear(query_size, hidden_size, bias, **back)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        attn_mask_type: str | None = None,
+        window_size: Window | None = None,
+        is_first_microbatch: bool | None = None,
+        checkpoint_core_attention: bool = False,
+        rotary_pos_emb: Tables | None = None,
+        return_residual: bool = False,
+    ) -> Any:
+        """[seq, batch, hidden_size], or batch first, to the same shape.
+
+        Args:
+            attention_mask, attn_mask_type, window_size, checkpoint_core_attention: as `DotProductAttention`.
+            is_first_microbatch: as `Linear`.
+            rotary_pos_emb: tables of `RotaryPositionEmbedding`, or (cos, sin), FP32 [at least seq, n].
+            return_residual: as `LayerNormLinear`.
+
+        Returns:
+            out, or a tuple of out, the bias with `return_bias`, norm(hidden_states) with
+            `return_layernorm_output` and hidden_states with `return_residual`.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as `Linear` and `DotProductAttention`.
+        """
+        if hidden_states.dim() != 3:
+            raise ValueError(
+                f"MultiheadAttention: hidden_states has shape {tuple(hidden_states.shape)}; it has to be "
+                f"[seq, batch, hidden_size], in the order of {self.core_attention.qkv_format!r}"
+            )
+        mixed, *passed_on = self._project(hidden_states, is_first_microbatch, return_residual)
+        query, key, value = self._split(mixed, rotary_pos_emb)
+        context = self.core_attention(
+            query,
+            key,
+            value,
+            attention_mask,
+            attn_mask_type=attn_mask_type,
+            window_size=window_size,
+            checkpoint_core_attention=checkpoint_core_attention,
+        )
+        out = self.proj(context, is_first_microbatch=is_first_microbatch)
+        results = (*(out if self.return_bias else (out,)), *passed_on)
+        return results if len(results) > 1 else out
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that the oldest backward has left; see `delay_wgrad_compute`.
+
+        Raises:
+            RuntimeError: if no backward has left any.
+        """
+        self.proj.backward_dw()
+        (self.layernorm_qkv if self.input_layernorm else self.qkv).backward_dw()
+
+    def _project(
+        self, hidden_states: Tensor, is_first_microbatch: bool | None, return_residual: bool
+    ) -> tuple[Tensor, ...]:
+        """The joint projection, and what `forward` returns last."""
+        if self.input_layernorm:
+            results = self.layernorm_qkv(
+                hidden_states, is_first_microbatch=is_first_microbatch, return_residual=return_residual
+            )
+            return results if isinstance(results, tuple) else (results,)
+        mixed = self.qkv(hidden_states, is_first_microbatch=is_first_microbatch)
+        return (mixed, hidden_states) if return_residual else (mixed,)
+
+    def _split(self, mixed: Tensor, tables: Tables | None) -> QKV:
+        """Query, key and value, normed and rotated."""
+        attention = self.core_attention
+        heads = attention.num_attention_heads, attention.num_gqa_groups, attention.kv_channels
+        batch_first = attention.qkv_format == "bshd"
+        if tables is None and self.rotary is not None:
+            tables = self.rotary(mixed.shape[1 if batch_first else 0], mixed.device)
+        self._check_tables(tables)
+        if tables is not None and self.q_norm is None:
+            return split_and_rotate(
+                mixed,
+                *heads,
+                self.qkv_weight_interleaved,
+                *tables[:2],
+                batch_first=batch_first,
+                neighbours=self.rotary_pos_interleaved,
+            )
+        query, key, value = split_qkv(mixed, *heads, self.qkv_weight_interleaved)
+        if self.q_norm is None:
+            return QKV(query, key, value)
+        query, key = self._norm_and_rotate(query, key, tables, batch_first)
+        if torch.is_grad_enabled():
+            # Attention saves the value for backward; as a view it would keep the whole joint projection.
+            value = value.contiguous()
+        return QKV(query, key, value)
+
+    def _check_tables(self, tables: Tables | None) -> None:
+        if isinstance(tables, Tensor):
+            raise TypeError(
+                "rotary_pos_emb is one tensor, perhaps of angles; pass what RotaryPositionEmbedding returns, "
+                "or (cos, sin) of the angles, [positions, dim / 2] each"
+            )
+        if isinstance(tables, RotaryTables) and tables.interleaved != self.rotary_pos_interleaved:
+            raise ValueError(
+                f"rotary_pos_emb was made with interleaved={tables.interleaved}, this layer with "
+                f"rotary_pos_interleaved={self.rotary_pos_interleaved}; make both the same"
+            )
+
+    def _norm_and_rotate(
+        self, query: Tensor, key: Tensor, tables: Tables | None, batch_first: bool
+    ) -> tuple[Tensor, Tensor]:
+        if self.qk_norm_before_rope:
+            query, key = self._norm(query, key)
+        if tables is not None:
+            query, key = (
+                apply_rotary(
+                    x, tables[0], tables[1], batch_first=batch_first, interleaved=self.rotary_pos_interleaved
+                )
+                for x in (query, key)
+            )
+        return (query, key) if self.qk_norm_before_rope else self._norm(query, key)
+
+    def _norm(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        assert self.q_norm is not None and self.k_norm is not None
+        return self.q_norm(query), self.k_norm(key)

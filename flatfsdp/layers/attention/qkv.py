@@ -1,0 +1,157 @@
+"""Query, key and value out of one joint projection, and their gradients back into one.
+
+    interleaved        each group of heads has its queries, its key, its value:  [q.. k v] [q.. k v] ...
+    not interleaved    all queries, all keys, all values:                        [Q; K; V]
+
+Next: `multihead.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flatfsdp.kernels.attention.join import join_heads
+from flatfsdp.kernels.attention.rope import rope
+
+
+class QKV(NamedTuple):
+    """query [.., .., heads, head_dim]; key and value [.., .., groups, head_dim]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+def split_qkv(mixed: Tensor, heads: int, groups: int, head_dim: int, interleaved: bool) -> QKV:
+    """Views of `mixed`; backward copies the three gradients into one new tensor, in one pass.
+
+    Where heads are interleaved, and several but not all share a key (1 < groups < heads), the queries are a
+    copy: no strides describe them.
+
+    Args:
+        mixed: [.., .., (heads + 2 groups) * head_dim].
+        groups: heads of key and value; a divisor of `heads`.
+
+    Raises:
+        ValueError: if the last dimension is another one.
+    """
+    _check_width(mixed, heads, groups, head_dim)
+    query, key, value = _Split.apply(mixed, heads, groups, head_dim, interleaved)
+    return QKV(query.flatten(-3, -2), key, value)
+
+
+def _check_width(mixed: Tensor, heads: int, groups: int, head_dim: int) -> None:
+    if mixed.shape[-1] != (heads + 2 * groups) * head_dim:
+        raise ValueError(
+            f"a joint projection of {heads} query heads and {groups} groups of {head_dim} elements each has "
+            f"{(heads + 2 * groups) * head_dim} of them, not {mixed.shape[-1]}"
+        )
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mixed: Tensor, heads: int, groups: int, head_dim: int, interleaved: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.interleaved = interleaved
+        return _views(mixed, heads, groups, head_dim, interleaved)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value = map(_readable, grads)
+        joint = join_heads(query.flatten(-3, -2), key, value, interleaved=ctx.interleaved)
+        return joint, None, None, None, None
+
+
+def _readable(grad: Tensor) -> Tensor:
+    """Not the gradient of a sum, which is one number with strides of 0."""
+    return grad if grad.stride(-1) == 1 else grad.contiguous()
+
+
+def _views(
+    mixed: Tensor, heads: int, groups: int, head_dim: int, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query [.., .., groups, heads / groups, head_dim]; key and value [.., .., groups, head_dim]."""
+    each = heads // groups
+    if interleaved:
+        grouped = mixed.unflatten(-1, (groups, each + 2, head_dim))
+        return grouped[..., :each, :], grouped[..., each, :], grouped[..., each + 1, :]
+    queries, keys, values = mixed.unflatten(-1, (-1, head_dim)).split((heads, groups, groups), dim=-2)
+    return queries.unflatten(-2, (groups, each)), keys, values
+
+
+def split_and_rotate(
+    mixed: Tensor,
+    heads: int,
+    groups: int,
+    head_dim: int,
+    interleaved: bool,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    batch_first: bool,
+    neighbours: bool,
+) -> QKV:
+    """As `split_qkv`, and queries and keys turned as by `apply_rotary`: one autograd node in place of three.
+
+    Where `mixed` gets a gradient, the values are a copy.
+
+    Args:
+        cos, sin, batch_first: as `apply_rotary`.
+        neighbours: `interleaved` there: pairs that turn are neighbours instead of halves.
+
+    Raises:
+        ValueError: as `split_qkv` and `apply_rotary`.
+    """
+    _check_width(mixed, heads, groups, head_dim)
+    heads_of = _Heads(heads, groups, head_dim, interleaved)
+    return QKV(*_SplitAndRotate.apply(mixed, cos, sin, heads_of, batch_first, neighbours))
+
+
+class _Heads(NamedTuple):
+    """What `mixed` is made of."""
+
+    heads: int
+    groups: int
+    head_dim: int
+    interleaved: bool
+
+
+class _SplitAndRotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        mixed: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        of: _Heads,
+        batch_first: bool,
+        neighbours: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.of = of
+        ctx.way = way = {"batch_first": batch_first, "interleaved": neighbours}
+        ctx.save_for_backward(cos, sin)
+        query, key, value = _views(mixed, *of)
+        query, key = (rope(x, cos, sin, **way) for x in (query.flatten(-3, -2), key))
+        # Attention saves the value for backward; as a view it would keep the whole joint projection.
+        return query, key, value.contiguous() if ctx.needs_input_grad[0] else value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        cos, sin = ctx.saved_tensors
+        query, key, value = map(_readable, grads)
+        of = ctx.of
+        if of.interleaved:
+            query, key = (rope(x, cos, sin, **ctx.way, inverse=True) for x in (query, key))
+            return join_heads(query, key, value, interleaved=True), None, None, None, None, None
+        joint = join_heads(query, key, value, interleaved=False)
+        # Queries and keys are neighbours: one launch for both.
+        turned = joint.unflatten(-1, (-1, of.head_dim)).narrow(-2, 0, of.heads + of.groups)
+        rope(turned, cos, sin, **ctx.way, inverse=True, in_place=True)
+        return joint, None, None, None, None, None

@@ -1,0 +1,251 @@
+"""Base of the layers with FP8 products: what one call of each of their linear maps takes.
+
+In:   a layer's forward, with or without an `autocast` around it.
+Out:  for each linear map the quantizers (`fp8/casts.py`), the weight (`weight_cache.py`) and a `LinearCall`.
+Next: `matmul/linear_map.py` casts and multiplies.
+
+A layer's state is in its buffers fp8_forward_scale, fp8_forward_amax_history and the same two for backward.
+They appear when it first runs with delayed scaling, or when a checkpoint that has them is loaded
+(`fp8/state_dict.py`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from flatfsdp.contract.operand import Operand
+from flatfsdp.contract.tensor_parallel import declare_delayed
+from flatfsdp.fp8.casts import WITHOUT_FP8, Roles, delayed_roles, stateless_roles
+from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
+from flatfsdp.fp8.recompute import current_tape, raise_recomputed, records_amax
+from flatfsdp.fp8.region import Region, current_region
+from flatfsdp.fp8.scaling import Direction, Scaling, buffer_names
+from flatfsdp.fp8.state_dict import LateBuffers
+from flatfsdp.kernels.gemm.gemm import ALIGNMENT
+from flatfsdp.layers.checks import require_bool_or_none, require_fp8, require_shared_scales
+from flatfsdp.layers.shared import Declaring
+from flatfsdp.layers.weight_cache import WeightCache
+from flatfsdp.matmul import overlapped
+from flatfsdp.matmul.delayed_wgrad import DelayedWgrads
+from flatfsdp.matmul.exchange import UNSPLIT, Exchange
+from flatfsdp.matmul.linear_map import FuseWgrad, LinearCall
+from flatfsdp.torch_private import in_backward
+
+logger = logging.getLogger(__name__)
+
+
+class FP8Module(LateBuffers, Declaring):
+    """A layer with one or more linear maps.
+
+    Attributes:
+        linear_maps: the names of their weights.
+        exchanges: of those that are split over ranks.
+        allows_fp8: False: products are never in FP8, whatever autocast says.
+    """
+
+    late_buffers: ClassVar[tuple[str, ...]] = (*buffer_names("forward"), *buffer_names("backward"))
+    linear_maps: ClassVar[tuple[str, ...]] = ("weight",)
+    fuse_wgrad_accumulation: FuseWgrad = False
+    allows_fp8 = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exchanges: dict[str, Exchange] = {}
+        self._scalings: dict[Direction, Scaling] = {}
+        self._weight_cache = WeightCache(type(self).__name__)
+        self._delayed_wgrads: DelayedWgrads | None = None
+        self._last_recipe: Recipe | None = None
+        self._ran_in_fp8 = False
+
+    # ---- how to cast ------------------------------------------------------------------------------------
+
+    def roles(self, device: torch.device) -> list[Roles]:
+        """One for each linear map.
+
+        Raises:
+            RuntimeError: if FP8 is asked for on a device without it.
+        """
+        region = current_region()
+        is_repeated = in_backward() and current_tape() is None
+        if region is None or not self.allows_fp8 or not (region.enabled or region.calibrating):
+            if is_repeated and region is None and self._ran_in_fp8:
+                raise_recomputed()
+            self._ran_in_fp8 = False
+            return [WITHOUT_FP8] * len(self.linear_maps)
+        if self._ran_in_fp8 is not region.enabled:  # to set what a module has is slow
+            self._ran_in_fp8 = region.enabled
+        if region.enabled:
+            require_fp8(device, isinstance(region.recipe, BlockScaling))
+            self._notice_change(region.recipe)
+        if isinstance(region.recipe, DelayedScaling):
+            return self._delayed(region, region.recipe, device)
+        if not region.enabled:
+            return [WITHOUT_FP8] * len(self.linear_maps)
+        return [stateless_roles(region.recipe)] * len(self.linear_maps)
+
+    def _delayed(self, region: Region, recipe: DelayedScaling, device: torch.device) -> list[Roles]:
+        records = records_amax()
+        require_shared_scales(self, self.exchanges, recipe, region.group)
+        forward = self._scaling("forward", recipe, device, renew=records)
+        backward = self._scaling("backward", recipe, device, renew=records)
+        if records:
+            region.use(forward)
+            forward.was_loaded = backward.was_loaded = False
+        return delayed_roles(region, recipe, forward, backward, records=records)
+
+    def _scaling(
+        self, direction: Direction, recipe: DelayedScaling, device: torch.device, *, renew: bool
+    ) -> Scaling:
+        """
+        Args:
+            renew: for another recipe.  A forward that records nothing changes nothing: on one rank alone it
+                would change which collectives that rank joins.
+        """
+        before = self._scalings.get(direction)
+        is_same = not renew or (before is not None and _equal(before.recipe, recipe))
+        if before is not None and is_same and before.device == device and before.is_current:
+            return before
+        forward, backward = recipe.fp8_format.forward, recipe.fp8_format.backward
+        dtypes = [forward] * 2 if direction == "forward" else [backward]
+        scaling = Scaling(self, direction, dtypes * len(self.linear_maps), recipe, device)
+        is_other = before is not None and before.scale_means != scaling.scale_means
+        if before is not None and is_other and not before.was_loaded:
+            scaling.arena.rescale(recipe)
+        self._scalings[direction] = scaling
+        return scaling
+
+    def _notice_change(self, recipe: Recipe) -> None:
+        if self._last_recipe is None or not _equal(self._last_recipe, recipe):
+            if self._last_recipe is not None:
+                _warn_of_change(self._last_recipe, recipe)
+            self._last_recipe = recipe
+
+    def prepare_map(
+        self,
+        name: str,
+        weight: Tensor,
+        bias: Tensor | None,
+        roles: Roles,
+        dtype: torch.dtype,
+        is_first_microbatch: bool | None,
+        sources: Iterable[Tensor | None],
+    ) -> tuple[Operand, LinearCall]:
+        """What the linear primitive takes for one call of the map with this weight.
+
+        Args:
+            sources: what the map's input is computed from; None for what is not there.
+
+        Raises:
+            RuntimeError: see `WeightCache.operand`.
+            TypeError: if is_first_microbatch is something else than None, True and False.
+        """
+        require_bool_or_none(type(self).__name__, is_first_microbatch)
+        trains = torch.is_grad_enabled()
+        needs_input_grad = trains and any(t is not None and t.requires_grad for t in sources)
+        operand = self._weight_cache.operand(
+            name, weight, roles, is_first_microbatch, dtype, columnwise=needs_input_grad
+        )
+        exchange = self.exchanges.get(name, UNSPLIT)
+        call = LinearCall(
+            name=self._name_of(name),
+            weight=weight if self.fuse_wgrad_accumulation or self._delayed_wgrads is not None else None,
+            weight_dtype=weight.dtype,
+            dtype=dtype,
+            split=roles.split,
+            exchange=exchange,
+            quantizer=roles.x,
+            grad_quantizer=roles.grad,
+            fuse_wgrad=self.fuse_wgrad_accumulation,
+            is_first_microbatch=is_first_microbatch,
+            stored_weight=getattr(weight, "fp8_operand", None),
+            needs_input_grad=needs_input_grad,
+            needs_weight_grad=trains and weight.requires_grad,
+            bias_grad=bias.dtype if trains and bias is not None and bias.requires_grad else None,
+            delayed=self._delayed_wgrads,
+            overlaps=exchange.overlap and _can_overlap(weight.device, roles.recipe),
+        )
+        return operand, call
+
+    def _delay_wgrads(self) -> None:
+        """From now on; called once the weights are there."""
+        self._delayed_wgrads = DelayedWgrads()
+        for name in self.linear_maps:
+            declare_delayed(self.get_parameter(name))
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that the oldest backward has left: with `delay_wgrad_compute`.
+
+        Raises:
+            RuntimeError: if no backward has left any.
+        """
+        if self._delayed_wgrads is None:
+            return
+        for name in reversed(self.linear_maps):
+            weight = self.get_parameter(name)
+            if weight.requires_grad:
+                self._delayed_wgrads.compute_oldest(self._name_of(name), weight)
+
+    def _name_of(self, weight: str) -> str:
+        """In messages."""
+        return f"{type(self).__name__}.{weight}"
+
+    def fp8_weights(self) -> tuple[str, ...]:
+        """Names of parameters that are used for FP8 products only, so that they may be kept in FP8."""
+        weights = {name: getattr(self, name, None) for name in self.linear_maps}
+        return tuple(
+            name
+            for name, weight in weights.items()
+            if self.allows_fp8
+            and weight is not None
+            and all(size > 0 and size % ALIGNMENT == 0 for size in weight.shape)
+        )
+
+    # ---- module protocol --------------------------------------------------------------------------------
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Module:
+        """As `LateBuffers`; and forgets what was cast of the parameters before it."""
+        super()._apply(fn, recurse)
+        self._weight_cache.kept.clear()
+        return self
+
+    def prepare_load(self, shapes: Mapping[str, torch.Size], device: torch.device | None) -> None:
+        """As `LateBuffers`; and forgets what belongs to the parameters before it."""
+        self._weight_cache.kept.clear()
+        for scaling in self._scalings.values():
+            scaling.was_loaded = True
+        super().prepare_load(shapes, device)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles have the buffers, and find their own place in an arena."""
+        fresh = {
+            "_scalings": {},
+            "_weight_cache": WeightCache(type(self).__name__),
+            "_delayed_wgrads": None if self._delayed_wgrads is None else DelayedWgrads(),
+        }
+        return {**super().__getstate__(), **fresh}
+
+
+def _equal(one: Recipe, other: Recipe) -> bool:
+    """Usually they are one object, and to compare all fields takes longer."""
+    return one is other or one == other
+
+
+def _can_overlap(device: torch.device, recipe: Recipe | None) -> bool:
+    # Block scaling casts after a gather.
+    return overlapped.is_available(device) and not isinstance(recipe, BlockScaling)
+
+
+@cache
+def _warn_of_change(before: Recipe, after: Recipe) -> None:
+    """Once for all layers."""
+    logger.warning(
+        "the FP8 recipe changed from %s to %s; delayed scaling goes on with the scales and histories it has",
+        before,
+        after,
+    )

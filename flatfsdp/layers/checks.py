@@ -1,0 +1,133 @@
+"""What an FP8 layer asks for before it computes: devices, sizes, dtypes, equal scales.
+
+In:   a layer's arguments and the region around its call.
+Out:  nothing, or an error that names the layer, the cause and the fix.
+Next: `base.py` and `layers/` compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp.fp8.recipe import DelayedScaling
+from flatfsdp.kernels.gemm.gemm import ALIGNMENT
+from flatfsdp.matmul.exchange import Exchange
+
+INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What layers take activations in."""
+
+
+@cache
+def require_fp8(device: torch.device, by_block: bool) -> None:
+    """
+    Args:
+        by_block: whether each block has a scale of its own.
+
+    Raises:
+        RuntimeError: if a GPU cannot multiply such FP8 numbers; CPUs do it in FP32.
+    """
+    if device.type != "cuda":
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    found = f"{torch.cuda.get_device_name(device)}, compute capability {major}.{minor}"
+    if (major, minor) < (8, 9):
+        raise RuntimeError(
+            f"FP8 was asked for on {found}; it needs 8.9 or more, so use autocast(enabled=False)"
+        )
+    if by_block and major != 9:
+        raise RuntimeError(
+            f"BlockScaling was asked for on {found}; PyTorch multiplies with a scale for each block on 9.0 "
+            "(Hopper) only, so use CurrentScaling or DelayedScaling"
+        )
+
+
+def require_fp8_shape(layer: nn.Module, name: str, tokens: int, in_features: int, out_features: int) -> None:
+    """
+    Args:
+        name: of the layer's weight.
+
+    Raises:
+        ValueError: if a product of these sizes cannot be in FP8.
+    """
+    sizes = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
+    for what, size in sizes.items():
+        if size % ALIGNMENT:
+            raise ValueError(
+                f"{type(layer).__name__}.{name}: {what} is {size}; FP8 products need multiples of "
+                f"{ALIGNMENT}: pad it, or run this layer under autocast(enabled=False)"
+            )
+
+
+def require_bool_or_none(layer: str, is_first_microbatch: object) -> None:
+    """
+    Raises:
+        TypeError: for other truth values, such as NumPy's, which would count as neither.
+    """
+    if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
+        raise TypeError(
+            f"{layer}: is_first_microbatch is {is_first_microbatch!r}; it must be None, True or False"
+        )
+
+
+def activation_dtype(x: Tensor, layer: nn.Module, weight: Tensor) -> torch.dtype:
+    """The dtype of a layer's input after torch.autocast, if that is on.
+
+    Raises:
+        TypeError: if it is no floating-point dtype for products, or not the weight's without torch.autocast.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    if x.dtype != weight.dtype or x.dtype not in INPUT_DTYPES:
+        raise TypeError(
+            f"{type(layer).__name__}: the input is {x.dtype}, the weight {weight.dtype}; outside of "
+            "torch.autocast both have to be FP32, fp16 or bf16 alike (params_dtype, or layer.to(dtype))"
+        )
+    return x.dtype
+
+
+def require_shared_scales(
+    layer: nn.Module,
+    exchanges: Mapping[str, Exchange],
+    recipe: DelayedScaling,
+    amax_group: dist.ProcessGroup | None,
+) -> None:
+    """
+    Args:
+        exchanges: of the layer's linear maps, by the names of their weights.
+        amax_group: the ranks over which the region takes the largest amaxes.
+
+    Raises:
+        ValueError: if ranks that gather FP8 numbers would have different scales.
+    """
+    for name, exchange in exchanges.items():
+        gathers = exchange.gathers_input or exchange.gathers_grad
+        if gathers and not (recipe.reduce_amax and _covers(amax_group, exchange.ranks.group)):
+            raise ValueError(
+                f"{type(layer).__name__}.{name}: under sequence_parallel the ranks of tp_group gather FP8 "
+                "numbers and need equal scales; use reduce_amax=True and an amax_reduction_group with "
+                "all of them"
+            )
+
+
+def _covers(group: dist.ProcessGroup | None, others: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks of `others` are in `group`."""
+    if others is None or group is others:
+        return True
+    if group is None:
+        return False
+    covered = _covered.setdefault(group, WeakSet())
+    if others not in covered:
+        if not set(dist.get_process_group_ranks(others)) <= set(dist.get_process_group_ranks(group)):
+            return False
+        covered.add(others)
+    return True
+
+
+_covered: WeakKeyDictionary[dist.ProcessGroup, WeakSet[dist.ProcessGroup]] = WeakKeyDictionary()
+"""Groups whose ranks are known to be in another group; found out once, and not in every forward."""

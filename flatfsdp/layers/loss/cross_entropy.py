@@ -1,0 +1,182 @@
+"""`cross_entropy`: the loss of logits in 16 bits, without an FP32 copy of them.
+
+In:   logits [..., vocabulary], or this rank's columns of them; targets [...].
+Out:  the loss in FP32; in backward a gradient in the logits' dtype.
+Next: `linear_cross_entropy.py` puts the head's product in front.
+
+With the vocabulary split over tensor-parallel ranks, each rank reads its own columns only:
+
+    rank r     max, sum of exp, target's logit      FP32 [tokens] each
+    all        maximum of the maxima                one all-reduce
+    rank r     sum, scaled to that maximum
+    all        sums and target's logits             one all-reduce of both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
+
+ReductionKind = Literal["mean", "sum", "none"]
+
+
+@torch.compiler.disable
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: ReductionKind = "mean",
+    tp_group: dist.ProcessGroup | None = None,
+    inplace_backward: bool = False,
+) -> Tensor:
+    """As F.cross_entropy of logits in FP32, which do not come into being.
+
+    Args:
+        logits: FP32, fp16 or bf16 [..., vocabulary]; with `tp_group` this rank's columns, in the order of
+            ranks, of which all have as many.
+        targets: int64 [...], ids of the whole vocabulary, the same on all ranks of `tp_group`.
+        ignore_index: tokens with this target count for nothing.
+        reduction: "mean" over the tokens that count (NaN if none does), "sum", or "none".
+        tp_group: the ranks that the vocabulary is split over.
+        inplace_backward: write the gradient over the logits.  Only if nothing else needs them after backward:
+            autograd raises if one of its operations does, but cannot know of code that reads them later.
+
+    Returns:
+        FP32, of no dimension, or of targets' shape for "none"; the same on all ranks of `tp_group`.
+
+    Raises:
+        ValueError: if an argument does not fit, or a leaf is to be overwritten.
+        RuntimeError: if a target is no id of the vocabulary; on a GPU as a failed assertion, later.
+    """
+    how = Reduction(ignore_index, reduction)
+    ids = ids_of("cross_entropy", logits.shape[:-1], targets)
+    if inplace_backward:
+        _require_result(logits)
+    matrix = logits.reshape(ids.numel(), logits.shape[-1]).contiguous()
+    loss: Tensor = _CrossEntropy.apply(matrix, ids, how, Ranks.of(tp_group), inplace_backward)
+    return loss.view_as(targets) if reduction == "none" else loss
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, how: Reduction, ranks: Ranks, inplace_backward: bool
+    ) -> Tensor:
+        cols = logits.shape[1]
+        first = ranks.rank * cols
+        how.require_ids(targets, ranks.size * cols)
+        found = joined(cross_entropy_statistics(logits, targets, first=first), ranks)
+        ctx.how, ctx.first, ctx.inplace_backward = how, first, inplace_backward
+        ctx.save_for_backward(logits, targets, found.max, found.sum.log())
+        return how.loss(found.loss, targets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        logits, targets, largest, log_sum = ctx.saved_tensors
+        grad = cross_entropy_grad(
+            logits.detach(),
+            targets,
+            largest,
+            log_sum,
+            ctx.how.scale(dloss, targets),
+            first=ctx.first,
+            ignore_index=ctx.how.ignore_index,
+            inplace=ctx.inplace_backward,
+        )
+        return grad, None, None, None, None
+
+
+def joined(statistics: Tensor, ranks: Ranks) -> Statistics:
+    """Of the whole vocabulary, from those [3, tokens] of each rank's part, which are overwritten.
+
+    Collective over `ranks`: two all-reduces, unless there is one rank.
+    """
+    found = Statistics(*statistics)
+    if ranks.size > 1:
+        largest = found.max.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.group)
+        found.sum.mul_((found.max - largest).exp_())
+        found.max.copy_(largest)
+        # Sum and target, which lie side by side.
+        dist.all_reduce(statistics[1:], group=ranks.group)
+    return found
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """From losses of tokens to the loss.
+
+    Raises:
+        ValueError: if `kind` is not one of the three.
+    """
+
+    ignore_index: int
+    kind: ReductionKind
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(ReductionKind):
+            raise ValueError(f"reduction is {self.kind!r}; it must be 'mean', 'sum' or 'none'")
+
+    def require_ids(self, targets: Tensor, vocabulary: int) -> None:
+        """
+        Raises:
+            RuntimeError: if a target is neither ignored nor an id; from a GPU later, as a failed assertion.
+        """
+        is_id = (targets >= 0) & (targets < vocabulary)
+        torch._assert_async(
+            (is_id | (targets == self.ignore_index)).all(),
+            f"cross_entropy: a target is outside of the vocabulary of {vocabulary}, and not "
+            f"ignore_index={self.ignore_index}",
+        )
+
+    def loss(self, of_tokens: Tensor, targets: Tensor) -> Tensor:
+        """FP32, of no dimension or [tokens]."""
+        counts = targets != self.ignore_index
+        losses = of_tokens.where(counts, 0.0)
+        if self.kind == "none":
+            return losses
+        # 0 / 0 is NaN, as in torch.
+        return losses.sum() / counts.sum() if self.kind == "mean" else losses.sum()
+
+    def scale(self, dloss: Tensor, targets: Tensor) -> Tensor:
+        """FP32 [tokens], gradients of the tokens' losses; those of ignored tokens mean nothing."""
+        if self.kind == "mean":
+            dloss = dloss / (targets != self.ignore_index).sum()
+        return dloss.expand(targets.shape).contiguous()
+
+
+def ids_of(function: str, shape: Sequence[int], targets: Tensor) -> Tensor:
+    """`targets`, one for each of the tokens [...] of `shape`, as contiguous [tokens].
+
+    Raises:
+        ValueError: if they are of another shape.
+    """
+    if targets.shape != tuple(shape):
+        raise ValueError(
+            f"{function}: targets have shape {tuple(targets.shape)}; it has to be the tokens', {tuple(shape)}"
+        )
+    return targets.reshape(-1).contiguous()
+
+
+def _require_result(logits: Tensor) -> None:
+    """
+    Raises:
+        ValueError: if they are a leaf, or a view of one.
+    """
+    owner = logits if logits._base is None else logits._base
+    if torch.is_grad_enabled() and owner.is_leaf and owner.requires_grad:
+        raise ValueError(
+            "cross_entropy: inplace_backward would write the gradient of a leaf over its values; the logits "
+            "have to be the result of an operation"
+        )

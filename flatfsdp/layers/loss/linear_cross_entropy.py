@@ -1,0 +1,263 @@
+"""`LinearCrossEntropy`: the head of a language model and its loss, in which logits need little memory.
+
+In:   [..., in_features], and targets [...];  out: the loss, FP32.
+Next: `cross_entropy.py` has the loss, `matmul/linear_map.py` the products.
+
+    chunk_tokens   forward                     kept for backward      backward
+    None           all logits, statistics      x, w, logits           their gradient, over the logits
+    n              n tokens' logits at a time  x, w                   n tokens' logits again, and over them
+
+With the vocabulary split over tensor-parallel ranks, those are each rank's columns of the logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from typing_extensions import Unpack
+
+from flatfsdp.comm.ranks import ALONE
+from flatfsdp.contract.main_grad import MainGradSlot, claim
+from flatfsdp.contract.operand import Operand
+from flatfsdp.fp8.quantizers import Quantized
+from flatfsdp.kernels.cross_entropy import cross_entropy_grad, cross_entropy_statistics
+from flatfsdp.layers.linear import Linear
+from flatfsdp.layers.loss.cross_entropy import Reduction, ReductionKind, ids_of, joined
+from flatfsdp.layers.projection import LinearOptions
+from flatfsdp.matmul import products
+from flatfsdp.matmul.linear_map import LinearCall, LinearGrads, LinearSaved, linear_backward, linear_forward
+from flatfsdp.torch_private import receives_gradient
+
+
+class LinearCrossEntropy(Linear):
+    """A `Linear` without bias that, given targets, returns the cross-entropy of its result.
+
+    Products are in the dtype of the activations, never in FP8.
+
+    Args:
+        in_features, out_features: hidden size and vocabulary.
+        bias: only False.
+        ignore_index, reduction: see `cross_entropy`.
+        chunk_tokens: None keeps the logits from forward to backward, in the dtype of the activations, and
+            writes their gradient over them.  A number keeps none: forward and backward each compute those of
+            so many tokens at a time.  That costs a third product of the head, and without
+            fuse_wgrad_accumulation an FP32 gradient of the weight, to which chunks are added in order.
+        options: see `LinearOptions`.  parallel_mode="column" splits the vocabulary over `tp_group`; all its
+            ranks are given the same targets, and get the same loss.
+
+    Attributes:
+        weight: [out_features, in_features], as a `Linear` has it.
+
+    Raises:
+        ValueError: if options contradict each other, or ranks cannot share the vocabulary equally.
+        NotImplementedError: for a bias, several parts of the weight, or parallel_mode="row".
+    """
+
+    allows_fp8 = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        ignore_index: int = -100,
+        reduction: ReductionKind = "mean",
+        chunk_tokens: int | None = None,
+        **options: Unpack[LinearOptions],
+    ) -> None:
+        parts = {"return_bias": False, "parameters_split": None, "partition_sizes": None}
+        if bias or any(options.get(name, default) != default for name, default in parts.items()):
+            raise NotImplementedError(
+                "LinearCrossEntropy has one weight and no bias: leave out bias, return_bias, "
+                "parameters_split and partition_sizes, or use Linear and cross_entropy"
+            )
+        if options.get("parallel_mode") == "row":
+            raise NotImplementedError(
+                "LinearCrossEntropy: parallel_mode is 'row'; ranks share a vocabulary by 'column'"
+            )
+        if chunk_tokens is not None and chunk_tokens < 1:
+            raise ValueError(
+                f"LinearCrossEntropy: chunk_tokens is {chunk_tokens}; it must be positive, or None"
+            )
+        how = Reduction(ignore_index, reduction)
+        super().__init__(in_features, out_features, False, **options)
+        self.how = how
+        self.chunk_tokens = chunk_tokens
+
+    @torch.compiler.disable
+    def forward(  # targets come second, as in any loss
+        self, inp: Tensor, targets: Tensor | None = None, is_first_microbatch: bool | None = None
+    ) -> Tensor:
+        """Logits [..., out_features], of this rank's part, without targets; with them the loss.
+
+        Args:
+            targets: int64 [...]; of the whole sequence where `inp` has this rank's part of it.
+            is_first_microbatch: True overwrites a plain `main_grad`, as in `Linear`.
+
+        Raises:
+            ValueError: if a shape does not fit.
+            TypeError: if the input's dtype is not the weight's and torch.autocast is off.
+            RuntimeError: if a target is no id of the vocabulary; on a GPU as a failed assertion, later.
+        """
+        if targets is None:
+            logits: Tensor = super().forward(inp, is_first_microbatch)
+            return logits
+        ready = self.prepare(inp, is_first_microbatch)
+        ids = ids_of(type(self).__name__, ready.out_shape[:-1], targets)
+        loss: Tensor = _LinearCrossEntropy.apply(
+            ready.x, ready.weight, ids, ready.operand, ready.call, self.how, self.chunk_tokens
+        )
+        return loss.view_as(targets) if self.how.kind == "none" else loss
+
+    def extra_repr(self) -> str:
+        chunks = "" if self.chunk_tokens is None else f", chunk_tokens={self.chunk_tokens}"
+        return super().extra_repr() + chunks
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        operand: Operand,
+        call: LinearCall,
+        how: Reduction,
+        chunk_tokens: int | None,
+    ) -> Tensor:
+        # Without a split of the vocabulary each rank has a loss of its own.
+        ranks = call.exchange.ranks if call.exchange.mode == "column" else ALONE
+        first = ranks.rank * weight.shape[0]
+        how.require_ids(targets, ranks.size * weight.shape[0])
+        logits = None
+        if chunk_tokens is None:
+            logits, saved = linear_forward(Operand(x), operand, None, call)
+            statistics = cross_entropy_statistics(logits, targets, first=first)
+        else:
+            saved = LinearSaved(Operand(x), operand)
+            chunks = zip(_gathered(x, call).split(chunk_tokens), targets.split(chunk_tokens), strict=True)
+            statistics = torch.cat([_statistics(part, ids, first, operand, call) for part, ids in chunks], 1)
+        found = joined(statistics, ranks)
+        ctx.call, ctx.how, ctx.first = call, how, first
+        ctx.chunk_tokens, ctx.is_spent = chunk_tokens, False
+        ctx.save_for_backward(targets, found.max, found.sum.log(), logits, *saved.tensors)
+        return how.loss(found.loss, targets)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.is_spent:
+            raise RuntimeError(
+                "LinearCrossEntropy: a second backward through one forward, whose logits the first one has "
+                "overwritten; use chunk_tokens, which computes them again"
+            )
+        targets, largest, log_sum, logits, *tensors = ctx.saved_tensors
+        saved = LinearSaved.of(tensors)
+        to_grad = ToGrad(targets, largest, log_sum, ctx.how.scale(dloss, targets), ctx.first, ctx.how)
+        if logits is None:
+            grads = _chunked_backward(to_grad, saved, ctx.call, ctx.chunk_tokens)
+        else:
+            ctx.is_spent = True
+            grads = linear_backward(Quantized(to_grad.over(logits), None), saved, ctx.call)
+        return grads.x, grads.weight, None, None, None, None, None
+
+
+@dataclass
+class ToGrad:
+    """What turns logits into their gradient; see `cross_entropy_grad`.
+
+    Attributes:
+        targets, largest, log_sum, scale: [tokens].
+        first: the id of the first column.
+    """
+
+    targets: Tensor
+    largest: Tensor
+    log_sum: Tensor
+    scale: Tensor
+    first: int
+    how: Reduction
+
+    def over(self, logits: Tensor) -> Operand:
+        """The gradient, written over the logits."""
+        return Operand(
+            cross_entropy_grad(
+                logits.detach(),
+                self.targets,
+                self.largest,
+                self.log_sum,
+                self.scale,
+                first=self.first,
+                ignore_index=self.how.ignore_index,
+                inplace=True,
+            )
+        )
+
+    def split(self, tokens: int) -> Iterator[ToGrad]:
+        of_tokens = (self.targets, self.largest, self.log_sum, self.scale)
+        chunks = (tensor.split(tokens) for tensor in of_tokens)
+        for targets, largest, log_sum, scale in zip(*chunks, strict=True):
+            yield ToGrad(targets, largest, log_sum, scale, self.first, self.how)
+
+
+def _gathered(x: Tensor, call: LinearCall) -> Tensor:
+    """All ranks' rows where the sequence is split."""
+    return call.exchange.start_gather(x).wait() if call.exchange.gathers_input else x
+
+
+def _logits(x: Tensor, weight: Operand, call: LinearCall) -> Tensor:
+    return products.fprop(Operand(x), weight, None, call.dtype, call.split)
+
+
+def _statistics(x: Tensor, targets: Tensor, first: int, weight: Operand, call: LinearCall) -> Tensor:
+    """Of logits that are gone when the next chunk's come."""
+    return cross_entropy_statistics(_logits(x, weight, call), targets, first=first)
+
+
+def _chunked_backward(
+    to_grad: ToGrad, saved: LinearSaved, call: LinearCall, chunk_tokens: int
+) -> LinearGrads:
+    """Computes logits again, of one chunk after the other, which all add to one FP32 gradient."""
+    x, weight = saved.x.high, saved.weight.high
+    assert x is not None and weight is not None
+    slot = _weight_grad_slot(weight, call)
+    dx = []
+    for chunk, of_chunk in zip(
+        _gathered(x, call).split(chunk_tokens), to_grad.split(chunk_tokens), strict=True
+    ):
+        dy = of_chunk.over(_logits(chunk, saved.weight, call))
+        if call.needs_input_grad:
+            dx.append(products.dgrad(dy, saved.weight, call.dtype, call.split))
+        if slot is not None:
+            two_passes = call.fuse_wgrad == "two_pass"
+            products.accumulate_wgrad(
+                slot.target, dy, Operand(chunk), call.split, first=slot.first, two_passes=two_passes
+            )
+            slot = slot._replace(first=False)
+        # The next chunk's come into its place.
+        del dy
+    dweight = slot.target.to(call.weight_dtype) if slot is not None and call.weight is None else None
+    return LinearGrads(_summed(torch.cat(dx), call) if dx else None, dweight, None)
+
+
+def _summed(dx: Tensor, call: LinearCall) -> Tensor:
+    """Over the ranks that share the vocabulary."""
+    return call.exchange.start_sum(dx).wait() if call.exchange.sums_input_grad else dx
+
+
+def _weight_grad_slot(weight: Tensor, call: LinearCall) -> MainGradSlot | None:
+    """Where chunks add up: main_grad, or a new tensor; None: this backward does not ask for it."""
+    if not call.needs_weight_grad:
+        return None
+    if call.weight is None:
+        return MainGradSlot(torch.empty_like(weight, dtype=torch.float32), first=True)
+    if not receives_gradient(call.weight):
+        return None
+    return claim(call.weight, call.name, call.is_first_microbatch)

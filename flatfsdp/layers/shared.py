@@ -1,0 +1,123 @@
+"""Layers that several ranks may share: their group, lasting marks, initial values that no split changes.
+
+In:   a layer's `TensorParallel`, and the marks of its parameters (`contract/tensor_parallel.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp.comm.ranks import ALONE, LateRanks, Ranks
+from flatfsdp.contract.tensor_parallel import TensorParallel, are_known, mark_like, marks_of, part_of
+
+
+class Shared(nn.Module):
+    """A layer that several ranks may share, or that has such layers inside."""
+
+    _parallel = TensorParallel(ALONE)
+
+    def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
+        """Says which ranks share a layer that was made with a tp_size and without a tp_group, as in
+        Transformer Engine, and initialises its weights, which were NaN, unless they have been loaded.
+
+        Call it before the layer is used or wrapped, in the same order on all ranks.  The layers inside are
+        told, too.
+
+        Raises:
+            ValueError: if the group has another size than tp_size, or the layer has another group.
+        """
+        ranks = Ranks.of(tp_group)
+        layers = [layer for layer in self.modules() if isinstance(layer, Shared)]
+        split = [layer for layer in layers if layer._parallel.ranks.size > 1]
+        if ranks.size > 1 and not split:
+            raise ValueError(
+                f"{type(self).__name__}: tp_group has {ranks.size} ranks, and the layer was made whole, for "
+                f"one; pass tp_size={ranks.size} to the constructor"
+            )
+        for layer in split:
+            layer._check_group(ranks)
+        for layer in split:
+            layer._set_ranks(ranks)
+
+    def _check_group(self, ranks: Ranks) -> None:
+        own, name = self._parallel.ranks, type(self).__name__
+        if own.size != ranks.size:
+            raise ValueError(
+                f"{name}: tp_size is {own.size}, and tp_group has {ranks.size} ranks; make both the same"
+            )
+        known = own.found if isinstance(own, LateRanks) else own
+        if known is not None and known.global_ranks != ranks.global_ranks:
+            raise ValueError(
+                f"{name}: ranks {known.global_ranks} share it already, so {ranks.global_ranks} cannot"
+            )
+
+    def _set_ranks(self, ranks: Ranks) -> None:
+        late = self._parallel.ranks
+        if not isinstance(late, LateRanks) or late.found is not None:
+            return
+        late.find(ranks)
+        split = [p for p in self._parameters.values() if getattr(p, "tensor_model_parallel", False)]
+        for parameter in self._parameters.values():
+            if parameter is not None and marks_of(parameter):
+                vars(parameter)["tensor_parallel_ranks"] = tuple(ranks.global_ranks)
+        if any(p is not None and not p.is_meta and bool(p.isnan().any()) for p in split):
+            self.reset_parameters()  # type: ignore[operator]
+
+
+class Declaring(Shared):
+    """A layer whose parameters stay marked when others take their place.
+
+    Others come with memory (`to_empty`), are loaded (`load_state_dict(assign=True)`), assigned or copied, and
+    PyTorch drops attributes then.  FlatFSDP would take the parts of several ranks for one parameter.
+    """
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As nn.Module; assigning a parameter calls it, too."""
+        before = self._parameters.get(name)
+        super().register_parameter(name, param)
+        mark_like(param, marks_of(before))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Declaring:
+        before = dict(self._parameters)
+        super()._apply(fn, recurse)
+        for name, parameter in self._parameters.items():
+            mark_like(parameter, marks_of(before[name]))
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of parameters have no attributes."""
+        marks = {name: marks_of(parameter) for name, parameter in self._parameters.items()}
+        return {**self.__dict__, "_marks": marks}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        marks = state.pop("_marks", {})
+        super().__setstate__(state)
+        for name, parameter in self._parameters.items():
+            mark_like(parameter, marks.get(name, {}))
+
+
+@torch.no_grad()
+def initialize(parameter: nn.Parameter, init_method: Callable[[Tensor], Any], ranks: Ranks) -> None:
+    """Fills a rank's part with what one process would have there.
+
+    Every rank draws the whole tensor from the default generator and keeps its part, so that neither the model
+    nor what is drawn next depends on the number of ranks.  Seed all ranks alike.
+    """
+    if not getattr(parameter, "tensor_model_parallel", False) or ranks.size == 1:
+        init_method(parameter)
+        return
+    if not are_known(ranks):
+        parameter.fill_(math.nan)
+        return
+    dim, sizes = parameter.partition_dim, parameter.partition_sizes  # type: ignore[attr-defined]
+    shape = list(parameter.shape)
+    shape[dim] = sum(sizes)
+    whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
+    init_method(whole)
+    parameter.copy_(part_of(whole, dim, sizes, ranks))

@@ -1,0 +1,112 @@
+"""Where a product has its weight from: the flat buffer, a cast of this call, or one of the first microbatch.
+
+In:   a weight, and how it is cast in this call (`fp8/casts.py`).
+Out:  its `Operand`.
+Next: `matmul/linear_map.py` multiplies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatfsdp.contract.operand import Operand
+from flatfsdp.fp8.casts import Roles
+from flatfsdp.fp8.quantizers import Quantizer, with_columnwise
+from flatfsdp.fp8.recipe import BlockScaling, Recipe
+from flatfsdp.fp8.recompute import current_tape
+from flatfsdp.matmul.products import is_blockwise
+
+
+class WeightCache:
+    """The FP8 weights of one layer, as the first microbatch of a step has cast them.
+
+    Args:
+        layer: its name, for messages.
+
+    Attributes:
+        kept: by the names of the weights, with the recipe of the cast.
+    """
+
+    def __init__(self, layer: str) -> None:
+        self._layer = layer
+        self.kept: dict[str, tuple[Recipe, Operand]] = {}
+
+    def operand(
+        self,
+        name: str,
+        weight: Tensor,
+        roles: Roles,
+        is_first_microbatch: bool | None,
+        dtype: torch.dtype,
+        *,
+        columnwise: bool,
+    ) -> Operand:
+        """The weight for products: in FP8 as FlatFSDP keeps it, or cast now or in the first microbatch.
+
+        Args:
+            is_first_microbatch: None: cast now, keep nothing; True: cast and keep; False: what is kept.
+            dtype: of the products without FP8.
+            columnwise: whether dgrad will need it.
+
+        Raises:
+            RuntimeError: if nothing is kept, or it was cast with another recipe; if the weight is kept in FP8
+                and products are not in FP8, or with a scale for each block.
+        """
+        kept_in_fp8 = getattr(weight, "fp8_operand", None)
+        if kept_in_fp8 is not None:
+            self._require_tensor_scaling(name, roles.recipe)
+            return kept_in_fp8()
+        if roles.recipe is None:
+            return roles.weight.cast(weight.detach().to(dtype), rowwise=True, columnwise=columnwise).operand
+        tape = current_tape()
+        is_kept = is_first_microbatch is False or (
+            is_first_microbatch is True and tape is not None and tape.is_replay
+        )
+        if not is_kept:
+            source = weight.detach().contiguous()
+            operand = roles.weight.cast(source, rowwise=True, columnwise=columnwise).operand
+        else:
+            operand = self.find(name, roles.recipe)
+            if columnwise and operand.columnwise is None:
+                # Kept by a forward without gradients.
+                operand = _with_columnwise(operand, weight, roles.weight)
+        if is_first_microbatch is not None:
+            self.kept[name] = (roles.recipe, operand)
+        return operand
+
+    def find(self, name: str, recipe: Recipe) -> Operand:
+        """What the first microbatch has kept.
+
+        Raises:
+            RuntimeError: if that is nothing, or it was cast with another recipe.
+        """
+        kept_recipe, operand = self.kept.get(name, (None, None))
+        if operand is None:
+            raise RuntimeError(
+                f"{self._layer}: is_first_microbatch=False, but {name} was not cast yet; call the "
+                "layer with is_first_microbatch=True in the first microbatch of each step"
+            )
+        if kept_recipe != recipe:
+            raise RuntimeError(
+                f"{self._layer}: {name} was cast with another recipe, {kept_recipe}; after a change "
+                "of recipe begin with is_first_microbatch=True"
+            )
+        return operand
+
+    def _require_tensor_scaling(self, name: str, recipe: Recipe | None) -> None:
+        if recipe is None or isinstance(recipe, BlockScaling):
+            found = "outside of fp8.autocast" if recipe is None else f"with {recipe}"
+            raise RuntimeError(
+                f"{self._layer}.{name} is kept in FP8 with one scale (Precision(fp8_weights=...)) "
+                f"and was used {found}; use CurrentScaling or DelayedScaling, or keep the weights in 16 "
+                "bits (fp8_weights=None)"
+            )
+
+
+def _with_columnwise(operand: Operand, weight: Tensor, quantizer: Quantizer) -> Operand:
+    """What the same cast would have made for dgrad."""
+    if is_blockwise(operand.rowwise_inv):
+        both = quantizer.cast(weight.detach().contiguous(), rowwise=False, columnwise=True).operand
+        return operand._replace(columnwise=both.columnwise, columnwise_inv=both.columnwise_inv)
+    return with_columnwise(operand)

@@ -1,0 +1,41 @@
+"""An operand from the rows that each of several ranks has, as sequence parallelism splits them.
+
+In:   this rank's rows as an `Operand`, cast by `Quantizer.for_rows`; in FP8 one byte an element is sent.
+Out:  an `Operand` of all rows, in the forms that products read.
+Next: `linear_map.py` multiplies while the rows are on their way.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from flatfsdp.comm.collectives import Pending
+from flatfsdp.contract.operand import Operand
+from flatfsdp.fp8.quantizers import Quantizer
+from flatfsdp.matmul.exchange import Exchange
+
+
+class RowsUnderWay(NamedTuple):
+    """Rows that are under way.
+
+    Attributes:
+        rows: this rank's.
+        quantizer: of all rows; see `Quantizer.of_rows`.
+    """
+
+    rows: Operand
+    pending: Pending
+    quantizer: Quantizer
+
+    @staticmethod
+    def start(rows: Operand, quantizer: Quantizer, exchange: Exchange) -> RowsUnderWay:
+        part = rows.rowwise if rows.high is None else rows.high
+        assert part is not None
+        return RowsUnderWay(rows, exchange.start_gather(part), quantizer)
+
+    def wait(self, *, rowwise: bool, columnwise: bool) -> Operand:
+        """All rows."""
+        whole = self.pending.wait()
+        field = "rowwise" if self.rows.high is None else "high"
+        gathered = self.rows._replace(**{field: whole})
+        return self.quantizer.of_rows(gathered, rowwise=rowwise, columnwise=columnwise)

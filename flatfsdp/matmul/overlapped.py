@@ -1,0 +1,113 @@
+"""Products that begin before all is there, and sums that begin before all is multiplied, over NVLink.
+
+In:   operands, as `products`, and the ranks that have their rows, or addends.
+Out:  as a gather and then a product, or a product and then a sum that is scattered.
+Next: `linear_map.py` calls these where nothing else is left to compute meanwhile.
+
+torch.ops.symm_mem cuts rows into one chunk a rank.  A chunk is copied from another rank's memory, or to it,
+by the copy engine, while the chunk before or after it is multiplied.  Products of fewer rows may be summed up
+in another order, and sums over ranks are in FP32 and rounded once, so results differ in the last digits from
+those of `products` and NCCL; they are the same in every run.
+
+PyTorch keeps one buffer a group in memory that all of its GPUs see: as large as the largest rows that were
+gathered, or as two chunks.  NVLink multicast is not used; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps PyTorch
+from setting it up.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.operand import Operand
+from flatfsdp.fp8.recipe import SplitAccumulator
+
+
+def is_available(device: torch.device) -> bool:
+    """Elsewhere, things are sent first and multiplied then."""
+    return device.type == "cuda"
+
+
+class Gathered(NamedTuple):
+    """A product, and its first operand of all ranks' rows in the form in which they were sent."""
+
+    product: Tensor
+    operand: Operand
+
+
+def gather_and_fprop(
+    rows: Operand,
+    weight: Operand,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    split: SplitAccumulator,
+    ranks: Ranks,
+) -> Gathered:
+    """x w^T + b, [tokens, out], where each rank has `rows` of x."""
+    second = _turned(weight.rowwise if weight.high is None else weight.high)
+    return _gather_and_multiply(rows, second, weight.rowwise_inv, bias, dtype, split.fprop, ranks)
+
+
+def gather_and_dgrad(
+    rows: Operand, weight: Operand, dtype: torch.dtype, split: SplitAccumulator, ranks: Ranks
+) -> Gathered:
+    """dy w, [tokens, in], where each rank has `rows` of dy."""
+    second = _turned(weight.columnwise) if weight.high is None else weight.high
+    return _gather_and_multiply(rows, second, weight.columnwise_inv, None, dtype, split.dgrad, ranks)
+
+
+def fprop_and_scatter(
+    x: Operand, weight: Operand, dtype: torch.dtype, split: SplitAccumulator, ranks: Ranks
+) -> Tensor:
+    """This rank's rows of the sum over ranks of x w^T, [tokens / ranks, out]."""
+    if x.high is not None:
+        return _ops().fused_matmul_reduce_scatter(x.high, _turned(weight.high), "sum", 0, ranks.name)
+    assert x.rowwise is not None and weight.rowwise is not None
+    shape = [x.rowwise.shape[0], weight.rowwise.shape[0]]
+    return _ops().fused_scaled_matmul_reduce_scatter(
+        *(x.rowwise, _turned(weight.rowwise), x.rowwise_inv, weight.rowwise_inv),
+        *("sum", 0, 0, ranks.name, shape),
+        out_dtype=dtype,
+        use_fast_accum=not split.fprop,
+    )
+
+
+def _gather_and_multiply(
+    rows: Operand,
+    second: Tensor,
+    second_inv: Tensor | None,
+    bias: Tensor | None,
+    dtype: torch.dtype,
+    split: bool,
+    ranks: Ranks,
+) -> Gathered:
+    """The rows of all ranks times `second`, [k, n]."""
+    if rows.high is not None:
+        whole, (product,) = _ops().fused_all_gather_matmul(rows.high, [second], 0, ranks.name)
+        return Gathered(product if bias is None else product.add_(bias), Operand(high=whole))
+    # FP8 products with an FP32 result add no bias.
+    own_bias = None if dtype == torch.float32 else bias
+    whole, (product,) = _ops().fused_all_gather_scaled_matmul(
+        *(rows.rowwise, [second], rows.rowwise_inv, [second_inv], 0, ranks.name),
+        *([own_bias], [None], [dtype], [not split]),
+    )
+    if bias is not None and own_bias is None:
+        product.add_(bias)
+    return Gathered(product, rows._replace(rowwise=whole))
+
+
+def _turned(weight: Tensor | None) -> Tensor:
+    """[n, k] as [k, n], without a copy."""
+    assert weight is not None
+    return weight.t()
+
+
+@cache
+def _ops() -> Any:
+    import torch.distributed._symmetric_memory
+
+    return torch.ops.symm_mem

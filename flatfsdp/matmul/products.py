@@ -1,0 +1,124 @@
+"""The three matrix products of a linear layer over `Operand`s, in FP8 or not.
+
+    fprop   y  = x w^T + bias   x [tokens, in], w [out, in]
+    dgrad   dx = dy w           dy [tokens, out]
+    wgrad   dw = dy^T x         into an FP32 buffer, or as a tensor
+
+FP8 products give 1 / (scale of a * scale of b) times the FP32 sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from flatfsdp.contract.operand import Operand
+from flatfsdp.fp8.recipe import SplitAccumulator
+from flatfsdp.kernels.gemm import wgrad as wgrad_kernels
+from flatfsdp.kernels.gemm.block_gemm import block_scaled_mm
+from flatfsdp.kernels.gemm.gemm import scaled_mm
+from flatfsdp.kernels.grad.accumulate import accumulate
+
+
+def fprop(
+    x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype, split: SplitAccumulator
+) -> Tensor:
+    """[tokens, out] in `dtype`; the bias is in `dtype`, too."""
+    if x.high is not None:
+        assert weight.high is not None
+        return F.linear(x.high, weight.high, bias)
+    return _product(x.rowwise, x.rowwise_inv, weight.rowwise, weight.rowwise_inv, dtype, split.fprop, bias)
+
+
+def dgrad(dy: Operand, weight: Operand, dtype: torch.dtype, split: SplitAccumulator) -> Tensor:
+    """[tokens, in] in `dtype`."""
+    if dy.high is not None:
+        assert weight.high is not None
+        return dy.high @ weight.high
+    return _product(dy.rowwise, dy.rowwise_inv, weight.columnwise, weight.columnwise_inv, dtype, split.dgrad)
+
+
+def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, split: SplitAccumulator) -> Tensor:
+    """[out, in] in `dtype`; with FP32 the same bits as `accumulate_wgrad` adds."""
+    if dtype == torch.float32 or _tokens(dy) == 0:
+        rows, cols = _wgrad_shape(dy, x)
+        target = _some(dy).new_empty(rows, cols, dtype=torch.float32)
+        accumulate_wgrad(target, dy, x, split, first=True)
+        return target.to(dtype)
+    if dy.high is not None:
+        assert x.high is not None
+        return dy.high.t() @ x.high
+    return _product(dy.columnwise, dy.columnwise_inv, x.columnwise, x.columnwise_inv, dtype, split.wgrad)
+
+
+def accumulate_wgrad(
+    target: Tensor, dy: Operand, x: Operand, split: SplitAccumulator, *, first: bool, two_passes: bool = False
+) -> None:
+    """Writes (`first`) or adds dy^T x to `target`, FP32 [out, in]; in the product itself or in two passes."""
+    if _tokens(dy) == 0:
+        if first:
+            target.zero_()
+        return
+    kernel = wgrad_kernels.wgrad_unfused if two_passes else wgrad_kernels.wgrad
+    if dy.high is not None:
+        assert x.high is not None
+        kernel(target, dy.high, x.high, first=first)
+        return
+    assert dy.columnwise is not None and x.columnwise is not None
+    if is_blockwise(dy.columnwise_inv):
+        # cuBLASLt has no beta for these.
+        product = _product(
+            dy.columnwise, dy.columnwise_inv, x.columnwise, x.columnwise_inv, torch.float32, split.wgrad
+        )
+        accumulate(target, product, first=first)
+        return
+    kernel(
+        target,
+        dy.columnwise,
+        x.columnwise,
+        first=first,
+        dy_scale_inv=dy.columnwise_inv,
+        x_scale_inv=x.columnwise_inv,
+        split_accumulator=split.wgrad,
+    )
+
+
+def _product(
+    a: Tensor | None,
+    a_inv: Tensor | None,
+    b: Tensor | None,
+    b_inv: Tensor | None,
+    dtype: torch.dtype,
+    split: bool,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """a [m, k] times b [n, k] transposed."""
+    assert a is not None and a_inv is not None and b is not None and b_inv is not None
+    if is_blockwise(a_inv):
+        product = block_scaled_mm(a, a_inv, b, b_inv, dtype)
+        return product if bias is None else product.add_(bias)
+    return scaled_mm(a, b, a_inv, b_inv, bias=bias, out_dtype=dtype, split_accumulator=split)
+
+
+def is_blockwise(scale_inv: Tensor | None) -> bool:
+    """Whether there is a scale for each block; otherwise there is one for the tensor."""
+    return scale_inv is not None and scale_inv.dim() == 2
+
+
+def _wgrad_shape(dy: Operand, x: Operand) -> tuple[int, int]:
+    if dy.high is not None and x.high is not None:
+        return dy.high.shape[1], x.high.shape[1]
+    assert dy.columnwise is not None and x.columnwise is not None
+    return dy.columnwise.shape[0], x.columnwise.shape[0]
+
+
+def _tokens(dy: Operand) -> int:
+    if dy.high is not None:
+        return dy.high.shape[0]
+    assert dy.columnwise is not None
+    return dy.columnwise.shape[1]
+
+
+def _some(operand: Operand) -> Tensor:
+    return next(tensor for tensor in operand if tensor is not None)

@@ -1,0 +1,75 @@
+"""The private parts of PyTorch that the engine relies on: of autograd, and of Dynamo.
+
+`torch.compile` sees nothing of the engine.  A model that was wrapped and then compiled as a whole, or whose
+modules were compiled one by one, becomes graphs of the modules inside each unit; the engine runs between them
+as it is written.  Traced, its collectives would be replaced by functional ones, which copy, and every step
+would be recompiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch._compile import _disable_dynamo
+from torch.autograd import Variable
+
+
+def running_backward() -> int:
+    """Number of the backward that runs in this thread, -1 if none; one inside another has its own."""
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    """Whether autograd is running: a forward that runs now is a recomputation."""
+    return running_backward() != -1
+
+
+def receives_gradient(tensor: Tensor) -> bool:
+    """Whether the running backward brings `tensor` a gradient; `autograd.grad` asks for some tensors only."""
+    if not tensor.requires_grad:
+        # Frozen since the forward.
+        return False
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # autograd.grad with respect to this very tensor, which nothing accumulates.
+        return False
+
+
+def run_as_soon_as_ready(tensor: Tensor, depth: int) -> None:
+    """Lets the last `depth` operations behind `tensor` run in backward as soon as their gradients are there.
+
+    As the accumulation into a leaf does; other operations wait for all that were recorded after them.
+    """
+    node = tensor.grad_fn
+    for _ in range(depth):
+        assert node is not None
+        node._set_sequence_nr(2**63)  # type: ignore[attr-defined]
+        node = node.next_functions[0][0]
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Calls `callback` when the running backward is over, and drops it uncalled if that raises."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def never_traced(function: Callable[P, R]) -> Callable[P, R]:
+    """Neither `function` nor what it calls is compiled.
+
+    As `torch.compiler.disable`, which would import the compiler along with this package, rather than in the
+    first forward; it takes a second.
+    """
+    return _disable_dynamo(function)
+
+
+def traced_inside(function: Callable[P, R]) -> Callable[P, R]:
+    """No caller's graph has `function` in it; what it calls is compiled, each by itself."""
+    return _disable_dynamo(function, recursive=False)

@@ -1,0 +1,1 @@
+"""Rotary embeddings, and heads joined into one tensor."""

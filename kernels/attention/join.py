@@ -1,0 +1,160 @@
+"""Query, key and value, or their gradients, into one joint projection [.., .., (heads + 2 groups) * dim].
+
+    interleaved        each group of heads has its queries, its key, its value:  [q.. k v] [q.. k v] ...
+    not interleaved    all queries, all keys, all values:                        [Q; K; V]
+
+Attention returns its gradients in whatever strides suit it, and three strided copies read and write with less
+than half of the bandwidth.  Here a program writes several heads of one token, each of which it reads where it
+lies.
+
+Bytes per element of p bytes: 2 p.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatfsdp.kernels.shared.ops import operator
+from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
+from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+
+
+def tile(dtype: torch.dtype, heads: int, dim: int) -> Tile:
+    """Heads of one token, all of their elements."""
+    block, width = find("join_heads", dtype, heads * dim), power_of_two(dim)
+    return block._replace(rows=min(power_of_two(heads), max(1, block.cols // width)), cols=width)
+
+
+def reference(out: Tensor, query: Tensor, key: Tensor, value: Tensor, interleaved: bool) -> None:
+    heads, groups, dim = query.shape[2], key.shape[2], query.shape[3]
+    each = heads // groups
+    if interleaved:
+        grouped = out.unflatten(-1, (groups, each + 2, dim))
+        grouped[..., :each, :] = query.unflatten(2, (groups, each))
+        grouped[..., each, :] = key
+        grouped[..., each + 1, :] = value
+    else:
+        torch.cat([query, key, value], 2, out=out.unflatten(-1, (-1, dim)))
+
+
+@jit
+def _join_kernel(
+    out_ptr,
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    batch,
+    heads,
+    groups,
+    query_seq_stride,
+    query_batch_stride,
+    query_head_stride,
+    key_seq_stride,
+    key_batch_stride,
+    key_head_stride,
+    value_seq_stride,
+    value_batch_stride,
+    value_head_stride,
+    DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_DIM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    at_seq, at_batch = token // batch, token % batch
+    query_ptr += at_seq * query_seq_stride + at_batch * query_batch_stride
+    key_ptr += at_seq * key_seq_stride + at_batch * key_batch_stride
+    value_ptr += at_seq * value_seq_stride + at_batch * value_batch_stride
+
+    slot = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    if INTERLEAVED:
+        each = heads // groups
+        at_key = (slot // (each + 2)).to(tl.int64)
+        at_value = at_key
+        at_query = at_key * each + slot % (each + 2)
+        is_query, is_key = slot % (each + 2) < each, slot % (each + 2) == each
+    else:
+        at_query = slot.to(tl.int64)
+        at_key = at_query - heads
+        at_value = at_key - groups
+        is_query, is_key = slot < heads, slot < heads + groups
+    slots = heads + 2 * groups
+    col = tl.arange(0, BLOCK_DIM)
+    # Columns come before the choice: newer Tritons do not see through it that they are neighbours.
+    from_query = (query_ptr + at_query * query_head_stride)[:, None] + col[None, :]
+    from_key = (key_ptr + at_key * key_head_stride)[:, None] + col[None, :]
+    from_value = (value_ptr + at_value * value_head_stride)[:, None] + col[None, :]
+    source = tl.where(is_query[:, None], from_query, tl.where(is_key[:, None], from_key, from_value))
+    mask = (slot < slots)[:, None] & (col < DIM)[None, :]
+    index = (token * slots + slot)[:, None] * DIM + col[None, :]
+    tl.store(out_ptr + index, tl.load(source, mask), mask)
+
+
+def launch(out: Tensor, query: Tensor, key: Tensor, value: Tensor, interleaved: bool) -> None:
+    strides = (*_strides(query), *_strides(key), *_strides(value))
+    groups = key.shape[2]
+    block = tile(query.dtype, query.shape[2] + 2 * groups, query.shape[3])
+    _launch(query.shape, groups, strides, interleaved, block)(out, query, key, value)
+
+
+@for_each_shape
+def _launch(
+    shape: tuple[int, ...], groups: int, strides: tuple[int, ...], interleaved: bool, block: Tile
+) -> Launch:
+    """
+    Args:
+        shape: of the query.
+        strides: as `_strides` gives them, of query, key and value.
+    """
+    seq, batch, heads, dim = shape
+    return Launch(
+        _join_kernel,
+        (seq * batch, cdiv(heads + 2 * groups, block.rows)),
+        *(batch, heads, groups, *strides, dim, interleaved, block.rows, block.cols),
+        **block.options,
+    )
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Of all dimensions but the last; 0 where it does not matter, so that it is a multiple of anything."""
+    return [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
+
+
+_join_heads = operator(
+    "join_heads_(Tensor(a!) out, Tensor query, Tensor key, Tensor value, bool interleaved) -> ()",
+    reference=reference,
+    launch=launch,
+)
+
+
+def join_heads(query: Tensor, key: Tensor, value: Tensor, *, interleaved: bool) -> Tensor:
+    """Copies three tensors of heads side by side, [a, b, (heads + 2 groups) * dim], contiguous.
+
+    Args:
+        query: [a, b, heads, dim], where a and b are sequence and batch in either order; any dtype, any
+            strides but 1 for the last dimension.
+        key, value: [a, b, groups, dim] alike; `groups` divides `heads`.
+        interleaved: by groups of heads, each with its key and its value.
+
+    Raises:
+        ValueError: if shapes, strides, dtypes or devices do not fit.
+    """
+    if query.dim() != 4 or key.dim() != 4 or key.shape[2] == 0 or query.shape[2] % key.shape[2]:
+        raise ValueError(
+            f"query has shape {tuple(query.shape)} and key {tuple(key.shape)}; join_heads needs "
+            "[a, b, heads, dim] and [a, b, groups, dim], where groups divides heads"
+        )
+    a, b, heads, dim = query.shape
+    groups = key.shape[2]
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        shape = (a, b, heads if x is query else groups, dim)
+        is_alike = x.dtype == query.dtype and x.device == query.device
+        if tuple(x.shape) != shape or not is_alike or (dim > 1 and x.stride(3) != 1):
+            raise ValueError(
+                f"{name} is {x.dtype} {tuple(x.shape)} with strides {x.stride()} on {x.device}; join_heads "
+                f"needs {query.dtype} {shape} on {query.device}, the last dimension of stride 1"
+            )
+    out = query.new_empty(a, b, (heads + 2 * groups) * dim)
+    _join_heads(out, query, key, value, interleaved)
+    return out

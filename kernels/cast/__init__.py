@@ -1,0 +1,1 @@
+"""Casts to FP8, scales, transposes and column sums."""

@@ -1,0 +1,1 @@
+"""GEMMs by cuBLASLt or PyTorch, and weight gradients that are added in place."""

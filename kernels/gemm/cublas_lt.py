@@ -1,0 +1,319 @@
+"""cuBLASLt through nvmath-python: one algorithm for each product, chosen once and kept.
+
+In:   device, sizes and dtypes of a product.
+Out:  a `Plan`, or None: without nvmath-python, or without an algorithm.
+Next: `gemm.py` and `wgrad.py` run it, or else PyTorch's own product.
+
+PyTorch asks cuBLASLt for an algorithm in every call, which is half of its time on the host, and takes the
+first choice, which on an H200 is not always the fastest: `tiles.py` knows others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import threading
+import weakref
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.kernels.gemm.tiles import preferred_tile
+from flatfsdp.kernels.shared.outputs import FP8_DTYPES
+
+_log = logging.getLogger(__name__)
+
+ADDRESS_ALIGNMENT = 16
+"""Bytes that addresses of all matrices, and lengths of their rows, are multiples of."""
+MAX_WORKSPACE = 32 << 20
+MAX_CANDIDATES = 64
+"""Algorithms that cuBLASLt is asked for where its first choice will not do."""
+
+
+class Product(NamedTuple):
+    """out [rows, cols] = a b, or out += a b, summed over `inner`.
+
+    Attributes:
+        a_along, b_along: whether the operand is read along the sum: `a` is [rows, inner] and `b`
+            [cols, inner]; otherwise they are [inner, rows] and [inner, cols].  FP8 needs both.
+        split_accumulator: FP8 only: partial sums are moved to FP32 registers now and then.
+        has_bias: a vector [cols] in `out_dtype` is added to FP32 sums and rounded with them.
+    """
+
+    rows: int
+    cols: int
+    inner: int
+    a_dtype: torch.dtype
+    b_dtype: torch.dtype
+    out_dtype: torch.dtype
+    a_along: bool = True
+    b_along: bool = True
+    split_accumulator: bool = False
+    has_bias: bool = False
+
+    @property
+    def is_fp8(self) -> bool:
+        return self.a_dtype in FP8_DTYPES
+
+    @property
+    def sums_once(self) -> bool:
+        """Without split-K, so that each element has one FP32 sum, to which `out` may be added once."""
+        return self.out_dtype == torch.float32
+
+
+@cache
+def bindings() -> Any:
+    """nvmath's module of cuBLASLt's functions, or None without nvmath-python; says once which it is."""
+    try:
+        cublas_lt = importlib.import_module("nvmath.bindings.cublasLt")
+    except ImportError as error:
+        _log.info(
+            "Weight gradients: a GEMM into an FP32 temporary, then an add; nvmath-python would let the GEMM "
+            "accumulate in place, and choose faster FP8 products (%s)",
+            error,
+        )
+        return None
+    _log.info(
+        "Weight gradients and FP8 products: cuBLASLt %d through nvmath-python, accumulating in place",
+        cublas_lt.get_version(),
+    )
+    return cublas_lt
+
+
+# Of cudaDataType_t, cublasComputeType_t and cublasOperation_t in CUDA's headers.
+_CUDA_TYPES = {
+    torch.float32: 0,
+    torch.float16: 2,
+    torch.bfloat16: 14,
+    torch.float8_e4m3fn: 28,
+    torch.float8_e5m2: 29,
+}
+_COMPUTE_32F = 68
+_TRANSPOSED, _NOT_TRANSPOSED = 1, 0
+
+_ZERO, _ONE = ctypes.c_float(0.0), ctypes.c_float(1.0)
+_ADDRESS_OF_ZERO, _ADDRESS_OF_ONE = ctypes.addressof(_ZERO), ctypes.addressof(_ONE)
+
+
+@cache
+def _handle(device: torch.device) -> int:
+    """cuBLASLt's context on the current device, `device`; kept until the process ends."""
+    return bindings().create()
+
+
+@lru_cache(maxsize=4096)
+def plan_of(device: torch.device, product: Product) -> Plan | None:
+    """The one plan of this product, or None if it does not run."""
+    # FP32 is left to PyTorch, which knows whether TF32 is allowed.
+    if product.a_dtype == torch.float32 or 0 in product[:3] or bindings() is None:
+        return None
+    plan = Plan(device, product)
+    if plan.is_possible:
+        return plan
+    _log.info("%s: cuBLASLt has no algorithm%s", product, " without split-K" * product.sums_once)
+    return None
+
+
+def is_readable(operand: Tensor) -> bool:
+    """Whether a plan can read this matrix, or bias, where it lies."""
+    return operand.is_contiguous() and operand.data_ptr() % ADDRESS_ALIGNMENT == 0
+
+
+class Plan:
+    """One product on one device: descriptors, layouts, algorithm; made once.
+
+    cuBLASLt thinks in columns first, so it computes the transpose, [cols, rows] = B^T A: its first operand
+    is `b` and its second one `a`.
+
+    Attributes:
+        is_possible: whether there is an algorithm to run.
+    """
+
+    def __init__(self, device: torch.device, product: Product) -> None:
+        lt = self._lt = bindings()
+        self._device = device
+        self._handle = _handle(device)
+        rows, cols, inner = product[:3]
+        self._a_layout = self._layout(product.a_dtype, *((inner, rows) if product.a_along else (rows, inner)))
+        self._b_layout = self._layout(product.b_dtype, *((inner, cols) if product.b_along else (cols, inner)))
+        self._out_layout = self._layout(product.out_dtype, cols, rows)
+        self._operation = lt.matmul_desc_create(_COMPUTE_32F, _CUDA_TYPES[torch.float32])
+        self._lock = threading.Lock()
+        names = lt.MatmulDescAttribute
+        self._describe(names.TRANSA, ctypes.c_int32(_TRANSPOSED if product.b_along else _NOT_TRANSPOSED))
+        self._describe(names.TRANSB, ctypes.c_int32(_NOT_TRANSPOSED if product.a_along else _TRANSPOSED))
+        pointers = []
+        if product.is_fp8:
+            self._describe(names.FAST_ACCUM, ctypes.c_int8(not product.split_accumulator))
+            pointers += [names.A_SCALE_POINTER, names.B_SCALE_POINTER]
+        if product.has_bias:
+            self._describe(names.EPILOGUE, ctypes.c_int32(lt.Epilogue.BIAS))
+            pointers += [names.BIAS_POINTER]
+        # Where scales and bias are, in memory that stays: a call has 20 microseconds on the host.
+        self._addresses = (ctypes.c_int64 * len(pointers))()
+        self._pointers = [
+            (int(name), ctypes.addressof(self._addresses) + index * ctypes.sizeof(ctypes.c_int64))
+            for index, name in enumerate(pointers)
+        ]
+        # The choice may depend on whether there are scales and where a bias is aligned, not on what they are.
+        something = torch.ones(cols if product.has_bias else 1, device=device)
+        self._point_at([something] * len(pointers))
+        self._algorithm = self._choose_algorithm(product)
+        self.is_possible = self._algorithm is not None
+        if self.is_possible:
+            # Read once, because these are computed; the algorithm is what a heuristic's result begins with.
+            self._algorithm_address = self._algorithm.ptr
+            self._workspace_size = self._algorithm.workspace_size
+        layouts = (self._a_layout, self._b_layout, self._out_layout)
+        weakref.finalize(self, _destroy, lt, self._operation, layouts).atexit = False
+
+    def _layout(self, dtype: torch.dtype, rows: int, cols: int) -> int:
+        """Of a matrix [rows, cols], columns first, without gaps."""
+        return self._lt.matrix_layout_create(_CUDA_TYPES[dtype], rows, cols, rows)
+
+    def _describe(self, name: int, value: Any) -> None:
+        self._lt.matmul_desc_set_attribute(
+            self._operation, name, ctypes.addressof(value), ctypes.sizeof(value)
+        )
+
+    def _point_at(self, tensors: list[Tensor]) -> None:
+        self._addresses[:] = [tensor.data_ptr() for tensor in tensors]
+        for name, address in self._pointers:
+            self._lt.matmul_desc_set_attribute(self._operation, name, address, 8)
+
+    def _choose_algorithm(self, product: Product) -> Any:
+        """For any beta and any buffer: with the preferred tile, or else cuBLASLt's first choice; None if it
+        has none.
+
+        For few outputs and a long sum cuBLASLt may know no algorithm without split-K if asked for no other,
+        and yet name some among many of all kinds.
+        """
+        lt = self._lt
+        tile = preferred_tile(product)
+        if tile is not None:
+            for found in self._heuristics(lt.ReductionScheme.MASK, MAX_CANDIDATES):
+                if self._tile(found) == getattr(lt.MatmulTile, tile, None) and self._sums_once(found):
+                    return found
+        schemes = lt.ReductionScheme.NONE if product.sums_once else lt.ReductionScheme.MASK
+        for found in self._heuristics(schemes, 1):
+            return found
+        for found in self._heuristics(lt.ReductionScheme.MASK, MAX_CANDIDATES):
+            if self._sums_once(found):
+                return found
+        return None
+
+    def offered_tiles(self) -> list[str]:
+        """Of algorithms without split-K, best first by cuBLASLt's reckoning."""
+        found = self._heuristics(self._lt.ReductionScheme.MASK, MAX_CANDIDATES)
+        tiles = dict.fromkeys(self._tile(one) for one in found if self._sums_once(one))
+        return [self._lt.MatmulTile(tile).name for tile in tiles]
+
+    def _tile(self, found: Any) -> int:
+        return self._configured(found, self._lt.MatmulAlgoConfigAttribute.TILE_ID)
+
+    def _heuristics(self, reduction_schemes: int, wanted: int) -> list[Any]:
+        """What cuBLASLt recommends, best first.
+
+        Alignments are the least that is allowed rather than those of the first call's buffers.
+        """
+        lt = self._lt
+        names = lt.MatmulPreferenceAttribute
+        preference = lt.matmul_preference_create()
+        for name, value in (
+            (names.MAX_WORKSPACE_BYTES, ctypes.c_uint64(MAX_WORKSPACE)),
+            (names.REDUCTION_SCHEME_MASK, ctypes.c_uint32(reduction_schemes)),
+            (names.MIN_ALIGNMENT_A_BYTES, ctypes.c_uint32(ADDRESS_ALIGNMENT)),
+            (names.MIN_ALIGNMENT_B_BYTES, ctypes.c_uint32(ADDRESS_ALIGNMENT)),
+            (names.MIN_ALIGNMENT_C_BYTES, ctypes.c_uint32(ADDRESS_ALIGNMENT)),
+            (names.MIN_ALIGNMENT_D_BYTES, ctypes.c_uint32(ADDRESS_ALIGNMENT)),
+        ):
+            lt.matmul_preference_set_attribute(
+                preference, name, ctypes.addressof(value), ctypes.sizeof(value)
+            )
+        results, count = lt.MatmulHeuristicResult(wanted), ctypes.c_int32(0)
+        try:
+            lt.matmul_algo_get_heuristic(
+                self._handle,
+                self._operation,
+                self._b_layout,
+                self._a_layout,
+                self._out_layout,
+                self._out_layout,
+                preference,
+                wanted,
+                results.ptr,
+                ctypes.addressof(count),
+            )
+        except lt.cuBLASLtError:  # NOT_SUPPORTED, rather than nothing found
+            return []
+        finally:
+            lt.matmul_preference_destroy(preference)
+        return [results[index] for index in range(count.value) if results[index].state == 0]
+
+    def _sums_once(self, found: Any) -> bool:
+        """Whether an algorithm has no split-K."""
+        names, schemes = self._lt.MatmulAlgoConfigAttribute, self._lt.ReductionScheme
+        splits, scheme = (
+            self._configured(found, name) for name in (names.SPLITK_NUM, names.REDUCTION_SCHEME)
+        )
+        return splits <= 1 and scheme == schemes.NONE
+
+    def _configured(self, found: Any, name: int) -> int:
+        value, written = ctypes.c_int32(0), ctypes.c_size_t(0)
+        self._lt.matmul_algo_config_get_attribute(
+            found.ptr, name, ctypes.addressof(value), ctypes.sizeof(value), ctypes.addressof(written)
+        )
+        return value.value
+
+    def run(
+        self,
+        out: Tensor,
+        a: Tensor,
+        b: Tensor,
+        scale_invs: tuple[Tensor, Tensor] | None = None,
+        bias: Tensor | None = None,
+        *,
+        adds: bool = False,
+    ) -> None:
+        """Writes or `adds` to `out`, contiguous and at a multiple of `ADDRESS_ALIGNMENT` like all operands.
+
+        Args:
+            scale_invs: what `a` and `b` are to be multiplied with, in FP8.
+        """
+        size = self._workspace_size
+        # Not kept: the allocator knows what each stream still uses, and plans run on any stream.
+        workspace = torch.empty(size, dtype=torch.uint8, device=self._device) if size else None
+        pointed_at = [] if scale_invs is None else [scale_invs[1], scale_invs[0]]
+        if bias is not None:
+            pointed_at.append(bias)
+        # Addresses are part of the descriptor, and backwards run on several threads.
+        with self._lock:
+            self._point_at(pointed_at)
+            self._lt.matmul(
+                self._handle,
+                self._operation,
+                _ADDRESS_OF_ONE,
+                b.data_ptr(),
+                self._b_layout,
+                a.data_ptr(),
+                self._a_layout,
+                _ADDRESS_OF_ONE if adds else _ADDRESS_OF_ZERO,
+                out.data_ptr(),
+                self._out_layout,
+                out.data_ptr(),
+                self._out_layout,
+                self._algorithm_address,
+                0 if workspace is None else workspace.data_ptr(),
+                size,
+                torch._C._cuda_getCurrentRawStream(self._device.index),
+            )
+
+
+def _destroy(lt: Any, operation: int, layouts: tuple[int, ...]) -> None:
+    """Of a plan that was least recently used.  What it started does not need them any more."""
+    lt.matmul_desc_destroy(operation)
+    for layout in layouts:
+        lt.matrix_layout_destroy(layout)

@@ -1,0 +1,63 @@
+"""Which tile of the result is the fastest for a product on an H200, where cuBLASLt's first choice is not.
+
+Rules, and no autotuning at run time, so that every run and every rank adds up in one order.  They come from
+timing what cuBLASLt offers, as `benchmarks/products.py --sweep` does; benchmarks/LOG.md has figures.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from flatfsdp.kernels.shared.tiles import MULTIPROCESSORS
+from flatfsdp.kernels.shared.triton import cdiv
+
+if TYPE_CHECKING:
+    from flatfsdp.kernels.gemm.cublas_lt import Product
+
+FIRST_CHOICE = (256, 128)
+FORWARD = {FIRST_CHOICE: 1.0, (176, 128): 1.03, (168, 128): 1.03, (128, 160): 1.02}
+"""Columns and rows of a tile -> speed of FP8 products with fast accumulation; the usual first choice is 1."""
+LONG_SUMS = FORWARD | {(128, 160): 1.0}
+"""The same for sums over more than 4096: a small tile reads more for each product."""
+
+
+def preferred_tile(product: Product) -> str | None:
+    """By its name in cuBLASLt; None: its first choice."""
+    if product.out_dtype == torch.float32:
+        return _of_weight_gradient(product)
+    # With split accumulators the first choice is within 2 % of the best.
+    if product.is_fp8 and not product.split_accumulator and product.rows >= 2048:
+        return _of_forward(product)
+    return None
+
+
+def _of_forward(product: Product) -> str | None:
+    """The one with the shortest waves of tiles over all multiprocessors, if it is not the usual first choice.
+
+    Over 44 products of layers, 2048 to 16384 tokens, it takes 90 to 100 % of PyTorch's time, 97 % on average,
+    and 0.4 % more than the best tile of each.
+    """
+    speeds = FORWARD if product.inner <= 4096 else LONG_SUMS
+
+    def time(tile: tuple[int, int]) -> float:
+        cols, rows = tile
+        tiles = cdiv(product.cols, cols) * cdiv(product.rows, rows)
+        return cdiv(tiles, MULTIPROCESSORS) * cols * rows / speeds[tile]
+
+    best = min(speeds, key=time)
+    return None if best == FIRST_CHOICE else f"TILE_{best[0]}x{best[1]}"
+
+
+def _of_weight_gradient(product: Product) -> str | None:
+    """And of all that has FP32 results.  Measured with beta = 1, over shapes of layers, 1024 to 8192 tokens.
+
+    cuBLASLt foresees neither that the epilogue reads and writes FP32 nor the clock that a GPU keeps up.  In
+    16 bits 128 x 160 takes 1 to 9 % less time at 8192 tokens and 20 to 28 % less at 1024; for FP8 the first
+    choice is within 2 % of the best but for few tokens, where 128 x 128 takes 4 to 13 % less.
+    """
+    size = product.rows * product.cols
+    if size < 1 << 22 or (product.is_fp8 and product.inner > 1024):
+        return None
+    return "TILE_128x128" if product.is_fp8 or size < 1 << 25 else "TILE_128x160"

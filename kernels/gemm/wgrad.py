@@ -1,0 +1,261 @@
+"""The weight gradient, accumulated by the GEMM itself into the flat FP32 buffer.
+
+    target  = dy^T x           the first time  (what target held is not read)
+    target += dy^T x           later           (one rounding: the FP32 product is added to target)
+
+for dy [tokens, out], x [tokens, in] and target [out, in].  What runs on CUDA:
+
+    FP8, bf16, fp16    cuBLASLt through nvmath-python, beta = 0 or 1, in place
+    the same without nvmath-python, or where cuBLASLt has no fitting algorithm, and FP32
+                       `torch._scaled_mm` or `torch.mm` into an FP32 temporary, which is copied or added
+
+Hopper's FP8 GEMM reads both operands along K, which is tokens here, so FP8 operands come transposed:
+dy_t [out, tokens] and x_t [in, tokens], as `cast(..., columnwise=True)` makes them.  There is no Triton GEMM
+here: on H200 one reaches 0.7 to 0.8 of `torch._scaled_mm` with an add in FP8, 1.03 of that in bf16.
+
+Bytes per element of the target, beyond the operands: 4 the first time and 8 later, in the GEMM's epilogue and
+hidden behind its arithmetic; a temporary and an add are 16.
+
+Bit for bit: a shape has one algorithm, without split-K, for beta = 0 and 1 and for every buffer.  In bf16 and
+fp16, fused is then equal to unfused (`wgrad_unfused`): FP32 sums are added to the target with one rounding.
+In FP8 it is if the scales are powers of two: scaling the sum is exact, and the rounding of the add is left;
+with other scales the fused form may round once where the unfused one rounds twice.  `torch.addmm` in place
+would not do: for beta = 1 cuBLAS may choose another algorithm than for beta = 0.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatfsdp.kernels.gemm.cublas_lt import ADDRESS_ALIGNMENT, Plan, Product, is_readable, plan_of
+from flatfsdp.kernels.gemm.gemm import ALIGNMENT, FP8_PAIRS, scaled_mm
+from flatfsdp.kernels.grad.accumulate import accumulate
+from flatfsdp.kernels.shared.ops import operator
+from flatfsdp.kernels.shared.outputs import FP8_DTYPES, HIGH_DTYPES, check_scalar
+from flatfsdp.kernels.shared.triton import on_device_of
+
+
+def reference(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
+    accumulate(target, dy.float().t() @ x.float(), first=first)
+
+
+def launch(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
+    with on_device_of(target):
+        rows, cols = target.shape
+        product = Product(
+            rows, cols, dy.shape[0], dy.dtype, x.dtype, torch.float32, a_along=False, b_along=False
+        )
+        plan = plan_of(target.device, product)
+        if plan is not None:
+            _run(plan, target, _readable(dy), _readable(x), None, first)
+        elif dy.dtype == torch.float32:
+            accumulate(target, torch.mm(dy.t(), x), first=first)
+        else:
+            accumulate(target, torch.mm(dy.t(), x, out_dtype=torch.float32), first=first)
+
+
+def flops(target: tuple[int, int], dy: tuple[int, int], *others: object, **named: object) -> int:
+    return 2 * target[1] * dy[0] * dy[1]
+
+
+_wgrad = operator(
+    "wgrad_(Tensor(a!) target, Tensor dy, Tensor x, bool first) -> ()",
+    reference=reference,
+    launch=launch,
+    flops=flops,
+)
+
+
+def reference_fp8(
+    target: Tensor,
+    dy_t: Tensor,
+    x_t: Tensor,
+    dy_scale_inv: Tensor,
+    x_scale_inv: Tensor,
+    first: bool,
+    split_accumulator: bool,
+) -> None:
+    # Products of FP8 numbers are exact in FP32; both accumulators of the GPU are less exact than this sum.
+    product = dy_t.float() @ x_t.float().t()
+    accumulate(target, product * (dy_scale_inv * x_scale_inv), first=first)
+
+
+def launch_fp8(
+    target: Tensor,
+    dy_t: Tensor,
+    x_t: Tensor,
+    dy_scale_inv: Tensor,
+    x_scale_inv: Tensor,
+    first: bool,
+    split_accumulator: bool,
+) -> None:
+    dy_t, x_t = _readable(dy_t), _readable(x_t)
+    with on_device_of(target):
+        rows, cols = target.shape
+        product = Product(
+            rows,
+            cols,
+            dy_t.shape[1],
+            dy_t.dtype,
+            x_t.dtype,
+            torch.float32,
+            split_accumulator=split_accumulator,
+        )
+        plan = plan_of(target.device, product)
+        if plan is not None:
+            _run(plan, target, dy_t, x_t, (dy_scale_inv, x_scale_inv), first)
+            return
+    grad = scaled_mm(
+        dy_t,
+        x_t,
+        dy_scale_inv,
+        x_scale_inv,
+        bias=None,
+        out_dtype=torch.float32,
+        split_accumulator=split_accumulator,
+    )
+    accumulate(target, grad, first=first)
+
+
+_wgrad_fp8 = operator(
+    "wgrad_fp8_(Tensor(a!) target, Tensor dy_t, Tensor x_t, Tensor dy_scale_inv, Tensor x_scale_inv, "
+    "bool first, bool split_accumulator) -> ()",
+    reference=reference_fp8,
+    launch=launch_fp8,
+    flops=flops,
+)
+
+
+def _run(
+    plan: Plan, target: Tensor, dy: Tensor, x: Tensor, scale_invs: tuple[Tensor, Tensor] | None, first: bool
+) -> None:
+    """Through a temporary where a plan cannot write to the target."""
+    if target.data_ptr() % ADDRESS_ALIGNMENT:
+        product = torch.empty_like(target)
+        plan.run(product, dy, x, scale_invs)
+        accumulate(target, product, first=first)
+    else:
+        plan.run(target, dy, x, scale_invs, adds=not first)
+
+
+def _readable(operand: Tensor) -> Tensor:
+    """As it is, or, where a plan cannot read it, copied: expanded gradients, slices at odd offsets."""
+    return operand if is_readable(operand) else operand.clone(memory_format=torch.contiguous_format)
+
+
+def wgrad(
+    target: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    *,
+    first: bool,
+    dy_scale_inv: Tensor | None = None,
+    x_scale_inv: Tensor | None = None,
+    split_accumulator: bool = True,
+) -> None:
+    """Writes (`first`) or adds the weight gradient dy^T x to `target`, in place.
+
+    Args:
+        target: FP32 [out, in], contiguous; usually a slot of the unit's flat gradient buffer.
+        dy: [tokens, out] in bf16, fp16 or FP32; in FP8 its transpose [out, tokens], contiguous.
+        x: [tokens, in] in dy's dtype; in FP8 its transpose [in, tokens], contiguous.
+        dy_scale_inv: FP8 only: FP32, one element, what dy is to be multiplied with (1 / scale of the cast).
+        x_scale_inv: the same for x.
+        split_accumulator: FP8 only: partial sums are moved to FP32 registers now and then, as in
+            Transformer Engine's backward GEMMs.  False is fast accumulation, exact to about 13 bits.
+
+    FP8 operands are E4M3 or E5M2, not both E5M2, and out, in and tokens are multiples of 16.
+
+    Raises:
+        ValueError: if shapes, dtypes or devices do not fit, or scales are missing or not expected.
+    """
+    _check_target(target, dy, x)
+    if dy.dtype in FP8_DTYPES or x.dtype in FP8_DTYPES:
+        _check_fp8(target, dy, x)
+        dy_scale_inv = _checked_scale("dy_scale_inv", dy_scale_inv, target)
+        x_scale_inv = _checked_scale("x_scale_inv", x_scale_inv, target)
+        _wgrad_fp8(target, dy, x, dy_scale_inv, x_scale_inv, first, split_accumulator)
+        return
+    _check_high_precision(target, dy, x)
+    if dy_scale_inv is not None or x_scale_inv is not None:
+        raise ValueError(f"dy_scale_inv and x_scale_inv are for FP8 operands; dy is {dy.dtype}")
+    _wgrad(target, dy, x, first)
+
+
+def wgrad_unfused(
+    target: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    *,
+    first: bool,
+    dy_scale_inv: Tensor | None = None,
+    x_scale_inv: Tensor | None = None,
+    split_accumulator: bool = True,
+) -> None:
+    """As `wgrad`, in two passes: the same GEMM into an FP32 temporary, which is then copied or added.
+
+    What a gradient is that was not fused, and what the fused one is compared with, bit for bit.
+    """
+    product = torch.empty_like(target)
+    wgrad(
+        product,
+        dy,
+        x,
+        first=True,
+        dy_scale_inv=dy_scale_inv,
+        x_scale_inv=x_scale_inv,
+        split_accumulator=split_accumulator,
+    )
+    accumulate(target, product, first=first)
+
+
+def _check_target(target: Tensor, dy: Tensor, x: Tensor) -> None:
+    if target.dim() != 2 or target.dtype != torch.float32 or not target.is_contiguous():
+        raise ValueError(
+            f"target is {target.dtype} {tuple(target.shape)} with strides {target.stride()}; wgrad "
+            "accumulates into a contiguous FP32 matrix"
+        )
+    if not target.device == dy.device == x.device:
+        raise ValueError(
+            f"target is on {target.device}, dy on {dy.device} and x on {x.device}; wgrad needs one device"
+        )
+
+
+def _check_high_precision(target: Tensor, dy: Tensor, x: Tensor) -> None:
+    if dy.dtype not in HIGH_DTYPES or x.dtype != dy.dtype:
+        raise ValueError(
+            f"dy is {dy.dtype} and x {x.dtype}; wgrad takes both in bf16, both in fp16, both in FP32, or FP8"
+        )
+    if dy.dim() != 2 or x.dim() != 2 or (dy.shape[0], dy.shape[1], x.shape[1]) != (x.shape[0], *target.shape):
+        raise ValueError(
+            f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}; for a target [out, in] = {tuple(target.shape)} "
+            "they have to be [tokens, out] and [tokens, in]"
+        )
+
+
+def _check_fp8(target: Tensor, dy: Tensor, x: Tensor) -> None:
+    if (dy.dtype, x.dtype) not in FP8_PAIRS:
+        raise ValueError(
+            f"dy is {dy.dtype} and x {x.dtype}; an FP8 GEMM takes two FP8 operands, at most one in E5M2"
+        )
+    if dy.dim() != 2 or x.dim() != 2 or (*target.shape, dy.shape[1]) != (dy.shape[0], x.shape[0], x.shape[1]):
+        raise ValueError(
+            f"dy is {tuple(dy.shape)} and x {tuple(x.shape)}; for a target [out, in] = {tuple(target.shape)} "
+            "FP8 operands have to be transposed: [out, tokens] and [in, tokens]"
+        )
+    if not dy.is_contiguous() or not x.is_contiguous():
+        raise ValueError("dy and x in FP8 have to be contiguous: cast them with columnwise=True")
+    sizes = (*target.shape, dy.shape[1])
+    if any(size == 0 or size % ALIGNMENT for size in sizes):
+        raise ValueError(
+            f"out, in and tokens are {sizes}; FP8 GEMMs need multiples of {ALIGNMENT}: pad them, or keep "
+            "this layer in bf16"
+        )
+
+
+def _checked_scale(name: str, scale_inv: Tensor | None, target: Tensor) -> Tensor:
+    if scale_inv is None:
+        raise ValueError(f"{name} is missing; FP8 operands need the inverse of the scale they were cast with")
+    check_scalar(name, scale_inv, target)
+    return scale_inv

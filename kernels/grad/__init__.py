@@ -1,0 +1,1 @@
+"""Gradients added to FP32 buffers."""

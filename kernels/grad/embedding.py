@@ -1,0 +1,227 @@
+"""Gradient of an embedding into its FP32 accumulator, without a gradient of the size of the table.
+
+    sum of row r = dy[t1] + dy[t2] + ...         FP32, over the tokens whose id is r, in their order
+    target[r]    = sum                           the first time; rows without tokens become 0
+    target[r]   += sum                           later; rows without tokens are not touched
+
+Every row is written once, by programs of its own, so the result is deterministic and does not depend on how
+ids are distributed.  Tokens come to their rows by a stable sort of the ids; no kernel adds with atomics, and
+the host does not wait for the number of different ids.  Up to `MOST_RANKED` tokens the sort is a count: each
+token's place is the number of tokens before it in the order of (id, token).  That compares all pairs, which
+takes less time than the many launches of a radix sort.
+
+Bytes for n tokens of which m differ, h columns, dy of p bytes: n h p, and 4 m h the first time (after 4 bytes
+an element of the table, to clear it) or 8 m h later; the sort moves little in comparison.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatfsdp.kernels.shared.ops import operator
+from flatfsdp.kernels.shared.outputs import check_input, starts_early
+from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
+from flatfsdp.kernels.shared.triton import cdiv, jit, on_device_of, tl
+
+ID_DTYPES = (torch.int64, torch.int32)
+RUN = 32
+"""Sorted ids that are looked at together, for the end of a run of equal ones."""
+MOST_RANKED = 16384
+"""Tokens; the pairs of more would take longer than a sort."""
+LARGEST_ID = 2**19 - 2
+"""Ids from -1 up to here are FP32 numbers so far apart that no rounding confuses them; see `_rank_kernel`."""
+
+
+def tile(dtype: torch.dtype, cols: int) -> Tile:
+    """A row, or a part of it."""
+    block = find("embedding_grad", dtype, cols)
+    width = min(block.cols, max(32, power_of_two(cols)))
+    return block._replace(cols=width, warps=min(block.warps, max(1, width // 256)))
+
+
+def reference(target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None, first: bool) -> None:
+    kept = ids >= 0
+    if padding_idx is not None:
+        kept &= ids != padding_idx
+    dy, ids = dy[kept], ids[kept]
+    rows, position = ids.long().unique(return_inverse=True)
+    # On the CPU this adds one token after the other.
+    sums = target.new_zeros(len(rows), target.shape[1]).index_add_(0, position, dy.float())
+    if first:
+        target.zero_().index_copy_(0, rows, sums)
+    else:
+        target.index_add_(0, rows, sums)
+
+
+@jit
+def _number(ids, shift):
+    """An FP32 number in [1, 2], the larger the smaller the id is; neighbours are 2**-19 apart.
+
+    A `shift` of 16 gives the number of the next smaller id.
+    """
+    return (0x40000000 - 32 + shift - 16 * ids.to(tl.int32)).to(tl.float32, bitcast=True)
+
+
+@jit
+def _rank_kernel(
+    ids_ptr,
+    sorted_ptr,
+    tokens_ptr,
+    n,
+    BLOCK_TOKENS: tl.constexpr,
+    BLOCK_OTHERS: tl.constexpr,
+    STEPS: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):
+    """Stores each id, and its token, at the place that it has when sorted.
+
+    A pair costs one instruction, a multiplication and addition.  `scale` is 0.5 divided by what lies half-way
+    between the number of an id and that of the next smaller one.  Numbers of smaller ids times `scale` are
+    above 0.5, those of other ids below, and added to 2**23, from where on FP32 numbers are whole, they round
+    to 1 or 0.  (Rounding of `scale` and of the products takes less than two thirds of the distance.)
+    """
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
+    first = tl.program_id(0) * BLOCK_TOKENS
+    token = (first + tl.arange(0, BLOCK_TOKENS))[:, None]
+    row = tl.load(ids_ptr + token, token < n, 0).to(tl.int32)
+    scale = 0.5 / (_number(row, 0) + 2**-20)
+    middle = first // BLOCK_OTHERS * BLOCK_OTHERS
+    count = tl.full([BLOCK_TOKENS, BLOCK_OTHERS], 2.0**23, tl.float32)
+    for start in tl.range(0, n, BLOCK_OTHERS * STEPS):
+        for step in tl.static_range(STEPS):
+            begin = start + step * BLOCK_OTHERS
+            other = (begin + tl.arange(0, BLOCK_OTHERS))[None, :]
+            ids = tl.load(ids_ptr + other, other < n, 2**19 - 2)
+            # Before the middle block equal ids count, too: all of them are taken for the next smaller ones.
+            count += _number(ids, min(max(middle - begin, 0), 16)) * scale
+    before = count.to(tl.int32, bitcast=True) - 0x4B000000
+    # In the middle block some of the equal ones count.
+    other = (middle + tl.arange(0, BLOCK_OTHERS))[None, :]
+    is_equal = tl.load(ids_ptr + other, other < n, -1).to(tl.int32) == row
+    before += (is_equal & (other < token)).to(tl.int32)
+    place = tl.sum(before, axis=1, keep_dims=True)
+    tl.store(sorted_ptr + place, row, token < n)
+    tl.store(tokens_ptr + place, token, token < n)
+
+
+def sort_ids(ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
+    """The ids in ascending order, int32, and their tokens; equal ids keep the order of their tokens."""
+    n = len(ids)
+    if n > MOST_RANKED or vocabulary > LARGEST_ID:
+        # Half the passes of a sort of 64-bit numbers.
+        values, tokens = ids.int().sort(stable=True)
+        return values, tokens
+    sorted_ids, tokens = (ids.new_empty(n, dtype=torch.int32) for _ in range(2))
+    tile, is_early = find("embedding_grad, sort", ids.dtype, n), starts_early(ids.device)
+    with on_device_of(ids):
+        _rank_kernel[(cdiv(n, tile.rows),)](
+            *(ids, sorted_ids, tokens, n, tile.rows, tile.cols, tile.steps, is_early),
+            **tile.options,
+            launch_pdl=is_early,
+        )
+    return sorted_ids, tokens
+
+
+@jit
+def _end_of_run(ids_ptr, begin, n, row, RUN: tl.constexpr):
+    """Where the ids after `begin` that equal `row` end; they are sorted."""
+    end = begin + 1
+    equal = RUN
+    while equal == RUN:
+        index = end + tl.arange(0, RUN)
+        equal = tl.sum((tl.load(ids_ptr + index, index < n, -1) == row).to(tl.int32))
+        end += equal
+    return end
+
+
+@jit
+def _embedding_kernel(
+    target_ptr,
+    dy_ptr,
+    ids_ptr,
+    tokens_ptr,
+    n,
+    padding_idx,
+    cols,
+    FIRST: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+    RUN: tl.constexpr,
+    IS_EARLY: tl.constexpr,
+):
+    if IS_EARLY:
+        tl.extra.cuda.gdc_wait()
+    across = tl.cdiv(cols, BLOCK_COLS)
+    begin = tl.program_id(0) // across
+    row = tl.load(ids_ptr + begin)
+    token = tl.load(tokens_ptr + begin).to(tl.int64)
+    # Never so for ids of -1, which come first.
+    is_first_of_row = row != tl.load(ids_ptr + begin - 1, begin > 0, -1)
+    if is_first_of_row & (row != padding_idx):
+        col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        mask = col < cols
+        at_row = target_ptr + row.to(tl.int64) * cols + col
+        if not FIRST:
+            old = tl.load(at_row, mask, 0.0)
+        # The first token by itself: most ids occur once, and nothing then waits for the end of their run.
+        total = tl.load(dy_ptr + token * cols + col, mask, 0.0).to(tl.float32)
+        if row == tl.load(ids_ptr + begin + 1, begin + 1 < n, -1):
+            for at in tl.range(begin + 1, _end_of_run(ids_ptr, begin, n, row, RUN), num_stages=STAGES):
+                token = tl.load(tokens_ptr + at).to(tl.int64)
+                total += tl.load(dy_ptr + token * cols + col, mask, 0.0).to(tl.float32)
+        tl.store(at_row, total if FIRST else old + total, mask)
+
+
+def launch(target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None, first: bool) -> None:
+    n, cols = dy.shape
+    sorted_ids, tokens = sort_ids(ids, len(target))
+    block, is_early = tile(dy.dtype, cols), starts_early(target.device)
+    if first:
+        target.zero_()
+    with on_device_of(target):
+        _embedding_kernel[(n * cdiv(cols, block.cols),)](
+            *(target, dy, sorted_ids, tokens, n, -1 if padding_idx is None else padding_idx),
+            *(cols, first, block.cols, block.stages, RUN, is_early),
+            **block.options,
+            launch_pdl=is_early,
+        )
+
+
+_embedding_grad = operator(
+    "embedding_grad_(Tensor(a!) target, Tensor dy, Tensor ids, int? padding_idx, bool first) -> ()",
+    reference=reference,
+    launch=launch,
+)
+
+
+def embedding_grad(
+    target: Tensor, dy: Tensor, ids: Tensor, *, first: bool, padding_idx: int | None = None
+) -> None:
+    """Writes (`first`) or adds the gradient of an embedding's weight to `target`, in place.
+
+    Args:
+        target: FP32 [vocabulary, hidden], contiguous.
+        dy: [tokens, hidden], gradient of the embedding's result; FP32, fp16 or bf16, contiguous.
+        ids: int64 or int32 [tokens], each below `vocabulary`, as the forward has checked, and at least 0; or
+            -1, for rows that another rank has: these tokens give nothing.
+        first: overwrite what the target holds, all of it.
+        padding_idx: tokens with this id give nothing.
+
+    Raises:
+        ValueError: if a shape, dtype or device does not fit.
+    """
+    check_input("dy", dy)
+    fits = target.dim() == 2 and target.dtype == torch.float32 and target.is_contiguous()
+    if not fits or target.shape[1] != dy.shape[1] or target.device != dy.device:
+        raise ValueError(
+            f"target is {target.dtype} {tuple(target.shape)} on {target.device}; embedding_grad needs it "
+            f"contiguous, in FP32, of {dy.shape[1]} columns like dy, on {dy.device}"
+        )
+    if ids.dtype not in ID_DTYPES or tuple(ids.shape) != (dy.shape[0],) or ids.device != dy.device:
+        raise ValueError(
+            f"ids is {ids.dtype} {tuple(ids.shape)} on {ids.device}; embedding_grad needs int64 or int32 of "
+            f"shape {(dy.shape[0],)} on {dy.device}"
+        )
+    _embedding_grad(target, dy, ids, padding_idx, first)

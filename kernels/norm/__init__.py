@@ -1,0 +1,1 @@
+"""LayerNorm and RMSNorm, forward and backward, with casts to FP8 inside."""

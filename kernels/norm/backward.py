@@ -1,0 +1,291 @@
+"""Gradients of LayerNorm and RMSNorm; x is what was normalized (the sum, if a residual was added).
+
+    z = (x - mean) * rstd,  g = dy * weight        1 + weight in place of weight if `zero_centered`
+    dx = (g - z * sum(g * z) / n - sum(g) / n) * rstd + d_residual      the second sum in LayerNorm only
+    dweight = sum of dy * z over rows,  dbias = sum of dy over rows
+
+`d_residual` is the gradient that reaches the sum from elsewhere; it is added before dx is rounded.
+
+Bytes per element of p bytes: 2 p read, p more with `d_residual`, p written.  Rows of more than 8192 elements
+need another 2 p: their weight gradients do not fit into registers beside dx and get a kernel of their own.
+
+Weight gradients are added up in FP32 and deterministic: each program sums the rows it owns, and `sum_bands`
+adds up the programs.  How many programs there are depends on the shape only.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.kernels.shared.ops import operator
+from flatfsdp.kernels.shared.outputs import HIGH_DTYPES, check_input, check_like, new_bands, sum_bands
+from flatfsdp.kernels.shared.tiles import MULTIPROCESSORS, Tile, find, power_of_two
+from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+
+WIDEST_FUSED = 8192
+"""Columns up to which one kernel yields dx and the weight gradients."""
+SHARED_MEMORY = 227 << 10
+"""Bytes that a program may have on Hopper."""
+REGISTERS = 65536
+"""Of a multiprocessor."""
+SUM_PROGRAMS = 16
+"""Bands of rows for weight gradients by a kernel of their own."""
+
+
+class NormBackward(NamedTuple):
+    """dx [rows, cols] in x's dtype, dweight and dbias [cols] in the weight's; dbias is None for RMSNorm."""
+
+    dx: Tensor
+    dweight: Tensor
+    dbias: Tensor | None
+
+
+def row_tile(dtype: torch.dtype, cols: int) -> Tile:
+    """Whole rows, narrow ones more at a time."""
+    tile = find("norm_backward", dtype, cols)
+    width = max(16, power_of_two(cols))
+    rows = max(1, tile.rows * tile.cols // width)
+    # dy, x and the residual's gradient of every stage are in shared memory.
+    fitting = SHARED_MEMORY // (3 * rows * width * dtype.itemsize)
+    return tile._replace(rows=rows, cols=width, stages=max(1, min(tile.stages, fitting)))
+
+
+def programs_of(tile: Tile) -> int:
+    """As many as run at once, with at most 128 registers for each thread."""
+    return MULTIPROCESSORS * max(1, REGISTERS // (32 * tile.warps * (tile.registers or 128)))
+
+
+def reference(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    d_residual: Tensor | None,
+    dx: Tensor,
+    weight_grads: Tensor,
+    zero_centered: bool,
+) -> None:
+    grad, value = dy.float(), x.float()
+    if mean is not None:
+        value = value - mean[:, None]
+    value = value * rstd[:, None]
+    weight_grads[0] = (grad * value).sum(0)
+    if mean is not None:
+        weight_grads[1] = grad.sum(0)
+    grad = grad * (weight.float() + 1 if zero_centered else weight.float())
+    result = grad - value * (grad * value).mean(1, keepdim=True)
+    if mean is not None:
+        result = result - grad.mean(1, keepdim=True)
+    result = result * rstd[:, None]
+    dx.copy_(result if d_residual is None else result + d_residual.float())
+
+
+@jit
+def _normalized(x_ptr, mean_ptr, rstd, row, row_mask, index, mask):
+    """Where masked, whatever comes of 0: it is multiplied by gradients that are 0."""
+    value = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
+    if mean_ptr is not None:
+        value -= tl.load(mean_ptr + row, row_mask, 0.0)[:, None]
+    return value * rstd[:, None]
+
+
+@jit
+def _sums(first, second):
+    """Of the columns of two tiles: one exchange between threads instead of two."""
+    return tl.split(tl.sum(tl.join(first, second), axis=1))
+
+
+@jit
+def _backward_kernel(
+    dy_ptr,
+    x_ptr,
+    weight_ptr,
+    mean_ptr,
+    rstd_ptr,
+    d_residual_ptr,
+    dx_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    rows,
+    rows_per_program,
+    COLS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    program = tl.program_id(0)
+    col = tl.arange(0, BLOCK_COLS)
+    col_mask = col < COLS
+    weight = tl.load(weight_ptr + col, col_mask, 0.0).to(tl.float32)
+    if ZERO_CENTERED:
+        weight += 1.0
+    dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    first = program * rows_per_program
+    last = tl.minimum(first + rows_per_program, rows)
+    for start in tl.range(first, last, BLOCK_ROWS, num_stages=STAGES):
+        row = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+        row_mask = row < last
+        mask = row_mask[:, None] & col_mask[None, :]
+        index = row[:, None] * COLS + col[None, :]
+        rstd = tl.load(rstd_ptr + row, row_mask, 0.0)
+        grad = tl.load(dy_ptr + index, mask, 0.0).to(tl.float32)
+        value = _normalized(x_ptr, mean_ptr, rstd, row, row_mask, index, mask)
+        if dweight_ptr is not None:
+            dweight += grad * value
+        if dbias_ptr is not None:
+            dbias += grad
+        grad *= weight[None, :]
+        if mean_ptr is not None:
+            along, total = _sums(grad * value, grad)
+            result = grad - value * (along / COLS)[:, None] - (total / COLS)[:, None]
+        else:
+            result = grad - value * (tl.sum(grad * value, axis=1) / COLS)[:, None]
+        result *= rstd[:, None]
+        if d_residual_ptr is not None:
+            result += tl.load(d_residual_ptr + index, mask, 0.0).to(tl.float32)
+        tl.store(dx_ptr + index, result.to(dx_ptr.dtype.element_ty), mask)
+    if dweight_ptr is not None:
+        tl.store(dweight_ptr + program * COLS + col, tl.sum(dweight, axis=0), col_mask)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + program * COLS + col, tl.sum(dbias, axis=0), col_mask)
+
+
+@jit
+def _weight_kernel(
+    dy_ptr,
+    x_ptr,
+    mean_ptr,
+    rstd_ptr,
+    dweight_ptr,
+    dbias_ptr,
+    rows,
+    rows_per_program,
+    COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    program = tl.program_id(1)
+    col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+    col_mask = col < COLS
+    dweight = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    dbias = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    first = program * rows_per_program
+    last = tl.minimum(first + rows_per_program, rows)
+    for start in tl.range(first, last, BLOCK_ROWS, num_stages=STAGES):
+        row = (start + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
+        row_mask = row < last
+        mask = row_mask[:, None] & col_mask[None, :]
+        index = row[:, None] * COLS + col[None, :]
+        rstd = tl.load(rstd_ptr + row, row_mask, 0.0)
+        grad = tl.load(dy_ptr + index, mask, 0.0).to(tl.float32)
+        dweight += grad * _normalized(x_ptr, mean_ptr, rstd, row, row_mask, index, mask)
+        if dbias_ptr is not None:
+            dbias += grad
+    tl.store(dweight_ptr + program * COLS + col, tl.sum(dweight, axis=0), col_mask)
+    if dbias_ptr is not None:
+        tl.store(dbias_ptr + program * COLS + col, tl.sum(dbias, axis=0), col_mask)
+
+
+def launch(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    d_residual: Tensor | None,
+    dx: Tensor,
+    weight_grads: Tensor,
+    zero_centered: bool,
+) -> None:
+    rows, cols = x.shape
+    tile = row_tile(x.dtype, cols)
+    rows_each = _shared(rows, tile.rows, programs_of(tile))
+    is_fused = cols <= WIDEST_FUSED
+    of_sums = find("norm_backward, sum", x.dtype, cols)
+    sum_rows = rows_each if is_fused else _shared(rows, of_sums.rows, SUM_PROGRAMS)
+    bands = new_bands(weight_grads, cdiv(rows, sum_rows))
+    dweight, dbias = bands[0], bands[1] if mean is not None else None
+    inside = (dweight, dbias) if is_fused else (None, None)
+    start = _backward_launch(rows, rows_each, cols, zero_centered, tile)
+    start(dy, x, weight, mean, rstd, d_residual, dx, *inside)
+    if not is_fused:
+        _weight_launch(rows, sum_rows, cols, of_sums)(dy, x, mean, rstd, dweight, dbias)
+    sum_bands(bands, weight_grads)
+
+
+@for_each_shape
+def _backward_launch(rows: int, rows_each: int, cols: int, zero_centered: bool, tile: Tile) -> Launch:
+    return Launch(
+        _backward_kernel,
+        (cdiv(rows, rows_each),),
+        *(rows, rows_each, cols, zero_centered, tile.rows, tile.cols, tile.stages),
+        **tile.options,
+    )
+
+
+@for_each_shape
+def _weight_launch(rows: int, rows_each: int, cols: int, tile: Tile) -> Launch:
+    return Launch(
+        _weight_kernel,
+        (cdiv(cols, tile.cols), cdiv(rows, rows_each)),
+        *(rows, rows_each, cols, tile.rows, tile.cols, tile.stages),
+        **tile.options,
+    )
+
+
+def _shared(rows: int, block: int, programs: int) -> int:
+    """Rows for each of that many programs at most, in whole blocks."""
+    return block * max(1, cdiv(rows, block * programs))
+
+
+_norm_backward = operator(
+    "norm_backward_(Tensor dy, Tensor x, Tensor weight, Tensor? mean, Tensor rstd, Tensor? d_residual, "
+    "Tensor(a!) dx, Tensor(b!) weight_grads, bool zero_centered) -> ()",
+    reference=reference,
+    launch=launch,
+)
+
+
+def norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    *,
+    rms: bool,
+    zero_centered: bool = False,
+    d_residual: Tensor | None = None,
+) -> NormBackward:
+    """Gradients of `norm_forward`.
+
+    Args:
+        dy: [rows, cols], gradient of the result, in x's dtype.
+        x: `NormForward.summed`, [rows, cols], FP32, FP16 or bf16.
+        weight: [cols].
+        mean, rstd: FP32 [rows], from the forward; mean is None if `rms`.
+        d_residual: [rows, cols] in x's dtype, gradient that reaches x by other ways; added to dx.
+
+    Raises:
+        ValueError: if shapes, dtypes or options do not fit.
+    """
+    check_input("x", x)
+    rows, cols = x.shape
+    if rms != (mean is None):
+        raise ValueError("mean must be None for RMSNorm, and that of the forward for LayerNorm")
+    for name, tensor in (("dy", dy), ("d_residual", d_residual)):
+        check_like(name, tensor, x, (rows, cols), x.dtype)
+    for name, tensor in (("mean", mean), ("rstd", rstd)):
+        check_like(name, tensor, x, (rows,), torch.float32)
+    check_like("weight", weight, x, (cols,), weight.dtype if weight.dtype in HIGH_DTYPES else x.dtype)
+    dx = torch.empty_like(x)
+    weight_grads = x.new_empty(1 if rms else 2, cols, dtype=weight.dtype)
+    _norm_backward(dy, x, weight, mean, rstd, d_residual, dx, weight_grads, zero_centered)
+    return NormBackward(dx, weight_grads[0], None if rms else weight_grads[1])

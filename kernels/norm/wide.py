@@ -1,0 +1,101 @@
+"""A norm of rows too wide for registers: a program reads its band of rows twice.
+
+Statistics are of merged blocks (Chan et al., 1979).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from flatfsdp.kernels.norm.tensors import NormTensors, load_gain, load_summed, load_wide
+from flatfsdp.kernels.shared.outputs import record_amax, store_outputs
+from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
+from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+
+
+def wide_tile(dtype: torch.dtype, cols: int) -> Tile:
+    tile = find("wide_norm", dtype, cols)
+    return tile._replace(cols=min(tile.cols, max(16, power_of_two(cols))))
+
+
+@jit
+def _wide_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    bias_ptr,
+    summed_ptr,
+    mean_ptr,
+    rstd_ptr,
+    out_ptr,
+    rowwise_ptr,
+    columnwise_ptr,
+    scale_ptr,
+    amax_ptr,
+    rows,
+    eps,
+    COLS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A band of rows, block by block, twice; the second time backwards, from what the cache holds."""
+    row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_mask = row < rows
+    mean = tl.zeros([BLOCK_ROWS], tl.float32)
+    squares = tl.zeros([BLOCK_ROWS], tl.float32)
+    for start in tl.range(0, COLS, BLOCK_COLS, num_stages=STAGES):
+        col = start + tl.arange(0, BLOCK_COLS)
+        mask = row_mask[:, None] & (col < COLS)[None, :]
+        value = load_summed(
+            x_ptr, residual_ptr, summed_ptr, row[:, None] * COLS + col[None, :], mask, "evict_last"
+        )
+        if mean_ptr is not None:
+            count = tl.minimum(COLS - start, BLOCK_COLS).to(tl.float32)
+            block_mean = tl.sum(value, axis=1) / count
+            value = tl.where(mask, value - block_mean[:, None], 0.0)
+            difference = block_mean - mean
+            share = count / (start + count)
+            mean += difference * share
+            squares += difference * difference * share * start
+        squares += tl.sum(value * value, axis=1)
+    rstd = tl.rsqrt(squares / COLS + eps)
+    tl.store(rstd_ptr + row, rstd, row_mask)
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, mean, row_mask)
+
+    tl.debug_barrier()  # the stores of `summed` by other threads of this program
+    again_ptr = x_ptr if residual_ptr is None else summed_ptr
+    blocks: tl.constexpr = (COLS + BLOCK_COLS - 1) // BLOCK_COLS
+    largest = tl.zeros([BLOCK_ROWS, BLOCK_COLS], tl.float32)
+    for done in tl.range(0, blocks, num_stages=2):
+        col = (blocks - 1 - done) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
+        col_mask = col < COLS
+        mask = row_mask[:, None] & col_mask[None, :]
+        value = load_wide(again_ptr + row[:, None] * COLS + col[None, :], mask, "evict_first")
+        value = (value - mean[:, None]) * rstd[:, None]
+        value *= load_gain(weight_ptr, col, col_mask, ZERO_CENTERED)[None, :]
+        if bias_ptr is not None:
+            value += load_wide(bias_ptr + col, col_mask, "evict_last")[None, :]
+        if amax_ptr is not None:
+            inside = tl.where(mask, tl.abs(value), 0.0)
+            largest = tl.maximum(largest, inside, propagate_nan=tl.PropagateNan.ALL)
+        store_outputs(value, row, col, rows, COLS, mask, out_ptr, rowwise_ptr, columnwise_ptr, scale_ptr)
+    if amax_ptr is not None:
+        record_amax(amax_ptr, largest)
+
+
+def launch(tensors: NormTensors, eps: float, zero_centered: bool) -> None:
+    rows, cols = tensors.x.shape
+    _wide_launch(rows, eps, cols, zero_centered, wide_tile(tensors.x.dtype, cols))(*tensors)
+
+
+@for_each_shape
+def _wide_launch(rows: int, eps: float, cols: int, zero_centered: bool, tile: Tile) -> Launch:
+    return Launch(
+        _wide_kernel,
+        (cdiv(rows, tile.rows),),
+        *(rows, eps, cols, zero_centered, tile.rows, tile.cols, tile.stages),
+        **tile.options,
+    )

@@ -1,0 +1,1 @@
+"""Optimizer steps over many runs of parameters in one launch."""

@@ -1,0 +1,222 @@
+"""AdamW (Loshchilov and Hutter, 2019) over many runs of parameters, with what the next forward needs of them.
+
+For each element, in FP32, with step t and a scale s of all gradients (clipping, the inverse of a loss scale):
+
+    g = s * grad
+    m = m + (1 - beta1) (g - m)
+    v = v + (1 - beta2) (g^2 - v)
+    param = param - (lr weight_decay param + rate m / (sqrt(v) + eps'))
+    compute = round(param);  amax = max(amax, max |round(param)|)
+
+    rate = lr sqrt(1 - beta2^t) / (1 - beta1^t),  eps' = eps sqrt(1 - beta2^t)
+
+This is PyTorch's AdamW; both bias corrections are in rate and eps', which the host computes.  What changes
+the parameter is added up first, so that a step rounds the parameter once.  Each operation rounds to nearest
+and no two are contracted into one, so that reference and kernel have the same bits.
+
+Moments may be stored in bf16.  They are rounded when they are stored; the parameter sees them before that.
+
+Bytes per element: 28, FP32 gradient and moments, of which 12 are written; 2 more for a bf16 copy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.kernels.optim.runs import (
+    Columns,
+    Run,
+    check_runs,
+    elements,
+    load_grad,
+    number,
+    place_of_program,
+    store_rounded,
+    table_of,
+    write_rounded,
+)
+from flatfsdp.kernels.shared.ops import operator
+from flatfsdp.kernels.shared.tiles import find, power_of_two
+from flatfsdp.kernels.shared.triton import jit, on_device_of, tl, triton_dtype
+
+
+class Numbers(NamedTuple):
+    """What the formula needs of the hyperparameters, computed on the host.
+
+    Attributes:
+        rest1, rest2: 1 - beta1 and 1 - beta2.
+        rate, eps: both with the bias corrections, rate and eps' above.
+        decay: lr * weight_decay.
+    """
+
+    rest1: float
+    rest2: float
+    rate: float
+    eps: float
+    decay: float
+
+    @staticmethod
+    def of(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> Numbers:
+        """`step` counts updates and is 1 for the first."""
+        root = math.sqrt(1 - betas[1] ** step)
+        rate = lr * root / (1 - betas[0] ** step)
+        return Numbers(1 - betas[0], 1 - betas[1], rate, eps * root, lr * weight_decay)
+
+
+def reference(
+    like: Tensor,
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    numbers: list[float],
+    computes: list[Tensor],
+    amaxes: list[Tensor],
+    grad_scale: Tensor | None,
+    dtype: torch.dtype | None,
+) -> None:
+    own = [Numbers(*numbers[i : i + 5]) for i in range(0, len(numbers), 5)]
+    for param, grad, exp_avg, exp_avg_sq, of_run in zip(
+        params, grads, exp_avgs, exp_avg_sqs, own, strict=True
+    ):
+        _update(param, grad, exp_avg, exp_avg_sq, of_run, grad_scale)
+    for param, compute, amax in zip(params, computes, amaxes, strict=True):
+        write_rounded(param, compute, amax, dtype)
+
+
+def _update(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    numbers: Numbers,
+    grad_scale: Tensor | None,
+) -> None:
+    """One run, in FP32 at least."""
+    wide = torch.promote_types(param.dtype, torch.float32)
+    g, m, v, old = (tensor.to(wide) for tensor in (grad, exp_avg, exp_avg_sq, param))
+    if grad_scale is not None:
+        g = g * grad_scale
+    m = m + (g - m) * numbers.rest1
+    v = v + (g * g - v) * numbers.rest2
+    # On a CPU, PyTorch's FP32 root may be MKL's, which is not always the nearest number.
+    root = v.double().sqrt().to(wide)
+    change = old * numbers.decay + m / (root + numbers.eps) * numbers.rate
+    for target, value in ((param, old - change), (exp_avg, m), (exp_avg_sq, v)):
+        target.copy_(value)
+
+
+@jit
+def _update_block(
+    place,
+    mask,
+    grad_scale_ptr,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    param_ptr = elements(place, 2, tl.float32, BLOCK, ALIGNED)
+    m_ptr = elements(place, 11, MOMENT, BLOCK, ALIGNED)
+    v_ptr = elements(place, 12, MOMENT, BLOCK, ALIGNED)
+    rest1, rest2 = number(place, 6), number(place, 7)
+    rate, eps, decay = number(place, 8), number(place, 9), number(place, 10)
+    g = load_grad(place, mask, grad_scale_ptr, GRAD, BLOCK, ALIGNED)
+    m = tl.load(m_ptr, mask, 0.0).to(tl.float32)
+    v = tl.load(v_ptr, mask, 0.0).to(tl.float32)
+    param = tl.load(param_ptr, mask, 0.0)
+    m += (g - m) * rest1
+    v += (g * g - v) * rest2
+    # Triton's `/` and `sqrt` are not those of IEEE on a GPU.
+    param -= param * decay + tl.div_rn(m, tl.sqrt_rn(v) + eps) * rate
+    tl.store(m_ptr, m.to(MOMENT), mask)
+    tl.store(v_ptr, v.to(MOMENT), mask)
+    tl.store(param_ptr, param, mask)
+    store_rounded(place, param, mask, DTYPE, BLOCK, ALIGNED)
+
+
+@jit
+def _adamw_kernel(
+    table_ptr,
+    n,
+    grad_scale_ptr,
+    N_POW2: tl.constexpr,
+    GRAD: tl.constexpr,
+    MOMENT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    place, left = place_of_program(table_ptr, n, N_POW2, BLOCK)
+    if left >= BLOCK:
+        # Without a mask that differs between elements, loads are as wide as they can be.
+        inside = tl.full([BLOCK], 1, tl.int1)
+        _update_block(place, inside, grad_scale_ptr, GRAD, MOMENT, DTYPE, BLOCK, ALIGNED)
+    else:
+        inside = tl.arange(0, BLOCK) < left
+        _update_block(place, inside, grad_scale_ptr, GRAD, MOMENT, DTYPE, BLOCK, ALIGNED)
+
+
+def launch(
+    like: Tensor,
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    numbers: list[float],
+    computes: list[Tensor],
+    amaxes: list[Tensor],
+    grad_scale: Tensor | None,
+    dtype: torch.dtype | None,
+) -> None:
+    columns = Columns(params, grads, [exp_avgs, exp_avg_sqs], numbers, computes, amaxes)
+    if not columns.fits_a_kernel:
+        rounded = computes, amaxes, grad_scale, dtype
+        reference(like, params, grads, exp_avgs, exp_avg_sqs, numbers, *rounded)
+        return
+    tile = find("adamw", torch.float32, 1)
+    table, n = table_of(columns, tile.cols), len(params)
+    dtypes = [triton_dtype(kind) for kind in (grads[0].dtype, exp_avgs[0].dtype, dtype)]
+    with on_device_of(like):
+        _adamw_kernel[(table.blocks,)](
+            *(table.rows, n, grad_scale, power_of_two(n), *dtypes, tile.cols, table.aligned),
+            **tile.options,
+            enable_fp_fusion=False,
+        )
+
+
+# `like` is there for the dispatch, which looks at the first argument.
+_adamw = operator(
+    "adamw_(Tensor like, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
+    "Tensor(c!)[] exp_avg_sqs, float[] numbers, Tensor(d!)[] computes, Tensor(e!)[] amaxes, "
+    "Tensor? grad_scale, ScalarType? dtype) -> ()",
+    reference=reference,
+    launch=launch,
+)
+
+
+def adamw(runs: Sequence[Run], *, grad_scale: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
+    """One step for all runs, in place: one launch on CUDA.
+
+    Args:
+        runs: with states [exp_avg, exp_avg_sq] and `Numbers`.  All of one dtype per field.
+        grad_scale: FP32, one element on the runs' device; multiplies every gradient.
+        dtype: of the copies, and that values are rounded to for an amax; needed if a run has either.
+
+    Raises:
+        ValueError: if a tensor's dtype, shape or device does not fit.
+    """
+    if not runs:
+        return
+    check_runs(runs, grad_scale, dtype)
+    columns = Columns.of(runs)
+    _adamw(
+        *(columns.params[0], columns.params, columns.grads, *columns.states, columns.numbers),
+        *(columns.computes, columns.amaxes, grad_scale, dtype),
+    )

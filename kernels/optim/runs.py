@@ -1,0 +1,207 @@
+"""What the optimizers' kernels share: many runs of parameters in one launch.
+
+A run is a stretch of memory that is updated alike: an ordinary parameter, a portion of a flat shard, or one
+weight's part of it.  Beside the parameter it may have what the next forward needs of the new values, rounded
+to the `dtype` that the model computes in, one for the whole call:
+
+    compute = round(param)
+    amax    = max(amax, max |round(param)|);  NaN wins
+
+All about the runs travels in one table (`device_table`), a column for each, with these rows:
+
+    0 first block   1 elements   addresses: 2 param   3 grad   4 compute   5 amax   (0 for none)
+    6 ...           the bits of the optimizer's FP32 numbers, then the addresses of its states
+
+so one compiled kernel serves lists of any length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.kernels.shared.outputs import HIGH_DTYPES, check_scalar, magnitude, raise_amax
+from flatfsdp.kernels.shared.tables import device_table, first_blocks, is_aligned, tensor_of_block
+from flatfsdp.kernels.shared.triton import cdiv, jit, tl
+
+
+class Run(NamedTuple):
+    """Elements that are updated alike; all tensors but `amax` of one shape, and all on one device.
+
+    Attributes:
+        param: updated in place.  The kernels are for contiguous FP32; anything else takes plain PyTorch.
+        grad: only read.
+        states: the optimizer's, updated in place.
+        numbers: of the optimizer's formula, such as a learning rate.
+        compute: set to the new values, in the dtype of the call; or None.
+        amax: FP32, one element, raised to the largest magnitude of the new values; or None.
+    """
+
+    param: Tensor
+    grad: Tensor
+    states: Sequence[Tensor]
+    numbers: Sequence[float]
+    compute: Tensor | None = None
+    amax: Tensor | None = None
+
+
+class Columns(NamedTuple):
+    """Runs as operators take them: a list for each field, and empty tensors for None."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[list[Tensor]]
+    numbers: list[float]
+    computes: list[Tensor]
+    amaxes: list[Tensor]
+
+    @staticmethod
+    def of(runs: Sequence[Run]) -> Columns:
+        none = runs[0].param.new_empty(0)
+        return Columns(
+            [run.param for run in runs],
+            [run.grad for run in runs],
+            [list(states) for states in zip(*(run.states for run in runs), strict=True)],
+            [number for run in runs for number in run.numbers],
+            [none if run.compute is None else run.compute for run in runs],
+            [none if run.amax is None else run.amax for run in runs],
+        )
+
+    @property
+    def tensors(self) -> list[list[Tensor]]:
+        """All whose elements go with those of the parameters, in the order of the table."""
+        return [self.params, self.grads, self.computes, *self.states]
+
+    @property
+    def fits_a_kernel(self) -> bool:
+        is_plain = all(t.dtype in HIGH_DTYPES and t.is_contiguous() for row in self.tensors for t in row)
+        return is_plain and all(param.dtype == torch.float32 for param in self.params)
+
+
+def check_runs(runs: Sequence[Run], grad_scale: Tensor | None, dtype: torch.dtype | None) -> None:
+    """
+    Raises:
+        ValueError: if the tensors of a run do not fit each other, or two runs differ in dtypes or device.
+    """
+    first = runs[0]
+    names = ["compute", "param", "grad", *(f"states[{i}]" for i in range(len(first.states)))]
+    kinds = [dtype, *(tensor.dtype for tensor in (first.param, first.grad, *first.states))]
+    device = first.param.device
+    for index, run in enumerate(runs):
+        if len(run.states) != len(first.states):
+            raise ValueError(
+                f"run 0 has {len(first.states)} states and run {index} has {len(run.states)}; take two calls"
+            )
+        shape = run.param.shape
+        tensors = [run.compute, run.param, run.grad, *run.states]
+        for name, kind, tensor in zip(names, kinds, tensors, strict=True):
+            if tensor is not None and (tensor.dtype, tensor.shape, tensor.device) != (kind, shape, device):
+                raise ValueError(
+                    f"{name} of run {index} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; it "
+                    f"must be {kind} on {device} as in all of this call, and of shape {tuple(shape)}"
+                )
+        if run.amax is not None and dtype is None:
+            raise ValueError(f"run {index} has an amax, which is of rounded values; pass their dtype")
+        check_scalar(f"amax of run {index}", run.amax, run.param)
+    scale, wide = grad_scale, torch.promote_types(first.param.dtype, torch.float32)
+    if scale is not None and (scale.numel(), scale.dtype, scale.device) != (1, wide, device):
+        raise ValueError(
+            f"grad_scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}; it must be one number in "
+            f"{wide} on {device}"
+        )
+
+
+def write_rounded(param: Tensor, compute: Tensor, amax: Tensor, dtype: torch.dtype | None) -> None:
+    """The copy and the amax of new values in plain PyTorch; empty tensors are not written."""
+    if dtype is None or not param.numel():
+        return
+    rounded = param.to(dtype)
+    if compute.numel():
+        compute.copy_(rounded)
+    if amax.numel():
+        # torch.maximum and torch.amax keep NaN.
+        amax.copy_(torch.maximum(amax, rounded.abs().amax()))
+
+
+class Table(NamedTuple):
+    """Runs as kernels take them.
+
+    Attributes:
+        rows: int64 [rows, n], on the device.
+        blocks: programs that it takes.
+        aligned: whether everything starts at a multiple of the widest load.
+    """
+
+    rows: Tensor
+    blocks: int
+    aligned: bool
+
+
+def table_of(columns: Columns, block: int) -> Table:
+    """`block` is the elements that a program takes."""
+    starts, blocks = first_blocks([cdiv(param.numel(), block) for param in columns.params])
+    of_elements = [[tensor.data_ptr() for tensor in row] for row in columns.tensors]
+    bits = torch.tensor(columns.numbers, dtype=torch.float32, device="cpu").view(torch.int32)
+    rows = [
+        starts,
+        [param.numel() for param in columns.params],
+        *of_elements[:3],
+        [amax.data_ptr() for amax in columns.amaxes],
+        *bits.view(len(starts), -1).t().tolist(),
+        *of_elements[3:],
+    ]
+    aligned = all(is_aligned(*row) for row in columns.tensors)
+    return Table(device_table(rows, columns.params[0].device), blocks, aligned)
+
+
+@jit
+def place_of_program(table_ptr, n, N_POW2: tl.constexpr, BLOCK: tl.constexpr):
+    """Where this program works: its column of the table, n, and its first element in that run.  And how many
+    elements the run has from there."""
+    block = tl.program_id(0)
+    run_ptr = table_ptr + tensor_of_block(table_ptr, n, block, N_POW2)
+    start = (block - tl.load(run_ptr)) * BLOCK
+    return (run_ptr, n, start), tl.load(run_ptr + n) - start
+
+
+@jit
+def field(place, ROW: tl.constexpr):
+    run_ptr, n, _ = place
+    return tl.load(run_ptr + ROW * n)
+
+
+@jit
+def number(place, ROW: tl.constexpr):
+    return field(place, ROW).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@jit
+def elements(place, ROW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """Pointers to the program's elements of the tensor whose address is in this row."""
+    first = field(place, ROW).to(tl.pointer_type(DTYPE)) + place[2]
+    if ALIGNED:
+        # What Triton finds out by itself about arguments, but not about what is loaded.
+        first = tl.multiple_of(first, 16)
+    return first + tl.arange(0, BLOCK)
+
+
+@jit
+def load_grad(place, mask, grad_scale_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    grad = tl.load(elements(place, 3, DTYPE, BLOCK, ALIGNED), mask, 0.0).to(tl.float32)
+    if grad_scale_ptr is not None:
+        grad *= tl.load(grad_scale_ptr)
+    return grad
+
+
+@jit
+def store_rounded(place, param, mask, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """The copy and the amax of new values, where the run has them."""
+    if DTYPE is not None:
+        rounded = param.to(DTYPE)
+        tl.store(elements(place, 4, DTYPE, BLOCK, ALIGNED), rounded, mask & (field(place, 4) != 0))
+        if field(place, 5) != 0:
+            largest = tl.max(magnitude(tl.where(mask, rounded.to(tl.float32), 0.0)))
+            raise_amax(field(place, 5).to(tl.pointer_type(tl.int32)), largest)

@@ -1,0 +1,214 @@
+"""SGD with momentum over many runs of parameters, with what the next forward needs of them.
+
+For each element, in FP32, with a scale s for all gradients (clipping, the inverse of a loss scale):
+
+    g = s * grad + weight_decay param
+    b = g                                    the first time (b is not read then)
+    b = momentum b + (1 - dampening) g       later
+    d = b,  or g + momentum b with Nesterov's momentum (Sutskever et al., 2013),  or g without momentum
+    param = param - lr d
+    compute = round(param);  amax = max(amax, max |round(param)|)
+
+This is PyTorch's SGD.  Each operation rounds to nearest and no two are contracted into one, so that reference
+and kernel have the same bits.
+
+Bytes per element: 20 with an FP32 gradient and momentum (8 of them written), 12 without momentum; 2 more for
+a bf16 copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.kernels.optim.runs import (
+    Columns,
+    Run,
+    check_runs,
+    elements,
+    load_grad,
+    number,
+    place_of_program,
+    store_rounded,
+    table_of,
+    write_rounded,
+)
+from flatfsdp.kernels.shared.ops import operator
+from flatfsdp.kernels.shared.tiles import find, power_of_two
+from flatfsdp.kernels.shared.triton import jit, on_device_of, tl, triton_dtype
+
+
+class Numbers(NamedTuple):
+    """What the formula needs of the hyperparameters.
+
+    Attributes:
+        rest: 1 - dampening.
+        is_first: 1 if there is no momentum yet, else 0.
+    """
+
+    lr: float
+    weight_decay: float
+    momentum: float = 0.0
+    rest: float = 1.0
+    is_first: float = 0.0
+
+
+def reference(
+    like: Tensor,
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    numbers: list[float],
+    computes: list[Tensor],
+    amaxes: list[Tensor],
+    grad_scale: Tensor | None,
+    nesterov: bool,
+    dtype: torch.dtype | None,
+) -> None:
+    for index, (param, compute, amax) in enumerate(zip(params, computes, amaxes, strict=True)):
+        own = Numbers(*numbers[5 * index : 5 * index + 5])
+        _update(param, grads[index], buffers[index] if buffers else None, own, grad_scale, nesterov)
+        write_rounded(param, compute, amax, dtype)
+
+
+def _update(
+    param: Tensor,
+    grad: Tensor,
+    buffer: Tensor | None,
+    numbers: Numbers,
+    grad_scale: Tensor | None,
+    nesterov: bool,
+) -> None:
+    """One run, in FP32 at least."""
+    wide = torch.promote_types(param.dtype, torch.float32)
+    old, g = param.to(wide), grad.to(wide)
+    if grad_scale is not None:
+        g = g * grad_scale
+    direction = g = g + old * numbers.weight_decay
+    if buffer is not None:
+        b = g if numbers.is_first else buffer.to(wide) * numbers.momentum + g * numbers.rest
+        direction = g + b * numbers.momentum if nesterov else b
+        buffer.copy_(b)
+    param.copy_(old - direction * numbers.lr)
+
+
+@jit
+def _update_block(
+    place,
+    mask,
+    grad_scale_ptr,
+    GRAD: tl.constexpr,
+    BUFFER: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    param_ptr = elements(place, 2, tl.float32, BLOCK, ALIGNED)
+    lr, weight_decay = number(place, 6), number(place, 7)
+    param = tl.load(param_ptr, mask, 0.0)
+    g = load_grad(place, mask, grad_scale_ptr, GRAD, BLOCK, ALIGNED)
+    g += param * weight_decay
+    direction = g
+    if BUFFER is not None:
+        momentum, rest, is_first = number(place, 8), number(place, 9), number(place, 10) != 0
+        buffer_ptr = elements(place, 11, BUFFER, BLOCK, ALIGNED)
+        b = tl.load(buffer_ptr, mask & (not is_first), 0.0).to(tl.float32)
+        b = tl.where(is_first, g, b * momentum + g * rest)
+        tl.store(buffer_ptr, b.to(BUFFER), mask)
+        direction = g + b * momentum if NESTEROV else b
+    param -= direction * lr
+    tl.store(param_ptr, param, mask)
+    store_rounded(place, param, mask, DTYPE, BLOCK, ALIGNED)
+
+
+@jit
+def _sgd_kernel(
+    table_ptr,
+    n,
+    grad_scale_ptr,
+    N_POW2: tl.constexpr,
+    GRAD: tl.constexpr,
+    BUFFER: tl.constexpr,
+    NESTEROV: tl.constexpr,
+    DTYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    place, left = place_of_program(table_ptr, n, N_POW2, BLOCK)
+    if left >= BLOCK:
+        # Without a mask that differs between elements, loads are as wide as they can be.
+        inside = tl.full([BLOCK], 1, tl.int1)
+        _update_block(place, inside, grad_scale_ptr, GRAD, BUFFER, NESTEROV, DTYPE, BLOCK, ALIGNED)
+    else:
+        inside = tl.arange(0, BLOCK) < left
+        _update_block(place, inside, grad_scale_ptr, GRAD, BUFFER, NESTEROV, DTYPE, BLOCK, ALIGNED)
+
+
+def launch(
+    like: Tensor,
+    params: list[Tensor],
+    grads: list[Tensor],
+    buffers: list[Tensor],
+    numbers: list[float],
+    computes: list[Tensor],
+    amaxes: list[Tensor],
+    grad_scale: Tensor | None,
+    nesterov: bool,
+    dtype: torch.dtype | None,
+) -> None:
+    columns = Columns(params, grads, [buffers] if buffers else [], numbers, computes, amaxes)
+    if not columns.fits_a_kernel:
+        reference(like, params, grads, buffers, numbers, computes, amaxes, grad_scale, nesterov, dtype)
+        return
+    tile = find("sgd", torch.float32, 1)
+    table, n = table_of(columns, tile.cols), len(params)
+    buffer = triton_dtype(buffers[0].dtype if buffers else None)
+    dtypes = [triton_dtype(grads[0].dtype), buffer, nesterov, triton_dtype(dtype)]
+    with on_device_of(like):
+        _sgd_kernel[(table.blocks,)](
+            *(table.rows, n, grad_scale, power_of_two(n), *dtypes, tile.cols, table.aligned),
+            **tile.options,
+            enable_fp_fusion=False,
+        )
+
+
+# `like` is there for the dispatch, which looks at the first argument.
+_sgd = operator(
+    "sgd_(Tensor like, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] buffers, float[] numbers, "
+    "Tensor(c!)[] computes, Tensor(d!)[] amaxes, Tensor? grad_scale, bool nesterov, ScalarType? dtype) -> ()",
+    reference=reference,
+    launch=launch,
+)
+
+
+def sgd(
+    runs: Sequence[Run],
+    *,
+    grad_scale: Tensor | None = None,
+    nesterov: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """One step for all runs, in place: one launch on CUDA.
+
+    Args:
+        runs: with states [momentum buffer], or none in all runs, and `Numbers`.  All of one dtype per field.
+        grad_scale: FP32, one element on the runs' device; multiplies every gradient.
+        nesterov: of all runs; needs momentum.
+        dtype: of the copies, and that values are rounded to for an amax; needed if a run has either.
+
+    Raises:
+        ValueError: if a tensor's dtype, shape or device does not fit.
+    """
+    if not runs:
+        return
+    check_runs(runs, grad_scale, dtype)
+    columns = Columns.of(runs)
+    buffers = columns.states[0] if columns.states else []
+    _sgd(
+        *(columns.params[0], columns.params, columns.grads, buffers, columns.numbers),
+        *(columns.computes, columns.amaxes, grad_scale, nesterov, dtype),
+    )

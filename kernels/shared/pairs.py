@@ -1,0 +1,133 @@
+"""Tiles held as pairs of rows, for kernels that also write the transpose of what they cast to FP8.
+
+Two tensors [pairs, cols] make up a tile: `upper` has its even rows, `lower` its odd ones.  A conversion to
+FP8 makes two bytes of two numbers anyway.  Taken from neighbouring rows, they are neighbours in the
+transpose, too, and 16 bits are what the hardware transposes (ldmatrix); single bytes take three times as many
+instructions.
+
+What is stored by rows is converted apart: ptxas (12.8, 12.9; Triton issue 11111) loses bytes of FP8 pairs
+that are both stored and transposed.  Conversions on the GPU saturate by themselves, and keep NaN.
+
+Pointers are to a tile's corner; `rows_left` and `cols_left`, 32 bits, say how much of the matrix there is
+from there on.
+"""
+
+from __future__ import annotations
+
+from flatfsdp.kernels.shared.triton import jit, tl
+
+WHOLE_ROWS = 16
+"""If rows are a multiple of it, 16 bytes can be stored at once wherever a tile's columns begin."""
+
+
+@jit
+def larger_magnitude(left, right):
+    """The larger of |left| and |right|; NaN wins."""
+    return tl.maximum(tl.abs(left), tl.abs(right), propagate_nan=tl.PropagateNan.ALL)
+
+
+@jit
+def widened(x):
+    """To FP32; bf16 by its bits, as Triton's own conversion takes three instructions for two numbers."""
+    if x.dtype == tl.bfloat16:
+        x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@jit
+def read_row_pairs(ptr, cols, rows_left, cols_left, PAIRS: tl.constexpr, COLS: tl.constexpr):
+    """Upper and lower rows, as they are stored, of a tile of [rows, cols]; zeros where there is nothing."""
+    row = 2 * tl.arange(0, PAIRS)[:, None]
+    col = tl.arange(0, COLS)[None, :]
+    at = ptr + row * cols + col
+    upper = tl.load(at, (row < rows_left) & (col < cols_left), 0.0)
+    lower = tl.load(at + cols, (row + 1 < rows_left) & (col < cols_left), 0.0)
+    return upper, lower
+
+
+@jit
+def load_row_pairs(ptr, cols, rows_left, cols_left, PAIRS: tl.constexpr, COLS: tl.constexpr):
+    """The same in FP32."""
+    upper, lower = read_row_pairs(ptr, cols, rows_left, cols_left, PAIRS, COLS)
+    return widened(upper), widened(lower)
+
+
+@jit
+def store_column_sums(upper, lower, ptr, cols_left):
+    """Stores FP32 sums over the rows of a tile, which is as it was read.
+
+    16-bit numbers are added by a matrix product with ones, which is exact but for its FP32 additions: the
+    sums of a column then need no exchange between threads.
+    """
+    if upper.dtype == tl.float32:
+        sums = tl.sum(upper + lower, axis=0)
+    else:
+        ones = tl.full([16, upper.shape[0]], 1.0, tl.float32).to(upper.dtype)
+        sums = tl.max(tl.dot(ones, lower, tl.dot(ones, upper)), axis=0)  # of 16 rows, which are all alike
+    col = tl.arange(0, upper.shape[1])
+    tl.store(ptr + col, sums, col < cols_left)
+
+
+@jit
+def store_row_pairs(upper, lower, ptr, cols, rows_left, cols_left):
+    """Stores FP32 in a tile of [rows, cols], of any dtype."""
+    row = 2 * tl.arange(0, upper.shape[0])[:, None]
+    col = tl.arange(0, upper.shape[1])[None, :]
+    at = ptr + row * cols + col
+    dtype: tl.constexpr = ptr.dtype.element_ty
+    tl.store(at, upper.to(dtype), (row < rows_left) & (col < cols_left))
+    tl.store(at + cols, lower.to(dtype), (row + 1 < rows_left) & (col < cols_left))
+
+
+@jit
+def store_transposed(upper, lower, ptr, rows, rows_left, cols_left, WHOLE: tl.constexpr):
+    """Stores FP32 in a tile of the transpose [cols, rows], FP8.
+
+    `WHOLE` if WHOLE_ROWS divides `rows`; it has to divide the tile's height, too.
+    """
+    pair = tl.arange(0, upper.shape[0])[None, :]
+    col = tl.arange(0, upper.shape[1])[:, None]
+    q = tl.join(upper, lower).to(ptr.dtype.element_ty)
+    if WHOLE:
+        first, second = tl.split(q.to(tl.uint8, bitcast=True))
+        both = first.to(tl.uint16) | (second.to(tl.uint16) << 8)
+        at = ptr.to(tl.pointer_type(tl.uint16)) + col * tl.multiple_of(rows // 2, 8) + pair
+        tl.store(at, tl.trans(both), (col < cols_left) & (pair < tl.multiple_of(rows_left // 2, 8)))
+    else:
+        row = tl.join(2 * pair, 2 * pair + 1)
+        at = ptr + col[:, :, None] * rows + row
+        tl.store(at, tl.permute(q, (1, 0, 2)), (col < cols_left)[:, :, None] & (row < rows_left))
+
+
+@jit
+def store_pairs(
+    upper,
+    lower,
+    row,
+    col,
+    rows,
+    cols,
+    rows_left,
+    cols_left,
+    out_ptr,
+    rowwise_ptr,
+    columnwise_ptr,
+    scale,
+    WHOLE: tl.constexpr,
+):
+    """Stores FP32 in the tile at (row, col) of each form whose pointer is not None; those in FP8 are scaled.
+
+    Args:
+        row: int64.
+        out_ptr, rowwise_ptr, columnwise_ptr: [rows, cols], the same in FP8, and the FP8 transpose.
+    """
+    corner = row * cols + col
+    if out_ptr is not None:
+        store_row_pairs(upper, lower, out_ptr + corner, cols, rows_left, cols_left)
+    upper *= scale
+    lower *= scale
+    if rowwise_ptr is not None:
+        store_row_pairs(upper, lower, rowwise_ptr + corner, cols, rows_left, cols_left)
+    if columnwise_ptr is not None:
+        at = columnwise_ptr + col.to(tl.int64) * rows + row
+        store_transposed(upper, lower, at, rows, rows_left, cols_left, WHOLE)

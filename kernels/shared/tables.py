@@ -1,0 +1,80 @@
+"""Lists of tensors as kernels take them: one table of addresses and sizes, on the device.
+
+So one compiled kernel serves lists of any length.  All tensors' blocks are numbered in one row; a program
+counts the tensors that start at or before its block, which is one load of n numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, reduce
+from itertools import accumulate as running_sums
+from itertools import chain
+from operator import or_
+
+import torch
+from torch import Tensor
+
+from flatfsdp.kernels.shared.triton import jit, tl
+
+LOAD_BYTES = 16
+"""Width of the widest load; tensors that start at multiples of it are read and written at full speed."""
+
+
+def device_table(fields: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """An int64 table [fields, n] on `device`, sent without waiting for the device.
+
+    On CUDA it goes through pinned memory, copied on the current stream.  Nobody has to keep the pinned
+    tensor: PyTorch's host allocator hands its memory out again only when the copy is over.  The table may be
+    dropped after a launch on the same stream, like any temporary.  Do not capture this in a CUDA graph, which
+    would repeat the copy from memory that others own by then.
+    """
+    table = torch.tensor(fields, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)
+
+
+def kept_table(fields: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """As `device_table`, and kept: in a training loop the same tensors are at the same addresses again, and
+    to make a table takes the host longer than to launch a kernel.
+
+    Each stream has its own, because nobody else waits for the copy.
+
+    Raises:
+        RuntimeError: if a table would have to be made while a CUDA graph is captured.
+    """
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return _kept_table(tuple(map(tuple, fields)), device, stream)
+
+
+@lru_cache(maxsize=1024)
+def _kept_table(fields: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # Nothing is copied now: who finds the table later, outside of the graph, would read garbage.
+        raise RuntimeError(
+            "a CUDA graph is captured in which a list of tensors is new; run the same step on this stream, "
+            "with the same tensors, before the capture"
+        )
+    return device_table(fields, device)
+
+
+def first_blocks(counts: Sequence[int]) -> tuple[list[int], int]:
+    """Where each tensor's blocks start if all are numbered in one row, and how many there are."""
+    ends = list(running_sums(counts))
+    return [0, *ends[:-1]], ends[-1]
+
+
+def is_aligned(*tensors: Tensor) -> bool:
+    return are_aligned([tensor.data_ptr() for tensor in tensors])
+
+
+def are_aligned(*rows: Sequence[int]) -> bool:
+    """Whether all numbers, addresses or sizes, are multiples of the widest load."""
+    return reduce(or_, chain(*rows), 0) % LOAD_BYTES == 0
+
+
+@jit
+def tensor_of_block(first_blocks_ptr, n, block, N_POW2: tl.constexpr):
+    """The index of the tensor to which a block belongs."""
+    index = tl.arange(0, N_POW2)
+    start = tl.load(first_blocks_ptr + index, index < n, 0)
+    return tl.sum(((index < n) & (start <= block)).to(tl.int32)) - 1
