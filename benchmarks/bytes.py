@@ -10,7 +10,7 @@ Local bytes are reads plus writes of copy kernels on one rank; matrix products, 
 collective does inside are not in it (the division by the number of ranks, for one).  FlatFSDP's FP8 layers
 add up weight gradients inside the products.  Wire bytes are (N - 1) / N of each collective's payload.
 
-Next: `_bytes_measured.py` measures, `_bytes_formulas.py` has the formulas.
+Next: `lib/bytes_measured.py` measures, `lib/bytes_formulas.py` has the formulas.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import _options as options
 import matplotlib as mpl
 import typer
-from _bytes_formulas import CASES, UNITS, WEIGHTS, Case
-from _bytes_measured import Row, equal, measure_all
-from _common import RESULTS, environment, publish, results_of_ranks
+from lib import options
+from lib.bytes_formulas import CASES, UNITS, WEIGHTS, Case
+from lib.bytes_measured import Row, equal, measure_all
+from lib.common import RESULTS, environment, publish, results_of_ranks
 from rich.console import Console
 from rich.table import Table
 

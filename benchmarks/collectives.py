@@ -22,7 +22,7 @@ an all-reduce that the switches add up, NVLink SHARP, may exceed):
 
 1 GB is 10^9 bytes; 1 MiB is 2^20.
 
-Next: `_collectives_measured.py` measures.
+Next: `lib/collectives_measured.py` measures.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import _options as options
 import matplotlib as mpl
 import typer
-from _collectives_measured import (
+from lib import options
+from lib.collectives_measured import (
     GIB,
     GROWTH,
     KIB,
@@ -54,7 +54,7 @@ from _collectives_measured import (
     measure_all,
     readable,
 )
-from _common import RESULTS, environment, launch_of, publish
+from lib.common import RESULTS, environment, launch_of, publish
 from rich.console import Console
 from rich.table import Table
 

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import _options as options
 import matplotlib as mpl
 import typer
-from _common import RESULTS, environment, launch_of, publish
+from lib import options
+from lib.common import RESULTS, environment, launch_of, publish
 from rich.console import Console
 from rich.table import Table
 

@@ -28,13 +28,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import _options as options
 import matplotlib as mpl
 import torch
 import typer
-from _common import RESULTS, environment, publish
-from _kernel_times import WGRAD, measured_gemms, measured_kernels
-from _kernels import FULL, IN_PLACE, TINY, Bench
+from lib import options
+from lib.common import RESULTS, environment, publish
+from lib.kernel_cases import FULL, IN_PLACE, TINY, Bench
+from lib.kernel_times import WGRAD, measured_gemms, measured_kernels
 from rich.console import Console
 from rich.table import Table
 

@@ -24,14 +24,14 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import _options as options
 import matplotlib as mpl
 import torch
 import typer
-from _common import RESULTS, environment, publish
-from _device import host_ms, timed
-from _floor import floors
-from _layers import Contestant, LayerShape, Mode, build
+from lib import options
+from lib.common import RESULTS, environment, publish
+from lib.device import host_ms, timed
+from lib.floor import floors
+from lib.layers import Contestant, LayerShape, Mode, build
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table

@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Annotated, Any
 
-import _options as options
 import torch
 import torch.distributed as dist
 import typer
-from _common import RESULTS, environment, launch_of
-from _device import GIB, allocated_gib, free_memory, peak_gib, start_together, timed
+from lib import options
+from lib.common import RESULTS, environment, launch_of
+from lib.device import GIB, allocated_gib, free_memory, peak_gib, start_together, timed
 from rich.console import Console
 from rich.table import Table
 

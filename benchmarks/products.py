@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
 
-import _options as options
 import matplotlib as mpl
 import torch
 import typer
-from _common import RESULTS, environment, publish
-from _kernel_times import Timed, measure
-from _kernels import BF16, E4M3, E5M2, Call
+from lib import options
+from lib.common import RESULTS, environment, publish
+from lib.kernel_cases import BF16, E4M3, E5M2, Call
+from lib.kernel_times import Timed, measure
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor

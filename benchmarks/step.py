@@ -22,13 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import _options as options
 import matplotlib as mpl
 import typer
-from _common import RESULTS, environment, launch_of, publish
-from _engines import FP8, PLAIN, Engine, Variant
-from _llama import SHAPES, flops_per_token
-from _measuring import Job, Row, measure_all
+from lib import options
+from lib.common import RESULTS, environment, launch_of, publish
+from lib.engines import FP8, PLAIN, Engine, Variant
+from lib.llama import SHAPES, flops_per_token
+from lib.measuring import Job, Row, measure_all
 from rich.console import Console
 from rich.table import Table
 

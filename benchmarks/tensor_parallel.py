@@ -34,12 +34,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import _options as options
 import matplotlib as mpl
 import typer
-from _common import RESULTS, environment, launch_of, publish, write
-from _split_layers import EAGER_MODES, LAYERS, MODES, USUAL_MODES, Engine, Mode, Split
-from _split_measuring import PLAIN, TOLERANCES, WHOLE, Job, Row, measure_all
+from lib import options
+from lib.common import RESULTS, environment, launch_of, publish, write
+from lib.split_layers import EAGER_MODES, LAYERS, MODES, USUAL_MODES, Engine, Mode, Split
+from lib.split_measuring import PLAIN, TOLERANCES, WHOLE, Job, Row, measure_all
 from rich.console import Console
 from rich.table import Table
 

@@ -14,8 +14,8 @@ from typing import Annotated
 
 import torch
 import typer
-from _kernel_times import Timed
-from _kernels import FULL, Bench, Case
+from lib.kernel_cases import FULL, Bench, Case
+from lib.kernel_times import Timed
 from rich.console import Console
 from rich.table import Table
 

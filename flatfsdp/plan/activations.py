@@ -1,7 +1,7 @@
 """What the forward of one microbatch keeps for its backward, and what the backward needs beside it.
 
 In:   a `Job`; sizes of one tensor-parallel rank.
-Out:  bytes, equal to what autograd saves (`tests/dist/test_plan.py` counts it).
+Out:  bytes, equal to what autograd saves (`tests/dist/plan/test_plan.py` counts it).
 Next: `engine/memory.py` multiplies them with microbatches in flight.
 
 Letters: h = hidden, f = ffn, k = hidden size of keys; t = tensor-parallel ranks, s = t where they share the

@@ -27,7 +27,7 @@ class Machine:
     """By default hosts of eight H200s.
 
     Rates are what long runs of our kernels reach, not what data sheets say.  Files are those in
-    benchmarks/results, from which `tests/unit/test_plan_measured.py` computes the numbers again.
+    benchmarks/results, from which `tests/unit/plan/test_measured.py` computes the numbers again.
 
     Attributes:
         gpu_memory: bytes; H200: 141 GB.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.dist.ranks import stop_pools
+from tests.support.ranks import stop_pools
 
 
 @pytest.fixture(scope="module", autouse=True)

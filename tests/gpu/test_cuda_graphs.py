@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Recipe, autocast
 from flatfsdp.layers import TransformerLayer
-from tests.gpu.marks import FP8_GEMMS
+from tests.support.gpu.marks import FP8_GEMMS
 
 pytestmark = FP8_GEMMS
 HIDDEN, FFN, HEADS, SEQ, BATCH = 512, 1024, 4, 128, 4

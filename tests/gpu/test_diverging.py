@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
-from tests.dist.models import Block
-from tests.dist.ranks import run_ranks, stop_pools
+from tests.support.models import Block
+from tests.support.ranks import run_ranks, stop_pools
 
 pytestmark = [
     pytest.mark.gpu,

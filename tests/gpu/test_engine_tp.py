@@ -16,9 +16,9 @@ from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama, LlamaConfig
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import ParallelMesh
-from tests.dist.llamas import mesh_of
-from tests.dist.models import same
-from tests.dist.ranks import run_ranks
+from tests.support.llamas import mesh_of
+from tests.support.models import same
+from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

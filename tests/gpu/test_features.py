@@ -13,9 +13,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from flatfsdp import Precision, auto_wrap, by_class, checkpoint, microbatches
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
-from tests.dist.models import repeatable, same, same_trace
-from tests.dist.ranks import run_ranks
-from tests.gpu.models import BF16, SMALL, build, tokens, train
+from tests.support.gpu.models import BF16, SMALL, build, tokens, train
+from tests.support.models import repeatable, same, same_trace
+from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

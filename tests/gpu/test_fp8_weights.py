@@ -14,8 +14,8 @@ from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import LayerNormMLP
 from flatfsdp.optim import AdamW
-from tests.dist.ranks import run_ranks
-from tests.gpu.models import WORLD_SIZES
+from tests.support.gpu.models import WORLD_SIZES
+from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

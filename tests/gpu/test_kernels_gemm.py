@@ -7,7 +7,7 @@ import torch
 
 from flatfsdp.kernels.gemm import cublas_lt
 from flatfsdp.kernels.gemm import gemm as module
-from tests.gpu.marks import FP8_GEMMS
+from tests.support.gpu.marks import FP8_GEMMS
 
 pytest.importorskip("nvmath")
 pytestmark = FP8_GEMMS

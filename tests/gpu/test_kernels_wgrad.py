@@ -12,7 +12,7 @@ from torch import Tensor
 from flatfsdp.kernels.gemm import cublas_lt
 from flatfsdp.kernels.gemm.wgrad import wgrad, wgrad_unfused
 from flatfsdp.kernels.grad.accumulate import accumulate
-from tests.gpu.marks import FP8_GEMMS
+from tests.support.gpu.marks import FP8_GEMMS
 
 pytestmark = FP8_GEMMS
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -11,9 +11,9 @@ from flatfsdp import Precision
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.models import LlamaConfig
 from flatfsdp.models.pipeline import ScheduleName
-from tests.dist.llamas import SmallPipeline, in_one_process, mesh_of
-from tests.dist.models import same
-from tests.dist.ranks import run_ranks
+from tests.support.llamas import SmallPipeline, in_one_process, mesh_of
+from tests.support.models import same
+from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import Precision, Prefetch, auto_wrap, by_class, microbatches
 from flatfsdp.models.gpt import GPT, MLP
-from tests.dist.models import repeatable, same, same_trace
-from tests.dist.ranks import run_ranks
-from tests.gpu.models import BF16, SMALL, WIDE, WORLD_SIZES, build, tokens, train
+from tests.support.gpu.models import BF16, SMALL, WIDE, WORLD_SIZES, build, tokens, train
+from tests.support.models import repeatable, same, same_trace
+from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,9 @@ import torch
 
 from flatfsdp import Precision, microbatches
 from flatfsdp.optim import SGD, AdamW
-from tests.dist.models import repeatable, same
-from tests.dist.ranks import run_ranks
-from tests.gpu.models import BF16, SMALL, build, tokens
+from tests.support.gpu.models import BF16, SMALL, build, tokens
+from tests.support.models import repeatable, same
+from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

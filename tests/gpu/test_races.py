@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from flatfsdp import Precision
 from flatfsdp.comm.streams import Lane
-from tests.dist.models import Trace, repeatable, same_trace
-from tests.dist.ranks import run_ranks
-from tests.gpu.models import BF16, SMALL, build, tokens, train
+from tests.support.gpu.models import BF16, SMALL, build, tokens, train
+from tests.support.models import Trace, repeatable, same_trace
+from tests.support.ranks import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,9 +11,9 @@ import torch
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
-from tests.dist.ranks import run_ranks
-from tests.dist.split_layers import assert_all_close, complete_grad, make_pair, step
-from tests.dist.test_tensor_parallel import same_as_one_process
+from tests.dist.layers.test_tensor_parallel import same_as_one_process
+from tests.support.ranks import run_ranks
+from tests.support.split_layers import assert_all_close, complete_grad, make_pair, step
 
 pytestmark = [
     pytest.mark.gpu,

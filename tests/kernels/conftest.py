@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from flatfsdp.kernels.gemm import cublas_lt, gemm, wgrad
-from tests.kernels.fake_cublas_lt import FakeCublasLt
-from tests.kernels.interpreter import repair
+from tests.support.kernels.fake_cublas_lt import FakeCublasLt
+from tests.support.kernels.interpreter import repair
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,10 +13,10 @@ from flatfsdp.kernels import activation
 from flatfsdp.kernels.activation import GATED, NAMES, ActivationBackward
 from flatfsdp.kernels.shared.outputs import Outputs, rows_at_once
 from flatfsdp.kernels.shared.tiles import Tile
-from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
-from tests.kernels.fp8_pairs import endangered_pairs
-from tests.kernels.layouts import check_layouts
-from tests.unit.layers.plain import activated
+from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.support.kernels.fp8_pairs import endangered_pairs
+from tests.support.kernels.layouts import check_layouts
+from tests.support.plain_layers import activated
 
 FORWARD = pytest.mark.parametrize(
     "run", [activation.forward_reference, activation.forward_launch], ids=["reference", "kernel"]

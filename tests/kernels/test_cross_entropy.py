@@ -11,7 +11,7 @@ from torch import Tensor, library
 
 from flatfsdp.kernels import cross_entropy as module
 from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
-from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 STATISTICS = pytest.mark.parametrize(
     "run", [module.statistics_reference, module.statistics_launch], ids=["reference", "kernel"]

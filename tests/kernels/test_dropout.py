@@ -12,7 +12,7 @@ from flatfsdp.kernels import dropout
 from flatfsdp.kernels.dropout import DropoutBackward
 from flatfsdp.kernels.shared.outputs import rows_at_once
 from flatfsdp.kernels.shared.tiles import find
-from tests.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 FORWARD = pytest.mark.parametrize(
     "run", [dropout.forward_reference, dropout.forward_launch], ids=["reference", "kernel"]

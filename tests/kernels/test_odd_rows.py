@@ -21,7 +21,7 @@ from flatfsdp.kernels.grad import embedding
 from flatfsdp.kernels.norm import backward as norm_backward
 from flatfsdp.kernels.norm import forward as norm_forward
 from flatfsdp.kernels.shared.outputs import Outputs
-from tests.unit.layers import plain
+from tests.support import plain_layers as plain
 
 COLS = 40
 E4M3 = torch.float8_e4m3fn

@@ -11,7 +11,7 @@ from torch import nn
 
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast, fp8_autocast
 from flatfsdp.layers import Linear
-from tests.unit.fp8.common import (
+from tests.support.fp8_layers import (
     FFN,
     SHORT,
     TOKENS,

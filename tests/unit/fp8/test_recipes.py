@@ -14,7 +14,7 @@ from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, SplitAccumulato
 from flatfsdp.fp8 import scaling as state
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from flatfsdp.layers.checks import require_fp8
-from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH, Stack, batch, relative_error, seeded
+from tests.support.fp8_layers import FFN, SHORT, TOKENS, WIDTH, Stack, batch, relative_error, seeded
 
 RECIPES = pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
 

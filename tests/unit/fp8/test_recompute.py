@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from flatfsdp import fp8
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import DotProductAttention, LayerNormMLP, Linear
-from tests.unit.fp8.common import (
+from tests.support.fp8_layers import (
     FFN,
     SHORT,
     TOKENS,

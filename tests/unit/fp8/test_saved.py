@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.fp8.quantizers import Delayed
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
-from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH
+from tests.support.fp8_layers import FFN, SHORT, TOKENS, WIDTH
 
 E4M3 = torch.float8_e4m3fn
 RECIPES = pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])

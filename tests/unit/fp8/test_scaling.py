@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, autocast
 from flatfsdp.layers import LayerNormMLP, Linear
-from tests.unit.fp8.common import FFN, TOKENS, WIDTH, Stack, counted_updates, fp8_state, same_bits, seeded
+from tests.support.fp8_layers import FFN, TOKENS, WIDTH, Stack, counted_updates, fp8_state, same_bits, seeded
 
 E4M3_MAX, E5M2_MAX = 448.0, 57344.0
 FLT_MAX = torch.finfo(torch.float32).max

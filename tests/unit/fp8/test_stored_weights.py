@@ -17,7 +17,7 @@ from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.kernels.cast.shard_cast import max_abs_many
 from flatfsdp.layers import Embedding, LayerNormLinear, Linear, convert
-from tests.unit.fp8.common import TOKENS, WIDTH, Block, Stack, seeded
+from tests.support.fp8_layers import TOKENS, WIDTH, Block, Stack, seeded
 
 PRECISION = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
 

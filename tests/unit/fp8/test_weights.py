@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
-from tests.unit.fp8.common import FFN, SHORT, TOKENS, WIDTH, Stack, batch, relative_error, seeded
+from tests.support.fp8_layers import FFN, SHORT, TOKENS, WIDTH, Stack, batch, relative_error, seeded
 
 E4M3 = torch.float8_e4m3fn
 RECIPES = pytest.mark.parametrize(

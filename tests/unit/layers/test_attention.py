@@ -13,7 +13,7 @@ from flatfsdp.layers.attention import sdpa
 from flatfsdp.layers.attention.dot_product import DotProductAttention
 from flatfsdp.layers.attention.masks import WindowMasks
 from flatfsdp.layers.attention.qkv import split_qkv
-from tests.unit.layers import plain
+from tests.support import plain_layers as plain
 
 SEQ, BATCH, HEADS, DIM = 9, 3, 4, 8
 TRIANGLE = plain.window(SEQ, SEQ, -1, 0)

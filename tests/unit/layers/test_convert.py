@@ -1,4 +1,4 @@
-"""`fp8.convert`: nn.Linear become ours, and everything else about the model stays."""
+"""`convert`: nn.Linear become ours, and everything else about the model stays."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp import fp8
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import Linear, convert
-from tests.unit.fp8.common import SHORT, fp8_state
+from tests.support.fp8_layers import SHORT, fp8_state
 
 
 def everything(linear: nn.Linear, name: str) -> bool:
@@ -186,4 +185,4 @@ def test_a_layer_with_hooks_is_refused(hook: Any) -> None:
     with pytest.raises(ValueError, match=r"1 has .*hooks"):
         convert(refused, everything)
     assert type(refused[0]) is type(refused[1]) is nn.Linear, "nothing is half converted"
-    assert type(fp8.convert(refused, lambda linear, name: name == "0")[0]) is Linear
+    assert type(convert(refused, lambda linear, name: name == "0")[0]) is Linear

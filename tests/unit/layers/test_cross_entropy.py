@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from flatfsdp import fp8
 from flatfsdp.fp8 import CurrentScaling
 from flatfsdp.layers import Linear, LinearCrossEntropy, cross_entropy
-from tests.unit.layers.plain import EPS, error, leaf
+from tests.support.plain_layers import EPS, error, leaf
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 REDUCTIONS = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

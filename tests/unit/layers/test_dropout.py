@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatfsdp.kernels.dropout import counters
 from flatfsdp.layers.dropout import PhiloxState, bias_dropout_add
-from tests.unit.layers import plain
+from tests.support import plain_layers as plain
 
 
 def test_without_dropout_it_is_an_addition() -> None:

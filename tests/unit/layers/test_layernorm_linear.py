@@ -13,8 +13,8 @@ from torch import Tensor
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.kernels.norm.forward import norm_forward
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
-from tests.unit.layers import plain
-from tests.unit.layers.plain import trained
+from tests.support import plain_layers as plain
+from tests.support.plain_layers import trained
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 NORMS = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])

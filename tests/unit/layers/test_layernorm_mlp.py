@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
-from tests.unit.layers import plain
+from tests.support import plain_layers as plain
 
 NORMS = pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
 ACTIVATIONS = pytest.mark.parametrize("activation", NAMES)

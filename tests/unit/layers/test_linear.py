@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Format, autocast
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
-from tests.unit.layers import plain
-from tests.unit.layers.plain import trained
+from tests.support import plain_layers as plain
+from tests.support.plain_layers import trained
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 RECIPES = {

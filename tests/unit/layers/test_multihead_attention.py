@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from flatfsdp.layers.attention.multihead import MultiheadAttention
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding
-from tests.unit.layers import plain
-from tests.unit.layers.plain_attention import expected_output, trained
+from tests.support import plain_layers as plain
+from tests.support.plain_attention import expected_output, trained
 
 SEQ, BATCH, HIDDEN, HEADS = 7, 2, 32, 4
 BOUND = 5e-6

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.layers.norm import LayerNorm, RMSNorm
-from tests.unit.layers import plain
-from tests.unit.layers.plain import trained
+from tests.support import plain_layers as plain
+from tests.support.plain_layers import trained
 
 BOTH = pytest.mark.parametrize("kind", [LayerNorm, RMSNorm])
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from flatfsdp.layers.attention.qkv import split_and_rotate, split_qkv
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
-from tests.unit.layers import plain
+from tests.support import plain_layers as plain
 
 SHAPES = pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1), (1, 1)])
 

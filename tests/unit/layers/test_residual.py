@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, TransformerLayer
-from tests.unit.layers import plain
+from tests.support import plain_layers as plain
 
 LAYERS = pytest.mark.parametrize("layer_type", [LayerNormLinear, LayerNormMLP])
 RECIPES = pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
-from tests.unit.layers import plain
+from tests.support import plain_layers as plain
 
 
 def test_tables_are_exact_at_far_positions() -> None:

@@ -24,7 +24,7 @@ from flatfsdp.layers import (
     TransformerLayer,
 )
 from flatfsdp.layers.attention.qk_norm import L2Normalization
-from tests.unit.fp8.common import (
+from tests.support.fp8_layers import (
     FFN,
     SHORT,
     TOKENS,

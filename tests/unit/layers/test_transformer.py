@@ -12,8 +12,8 @@ from flatfsdp.fp8.recipe import DelayedScaling
 from flatfsdp.fp8.recompute import checkpoint
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding
 from flatfsdp.layers.transformer import TransformerLayer
-from tests.unit.layers import plain
-from tests.unit.layers.plain_attention import expected_output, trained
+from tests.support import plain_layers as plain
+from tests.support.plain_attention import expected_output, trained
 
 SEQ, BATCH, HIDDEN, FFN, HEADS = 8, 2, 32, 48, 4
 BOUND = 1e-5

@@ -1,0 +1,194 @@
+"""The engines that `step.py` measures: how each one shards a model, marks a microbatch and steps."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+import flatfsdp.optim
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
+from flatfsdp.layers import Embedding, TransformerLayer
+from lib.fp8_llama import FusedLlama
+from lib.llama import Layer, Llama
+
+
+class Engine(str, Enum):
+    flat_off = "flat-off"
+    flat_on = "flat-on"
+    fsdp2 = "fsdp2"
+    fairscale = "fairscale"
+    flat_fp8_delayed = "flat-fp8-delayed"
+    flat_fp8_current = "flat-fp8-current"
+    flat_bf16_fused = "flat-bf16-fused"
+    fsdp2_float8 = "fsdp2-float8"
+
+
+LABELS = {
+    Engine.flat_off: "FlatFSDP, flag off",
+    Engine.flat_on: "FlatFSDP, flag on",
+    Engine.fsdp2: "FSDP2",
+    Engine.fairscale: "fairscale 0.4.13 (bf16 sums)",
+    Engine.flat_fp8_delayed: "FlatFSDP, FP8 delayed scaling",
+    Engine.flat_fp8_current: "FlatFSDP, FP8 current scaling",
+    Engine.flat_bf16_fused: "FlatFSDP, bf16, fused gradients",
+    Engine.fsdp2_float8: "FSDP2, torchao float8",
+}
+
+PLAIN = (Engine.flat_off, Engine.flat_on, Engine.fsdp2, Engine.fairscale)
+"""Of the plain Llama in bf16."""
+
+FP8 = (Engine.flat_fp8_delayed, Engine.flat_fp8_current, Engine.flat_bf16_fused, Engine.fsdp2_float8)
+"""FP8 weights in the flat buffer under both recipes, the same layers in bf16, and the peer."""
+
+RECIPES: dict[Engine, Recipe | None] = {
+    # Each rank scales its own activations, as torchao does; the weights' scales are equal on all ranks.
+    Engine.flat_fp8_delayed: DelayedScaling(amax_history_len=16, reduce_amax=False),
+    Engine.flat_fp8_current: CurrentScaling(),
+    Engine.flat_bf16_fused: None,
+}
+"""Engines with FlatFSDP's own layers."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An engine, with its layers eager or each one compiled."""
+
+    engine: Engine
+    compiled: bool = False
+
+    @classmethod
+    def first_of(cls, engine: Engine) -> Variant:
+        """Eager; torchao's casts are many small operators, so that it needs the compiler."""
+        return cls(engine, compiled=engine is Engine.fsdp2_float8)
+
+    @property
+    def can_be_compiled(self) -> bool:
+        """Whether there is a compiled one beside the eager one."""
+        return self.engine in (Engine.flat_off, Engine.flat_on, Engine.fsdp2)
+
+    @property
+    def name(self) -> str:
+        return self.engine.value + ("-compile" if self.compiled else "")
+
+    @property
+    def label(self) -> str:
+        return LABELS[self.engine] + (", compile" if self.compiled else "")
+
+    def unavailable(self, device: torch.device) -> str:
+        """Why it cannot run here; empty if it can."""
+        needed = {Engine.fairscale: "fairscale", Engine.fsdp2_float8: "torchao"}.get(self.engine)
+        if needed is not None and importlib.util.find_spec(needed) is None:
+            return f"{needed} is not installed"
+        if self.engine is Engine.fairscale and device.type != "cuda":
+            return "fairscale needs CUDA"
+        return ""
+
+
+def shard(model: Llama, variant: Variant, reshard: bool, device: torch.device) -> nn.Module:
+    """The model, on `device` in FP32, in the hands of an engine.
+
+    One unit a layer, one for the embedding, and one for the rest.
+    """
+    if variant.engine is Engine.fsdp2_float8:
+        _use_float8(model, device)
+    if variant.compiled:
+        for layer in model.layers:
+            # The forward and not the module: an engine's hooks run around it, uncompiled.
+            layer.forward = torch.compile(layer.forward, fullgraph=True, dynamic=False)
+    if variant.engine in (Engine.fsdp2, Engine.fsdp2_float8):
+        return _fsdp2(model, reshard, device)
+    if variant.engine is Engine.fairscale:
+        return _fairscale(model, reshard)
+    if variant.engine in RECIPES:
+        return _fused(model, RECIPES[variant.engine], reshard, device)
+    return auto_wrap(
+        model,
+        by_class(Layer, nn.Embedding),
+        device=device,
+        precision=Precision(compute=torch.bfloat16),
+        reshard_after_forward=reshard,
+        optimize_backward_concat=variant.engine is Engine.flat_on,
+    )
+
+
+def _fused(model: Llama, recipe: Recipe | None, reshard: bool, device: torch.device) -> nn.Module:
+    stored = None if recipe is None else CurrentScaling()
+    return auto_wrap(
+        FusedLlama(model, recipe),
+        by_class(TransformerLayer, Embedding),
+        device=device,
+        precision=Precision(compute=torch.bfloat16, fp8_weights=stored),
+        reshard_after_forward=reshard,
+        optimize_backward_concat=True,
+    )
+
+
+def _use_float8(model: Llama, device: torch.device) -> None:
+    """torchao's linear maps, scaled by tensor, in all layers; gathered in FP8."""
+    float8 = importlib.import_module("torchao.float8")
+    # A CPU multiplies in FP32 what was rounded to FP8.
+    config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=device.type == "cpu")
+    float8.convert_to_float8_training(model.layers, config=config)
+
+
+def _fsdp2(model: Llama, reshard: bool, device: torch.device) -> nn.Module:
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for unit in (*model.layers, *([] if model.tokens is None else [model.tokens])):
+        fully_shard(unit, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    # None: the root's own parameters stay from its forward to its backward, as with the other engines.
+    fully_shard(model, mesh=mesh, mp_policy=precision, reshard_after_forward=None if reshard else False)
+    return model
+
+
+def _fairscale(model: Llama, reshard: bool) -> nn.Module:
+    fsdp = importlib.import_module("fairscale.nn.data_parallel").FullyShardedDataParallel
+    options = {
+        "reshard_after_forward": reshard,
+        "mixed_precision": True,
+        "compute_dtype": torch.bfloat16,
+        "buffer_dtype": torch.float32,
+        "fp32_reduce_scatter": True,
+    }
+    for index, layer in enumerate(model.layers):
+        model.layers[index] = fsdp(layer, **options)
+    if model.tokens is not None:
+        model.tokens = fsdp(model.tokens, **options)
+    return fsdp(model, **options)
+
+
+def position(model: nn.Module, is_last: bool, reshard: bool) -> AbstractContextManager[None]:
+    """Tells engines other than FlatFSDP whether the microbatch inside is the last one of its step."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+        # Without this FSDP2 gathers anew in every microbatch even when it keeps parameters after forward.
+        model.set_reshard_after_backward(is_last or reshard)
+    elif not isinstance(model, FlatFSDP) and not is_last:
+        return model.no_sync()  # type: ignore[operator]
+    return nullcontext()
+
+
+def adamw(model: nn.Module, variant: Variant, lr: float, *, own: bool) -> torch.optim.Optimizer:
+    """In one kernel, as each engine's users have it.
+
+    Args:
+        own: FlatFSDP's for its own layers, which also casts the weights; otherwise torch's.
+    """
+    if own and variant.engine in RECIPES:
+        return flatfsdp.optim.AdamW(model.parameters(), lr=lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+    if variant.engine is Engine.fsdp2_float8:
+        float8 = importlib.import_module("torchao.float8")
+        # One all-reduce for the scales of all weights, instead of one a weight.
+        optimizer.register_step_post_hook(lambda *_: float8.precompute_float8_dynamic_scale_for_fsdp(model))
+    return optimizer

@@ -1,0 +1,116 @@
+"""The collectives benchmark measures every operation at every size, and refuses results that are wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from flatfsdp.launch import Rank
+from tests.support.programs import ROOT, TORCHRUN, run_program
+
+KIB, MIB = 2**10, 2**20
+OPERATIONS = ["all-reduce", "reduce-scatter", "all-gather"]
+
+
+def run_benchmark(out: Path, launcher: Sequence[str], *options: str) -> tuple[str, dict[str, Any]]:
+    """The name and the content of what `benchmarks/collectives.py` writes, on CPU ranks."""
+    command = [*launcher, "benchmarks/collectives.py", "--device", "cpu", "--repeats", "3", "--json"]
+    done = run_program(*command, "--out", out, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (written,) = out.glob("*.json")
+    assert written.with_suffix(".png").stat().st_size > 0
+    payload = json.loads(written.read_text())
+    assert json.loads(done.stdout) == payload, "--json prints something else, or something more"
+    return written.stem, payload
+
+
+def check_rows(payload: dict[str, Any], sizes: list[int]) -> None:
+    """All operations at all sizes, and figures that follow from each other by the docstring's formulas."""
+    ranks, limit = payload["ranks"], payload["limit"]["gb_s"]
+    found = [(row["operation"], row["bytes"]) for row in payload["rows"]]
+    assert found == [(operation, size) for size in sizes for operation in OPERATIONS]
+    assert math.isfinite(limit) and limit > 0
+    for row in payload["rows"]:
+        assert len(row["ms_of_each_batch"]) == payload["repeats"] == 3
+        assert all(math.isfinite(ms) and ms > 0 for ms in row["ms_of_each_batch"])
+        assert row["ms"] == statistics.median(row["ms_of_each_batch"])
+        assert row["algorithm_gb_s"] == pytest.approx(row["bytes"] / (row["ms"] / 1e3) / 1e9)
+        passes = 2 if row["operation"] == "all-reduce" else 1
+        assert row["bus_gb_s"] / row["algorithm_gb_s"] == pytest.approx(passes * (ranks - 1) / ranks)
+        assert row["share_of_limit"] == pytest.approx(row["bus_gb_s"] / limit)
+
+
+def test_sweep_on_ranks_of_its_own(tmp_path: Path) -> None:
+    name, payload = run_benchmark(tmp_path, (), "--ranks", "3", "--from", "48KiB", "--to", "1MiB")
+    assert name == "collectives-gloo-3"
+    assert (payload["backend"], payload["ranks"], payload["dtype"]) == ("gloo", 3, "float32")
+    assert payload["environment"]["torch"] == torch.__version__
+    assert "memory copy" in payload["limit"]["source"]
+    check_rows(payload, [48 * KIB, 192 * KIB, 768 * KIB])
+
+
+def test_one_size_under_torchrun(tmp_path: Path) -> None:
+    name, payload = run_benchmark(tmp_path, TORCHRUN, "--size", "1MiB", "--dtype", "bfloat16")
+    assert name == "collectives-gloo-2-bfloat16-1MiB"
+    assert (payload["ranks"], payload["dtype"]) == (2, "bfloat16")
+    check_rows(payload, [MIB])
+
+
+@pytest.fixture
+def collectives(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("collectives")
+
+
+@pytest.fixture
+def measured(collectives: ModuleType) -> ModuleType:
+    return importlib.import_module("lib.collectives_measured")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_wrong_results_are_refused(measured: ModuleType, name: str, dtype: torch.dtype) -> None:
+    operation, rank, numel = measured.Operation(name), Rank(1, 2, torch.device("cpu")), 4096
+    length = numel // 2 if name == "all-gather" else numel
+    ours, theirs = (measured.payload(index, length, dtype, rank.device) for index in (1, 0))
+    right = {
+        "all-reduce": (ours + theirs) / 2,
+        "reduce-scatter": ((ours + theirs) / 2)[numel // 2 :],
+        "all-gather": torch.cat([theirs, ours]),
+    }[name]
+    measured.check(right, operation, numel, rank)
+
+    one_off, broken = right.clone(), right.clone()
+    one_off[-1] += 1
+    broken[7] = torch.nan
+    for wrong in (one_off, broken, right.roll(1), torch.zeros_like(right)):
+        with pytest.raises(
+            RuntimeError, match=rf"{name} of \S+ KiB of {dtype} gave a wrong result on rank 1"
+        ):
+            measured.check(wrong, operation, numel, rank)
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("64MiB", 64 * MIB), ("3 KiB", 3 * KIB), ("1GiB", 2**30), ("7", 7), ("8B", 8)]
+)
+def test_sizes_are_read(collectives: ModuleType, text: str, nbytes: int) -> None:
+    assert collectives.parse_size(text) == nbytes
+
+
+def test_what_makes_no_sense_is_refused(collectives: ModuleType) -> None:
+    for text in ("", "64MB", "0", "-1KiB", "1.5MiB", "MiB"):
+        with pytest.raises(collectives.typer.BadParameter, match="no size"):
+            collectives.parse_size(text)
+    with pytest.raises(collectives.typer.BadParameter, match="pass either"):
+        collectives.sizes_to_measure(MIB, MIB, None, "cpu")
+    with pytest.raises(collectives.typer.BadParameter, match="above --to"):
+        collectives.sizes_to_measure(None, 4 * MIB, MIB, "cpu")

@@ -1,0 +1,46 @@
+"""The benchmarks of layers run on a CPU with small sizes, and write what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.programs import run_program
+
+
+def run_benchmark(name: str, out: Path, *options: str) -> dict[str, Any]:
+    done = run_program(f"benchmarks/{name}.py", "--device", "cpu", "--out", out, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((out / f"{name}.json").read_text())
+
+
+def test_layer(tmp_path: Path) -> None:
+    modes = ("eager", "flat-bf16-fused", "flat-delayed-cached-fused", "flat-current-cached-fused")
+    shape = ("--hidden", "64", "--ffn", "128", "--heads", "4", "--seq", "16", "--batch", "2")
+    options = [option for mode in modes for option in ("--modes", mode)]
+    payload = run_benchmark("layer", tmp_path, *options, *shape, "--steps", "2", "--rounds", "1")
+    assert [row["name"] for row in payload["rows"]] == list(modes)
+    for row in payload["rows"]:
+        assert row["ms"] > 0 and not row.get("failed")
+    times = {row["name"]: row["ms"] for row in payload["rows"]}
+    ratio = payload["ratios"]["bf16_fused_vs_eager"]
+    assert ratio == pytest.approx(times["flat-bf16-fused"] / times["eager"])
+    # 6 a weight and token; attention, causal, half of 2 products of 2 * seq * hidden a token, thrice.
+    weights = 4 * 64**2 + 2 * 64 * 128
+    assert payload["flops"] == 32 * (6 * weights + 6 * 16 * 64)
+
+
+def test_convergence(tmp_path: Path) -> None:
+    shape = ("--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32", "--steps", "20")
+    payload = run_benchmark("convergence", tmp_path, *shape, "--lr", "3e-3")
+    bf16, *fp8 = payload["rows"]
+    assert [row["precision"] for row in fp8] == ["fp8-delayed", "fp8-current", "fp8-weights"]
+    assert bf16["final_loss"] == sum(bf16["losses"][-2:]) / 2 < bf16["first_loss"]
+    for row in fp8:
+        assert row["losses"] != bf16["losses"]
+        assert row["against_bf16"] == pytest.approx(row["final_loss"] / bf16["final_loss"] - 1)
+        assert abs(row["against_bf16"]) < 0.02

@@ -1,0 +1,92 @@
+"""The step benchmark measures every engine, also under torchrun, and its engines train alike."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.programs import TORCHRUN, run_program
+
+SCRIPT = "benchmarks/step.py"
+WARMUP, STEPS = 1, 2
+
+
+def run_benchmark(out: Path, *options: str, torchrun: bool = False) -> dict[str, Any]:
+    """What `benchmarks/step.py` writes, on two CPU ranks with two microbatches."""
+    amount = ("--microbatches", "2", "--warmup", str(WARMUP), "--steps", str(STEPS))
+    command = (*TORCHRUN, SCRIPT) if torchrun else (SCRIPT, "--ranks", "2")
+    done = run_program(*command, "--device", "cpu", "--out", out, *amount, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (written,) = out.glob("*.json")
+    assert written.with_suffix(".png").stat().st_size > 0
+    return json.loads(written.read_text())
+
+
+@pytest.mark.parametrize(
+    ("shape", "policy"), [("tiny", "--reshard"), ("tiny-l2", "--keep")], ids=["tokens", "activations"]
+)
+def test_engines_are_measured_and_train_alike(tmp_path: Path, shape: str, policy: str) -> None:
+    payload = run_benchmark(tmp_path, "--shape", shape, policy)
+    rows = {row["name"]: row for row in payload["rows"]}
+    assert list(rows) == ["flat-off", "flat-on", "fsdp2", "fairscale"]
+    assert "needs CUDA" in rows["fairscale"]["skipped"] or "not installed" in rows["fairscale"]["skipped"]
+
+    losses = {}
+    for name in ("flat-off", "flat-on", "fsdp2"):
+        assert rows[name]["ms"] > 0 and rows[name]["time_vs_fsdp2"] > 0
+        # The first engine is measured once more at the end.
+        assert len(rows[name]["runs"]) == (2 if name == "flat-off" else 1)
+        losses[name] = rows[name]["runs"][0]["losses"]
+        assert len(losses[name]) == WARMUP + STEPS and all(map(math.isfinite, losses[name]))
+    assert losses["flat-on"] == losses["flat-off"] == rows["flat-off"]["runs"][1]["losses"]
+    assert payload["flag_changes_nothing"] == {"eager": True}
+    assert losses["fsdp2"] == pytest.approx(losses["flat-on"], rel=1e-4)
+    assert losses["fsdp2"][-1] < losses["fsdp2"][0]
+
+
+FP8 = ("flat-fp8-delayed", "flat-fp8-current")
+
+
+def engines(*names: str) -> list[str]:
+    return [option for name in names for option in ("--engines", name)]
+
+
+def test_own_layers_train_like_the_plain_model(tmp_path: Path) -> None:
+    names = ("flat-on", "flat-bf16-fused", *FP8)
+    payload = run_benchmark(tmp_path, "--shape", "tiny", "--breakdown", *engines(*names))
+    losses = {row["name"]: row["runs"][0]["losses"] for row in payload["rows"]}
+    assert tuple(losses) == names
+    assert losses["flat-bf16-fused"] == pytest.approx(losses["flat-on"], rel=1e-4)
+    for name in FP8:
+        assert losses[name] == pytest.approx(losses["flat-on"], rel=1e-3)
+        assert losses[name] != losses["flat-bf16-fused"], "nothing was in FP8"
+        assert losses[name][-1] < losses[name][0]
+    runs = {row["name"]: row["runs"][0] for row in payload["rows"]}
+    # One byte a weight between steps instead of two.
+    assert runs["flat-fp8-current"]["reported_gib"] < runs["flat-bf16-fused"]["reported_gib"]
+    always = [row["total"] for row in runs["flat-on"]["buffers"] if row["lives"] == "always"]
+    assert runs["flat-on"]["reported_gib"] == sum(always) / 2**30
+    # There are kernels on GPUs only.
+    assert all(run["breakdown"] is None for run in runs.values())
+
+
+def test_own_layers_without_a_vocabulary(tmp_path: Path) -> None:
+    payload = run_benchmark(
+        tmp_path, "--shape", "tiny-l2", "--keep", *engines("flat-on", *FP8), torchrun=True
+    )
+    plain, *fp8 = (row["runs"][0]["losses"] for row in payload["rows"])
+    assert all(losses == pytest.approx(plain, rel=1e-3) for losses in fp8)
+
+
+def test_torchao_trains_like_the_own_layers(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    names = engines("flat-fp8-current", "fsdp2-float8")
+    payload = run_benchmark(tmp_path, "--shape", "tiny-l2", "--keep", *names)
+    ours, theirs = payload["rows"]
+    assert theirs["name"] == "fsdp2-float8-compile" and theirs["time_vs_fsdp2_float8"] == 1.0
+    assert ours["time_vs_fsdp2_float8"] == ours["ms"] / theirs["ms"]
+    assert theirs["runs"][0]["losses"] == pytest.approx(ours["runs"][0]["losses"], rel=1e-3)

@@ -1,0 +1,132 @@
+"""FP8 state in the checkpoints of FlatFSDP: training goes on as the run that was not interrupted."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint
+from flatfsdp.fp8 import DelayedScaling, autocast
+from tests.support.fp8_layers import SHORT, Block, Stack, assert_same_state, fp8_state, seeded, snapshot
+from tests.support.fp8_training import batch, build, same_on_all_ranks, train
+from tests.support.models import same
+from tests.support.ranks import run_ranks
+
+
+def save_and_load(kind: str, model: FlatFSDP, other: FlatFSDP, folder: str) -> None:
+    if kind == "full":
+        other.load_state_dict(checkpoint.full_state_dict(model))
+    elif kind == "from_rank0":
+        state = checkpoint.full_state_dict(model, rank0_only=True, cpu_offload=True)
+        checkpoint.load_full_state_dict(other, state, from_rank0=True)
+    elif kind == "sharded":
+        checkpoint.save(folder, model)
+        checkpoint.load(folder, other)
+    else:
+        state = {key: value.clone() for key, value in checkpoint.local_state_dict(model).items()}
+        checkpoint.load_local_state_dict(other, state)
+
+
+def resumed(rank: int, world_size: int, kind: str, ran_before: str, folder: str, recipes: Any) -> None:
+    model, other = build(), build(seed=9, flag=False)
+    train(model, rank, recipe=recipes[0])
+    if ran_before:
+        train(other, rank, recipe=recipes[0] if ran_before == "same" else DelayedScaling(amax_history_len=11))
+    save_and_load(kind, model, other, folder)
+    assert_same_state(snapshot(model), snapshot(other))
+    losses = [train(each, rank, start=2, recipe=recipes[1]) for each in (model, other)]
+    assert same(*losses)
+    assert_same_state(snapshot(model), snapshot(other))
+
+
+KINDS = ["full", "from_rank0", "sharded", "local"]
+
+
+@pytest.mark.parametrize("ran_before", ["", "same", "other-length"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_is_the_uninterrupted_run(kind: str, ran_before: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, resumed, kind, ran_before, folder, (SHORT, SHORT))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [2, 9])
+def test_resume_with_another_history_length(kind: str, length: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, resumed, kind, "", folder, (SHORT, DelayedScaling(amax_history_len=length)))
+
+
+def without_state(rank: int, world_size: int, kind: str, folder: str) -> None:
+    """A checkpoint from before FP8 into a model that has run with it, and the other way round."""
+    before, model = build(seed=9), build()
+    before(batch(rank))
+    train(model, rank)
+    save_and_load(kind, before, model, folder)
+    state = before.state_dict()
+    assert_same_state({k: v for k, v in model.state_dict().items() if k in state}, state)
+    train(model, rank)
+    assert same_on_all_ranks(list(fp8_state(model).values()))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_without_fp8_state(kind: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, without_state, kind, folder)
+
+
+def stale_cache(rank: int, world_size: int, kind: str, folder: str) -> None:
+    model, other = build(), build(seed=9)
+    train(model, rank)
+    train(other, rank)
+    save_and_load(kind, model, other, folder)
+    with pytest.raises(RuntimeError, match="is_first_microbatch=True"), autocast(recipe=SHORT):
+        other(batch(rank), False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loading_drops_weights_that_were_cast_before(kind: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, stale_cache, kind, folder)
+
+
+def write(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+    model = build()
+    train(model, rank)
+    checkpoint.save(folder, model)
+    return snapshot(model)
+
+
+def read(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+    model = build(seed=9)
+    checkpoint.load(folder, model)
+    return snapshot(model)
+
+
+def test_another_number_of_ranks_reads_what_two_have_written() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        written = run_ranks(2, write, folder)
+        for found in (*run_ranks(1, read, folder), *run_ranks(3, read, folder)):
+            assert_same_state(written[0], found)
+
+
+def into_plain(rank: int, world_size: int) -> None:
+    """The plain model, and back into another wrapped one."""
+    model = build()
+    train(model, rank)
+    plain, again = seeded(Stack, seed=9), build(seed=8)
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad(), autocast(recipe=SHORT):
+        assert torch.equal(plain(batch(rank)), model(batch(rank)))
+    again.load_state_dict(plain.state_dict())
+    assert same(*(train(each, rank, start=2) for each in (model, again)))
+    before = fp8_state(plain)
+    rewrapped = auto_wrap(plain, by_class(Block), precision=Precision(buffer=torch.bfloat16))
+    assert_same_state(fp8_state(rewrapped), before)
+
+
+def test_plain_and_wrapped_models_read_each_other() -> None:
+    run_ranks(2, into_plain)

@@ -1,0 +1,258 @@
+"""Checkpoints of model and optimizer: written by 4 ranks, read by 1, 2 and 3, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.fsdp import fully_shard
+
+import flatfsdp
+from flatfsdp import FlatFSDP, checkpoint
+from tests.support.checkpoints import FORMS, Model, adamw, equal, full_state, load_form, step, wrapped
+from tests.support.models import Block
+from tests.support.ranks import run_ranks
+
+
+def save(rank: int, world_size: int, folder: str, grouped: bool) -> None:
+    model = wrapped(0)
+    optimizer = adamw(model, grouped)
+    for seed in range(2):
+        step(model, optimizer, seed)
+    checkpoint.save(f"{folder}/sharded", model, optimizer)
+    state = full_state(model, optimizer)
+    rank0_only = {
+        "model": checkpoint.full_state_dict(model, rank0_only=True, cpu_offload=True),
+        "optimizer": checkpoint.full_optimizer_state_dict(
+            model, optimizer, rank0_only=True, cpu_offload=True
+        ),
+    }
+    if rank == 0:
+        assert equal(rank0_only, state)
+        torch.save(state, f"{folder}/full.pt")
+    else:
+        assert rank0_only == {"model": {}, "optimizer": {}}
+
+
+def load(rank: int, world_size: int, folder: str, grouped: bool, form: str) -> bool:
+    """Whether a fresh model and optimizer, after loading, say what the saved ones said."""
+    model = wrapped(1)
+    optimizer = adamw(model, grouped)
+    saved = load_form(form, folder, model, optimizer, rank)
+    return equal(full_state(model, optimizer), saved)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "three groups"])
+def test_saved_by_four_ranks_loaded_by_one_two_three(tmp_path: Path, grouped: bool) -> None:
+    run_ranks(4, save, str(tmp_path), grouped)
+    for world_size in (1, 2, 3):
+        for form in FORMS:
+            assert all(run_ranks(world_size, load, str(tmp_path), grouped, form)), (world_size, form)
+
+
+def test_a_sharded_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:
+    """Read without FlatFSDP, it has whole tensors under the plain model's names."""
+    run_ranks(4, save, str(tmp_path), False)
+    dcp_to_torch_save(tmp_path / "sharded", tmp_path / "plain.pt")
+    plain = torch.load(tmp_path / "plain.pt")
+    saved = torch.load(tmp_path / "full.pt")
+    names = [name for name, _ in Model().named_parameters()]
+    for name in names:
+        assert torch.equal(plain["model"][name].view_as(saved["model"][name]), saved["model"][name])
+    assert torch.equal(plain["model"]["count"], saved["model"]["count"])
+    moments = saved["optimizer"]["state"]["cube"]["exp_avg_sq"]
+    assert torch.equal(plain["optimizer"]["state"]["cube"]["exp_avg_sq"], moments)
+
+
+def to_fsdp2_and_back(rank: int, world_size: int, folder: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block())
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    flat = flatfsdp.auto_wrap(model, flatfsdp.by_class(Block))
+    checkpoint.save(f"{folder}/flat", flat)
+    theirs = fully_shard(nn.Sequential(*(fully_shard(Block()) for _ in range(2))))
+    dist.checkpoint.load({"model": theirs.state_dict()}, checkpoint_id=f"{folder}/flat")
+    for name, value in theirs.state_dict().items():
+        assert torch.equal(value.full_tensor(), saved[name]), name
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter *= 2
+    dist.checkpoint.save({"model": theirs.state_dict()}, checkpoint_id=f"{folder}/theirs")
+    checkpoint.load(f"{folder}/theirs", flat)
+    assert equal(dict(flat.state_dict()), {name: 2 * value for name, value in saved.items()})
+
+
+def test_fsdp2_reads_ours_and_we_read_its(tmp_path: Path) -> None:
+    run_ranks(3, to_fsdp2_and_back, str(tmp_path))
+
+
+def save_async(rank: int, world_size: int, folder: str) -> None:
+    model = wrapped(0)
+    state = checkpoint.sharded_state_dict(model)
+    done = dist.checkpoint.async_save(
+        state,
+        checkpoint_id=folder,
+        process_group=dist.new_group(backend="gloo"),
+        async_stager=BlockingAsyncStager(),
+    )
+    before = checkpoint.full_state_dict(model)
+    # Staged copies are written, whatever happens to the model meanwhile.
+    with torch.no_grad(), model.summon_full_params():
+        for parameter in model.parameters():
+            parameter.zero_()
+    getattr(done, "upload_completion", done).result()
+    other = wrapped(1)
+    dist.checkpoint.load(checkpoint.sharded_state_dict(other), checkpoint_id=folder)
+    assert equal(dict(checkpoint.full_state_dict(other)), dict(before))
+
+
+def test_asynchronous_saving(tmp_path: Path) -> None:
+    run_ranks(2, save_async, str(tmp_path))
+
+
+def local(
+    rank: int, world_size: int, mesh: bool
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Tensor]]:
+    options: dict[str, Any] = {}
+    if mesh:
+        options["mesh"] = dist.init_device_mesh("cpu", (2, world_size // 2))
+    model = wrapped(0, **options)
+    optimizer = adamw(model, False)
+    step(model, optimizer, 0)
+    saved = {key: value.clone() for key, value in checkpoint.local_state_dict(model).items()}
+    full = checkpoint.full_state_dict(model)
+    step(model, optimizer, 1)
+    model(torch.zeros(1, 2, dtype=torch.long))
+    model.count.zero_()
+    checkpoint.load_local_state_dict(model, saved)
+    assert equal(checkpoint.full_state_dict(model), full)
+    for key in ("flat_param", "blocks.1.flat_param", "frozen_flat_param", "count"):
+        with pytest.raises(RuntimeError, match=f"Missing key: {key}"):
+            checkpoint.load_local_state_dict(model, {k: v for k, v in saved.items() if k != key})
+    with pytest.raises(RuntimeError, match="Unexpected key: more"):
+        checkpoint.load_local_state_dict(model, {**saved, "more": torch.ones(1)})
+    with pytest.raises(RuntimeError, match="shards fit only as many ranks"):
+        checkpoint.load_local_state_dict(model, {**saved, "flat_param": torch.ones(3)})
+    return saved, checkpoint.local_metadata(model), full
+
+
+@pytest.mark.parametrize("mesh", [False, True], ids=["1-D", "2-D"])
+def test_local_shards_load_where_they_came_from_and_consolidate_offline(mesh: bool) -> None:
+    shards, metadata, fulls = zip(*run_ranks(4, local, mesh), strict=True)
+    whole = checkpoint.consolidate(shards[::-1], metadata[::-1])
+    assert whole.keys() == fulls[0].keys()
+    assert all(torch.equal(whole[key], fulls[0][key]) for key in whole)
+    assert whole["head.weight"] is whole["embedding.weight"]
+    Model().load_state_dict(whole)
+    with pytest.raises(ValueError, match="of all ranks"):
+        checkpoint.consolidate(shards[:1], metadata[:1])
+    with pytest.raises(ValueError, match="one pair a rank"):
+        checkpoint.consolidate(shards, metadata[:1])
+    short = {**shards[1], "flat_param": shards[1]["flat_param"][:-1]}
+    with pytest.raises(ValueError, match="flat_param: shards have different lengths"):
+        checkpoint.consolidate([shards[0], short, *shards[2:]], metadata)
+
+
+def misfits(rank: int, world_size: int) -> list[str]:
+    """Every error comes up on every rank, and leaves model and optimizer as they were."""
+    model = wrapped(0)
+    optimizer = adamw(model, False)
+    step(model, optimizer, 0)
+    before = full_state(model, optimizer)
+    whole, state = before["model"], before["optimizer"]
+    mine = rank == 0
+    messages = []
+
+    def fails(error: Any, load: Any, *args: Any) -> None:
+        with pytest.raises(error) as caught:
+            load(*args, from_rank0=True)
+        messages.append(str(caught.value))
+
+    without = {k: v for k, v in whole.items() if k != "blocks.0.up.weight"}
+    reshaped = {**whole, "cube": torch.zeros(3, 5)}
+    for bad in (without, reshaped, {**whole, "more": torch.ones(1)}):
+        fails(RuntimeError, checkpoint.load_full_state_dict, model, bad if mine else {})
+    strange = {"state": {"nobody": {}}, "param_groups": state["param_groups"]}
+    short = {**state, "state": {**state["state"], "cube": {"exp_avg": torch.zeros(3)}}}
+    split = {**state, "param_groups": [{**state["param_groups"][0], "params": ["cube"]}]}
+    for bad in (strange, short, split, {"state": {}}):
+        fails(ValueError, checkpoint.load_full_optimizer_state_dict, model, optimizer, bad if mine else {})
+    with pytest.raises(ValueError, match="not the flat shards of this model"):
+        checkpoint.full_optimizer_state_dict(model, torch.optim.SGD(wrapped(1).parameters(), lr=1.0))
+    assert equal(full_state(model, optimizer), before)
+    return messages
+
+
+def test_misfits_are_named_on_every_rank() -> None:
+    messages = run_ranks(2, misfits)
+    assert messages[0] == messages[1]
+    expected = [
+        "Missing key: blocks.0.up.weight",
+        "size mismatch for cube: (3, 5) in the checkpoint, (3, 5, 7) in the model",
+        "Unexpected key: more",
+        "'nobody', which is not a trained parameter",
+        "'exp_avg' of cube has shape (3,)",
+        "no saved parameter group contains all",
+        'the keys "state" and "param_groups"',
+    ]
+    for message, part in zip(messages[0], expected, strict=True):
+        assert part in message
+
+
+def mesh_of(world_size: int) -> dict[str, Any]:
+    return {"mesh": dist.init_device_mesh("cpu", (2, world_size // 2))}
+
+
+def on_a_mesh(rank: int, world_size: int, folder: str, grouped: bool) -> None:
+    """Sharded inside rows, replicated across them: saved, loaded, and trained on."""
+    model = wrapped(0, **mesh_of(world_size))
+    optimizer = adamw(model, grouped)
+    step(model, optimizer, 0)
+    checkpoint.save(folder, model, optimizer)
+    other = wrapped(1, **mesh_of(world_size))
+    resumed = adamw(other, grouped)
+    checkpoint.load(folder, other, resumed)
+    for m, o in ((model, optimizer), (other, resumed)):
+        step(m, o, 1)
+    assert equal(full_state(model, optimizer), full_state(other, resumed))
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "three groups"])
+def test_sharded_checkpoints_of_hybrid_sharding(tmp_path: Path, grouped: bool) -> None:
+    run_ranks(4, on_a_mesh, str(tmp_path), grouped)
+
+
+def experts(rank: int, world_size: int, folder: str) -> None:
+    """A unit that each rank has to itself would overwrite the other rank's in a common checkpoint."""
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    expert = FlatFSDP(nn.Linear(4, 4), alone)
+    model = FlatFSDP(nn.Sequential(expert, nn.Linear(4, 4)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for save in (
+        lambda: checkpoint.save(folder, model, optimizer),
+        lambda: checkpoint.sharded_optimizer_state_dict(model, optimizer),
+        lambda: checkpoint.load_full_state_dict(model, {}, from_rank0=True),
+    ):
+        with pytest.raises(ValueError, match="spread over 1 ranks and others over 2"):
+            save()
+
+
+def test_experts_are_not_lost_silently(tmp_path: Path) -> None:
+    run_ranks(2, experts, str(tmp_path))
+
+
+def test_names_of_several_roots_and_of_several_paths() -> None:
+    layer = FlatFSDP(nn.Linear(2, 2))
+    model = nn.Sequential(layer, FlatFSDP(nn.Linear(2, 2)), layer)
+    whole = checkpoint.consolidate([checkpoint.local_state_dict(model)], [checkpoint.local_metadata(model)])
+    assert equal(whole, {name: whole[name] for name in whole})
+    assert set(whole) == set(model.state_dict())
+    assert all(torch.equal(whole[name], value) for name, value in model.state_dict().items())
+    with pytest.raises(ValueError, match="Linear contains no FlatFSDP module"):
+        checkpoint.local_state_dict(nn.Linear(2, 2))

@@ -1,0 +1,220 @@
+"""The optimizer's state in checkpoints: the plain model's, for any groups, frozen layers and padding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import flatfsdp
+from flatfsdp import FlatFSDP, Precision, checkpoint
+from tests.support.checkpoints import FORMS, Model, adamw, equal, full_state, load_form, step, wrapped
+from tests.support.models import Block
+from tests.support.ranks import run_ranks
+
+
+def optimizer_like_plain(rank: int, world_size: int, flag: bool, grouped: bool) -> None:
+    """The gathered state is that of torch's optimizer over the plain model's parameters."""
+    model = wrapped(0, flag)
+    optimizer = adamw(model, grouped)
+    torch.manual_seed(0)
+    plain = Model()
+    named = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    groups: Any = [{"params": list(named.values())}]
+    if grouped:
+        low = {name: p for name, p in named.items() if p.dim() < 2}
+        rest = [p for name, p in named.items() if name not in low and name != "blocks.1.up.weight"]
+        groups = [
+            {"params": list(low.values()), "weight_decay": 0.0},
+            {"params": [named["blocks.1.up.weight"]], "lr": 3e-2},
+            {"params": rest},
+        ]
+    reference = torch.optim.AdamW(groups, lr=1e-2)
+    for seed in range(2):
+        step(model, optimizer, seed)
+        step(plain, reference, seed)
+    state = checkpoint.full_optimizer_state_dict(model, optimizer)
+    assert set(state["state"]) == set(named)
+    for name, parameter in named.items():
+        for key, value in reference.state[parameter].items():
+            torch.testing.assert_close(state["state"][name][key], value, rtol=1e-5, atol=1e-7, msg=name)
+    ours = checkpoint.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    for ours_group, group in zip(state["param_groups"], reference.param_groups, strict=True):
+        assert {named[name] for name in ours_group["params"]} == set(group["params"])
+        assert ours_group["weight_decay"] == group["weight_decay"] and ours_group["lr"] == group["lr"]
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "three groups"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_optimizer_state_and_groups_are_those_of_the_plain_model(
+    world_size: int, grouped: bool, flag: bool
+) -> None:
+    run_ranks(world_size, optimizer_like_plain, flag, grouped)
+
+
+def bf16_masters(rank: int, world_size: int) -> None:
+    """States in the shards' own dtype, and gradients in main_grad."""
+    model = wrapped(0, precision=Precision(param=torch.bfloat16, compute=torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9))
+    step(model, optimizer, 0)
+    saved = full_state(model, optimizer)
+    assert saved["model"]["cube"].dtype == torch.bfloat16
+    other = wrapped(1, precision=Precision(param=torch.bfloat16, compute=torch.bfloat16))
+    fresh = torch.optim.AdamW(other.parameters(), lr=0.5)
+    other.load_state_dict(saved["model"])
+    checkpoint.load_full_optimizer_state_dict(other, fresh, saved["optimizer"])
+    assert fresh.param_groups[0]["betas"] == (0.8, 0.9)
+    for m, o in ((model, optimizer), (other, fresh)):
+        step(m, o, 1)
+    assert equal(full_state(model, optimizer), full_state(other, fresh))
+
+
+def test_training_goes_on_as_if_never_stopped() -> None:
+    run_ranks(2, bf16_masters)
+
+
+def regrouped(rank: int, world_size: int) -> None:
+    """One state for several portions: each counts its own steps, and what was saved stays as it was."""
+    model, other = wrapped(0), wrapped(1)
+    optimizer, resumed = adamw(model, False), adamw(other, True)
+    step(model, optimizer, 0)
+    state = full_state(model, optimizer)
+    saved = {name: {k: v.clone() for k, v in s.items()} for name, s in state["optimizer"]["state"].items()}
+    groups = checkpoint.full_optimizer_state_dict(other, resumed)["param_groups"]
+    other.load_state_dict(state["model"])
+    checkpoint.load_full_optimizer_state_dict(other, resumed, {**state["optimizer"], "param_groups": groups})
+    for m, o in ((model, optimizer), (other, resumed)):
+        step(m, o, 1)
+        step(m, o, 2)
+    assert equal(state["optimizer"]["state"], saved)
+    for m, o in ((model, optimizer), (other, resumed)):
+        steps = [s["step"].item() for s in checkpoint.full_optimizer_state_dict(m, o)["state"].values()]
+        assert set(steps) == {3.0}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_every_portion_counts_its_own_steps(world_size: int) -> None:
+    run_ranks(world_size, regrouped)
+
+
+def states_that_do_not_fit(rank: int, world_size: int) -> None:
+    model = wrapped(0)
+    optimizer = adamw(model, False)
+    step(model, optimizer, 0)
+    before = full_state(model, optimizer)
+    state = before["optimizer"]
+    some = {name: s for name, s in state["state"].items() if name != "blocks.0.norm.weight"}
+    for from_rank0 in (False, True):
+        mine = {**state, "state": some} if rank == 0 or not from_rank0 else None
+        with pytest.raises(ValueError, match="or one of them is missing"):
+            checkpoint.load_full_optimizer_state_dict(model, optimizer, mine, from_rank0=from_rank0)
+    bad = {**before["model"], "cube": 3} if rank == 0 else {}
+    with pytest.raises(RuntimeError, match="cube is no tensor, but int"):
+        checkpoint.load_full_state_dict(model, bad, from_rank0=True)
+    if rank == 0:
+        # On one rank only.
+        optimizer.state[model.flat_param]["history"] = [1, 2]
+    with pytest.raises(TypeError, match=r"AdamW keeps 'history' \(list\)"):
+        checkpoint.full_optimizer_state_dict(model, optimizer)
+    optimizer.state[model.flat_param].pop("history", None)
+    assert equal(full_state(model, optimizer), before)
+
+
+def test_states_that_do_not_fit_raise_on_every_rank() -> None:
+    run_ranks(2, states_that_do_not_fit)
+
+
+def unfrozen(rank: int, world_size: int, folder: str) -> None:
+    """A layer that was frozen joins, as a group of its own; the others go on with their state."""
+    model = wrapped(0)
+    optimizer = adamw(model, False)
+    step(model, optimizer, 0)
+    checkpoint.save(folder, model, optimizer)
+    before = full_state(model, optimizer)
+    torch.manual_seed(0)
+    net = Model()
+    net.frozen.requires_grad_(True)
+    model = flatfsdp.auto_wrap(net, flatfsdp.by_class(Block))
+    joining = ["frozen.weight", "frozen.bias"]
+    with pytest.raises(ValueError, match="that were frozen then into groups of their own"):
+        checkpoint.load(folder, model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    optimizer = torch.optim.AdamW(
+        flatfsdp.param_groups(model, [{"params": joining, "lr": 0.5}]), lr=0.1, weight_decay=0.0
+    )
+    for load_state in (
+        lambda: checkpoint.load(folder, model, optimizer),
+        lambda: checkpoint.load_full_optimizer_state_dict(model, optimizer, before["optimizer"]),
+    ):
+        load_state()
+        state = checkpoint.full_optimizer_state_dict(model, optimizer)
+        found = {n: s for n, s in state["state"].items() if s}
+        assert equal(before["optimizer"]["state"], found)
+        assert [(group["lr"], group["weight_decay"]) for group in state["param_groups"]] == [
+            (0.5, 0.0),
+            (1e-2, 1e-2),
+        ]
+    step(model, optimizer, 1)
+    state = checkpoint.full_optimizer_state_dict(model, optimizer)["state"]
+    assert [int(state[name]["step"]) for name in ("frozen.bias", "head.bias")] == [1, 2]
+
+
+def test_a_layer_that_is_unfrozen_joins_without_state(tmp_path: Path) -> None:
+    run_ranks(2, unfrozen, str(tmp_path))
+
+
+def tensor_rate(rank: int, world_size: int, folder: str) -> None:
+    """A learning rate that is a tensor, as capturable optimizers have."""
+    model = wrapped(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.25))
+    step(model, optimizer, 0)
+    checkpoint.save(folder, model, optimizer)
+    resumed = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+    checkpoint.load(folder, model, resumed)
+    assert resumed.param_groups[0]["lr"] == 0.25
+
+
+def test_a_tensor_learning_rate_is_saved(tmp_path: Path) -> None:
+    run_ranks(2, tensor_rate, str(tmp_path))
+
+
+def resumed_with_padding(rank: int, world_size: int, folder: str) -> None:
+    """Of 20 elements in shards of 16 the last rank has none."""
+    x = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
+
+    def trained(model: FlatFSDP, optimizer: torch.optim.Optimizer, steps: int) -> None:
+        for _ in range(steps):
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def made() -> tuple[FlatFSDP, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = FlatFSDP(nn.Linear(4, 4))
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model, optimizer = made()
+    trained(model, optimizer, 2)
+    checkpoint.save(f"{folder}/sharded", model, optimizer)
+    if (state := full_state(model, optimizer)) and rank == 0:
+        torch.save(state, f"{folder}/full.pt")
+    dist.barrier()
+    trained(model, optimizer, 1)
+    for form in FORMS:
+        other, its_optimizer = made()
+        load_form(form, folder, other, its_optimizer, rank)
+        trained(other, its_optimizer, 1)
+        assert torch.equal(model.flat_param, other.flat_param), form
+        states = (o.state_dict()["state"][0] for o in (optimizer, its_optimizer))
+        ours, theirs = (dict(sorted(state.items())) for state in states)
+        assert equal(ours, theirs), form
+
+
+def test_ranks_with_padding_only_resume_as_the_others(tmp_path: Path) -> None:
+    run_ranks(3, resumed_with_padding, str(tmp_path))

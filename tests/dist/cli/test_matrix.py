@@ -1,0 +1,183 @@
+"""`python -m flatfsdp verify --matrix`: which rows run, what they compare, and what is noticed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from flatfsdp import Precision
+from flatfsdp.cli.app import app
+from flatfsdp.cli.matrix import FP8, Compared, MatrixPlan, MatrixReport, Row, all_rows, matrix_on_rank
+from flatfsdp.cli.parallel_training import Layout, Schedule
+from flatfsdp.cli.training import Fusion
+from flatfsdp.fp8 import BlockScaling, CurrentScaling
+from flatfsdp.launch import Device, Rank
+from flatfsdp.models import LlamaConfig, LlamaPipeline
+from flatfsdp.models.pipeline import SCHEDULES
+from flatfsdp.parallel import make_mesh
+from tests.support.ranks import run_ranks
+
+KINDS = ["losses", "gradients", "parameters", "optimizer state"]
+STEPS = 3
+
+
+def compared(
+    rank: int, world_size: int, rows: list[Row], out: Path, layers: int = 4, steps: int = STEPS
+) -> list[Compared]:
+    plan = MatrixPlan.of(Device.cpu, world_size, {"layers": layers, "steps": steps})
+    report = MatrixReport([], [], replace(plan, rows=tuple(rows)))
+    return matrix_on_rank(Rank(rank, world_size, torch.device("cpu")), (report, out)).compared
+
+
+def rows_of(world_size: int, *words: str) -> list[Row]:
+    return [row for row in all_rows() if row.layout.world == world_size and any(w in row.name for w in words)]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "words", "number"),
+    [
+        (2, ["PP 2, interleaved, bf16", "TP 2, fp8-delayed", "TP 2+SP, fp8-weights"], 3),
+        (4, ["PP 2 x DP 2, 1F1B, fp8-delayed", "TP 2+SP x PP 2, GPipe, bf16"], 2),
+    ],
+)
+def test_rows_are_equal_and_every_rank_knows_it(
+    world_size: int, words: list[str], number: int, tmp_path: Path
+) -> None:
+    rows = rows_of(world_size, *words)
+    assert len(rows) == number
+    first, *others = run_ranks(world_size, compared, rows, tmp_path)
+    for found in first:
+        assert found.differences == {kind: [] for kind in KINDS}
+        assert len(found.on.losses) == STEPS
+        assert found.on.losses == found.off.losses
+        assert found.on.falling
+        # Otherwise nothing has been switched.
+        assert found.on.bytes_per_parameter.get("concat", 0) == 0
+        assert found.off.bytes_per_parameter["concat"] > 0
+        assert found.on.local_bytes < found.off.local_bytes
+    verdicts = [(found.row, found.differences, found.on.losses) for found in first]
+    for theirs in others:
+        assert [(found.row, found.differences, found.on.losses) for found in theirs] == verdicts
+
+
+def test_the_reference_is_there() -> None:
+    names = {row.name for row in rows_of(8, "")}
+    for precision in ("bf16", "fp8-delayed"):
+        for schedule in ("GPipe", "1F1B", "interleaved"):
+            assert f"TP 2+SP x PP 2 x DP 2, {schedule}, {precision}, zero2" in names
+            assert f"TP 2+SP x PP 2 x DP 2, {schedule}, {precision}, zero3, wgrad off" in names
+        assert f"TP 2+SP x DP 4, {precision}, zero2" in names
+    everything = [row.name for row in all_rows()]
+    assert len(everything) == len(set(everything))
+
+
+def test_a_plan_takes_the_rows_that_fit_and_says_why_others_do_not() -> None:
+    plan = MatrixPlan.of(Device.cpu, 2, {"layers": 2, "only": ["PP 2, "], "precision": [FP8], "steps": 7})
+    assert [row.name for row in plan.rows] == [
+        "PP 2, GPipe, fp8-delayed, zero3, wgrad off",
+        "PP 2, 1F1B, fp8-delayed, zero3",
+    ]
+    assert (plan.settings.steps, plan.settings.model.layers) == (7, 2)
+    reasons = " ".join(plan.left_out_lines())
+    assert "they need 4 ranks: TP 2+SP x PP 2 (3)." in reasons
+    assert "2 layers cannot be split into 4 stages" in reasons
+    fused = MatrixPlan.of(Device.cpu, 2, {"fusion": [Fusion.two_pass]})
+    assert {row.layout for row in fused.rows} == {Layout(1, 2, 1, Schedule.interleaved)}
+
+
+def stops(rank: int, world_size: int, rows: list[Row], out: Path) -> None:
+    with pytest.raises(ValueError, match="2 layers cannot be split into 4 stages"):
+        compared(rank, world_size, rows, out, layers=2, steps=1)
+
+
+def test_a_run_that_is_stopped_leaves_what_it_found(tmp_path: Path) -> None:
+    rows = rows_of(2, "PP 2, 1F1B, bf16", "PP 2, interleaved, bf16")
+    run_ranks(2, stops, rows, tmp_path)
+    report = json.loads((tmp_path / "verify-matrix.json").read_text())
+    assert [row["name"] for row in report["rows"]] == [rows[0].name]
+    assert report["not_run"] == [rows[1].name] and report["equal"]
+
+
+def refuses(rank: int, world_size: int) -> None:
+    sizes = LlamaConfig(2, 32, 64, heads=2, kv_heads=2, vocab=256, seq=16)
+    mesh = make_mesh(pp=2)
+    with pytest.raises(ValueError, match=r"schedule is 'zero'; it must be one of \('gpipe', "):
+        LlamaPipeline(sizes, mesh, "zero", microbatches=2, batch=1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="2 layers cannot be split into 4 stages"):
+        LlamaPipeline(sizes, mesh, "interleaved", microbatches=2, batch=1)
+    pipeline = LlamaPipeline(sizes, mesh, microbatches=2, batch=1)
+    tokens = torch.zeros(1, 16, dtype=torch.int64)
+    for run in (pipeline.forward_backward, pipeline.evaluate):
+        with pytest.raises(ValueError, match="there are 3 batches, and the pipeline is for 2"):
+            run([(tokens, tokens)] * 3)
+        for other in (tokens[:, :8], torch.cat([tokens, tokens]), tokens[0]):
+            with pytest.raises(ValueError, match=r"tokens and targets must be \(1, 16\)"):
+                run([(tokens, tokens), (tokens, other)])
+    for counts in ({"microbatches": 0, "batch": 1}, {"microbatches": 2, "batch": -1}):
+        for schedule in SCHEDULES:
+            with pytest.raises(ValueError, match="it must be positive"):
+                LlamaPipeline(sizes, mesh, schedule, **counts)
+    stored = Precision(fp8_weights=CurrentScaling())
+    for recipe in (None, BlockScaling()):
+        with pytest.raises(ValueError, match="need a CurrentScaling or DelayedScaling"):
+            LlamaPipeline(sizes, mesh, microbatches=2, batch=1, precision=stored, recipe=recipe)
+    for other, message in (
+        ({"seq": 24}, "1 x 24 tokens are in a microbatch; FP8 products need a multiple of 16"),
+        ({"ffn": 72}, r"LayerNormMLP\.fc2_weight: in_features is 72"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LlamaPipeline(replace(sizes, **other), mesh, microbatches=2, batch=1, recipe=CurrentScaling())
+    with pytest.raises(ValueError, match="seq is 15, which 2 tensor-parallel ranks cannot share equally"):
+        LlamaPipeline(
+            replace(sizes, seq=15), make_mesh(tp=2), microbatches=2, batch=1, sequence_parallel=True
+        )
+
+
+def test_a_pipeline_that_cannot_run_raises_on_every_rank() -> None:
+    run_ranks(2, refuses)
+
+
+def test_one_damaged_bit_is_noticed_and_files_are_written(tmp_path: Path) -> None:
+    options = ("--ranks", "2", "--steps", "2", "--only", "PP 2, 1F1B, fp32", "--out", str(tmp_path))
+    done = CliRunner().invoke(
+        app, ["verify", "--matrix", "--device", "cpu", *options, "--self-test", "--json"]
+    )
+    assert done.exit_code == 1, done.output
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report == json.loads((tmp_path / "verify-matrix.json").read_text())
+    (row,) = report["rows"]
+    assert row["name"] == "PP 2, 1F1B, fp32, zero3"
+    assert row["row"]["layout"]["schedule"] == "1F1B"
+    assert (report["options"]["steps"], report["environments"][0]["world_size"]) == (2, 2)
+    assert not row["equal"] and not report["equal"]
+    # The last rank has stage 1 alone.
+    (damaged,) = row["differences"]["gradients"]
+    assert damaged.startswith("rank 1: step 1, stage 1.")
+    assert " 1 of " in damaged
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--switch", "fusion"], "switches the flag alone"),
+        (["--only", "PP 3"], "no row of the matrix can run here"),
+        (["--ranks", "3"], "as they need 4 ranks"),
+        (["--steps", "0"], "--steps"),
+        (["--heads", "1", "--only", "TP 2,"], "kv_heads is 1, which 2 tensor-parallel ranks cannot share"),
+        (["--seq", "33", "--only", "+SP"], "seq is 33, which 2 tensor-parallel ranks cannot share"),
+    ],
+)
+def test_senseless_options_are_explained(options: list[str], message: str, tmp_path: Path) -> None:
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    result = runner.invoke(
+        app, ["verify", "--matrix", "--device", "cpu", "--out", str(tmp_path / "out"), *options]
+    )
+    assert result.exit_code == 2
+    assert message in result.output
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,144 @@
+"""`python -m flatfsdp verify`, as a user runs it: its verdict, its files, its exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from flatfsdp.cli.app import app
+from tests.support.programs import TORCHRUN, run_program
+
+KINDS = ["losses", "gradients", "parameters", "optimizer state"]
+TINY = ["--device", "cpu", "--layers", "2", "--hidden", "32", "--heads", "2", "--seq", "32", "--batch", "2"]
+
+
+def verify(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return run_program("-m", "flatfsdp", "verify", *TINY, "--out", out, *options)
+
+
+def written(out: Path) -> dict[str, Any]:
+    assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
+    report: dict[str, Any] = json.loads((out / "verify.json").read_text())
+    return report
+
+
+def test_flag_on_equals_flag_off(tmp_path: Path) -> None:
+    done = verify(tmp_path, "--steps", "6", "--precision", "fp32", "--precision", "bf16")
+    assert done.returncode == 0, done.stderr
+    report = written(tmp_path)
+    names = [(row["precision"], row["strategy"]) for row in report["rows"]]
+    assert names == [("fp32", "zero2"), ("fp32", "zero3"), ("bf16", "zero2"), ("bf16", "zero3")]
+    assert report["equal"]
+    assert report["environment"]["world_size"] == 2 and report["environment"]["gpus"] == 0
+    assert report["options"]["settings"]["microbatches"] == 4
+    for row in report["rows"]:
+        assert row["differences"] == {kind: [] for kind in KINDS}
+        assert row["falling"]
+        assert len(row["off"]["losses"]) == 6
+        assert row["off"]["losses"] == row["on"]["losses"]
+        assert row["on"]["bytes_per_parameter"].get("concat", 0) == 0
+        assert row["on"]["local_bytes"] < row["off"]["local_bytes"]
+        assert float.fromhex(row["on"]["final_loss_hex"]) == row["on"]["losses"][-1]
+        assert done.stdout.count(row["on"]["final_loss_hex"]) >= 2
+    assert "DIFFER" not in done.stdout
+    assert "on equals off, bit for bit" in done.stdout.lower()
+
+
+def test_own_layers_with_each_switch(tmp_path: Path) -> None:
+    precisions = ("bf16-fused", "fp8-delayed", "fp8-current", "fp8-weights")
+    options = [option for precision in precisions for option in ("--precision", precision)]
+    fusions = ("--fusion", "off", "--fusion", "two-pass", "--fusion", "fused")
+    done = verify(tmp_path, "--steps", "3", "--strategy", "zero3", *options, *fusions)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = written(tmp_path)["rows"]
+    names = [(row["precision"], row["switch"], row["fusion"]) for row in rows]
+    flag = [("flag", "wgrad off"), ("flag", "wgrad two-pass"), ("flag", "")]
+    fp8 = [*flag, ("fusion", ""), ("cache", "")]
+    assert names == [
+        *(("bf16-fused", *row) for row in fp8[:-1]),
+        *((precision, *row) for precision in precisions[1:3] for row in fp8),
+        *(("fp8-weights", *row) for row in (*fp8[:-1], ("storage", ""))),
+    ]
+    for row in rows:
+        assert row["equal"]
+        assert row["differences"] == {kind: [] for kind in KINDS}
+        if row["fusion"] == "" and row["switch"] == "flag":
+            # Matrices were added by their own layers; of 42,880 parameters only norms and biases are left: 6
+            # bytes in the first microbatch and 10 in each of three more.
+            vectors = 2 * (64 + 96 + 32 + 64 + 128 + 32) + 64
+            expected = 36 * vectors / 42_880
+            assert row["on"]["bytes_per_parameter"]["accumulate"] == pytest.approx(expected)
+    losses = {(row["precision"], row["fusion"]): row["on"]["losses"] for row in rows}
+    # Different precisions are different computations: otherwise the rows prove nothing.
+    assert len({tuple(values) for values in losses.values()}) >= len(precisions) - 1
+
+
+def test_one_damaged_bit_on_one_rank_is_noticed(tmp_path: Path) -> None:
+    done = verify(tmp_path, "--steps", "4", "--self-test", "--precision", "fp32", "--strategy", "zero3")
+    assert done.returncode == 1
+    assert "DIFFER" in done.stdout
+    (row,) = written(tmp_path)["rows"]
+    assert not row["equal"]
+    # The damage is on rank 1, which does not report; rank 0 sees it when the parameters have carried it over.
+    gradients = row["differences"]["gradients"][-1]
+    assert gradients.startswith("rank 1: step 1, ")
+    assert " 1 of " in gradients
+    assert f"fp32 zero3, flag off / flag on, gradients: first difference on {gradients}" in " ".join(
+        done.stdout.split()
+    )
+
+
+def test_torchrun_json_and_data_parallel(tmp_path: Path) -> None:
+    options = ("--steps", "2", "--precision", "fp32", "--strategy", "dp", "--json", "--out", tmp_path)
+    done = run_program(*TORCHRUN, "-m", "flatfsdp", "verify", *TINY, *options)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == written(tmp_path)
+    assert [row["strategy"] for row in written(tmp_path)["rows"]] == ["dp"]
+
+
+def test_train_writes_its_losses(tmp_path: Path) -> None:
+    options = ("--steps", "6", "--precision", "fp32", "--out", tmp_path)
+    command = [sys.executable, "-m", "flatfsdp", "train", *TINY, *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert "fp32 zero3 flag on, world size 2: loss " in done.stdout
+    losses = json.loads((tmp_path / "train.json").read_text())["run"]["losses"]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert (tmp_path / "losses.png").exists()
+
+
+@pytest.mark.parametrize("command", ["verify", "train"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "no/such/file"], "no/such/file does not exist"),
+        (["--microbatches", "0"], "--microbatches"),
+        (["--hidden", "30", "--heads", "4"], "multiple of heads"),
+        (["--strategy", "zero4"], "'zero2', 'zero3'"),
+        (["--lr", "0"], "lr is 0.0; it must be above 0"),
+        (["--hidden", "40", "--precision", "fp8-delayed"], "multiples of 16"),
+        (["--device", "cuda", "--ranks", "1000"], "one GPU for each of 1000 ranks"),
+    ],
+)
+def test_senseless_options_are_explained(
+    command: str, options: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, [command, *options])
+    assert result.exit_code == 2
+    assert message in result.output
+    assert "Traceback" not in result.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_rows_of_no_matrix_cannot_be_chosen(tmp_path: Path) -> None:
+    options = ["--only", "PP 2", "--out", str(tmp_path / "out")]
+    result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, ["verify", *options])
+    assert result.exit_code == 2
+    assert "--only chooses among the rows of --matrix" in result.output
+    assert not (tmp_path / "out").exists()

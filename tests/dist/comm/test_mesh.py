@@ -1,0 +1,29 @@
+"""Groups of a mesh communicate with whom they should."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from flatfsdp.parallel import make_mesh
+from tests.support.ranks import run_ranks
+
+
+def sums(rank: int, world_size: int) -> list[float]:
+    """Of 10 ^ rank over the ranks of each group, and back to a model without any."""
+    mesh = make_mesh(pp=2, tp=2)
+    found = []
+    for group in (mesh.tp_group, mesh.dp_group, mesh.pp_group, mesh.stage_group, mesh.dp.get_group()):
+        total = torch.tensor(10.0**rank)
+        dist.all_reduce(total, group=group)
+        found.append(total.item())
+    return found
+
+
+def test_each_group_sums_over_its_ranks() -> None:
+    assert run_ranks(4, sums) == [
+        [11.0, 1.0, 101.0, 11.0, 1.0],
+        [11.0, 10.0, 1010.0, 11.0, 10.0],
+        [1100.0, 100.0, 101.0, 1100.0, 100.0],
+        [1100.0, 1000.0, 1010.0, 1100.0, 1000.0],
+    ]

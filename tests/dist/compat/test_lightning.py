@@ -1,0 +1,264 @@
+"""Lightning Fabric drives the engine: the same bits as without it, checkpoints, and misuse that is named."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
+from flatfsdp.layers import convert
+from flatfsdp.models.gpt import GPT, Block, GPTConfig
+from tests.support.models import Trace, grads_of, same, same_trace
+from tests.support.ranks import run_ranks
+
+lightning = pytest.importorskip("flatfsdp.compat.lightning", reason="needs Lightning Fabric")
+
+CONFIG = GPTConfig(layers=2, hidden=32, heads=2, seq=16, vocab=32)
+COUNT = 3
+"""Microbatches of a step."""
+
+
+def start(rank: int, world_size: int, **options: Any) -> Any:
+    """Fabric on a rank that is there already."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    fabric = lightning.Fabric(
+        accelerator="cpu", devices=world_size, strategy=lightning.FlatFSDPStrategy(), **options
+    )
+    fabric.launch()
+    return fabric
+
+
+def build(flag: bool = True, compiled: bool = False) -> FlatFSDP:
+    """A GPT with FP8 layers and sharded FP8 weights."""
+    model = GPT(CONFIG)
+    convert(model.blocks, filter=lambda linear, name: True, fuse_wgrad_accumulation=True)
+    for block in model.blocks if compiled else ():
+        block.forward = torch.compile(block.forward, backend="eager")
+    precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
+    return auto_wrap(model, by_class(Block), precision=precision, optimize_backward_concat=flag)
+
+
+def batches_of(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [
+        tuple(torch.randint(0, CONFIG.vocab, (2, 2, CONFIG.seq), generator=generator)) for _ in range(COUNT)
+    ]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    with autocast(recipe=DelayedScaling(amax_history_len=4)):
+        return model(*batch)
+
+
+def trace(
+    model: FlatFSDP, optimizer: torch.optim.Optimizer, losses: list[Tensor], grads: list[Tensor]
+) -> Trace:
+    state = [each for p in model.parameters() for each in optimizer.state[p].values()]
+    return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], state)
+
+
+def train_plainly(model: FlatFSDP, rank: int) -> Trace:
+    optimizer = adamw(model)
+    losses, grads = [], []
+    for step in range(2):
+        for batch in microbatches(model, batches_of(step, rank)):
+            losses.append(loss_of(model, batch))
+            losses[-1].backward()
+        grads += grads_of(model)
+        model.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return trace(model, optimizer, losses, grads)
+
+
+def train_with_fabric(fabric: Any, flat: FlatFSDP, *, by_hand: bool = False) -> Trace:
+    """
+    Args:
+        by_hand: accumulate with Fabric's `no_backward_sync`, not with our `microbatches`.
+    """
+    flat_optimizer = adamw(flat)
+    model, optimizer = fabric.setup(flat, flat_optimizer)
+    losses, grads = [], []
+    for step in range(2):
+        batches = batches_of(step, fabric.global_rank)
+        for number, batch in enumerate(batches if by_hand else microbatches(model, batches)):
+            with fabric.no_backward_sync(model, enabled=by_hand and number < COUNT - 1):
+                losses.append(loss_of(model, batch))
+                fabric.backward(losses[-1])
+        grads += grads_of(flat)
+        fabric.clip_gradients(model, optimizer, max_norm=0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return trace(flat, flat_optimizer, losses, grads)
+
+
+def ways(rank: int, world_size: int) -> list[dict[str, bool]]:
+    expected = train_plainly(build(), rank)
+    found = [
+        train_with_fabric(start(rank, world_size), build()),
+        train_with_fabric(start(rank, world_size), build(), by_hand=True),
+        train_with_fabric(start(rank, world_size), build(flag=False)),
+        train_with_fabric(start(rank, world_size), build(compiled=True)),
+    ]
+    return [same_trace(each, expected) for each in found]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_fabric_gives_the_same_bits(world_size: int) -> None:
+    """Also with the flag off, and with compiled blocks."""
+    for of_rank in run_ranks(world_size, ways):
+        assert of_rank == [dict.fromkeys(Trace._fields, True)] * 4
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------
+
+
+class Run:
+    """Training that can be interrupted, with a scheduler and a number beside the model."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.fabric = rank, start(rank, world_size)
+        self.flat = build()
+        self.optimizer = adamw(self.flat)
+        self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+        model, optimizer = self.fabric.setup(self.flat, self.optimizer)
+        self.state = {"model": model, "optimizer": optimizer, "scheduler": self.scheduler, "step": 0}
+
+    def train(self, until: int) -> None:
+        model, optimizer = self.state["model"], self.state["optimizer"]
+        for step in range(self.state["step"], until):
+            for batch in microbatches(model, batches_of(step, self.rank)):
+                self.fabric.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.scheduler.step()
+        self.state["step"] = until
+
+    def result(self) -> list[Tensor]:
+        schedule = torch.tensor([self.optimizer.param_groups[0]["lr"], self.scheduler.last_epoch])
+        return [*trace(self.flat, self.optimizer, [], []).parameters, schedule]
+
+
+def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    through, first, second = (Run(rank, world_size) for _ in range(3))
+    through.train(4)
+    first.train(2)
+    first.fabric.save(folder, first.state)
+    rest = second.fabric.load(folder, second.state)
+    is_read = second.state["step"] == 2 and rest == {}
+    second.train(4)
+
+    engine_only = build()
+    checkpoint.load(folder, engine_only)
+    partly = Run(rank, world_size)
+    rest = partly.fabric.load(folder, {"net": partly.flat})
+    with pytest.raises(KeyError, match="no epoch; it has"):
+        partly.fabric.load(folder, {"net": partly.flat, "epoch": 0})
+    partly.fabric.load(folder, {"net": partly.flat, "epoch": 0}, strict=False)
+    return {
+        "state": is_read,
+        "resumed": same(second.result(), through.result()),
+        "read by the engine": same(list(engine_only.parameters()), first.result()[:-1]),
+        "the model alone": same(list(partly.flat.parameters()), first.result()[:-1]),
+        "what is left": rest["step"] == 2 and set(rest) == {"step", "scheduler"},
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_run_goes_on_from_its_checkpoint(world_size: int, tmp_path: Path) -> None:
+    for found in run_ranks(world_size, resumed, tmp_path / "deep" / "checkpoint"):
+        assert all(found.values()), found
+
+
+def interrupted(rank: int, world_size: int, folder: Path) -> list[bool]:
+    """Whether there is a checkpoint before and after another one could not be written over it."""
+    run = Run(rank, world_size)
+    run.fabric.save(folder, run.state)
+    found = [(folder / ".metadata").exists()]
+    run.train(1)
+    full = OSError("no space left")
+    with mock.patch.object(checkpoint, "save", side_effect=full), pytest.raises(OSError, match="no space"):
+        run.fabric.save(folder, run.state)
+    return [*found, (folder / ".metadata").exists()]
+
+
+def test_what_is_half_overwritten_is_no_checkpoint(tmp_path: Path) -> None:
+    """Its step would not be that of its parameters."""
+    assert run_ranks(1, interrupted, tmp_path) == [[True, False]]
+
+
+def loads_plain_file(rank: int, world_size: int, file: Path) -> bool:
+    run = Run(rank, world_size)
+    run.fabric.load_raw(file, run.state["model"])
+    saved = torch.load(file)
+    return all(torch.equal(value, saved[name]) for name, value in run.state["model"].state_dict().items())
+
+
+def test_the_state_dict_of_a_plain_model_can_be_loaded(tmp_path: Path) -> None:
+    torch.save(GPT(CONFIG, seed=7).state_dict(), tmp_path / "plain.pt")
+    assert run_ranks(2, loads_plain_file, tmp_path / "plain.pt") == [True, True]
+
+
+# ---- other calls ----------------------------------------------------------------------------------------
+
+
+def clips_values(rank: int, world_size: int) -> list[float]:
+    run = Run(rank, world_size)
+    model, optimizer = run.state["model"], run.state["optimizer"]
+    run.fabric.backward(loss_of(model, batches_of(0, rank)[0]))
+    largest = [max(grad.abs().max().item() for grad in grads_of(run.flat))]
+    run.fabric.clip_gradients(model, optimizer, clip_val=1e-3)
+    return [*largest, max(grad.abs().max().item() for grad in grads_of(run.flat))]
+
+
+def test_gradients_are_clipped_by_value() -> None:
+    for before, after in run_ranks(2, clips_values):
+        assert before > 2e-3 and after == pytest.approx(1e-3)
+
+
+def misuse(rank: int, world_size: int, folder: Path) -> None:
+    with pytest.raises(TypeError, match="no option find_unused_parameters"):
+        lightning.FlatFSDPStrategy(find_unused_parameters=True)
+    with pytest.raises(ValueError, match=r"precision='bf16-mixed'.*wrap the model with precision="):
+        start(rank, world_size, precision="bf16-mixed")
+
+    fabric = start(rank, world_size)
+    with pytest.raises(TypeError, match=r"not a GPT; wrap it before fabric\.setup"):
+        fabric.setup(GPT(CONFIG))
+    alone = dist.new_group([rank], use_local_synchronization=True)
+    with pytest.raises(ValueError, match=r"over 1 of 2 ranks.*wrap it after fabric\.launch"):
+        fabric.setup(auto_wrap(GPT(CONFIG), by_class(Block), process_group=alone))
+    elsewhere = auto_wrap(GPT(CONFIG), by_class(Block))
+    elsewhere._device = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match="model is on cuda:0, and Fabric's device is cpu"):
+        fabric.setup(elsewhere)
+    plain = GPT(CONFIG)
+    optimizer = adamw(plain)
+    with pytest.raises(ValueError, match=r"has parameter tokens\.weight.*make it after the model is wrapped"):
+        fabric.setup(auto_wrap(plain, by_class(Block)), optimizer)
+
+    model = build()
+    with pytest.raises(ValueError, match="the state has 0 and 0"):
+        fabric.save(folder, {"step": 1})
+    with pytest.raises(ValueError, match="the state has 2 and 0"):
+        fabric.save(folder, {"model": model, "other": build()})
+    with pytest.raises(ValueError, match="the state has 0 and 0"):
+        fabric.load(folder)
+    with pytest.raises(NotImplementedError, match="saves whole models"):
+        fabric.save(folder, {"model": model}, filter={"model": lambda name, value: True})
+
+
+def test_misuse_is_named(tmp_path: Path) -> None:
+    run_ranks(2, misuse, tmp_path)

@@ -1,0 +1,357 @@
+"""When buffers exist: as late and as short as possible, and what is in them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from flatfsdp import FlatFSDP, Precision, Prefetch, auto_wrap, by_class, microbatches
+from flatfsdp.engine.storage.group import ShardState
+from tests.support.models import Block, Net, build, data, grads_of, same
+from tests.support.ranks import run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+
+
+def groups(model: FlatFSDP) -> list[Any]:
+    return [group for m in model.modules() if isinstance(m, FlatFSDP) for group in m._unit.groups]
+
+
+def allocated_grads(model: FlatFSDP) -> int:
+    return sum(group.main_grad.holds_gradients for group in groups(model))
+
+
+def unsharded(model: FlatFSDP) -> list[bool]:
+    """Per unit, root first: are the full parameters in memory?"""
+    return [g.state is not ShardState.SHARDED and g.buffer.is_allocated for g in groups(model)]
+
+
+def main_grad_lifetime(rank: int, world_size: int, flag: bool) -> None:
+    model = build(optimize_backward_concat=flag)
+    assert allocated_grads(model) == 0, "after construction"
+    tokens = next(data(rank, 1, 1))[0]
+    with torch.no_grad():
+        model(tokens)
+    assert allocated_grads(model) == 0, "after an eval forward"
+    model.state_dict()
+    assert allocated_grads(model) == 0, "after state_dict"
+    loss = model(tokens)
+    assert allocated_grads(model) == 0, "after a training forward"
+    with model.no_sync():
+        loss.backward()
+    assert allocated_grads(model) == 4, "between microbatches"
+    model(tokens).backward()
+    assert allocated_grads(model) == 0, "after the reducing backward"
+
+
+@FLAGS
+def test_the_fp32_buffer_lives_from_first_gradient_to_reduction(flag: bool) -> None:
+    run_ranks(2, main_grad_lifetime, flag)
+
+
+def parameter_lifetime(rank: int, world_size: int, flag: bool, reshard: bool) -> list[list[bool]]:
+    model = build(optimize_backward_concat=flag, reshard_after_forward=reshard)
+    tokens = next(data(rank, 1, 1))[0]
+    seen = []
+    with torch.no_grad():
+        model(tokens)
+    seen.append(unsharded(model))
+    for last in (False, True):
+        model.set_is_last_backward(last)
+        loss = model(tokens)
+        seen.append(unsharded(model))
+        loss.backward()
+        seen.append(unsharded(model))
+    return seen
+
+
+NONE, ROOT, ALL = [False] * 4, [True] + [False] * 3, [True] * 4
+
+
+@FLAGS
+@pytest.mark.parametrize(
+    ("reshard", "expected"),
+    [(True, [NONE, ROOT, NONE, ROOT, NONE]), (False, [NONE, ALL, ALL, ALL, NONE])],
+    ids=["zero3", "zero2"],
+)
+def test_parameters_are_freed_as_the_policy_says_also_without_sync(
+    flag: bool, reshard: bool, expected: list[list[bool]]
+) -> None:
+    assert run_ranks(2, parameter_lifetime, flag, reshard) == [expected] * 2
+
+
+def units_in_memory_during_backward(rank: int, world_size: int, flag: bool) -> list[tuple[int, int]]:
+    """(units in memory, units whose gradients have landed) whenever a block's first norm has its gradient."""
+    model = build(optimize_backward_concat=flag)
+    seen: list[tuple[int, int]] = []
+
+    def count(*_: Any) -> None:
+        landed = sum(m._unit.backward_done for m in (model, *model.blocks))
+        seen.append((sum(unsharded(model)), landed))
+
+    for block in model.blocks:
+        block.module.norm.register_full_backward_hook(count)
+    for batches in data(rank, 2, 1):
+        seen.clear()
+        model(batches[0]).backward()
+    return seen
+
+
+@FLAGS
+def test_a_unit_is_done_before_the_backward_of_the_one_below_begins(flag: bool) -> None:
+    for seen in run_ranks(2, units_in_memory_during_backward, flag):
+        assert [resident for resident, _ in seen] == [3, 3, 2], "the root, this block and the next"
+        assert [landed for _, landed in seen] in ([0, 1, 2], [1, 2, 3])
+
+
+def gathers(rank: int, world_size: int, reshard: bool, count: int) -> dict[str, int]:
+    model = build(reshard_after_forward=reshard, optimize_backward_concat=True)
+    for tokens in microbatches(model, next(data(rank, 1, count))):
+        model(tokens).backward()
+    return dict(model.ledger.calls)
+
+
+@pytest.mark.parametrize(
+    ("reshard", "count", "calls"), [(True, 1, 7), (True, 4, 28), (False, 1, 4), (False, 4, 4)]
+)
+def test_number_of_collectives(reshard: bool, count: int, calls: int) -> None:
+    """Root once a microbatch and inner units twice (ZeRO-3), or all once a step; each reduced once a step."""
+    for counted in run_ranks(2, gathers, reshard, count):
+        assert (counted["gather"], counted["reduce"]) == (calls, 4)
+
+
+class Constant(nn.Module):
+    """One parameter whose gradient is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x
+
+
+@FLAGS
+def test_accumulation_in_fp32_keeps_the_last_one(flag: bool) -> None:
+    """256 + 1 is 256 in bf16."""
+    model = FlatFSDP(Constant(), optimize_backward_concat=flag, precision=Precision(compute=torch.bfloat16))
+    for gradient in microbatches(model, [256.0, 1.0]):
+        model(torch.tensor(gradient)).backward()
+    assert model.flat_param.grad[0] == 257.0
+
+
+def test_first_write_copies_so_that_negative_zero_survives() -> None:
+    model = FlatFSDP(Constant(), optimize_backward_concat=True)
+    model(torch.tensor(-0.0)).backward()
+    assert torch.signbit(model.flat_param.grad[0])
+
+
+class WritesMainGrad(torch.autograd.Function):
+    """What a layer with fused weight gradients does: writes main_grad, returns None."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        ctx.weight.get_main_grad().add_(dy.flatten(0, -2).t().float() @ x.flatten(0, -2).float())
+        return dy @ weight, None
+
+
+class FusedBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = WritesMainGrad.apply(self.norm(x), self.up.weight) + self.up.bias
+        return x + self.down(torch.relu(up))
+
+
+def fused(rank: int, world_size: int, flag: bool) -> None:
+    results = []
+    for block in (Block, FusedBlock):
+        torch.manual_seed(0)
+        net = Net()
+        for b in net.blocks:
+            b.__class__ = block
+        for index, b in enumerate(net.blocks):
+            net.blocks[index] = FlatFSDP(b, optimize_backward_concat=flag, poison_on_free=True)
+        model = FlatFSDP(net, optimize_backward_concat=flag)
+        weight = model.blocks[0].up.weight
+        assert weight.main_grad is None
+        for tokens in microbatches(model, next(data(rank, 1, 3))):
+            model(tokens).backward()
+        results.append([p.grad for p in model.parameters()])
+    for plain, written in zip(*results, strict=True):
+        torch.testing.assert_close(plain, written, rtol=1e-5, atol=1e-7)
+
+
+@FLAGS
+def test_a_layer_may_write_main_grad_itself(flag: bool) -> None:
+    run_ranks(2, fused, flag)
+
+
+def test_main_grad_views_alias_the_buffer_that_is_reduced() -> None:
+    model = build(optimize_backward_concat=True)
+    tokens = next(data(0, 1, 1))[0]
+    with model.no_sync():
+        model(tokens).backward()
+    weight = model.head.weight
+    assert weight.main_grad.shape == weight.shape
+    assert weight.main_grad.dtype == torch.float32
+    weight.get_main_grad().fill_(700.0)
+    model(tokens).backward()
+    assert weight.main_grad is None
+    start = next(s.offset for s in model._unit.groups[0].layout.slots if s.name == "head.weight")
+    assert (model.flat_param.grad[start : start + weight.numel()] > 600.0).all()
+
+
+def prefetch_order(rank: int, world_size: int, depth: int, use_checkpoint: bool) -> list[str]:
+    """Names of the units in the order in which their gathers start, second step only."""
+    model = build(prefetch=Prefetch(depth, depth), optimize_backward_concat=True, poison_on_free=True)
+    if use_checkpoint:
+        for block in model.blocks:
+            inner = block.module
+            plain = inner.forward
+            inner.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=False)
+    started: list[str] = []
+    for group in groups(model):
+        gather = group.gather
+
+        def spy(gather: Any = gather, group: Any = group) -> None:
+            started.append(group.name)
+            gather()
+
+        group.gather = spy
+    for step, batches in enumerate(data(rank, 2, 1)):
+        if step == 1:
+            started.clear()
+        model(batches[0]).backward()
+        model.zero_grad()
+    return started
+
+
+FORWARD, BACKWARD = ["root", "blocks.0", "blocks.1", "blocks.2"], ["blocks.2", "blocks.1", "blocks.0"]
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_each_unit_is_gathered_once_each_way_whatever_the_prefetch(depth: int, use_checkpoint: bool) -> None:
+    assert run_ranks(2, prefetch_order, depth, use_checkpoint)[0] == FORWARD + BACKWARD
+
+
+def gathered_ahead(rank: int, world_size: int, depth: int) -> tuple[int, int]:
+    """Units in memory while the first block runs forward, and the last one backward; in the second step."""
+    model = build(prefetch=Prefetch(depth, depth), optimize_backward_concat=True)
+    counts = {}
+
+    def in_forward(*_: Any) -> None:
+        counts["forward"] = sum(unsharded(model))
+
+    def in_backward(*_: Any) -> None:
+        counts["backward"] = sum(unsharded(model))
+
+    model.blocks[0].module.register_forward_hook(in_forward)
+    model.blocks[2].module.down.register_full_backward_hook(in_backward)
+    for batches in data(rank, 2, 1):
+        model(batches[0]).backward()
+    return counts["forward"], counts["backward"]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_prefetch_depth_is_the_number_of_units_ahead(depth: int) -> None:
+    assert run_ranks(2, gathered_ahead, depth) == [(2 + depth, 2 + depth)] * 2
+
+
+def no_stale_weights(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """A forward whose backward never comes keeps gathered weights; after an update they must not be used."""
+    model = build(**options)
+    tokens = next(data(rank, 1, 1))[0]
+    model(tokens)
+    with torch.no_grad():
+        for shard in model.parameters():
+            shard.mul_(0.5)
+    state = model.state_dict()
+    plain = Net()
+    plain.load_state_dict(state)
+    torch.testing.assert_close(model(tokens), plain(tokens))
+
+
+@FLAGS
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {}, {"shard": False}], ids=str)
+def test_an_update_reaches_weights_that_are_still_gathered(options: dict[str, Any], flag: bool) -> None:
+    run_ranks(2, no_stale_weights, {"optimize_backward_concat": flag, **options})
+
+
+def read_while_sharded(rank: int, world_size: int, flag: bool) -> None:
+    """Reading a parameter whose memory is gone must not crash the process."""
+    model = build(optimize_backward_concat=flag, reshard_after_forward=False)
+    tokens = next(data(rank, 1, 1))[0]
+    weight = model.blocks[0].up.weight
+    assert weight.shape == (60, 20)
+    assert weight.isnan().all()
+    assert "nan" in repr(weight)
+    model(tokens)
+    assert not model.blocks[0].up.weight.isnan().any(), "kept after forward"
+
+
+@FLAGS
+def test_a_sharded_parameter_reads_as_nan(flag: bool) -> None:
+    run_ranks(2, read_while_sharded, flag)
+
+
+class Opaque:
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class HidesItsOutput(Block):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Opaque(super().forward(x))
+
+
+class OpaqueNet(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+            x = x.value if isinstance(x, Opaque) else x
+        return self.head(x).square().mean()
+
+
+def opaque_output(rank: int, world_size: int, flag: bool) -> None:
+    grads = []
+    for block in (Block, HidesItsOutput):
+        torch.manual_seed(0)
+        net = OpaqueNet()
+        for b in net.blocks:
+            b.__class__ = block
+        model = auto_wrap(net, by_class(Block), optimize_backward_concat=flag)
+        model(next(data(rank, 1, 1))[0]).backward()
+        assert unsharded(model) == NONE
+        grads.append(grads_of(model))
+    assert same(*grads)
+
+
+@FLAGS
+def test_a_unit_whose_output_cannot_be_hooked_stays_until_the_backward_is_over(flag: bool) -> None:
+    run_ranks(2, opaque_output, flag)
+
+
+@FLAGS
+def test_a_model_that_is_dropped_frees_its_buffers(flag: bool) -> None:
+    model = build(optimize_backward_concat=flag)
+    model(next(data(0, 1, 1))[0]).backward()
+    group = weakref.ref(groups(model)[0])
+    shard = weakref.ref(model.flat_param)
+    del model
+    gc.collect()
+    assert group() is None
+    assert shard() is None

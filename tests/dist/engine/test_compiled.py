@@ -1,0 +1,38 @@
+"""torch.compile of each block: one graph for all of them, in which parameters may come and go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from flatfsdp import FlatFSDP
+from tests.support.models import Trace, build, same_trace, train
+from tests.support.ranks import run_ranks
+
+
+def compiled(rank: int, world_size: int) -> None:
+    def trained(backend: Any, **options: Any) -> Trace:
+        model: FlatFSDP = build(poison_on_free=True, **options)
+        for block in model.blocks:
+            if backend is not None:
+                block.module.compile(backend=backend)
+        return train(model, rank)
+
+    eager = trained(None)
+    for options in (
+        {"optimize_backward_concat": False},
+        {"optimize_backward_concat": True},
+        {"optimize_backward_concat": True, "reshard_after_forward": False},
+    ):
+        # It traces forward and backward, as any backend, and makes no code.
+        graphs = CompileCounterWithBackend("aot_eager")
+        assert all(same_trace(trained(graphs, **options), eager).values()), options
+        # Neither another block nor another gather is a reason to compile again.
+        assert graphs.frame_count == 1, options
+        torch._dynamo.reset()
+
+
+def test_compiled_blocks_give_the_bits_of_eager_ones() -> None:
+    run_ranks(2, compiled)

@@ -1,0 +1,420 @@
+"""Weights kept in FP8 in the flat buffer: the same bits as layers that cast their own, and fewer bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, fp8, microbatches
+from flatfsdp.flat.layout import Role
+from flatfsdp.fp8 import DelayedScaling, autocast
+from flatfsdp.layers import Linear
+from flatfsdp.optim import AdamW
+from flatfsdp.profiling.copy_counter import CopyCounter, Kind
+from tests.support.fp8_layers import Block, assert_same_state, seeded, snapshot
+from tests.support.ranks import run_ranks
+from tests.support.stored_weights import RECIPE, Net, batches, build, train
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+# ---- the same bits -----------------------------------------------------------------------------------------
+
+
+def parity(rank: int, world_size: int, compute: torch.dtype, fuse: Any) -> None:
+    for flag, reshard in itertools.product((False, True), (False, True)):
+        options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
+        runs = []
+        for in_fp8 in (False, True):
+            model = build(in_fp8, compute, fuse, **options)
+            losses = train(model, rank)
+            runs.append((losses, snapshot(model)))
+        for ours, theirs in zip(runs[0][0], runs[1][0], strict=True):
+            assert ours.isfinite() and torch.equal(ours, theirs)
+        assert_same_state(runs[0][1], runs[1][1])
+
+
+@pytest.mark.parametrize("fuse", [False, True, "two_pass"])
+@pytest.mark.parametrize("compute", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_same_bits_as_layers_that_cast_their_own_weights(
+    world_size: int, compute: torch.dtype, fuse: Any
+) -> None:
+    run_ranks(world_size, parity, compute, fuse)
+
+
+def test_the_same_bits_on_four_ranks() -> None:
+    """Whose boundaries cut weights anywhere."""
+    run_ranks(4, parity, BF16, True)
+
+
+def hybrid(rank: int, world_size: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    runs = [
+        (train(model, rank), snapshot(model)) for model in (build(f, BF16, mesh=mesh) for f in (False, True))
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
+    assert_same_state(runs[0][1], runs[1][1])
+
+
+def test_hybrid_sharding() -> None:
+    run_ranks(4, hybrid)
+
+
+def recomputing(rank: int, world_size: int) -> None:
+    runs = []
+    for in_fp8, call in itertools.product((False, True), (None, fp8.checkpoint)):
+        model = build(in_fp8, BF16, True, optimize_backward_concat=True)
+        if call is not None:
+            model.module.call = call
+        runs.append((train(model, rank), snapshot(model)))
+    for losses, state in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0][0], losses, strict=True))
+        assert_same_state(runs[0][1], state)
+
+
+def test_recompute() -> None:
+    run_ranks(2, recomputing)
+
+
+def delayed_activations(rank: int, world_size: int) -> None:
+    """The weights keep scales of their own, whatever the recipe of the activations."""
+    losses = train(build(True, BF16, True), rank, recipe=DelayedScaling(amax_history_len=4))
+    assert all(loss.isfinite() for loss in losses)
+
+
+def test_other_tensors_may_have_delayed_scales() -> None:
+    run_ranks(2, delayed_activations)
+
+
+# ---- bytes and collectives ---------------------------------------------------------------------------------
+
+
+def counted(rank: int, world_size: int, reshard: bool) -> None:
+    model = build(True, BF16, True, optimize_backward_concat=True, reshard_after_forward=reshard)
+    steps, count = 3, 2
+    train(model, rank, steps, count)
+    model.ledger.reset()
+    train(model, rank, steps, count)
+    groups = [group for unit in model._root.units for group in unit.groups]
+    padded = dict.fromkeys(Role, 0)
+    for group in groups:
+        padded[group.layout.role] += group.layout.padded_numel(world_size)
+    units, gathers = len(model._root.units), 2 * count if reshard else 1
+    ledger = model.ledger
+    shards = {role: numel // world_size for role, numel in padded.items()}
+    assert ledger.bytes["cast"] == steps * (5 * shards[Role.FP8] + 6 * shards[Role.COMPUTE])
+    assert ledger.calls["amax"] == steps
+    assert ledger.calls["reduce"] == steps * units
+    # The root keeps its own from forward to backward.
+    assert ledger.calls["gather"] == steps * ((units - 1) * gathers + (count if reshard else 1))
+
+
+def gather_bytes(rank: int, world_size: int) -> None:
+    model = build(True, BF16, True, optimize_backward_concat=True, reshard_after_forward=False)
+    train(model, rank, 1)
+    model.ledger.reset()
+    train(model, rank, 1)
+    size = {Role.FP8: 1, Role.COMPUTE: 2}
+    full = sum(
+        group.layout.padded_numel(world_size) * size[group.layout.role]
+        for unit in model._root.units
+        for group in unit.groups
+    )
+    assert model.ledger.bytes["gather"] == full * (world_size - 1) // world_size
+    weights = sum(
+        slot.numel
+        for unit in model._root.units
+        for group in unit.groups
+        if group.fp8
+        for slot in group.layout.slots
+    )
+    assert model.ledger.bytes["transpose"] == 2 * weights
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_one_byte_a_weight_is_gathered(world_size: int) -> None:
+    run_ranks(world_size, gather_bytes)
+
+
+@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
+def test_casts_once_a_step_and_one_collective_of_a_kind_a_unit(reshard: bool) -> None:
+    run_ranks(2, counted, reshard)
+
+
+class Matrices(nn.Module):
+    """Weights larger than all activations, and nothing that is not stored in FP8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = Linear(64, 256, bias=False, fuse_wgrad_accumulation=True)
+        self.down = Linear(256, 64, bias=False, fuse_wgrad_accumulation=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x))
+
+
+def copied(rank: int, world_size: int) -> None:
+    net = seeded(lambda: nn.Sequential(Matrices(), Matrices(), Matrices()))
+    precision = Precision(compute=BF16, fp8_weights=RECIPE)
+    model = auto_wrap(net, by_class(Matrices), precision=precision, optimize_backward_concat=True)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    count = 2
+
+    def step() -> None:
+        for x in microbatches(model, [torch.randn(16, 64) for _ in range(count)]):
+            with autocast(recipe=RECIPE):
+                loss = model(x).float().square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with CopyCounter(min_numel=4096) as counter:
+        step()
+    # No copy in, no copy out: bytes move in the engine's casts and transposes, in the kernels of the layers,
+    # and on the wire.
+    assert [copy for copy in counter.copies if not copy.via and copy.kind is not Kind.STAGING] == []
+    weights, units = 2 * 64 * 256, 3
+    assert [c.payload for c in counter.collectives if c.name == "all_gather"] == [weights] * 2 * count * units
+    assert [c.payload for c in counter.collectives if c.name == "reduce_scatter"] == [4 * weights] * units
+    moved = Counter[str]()
+    for copy in counter.copies:
+        moved[copy.op] += copy.bytes
+    assert moved["flatfsdp.cast_many_"] == (4 + 1) * units * weights // world_size
+    assert moved["flatfsdp.transpose_many_"] == 2 * units * weights * count
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_nothing_is_copied_in_or_out(world_size: int) -> None:
+    run_ranks(world_size, copied)
+
+
+# ---- state -------------------------------------------------------------------------------------------------
+
+
+def frozen(rank: int, world_size: int) -> None:
+    """Frozen weights are cast once."""
+    runs = []
+    for in_fp8 in (False, True):
+        net = seeded(Net)
+        for block in net.blocks:
+            for name, parameter in block.named_parameters():
+                parameter.requires_grad = not name.endswith("weight")
+        precision = Precision(compute=BF16, fp8_weights=RECIPE if in_fp8 else None)
+        model = auto_wrap(net, by_class(Block), precision=precision)
+        runs.append((train(model, rank), snapshot(model)))
+        model.ledger.reset()
+        train(model, rank, 1)
+        # Frozen FP8 weights were cast in the first step.
+        groups = [g for unit in model._root.units for g in unit.groups if g.trains or g.fp8 is None]
+        per_element = {Role.FP8: 5 if in_fp8 else 6, Role.COMPUTE: 6}
+        expected = sum(per_element[g.layout.role] * g.layout.shard_numel(world_size) for g in groups)
+        assert model.ledger.bytes["cast"] == expected
+    assert all(torch.equal(a, b) for a, b in zip(runs[0][0], runs[1][0], strict=True))
+    assert_same_state(runs[0][1], runs[1][1])
+
+
+def test_frozen_weights() -> None:
+    run_ranks(2, frozen)
+
+
+def loading(rank: int, world_size: int) -> None:
+    model = build(True, BF16, True)
+    train(model, rank)
+    saved, local = snapshot(model), checkpoint.local_state_dict(model)
+    local = {key: value.clone() for key, value in local.items()}
+    expected = train(model, rank, 1)
+    for load in ("full", "local"):
+        other = build(True, BF16, True)
+        train(other, rank, 1)
+        if load == "full":
+            other.load_state_dict(saved)
+        else:
+            checkpoint.load_local_state_dict(other, local)
+        assert all(torch.equal(a, b) for a, b in zip(expected, train(other, rank, 1), strict=True))
+
+
+def test_a_loaded_checkpoint_is_cast_anew() -> None:
+    run_ranks(2, loading)
+
+
+def summoned(rank: int, world_size: int) -> None:
+    """Full parameters are those of the master, not of FP8; written ones are cast anew."""
+    model, plain = build(True, BF16), build(False, BF16)
+    for each in (model, plain):
+        train(each, rank, 1)
+        with each.summon_full_params(), torch.no_grad():
+            for parameter in each.parameters():
+                assert parameter.dtype == FP32
+                parameter.mul_(3.0)
+    assert all(torch.equal(a, b) for a, b in zip(train(model, rank), train(plain, rank), strict=True))
+
+
+def test_summoned_parameters() -> None:
+    run_ranks(2, summoned)
+
+
+def offloaded_activations(rank: int, world_size: int) -> None:
+    """The transposed weights are not there yet when the forward saves what backward needs."""
+    runs = []
+    for hooks in (nullcontext(), torch.autograd.graph.save_on_cpu()):
+        model = build(True, BF16, True)
+        (x,) = next(batches(rank, 1, 1))
+        x.requires_grad_()
+        with hooks, autocast(recipe=RECIPE):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        runs.append(x.grad)
+    assert runs[0] is not None and torch.equal(runs[0], runs[1])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_saved_tensors_may_be_offloaded(world_size: int) -> None:
+    run_ranks(world_size, offloaded_activations)
+
+
+def evaluated_first(rank: int, world_size: int) -> None:
+    net = seeded(Net)
+    for block in net.blocks:
+        block.requires_grad_(False)
+    precision = Precision(compute=BF16, fp8_weights=RECIPE)
+    model = auto_wrap(net, by_class(Block), precision=precision)
+    (x,) = next(batches(rank, 1, 1))
+    with torch.inference_mode(), autocast(recipe=RECIPE):
+        expected = model(x)
+    with autocast(recipe=RECIPE):
+        out = model(x.requires_grad_())
+    out.float().square().mean().backward()
+    assert torch.equal(out, expected) and x.grad is not None
+
+
+def test_inference_mode_before_training() -> None:
+    """Scales of frozen weights are made once."""
+    run_ranks(2, evaluated_first)
+
+
+def swapped(rank: int, world_size: int) -> None:
+    """An evaluation with other weights, which are put back, between a forward and its backward."""
+    grads = []
+    for swaps in (False, True):
+        model = build(True, BF16, True)
+        (x,) = next(batches(rank, 1, 1))
+        with autocast(recipe=RECIPE):
+            loss = model(x.requires_grad_()).float().square().mean()
+        if swaps:
+            kept = [flat.detach().clone() for flat in model.parameters()]
+            with torch.no_grad(), autocast(recipe=RECIPE):
+                # A write that is counted would be a change since the forward.
+                for flat in model.parameters():
+                    flat.data.mul_(37.0)
+                model(x)
+                for flat, before in zip(model.parameters(), kept, strict=True):
+                    flat.data.copy_(before)
+        loss.backward()
+        grads.append(x.grad)
+    assert grads[0] is not None and torch.equal(grads[0], grads[1])
+
+
+def test_an_evaluation_with_other_weights_before_the_backward() -> None:
+    run_ranks(2, swapped)
+
+
+def loaded_on_one_rank(rank: int, world_size: int) -> None:
+    """In place, into a frozen weight that one rank holds; all ranks have to find out."""
+    net = nn.Sequential(Linear(32, 32), Linear(32, 32))
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad = name.endswith("bias")
+    model = FlatFSDP(net, precision=Precision(compute=BF16, fp8_weights=RECIPE))
+    x = torch.ones(16, 32)
+    with autocast(recipe=RECIPE):
+        before = model(x)
+        state = checkpoint.sharded_state_dict(model)["0.weight"]
+        with torch.no_grad():
+            for shard in state.local_shards():
+                shard.tensor.mul_(4.0)
+        after = model(x)
+    assert not torch.equal(before, after)
+
+
+def test_a_load_into_a_frozen_weight_of_one_rank() -> None:
+    run_ranks(2, loaded_on_one_rank)
+
+
+def transposes(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    model = build(True, BF16, True, **options)
+    train(model, rank, 1)
+    groups = [group for unit in model._root.units for group in unit.groups if group.fp8 is not None]
+    assert groups and not any(group.fp8.columnwise.is_allocated for group in groups)
+
+
+@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (2, {"shard": False}), (2, {})])
+def test_transposes_are_freed_after_the_backward(world_size: int, options: dict[str, Any]) -> None:
+    run_ranks(world_size, transposes, options)
+
+
+def most_in_memory(rank: int, world_size: int, blocks: int) -> dict[str, int]:
+    """FP8 buffers of blocks, of both forms, that have memory while a block runs: the most in a step."""
+    net = seeded(partial(Net, True, blocks=blocks))
+    precision = Precision(compute=BF16, fp8_weights=RECIPE)
+    model = auto_wrap(net, by_class(Block), precision=precision, optimize_backward_concat=True)
+    groups = [group for block in net.blocks for group in block._unit.groups if group.fp8 is not None]
+    assert len(groups) == blocks
+    most = Counter[str]()
+
+    def note(phase: str, *_: Any) -> None:
+        forms = [form for group in groups for form in (group.buffer, group.fp8.columnwise)]
+        most[phase] = max(most[phase], sum(form.is_allocated for form in forms))
+
+    for block in net.blocks:
+        block.module.register_forward_hook(partial(note, "forward"))
+        block.module.mlp.register_full_backward_hook(partial(note, "backward"))
+    train(model, rank, 2, 2)
+    return dict(most)
+
+
+def test_memory_does_not_grow_with_the_number_of_blocks() -> None:
+    """The block that runs and the next one: bytes alone in forward, with their transposes in backward."""
+    for blocks in (3, 5):
+        assert run_ranks(2, most_in_memory, blocks) == [{"forward": 2, "backward": 4}] * 2
+
+
+def resumed(rank: int, world_size: int, path: str, own: bool) -> None:
+    """A sharded checkpoint of model and optimizer; a unit has two flat parameters under one prefix."""
+    make = AdamW if own else partial(torch.optim.AdamW, foreach=False)
+
+    def step(model: FlatFSDP, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
+        (x,) = next(batches(rank + 10 * seed, 1, 1))
+        with autocast(recipe=RECIPE):
+            loss = model(x).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    model = build(True, BF16, True)
+    optimizer = make(model.parameters(), lr=0.05)
+    for seed in range(2):
+        step(model, optimizer, seed)
+    checkpoint.save(path, model, optimizer)
+    expected = [step(model, optimizer, seed) for seed in (2, 3)]
+    other = build(True, BF16, True)
+    other_optimizer = make(other.parameters(), lr=0.05)
+    checkpoint.load(path, other, other_optimizer)
+    losses = [step(other, other_optimizer, seed) for seed in (2, 3)]
+    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
+    assert_same_state(snapshot(model), snapshot(other))
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["our AdamW", "torch's"])
+def test_resuming_from_a_sharded_checkpoint(own: bool, tmp_path: Path) -> None:
+    run_ranks(2, resumed, str(tmp_path), own)

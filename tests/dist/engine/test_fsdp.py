@@ -1,0 +1,460 @@
+"""FlatFSDP as a module: state dicts, clipping, unusual parameters, errors, labels."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import profile
+
+from flatfsdp import (
+    FlatFSDP,
+    FlattenParamsWrapper,
+    Precision,
+    auto_wrap,
+    by_class,
+    by_size,
+    microbatches,
+)
+from tests.support.models import Block, Net, build, data, grads_of, same, same_trace, train
+from tests.support.ranks import RankFailure, run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+
+
+# ---- state dicts ----------------------------------------------------------------------------------------
+
+
+def state_dict_round_trip(rank: int, world_size: int, flag: bool) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    expected = copy.deepcopy(plain.state_dict())
+    options = {"optimize_backward_concat": flag, "precision": Precision(compute=torch.bfloat16)}
+    model = auto_wrap(plain, by_class(Block), **options)
+    state = model.state_dict()
+    assert list(state) == list(expected)
+    assert all(torch.equal(state[name], expected[name]) for name in expected), (
+        "master precision, original names"
+    )
+
+    batches = next(data(rank, 1, 3))
+    with model.no_sync():
+        model(batches[0]).backward()
+    between = model.state_dict()
+    assert all(torch.equal(between[name], expected[name]) for name in expected), "between microbatches"
+    model(batches[1]).backward()
+
+    other = build(seed=1, **options)
+    assert not torch.equal(other.state_dict()["head.weight"], state["head.weight"])
+    assert not any(other.load_state_dict(state))
+    again = other.state_dict()
+    assert all(torch.equal(again[name], expected[name]) for name in expected)
+    assert torch.equal(other(batches[2]), model(batches[2])), (
+        "loaded weights are used, not gathered earlier ones"
+    )
+
+    child = other.blocks[1].state_dict()
+    assert list(child) == [n.removeprefix("blocks.1.") for n in expected if n.startswith("blocks.1.")]
+
+
+@FLAGS
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_state_dict_has_original_names_and_master_precision(world_size: int, flag: bool) -> None:
+    run_ranks(world_size, state_dict_round_trip, flag)
+
+
+def resume(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
+    """A model loaded from a state dict trains on exactly as the one it was saved from."""
+    model = build(**options)
+    train(model, rank)
+    state = model.state_dict()
+    loaded = build(seed=7, **options)
+    loaded.load_state_dict(state)
+    return same_trace(train(model, rank), train(loaded, rank))
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"shard": False}], ids=str)
+def test_training_goes_on_from_a_state_dict(options: dict[str, Any]) -> None:
+    assert all(all(r.values()) for r in run_ranks(2, resume, {"optimize_backward_concat": True, **options}))
+
+
+def bad_state_dict(rank: int, world_size: int) -> list[str]:
+    model = build()
+    state = model.state_dict()
+    messages = []
+    for break_it in (
+        lambda s: s.pop("blocks.1.up.weight"),
+        lambda s: s.update({"blocks.1.up.weight": torch.zeros(3)}),
+        lambda s: s.update({"blocks.1.extra": torch.zeros(3)}),
+    ):
+        broken = dict(state)
+        break_it(broken)
+        with pytest.raises(RuntimeError) as error:
+            model.load_state_dict(broken)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_wrong_state_dict_names_the_parameter_on_every_rank() -> None:
+    for missing, wrong_shape, unexpected in run_ranks(2, bad_state_dict):
+        assert "Missing key" in missing
+        assert '"blocks.1.up.weight"' in missing
+        assert "size mismatch for blocks.1.up.weight" in wrong_shape
+        assert '"blocks.1.extra"' in unexpected
+
+
+# ---- gradient norm --------------------------------------------------------------------------------------
+
+
+def clip(rank: int, world_size: int, options: dict[str, Any], norm_type: float) -> None:
+    model = build(optimize_backward_concat=True, **options)
+    for tokens in microbatches(model, next(data(rank, 1, 2))):
+        model(tokens).backward()
+    full = []
+    for shard in model.parameters():
+        pieces = [torch.empty_like(shard.grad) for _ in range(world_size)]
+        dist.all_gather(pieces, shard.grad)
+        full += pieces if options.get("shard", True) else pieces[:1]
+    expected = torch.linalg.vector_norm(torch.cat(full), norm_type)
+    before = grads_of(model)
+    norm = model.clip_grad_norm_(0.1, norm_type)
+    torch.testing.assert_close(norm, expected)
+    for clipped, grad in zip(grads_of(model), before, strict=True):
+        torch.testing.assert_close(clipped, grad * (0.1 / (expected + 1e-6)))
+    for shard in model.parameters():
+        shard.grad.fill_(torch.nan)
+    with pytest.raises(RuntimeError, match="norm is nan"):
+        model.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("options", [{}, {"shard": False}], ids=str)
+def test_clip_grad_norm_sees_all_ranks(options: dict[str, Any], norm_type: float) -> None:
+    run_ranks(2, clip, options, norm_type)
+
+
+# ---- unusual parameters ---------------------------------------------------------------------------------
+
+
+class Odd(nn.Module):
+    """Frozen at the bottom and in between, tied weights, a parameter nobody uses, a nested output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bottom = nn.Linear(8, 8)
+        self.bottom.requires_grad_(False)
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.frozen_scale = nn.Parameter(torch.full((8,), 2.0), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        y = self.second(torch.tanh(self.first(self.bottom(x)))) * self.frozen_scale
+        return {"outputs": [y], "name": "odd"}
+
+
+class OddNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Odd()
+        self.twice = nn.Linear(8, 8)
+        self.tower = nn.Linear(8, 8)
+        self.tower.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(self.twice(x))["outputs"][0]
+        return self.tower(self.twice(y)).square().mean()
+
+
+def odd_parameters(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    plain = OddNet()
+    sharded = copy.deepcopy(plain)
+    for name in ("inner", "twice", "tower"):
+        setattr(sharded, name, FlatFSDP(getattr(sharded, name), **options))
+    model = FlatFSDP(sharded, **options)
+    generator = torch.Generator().manual_seed(3)
+    batches = [[torch.randn(4, 8, generator=generator) for _ in range(world_size)] for _ in range(2)]
+    for mine in microbatches(model, [per_rank[rank] for per_rank in batches]):
+        model(mine).backward()
+    for per_rank in batches:
+        for x in per_rank:
+            (plain(x) / world_size).backward()
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    reference = torch.optim.SGD([p for p in plain.parameters() if p.requires_grad], lr=0.1)
+    optimizer.step()
+    reference.step()
+    ours, theirs = model.state_dict(), plain.state_dict()
+    assert list(ours) == list(theirs)
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], msg=name)
+    tied = sharded.inner.module
+    if options["optimize_backward_concat"]:
+        assert tied.first.weight is tied.second.weight
+
+
+@FLAGS
+@pytest.mark.parametrize("reshard", [True, False])
+def test_frozen_tied_unused_and_twice_used_parameters(flag: bool, reshard: bool) -> None:
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
+    run_ranks(2, odd_parameters, options)
+
+
+class SkipsOnOneRank(Net):
+    """Rank 1 never runs the middle block."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for index, block in enumerate(self.blocks):
+            if not (index == 1 and dist.get_rank() == 1):
+                x = block(x)
+        return self.head(x).square().mean()
+
+
+def skip(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    plain = SkipsOnOneRank()
+    model = auto_wrap(copy.deepcopy(plain), by_class(Block), shard=False, optimize_backward_concat=True)
+    tokens = next(data(0, 1, 1))[0]
+    model(tokens).backward()
+    plain(tokens).backward()
+    for block, wrapped in zip(plain.blocks, model.blocks, strict=True):
+        grad = torch.cat([torch.zeros(0) if p.grad is None else p.grad.flatten() for p in block.parameters()])
+        if grad.numel() == 0:
+            grad = torch.zeros(sum(p.numel() for p in block.parameters()))
+        dist.all_reduce(grad)
+        ours = torch.cat(
+            [wrapped.flat_param.grad[s.offset : s.end] for s in wrapped._unit.trained[0].layout.slots]
+        )
+        torch.testing.assert_close(ours, grad / world_size)
+
+
+def test_a_layer_skipped_on_one_rank_pairs_the_right_reductions() -> None:
+    run_ranks(2, skip)
+
+
+# ---- errors ---------------------------------------------------------------------------------------------
+
+
+def tied_across_units() -> None:
+    net = Net()
+    net.blocks[1].up.weight = net.blocks[0].up.weight
+    auto_wrap(net, by_class(Block))
+
+
+def tied_through_a_module() -> None:
+    net = Net()
+    net.blocks[1].up = net.blocks[0].up
+    auto_wrap(net, by_class(Block))
+
+
+def tied_and_wrapped_by_size() -> None:
+    net = Net()
+    net.head.weight = net.embedding.weight
+    auto_wrap(net, by_size(20))
+
+
+def sparse_gradient() -> None:
+    net = Net()
+    net.embedding = nn.Embedding(30, 20, sparse=True)
+    auto_wrap(net, by_class(Block), optimize_backward_concat=True)(
+        torch.zeros(1, 2, dtype=torch.long)
+    ).backward()
+
+
+def integer_parameter() -> None:
+    net = nn.Linear(2, 2)
+    net.register_parameter("table", nn.Parameter(torch.zeros(3, dtype=torch.int32), requires_grad=False))
+    FlatFSDP(net)
+
+
+def sparse_parameter() -> None:
+    net = nn.Linear(2, 2)
+    net.weight = nn.Parameter(torch.eye(2).to_sparse())
+    FlatFSDP(net)
+
+
+@pytest.mark.parametrize(
+    ("case", "error", "message"),
+    [
+        (tied_across_units, ValueError, r"up\.weight is tied to up\.weight, which another FlatFSDP unit"),
+        (sparse_gradient, TypeError, r"embedding\.weight got a torch\.sparse_coo gradient"),
+        (integer_parameter, ValueError, r"parameter table is torch\.int32"),
+        (sparse_parameter, ValueError, r"parameter weight is a torch\.sparse_coo tensor; .* plain dense"),
+        (
+            lambda: FlatFSDP(nn.LazyLinear(2)),
+            ValueError,
+            "weight gets its shape in the first forward",
+        ),
+        (
+            lambda: FlatFSDP(nn.Linear(2, 2, device="meta")),
+            ValueError,
+            "parameter weight is on the meta device",
+        ),
+        (
+            lambda: FlatFSDP(FlattenParamsWrapper(nn.Linear(2, 2))),
+            ValueError,
+            "the module is a FlattenParamsWrapper",
+        ),
+        (tied_through_a_module, ValueError, r"up\.\w+ is tied to up\.\w+, which another FlatFSDP unit"),
+        (tied_and_wrapped_by_size, ValueError, "^head: parameter weight is tied to weight, which another"),
+        (
+            lambda: FlatFSDP(nn.Linear(2, 2).double()),
+            ValueError,
+            r"weight is float64.*param=torch\.fl",
+        ),
+        (lambda: FlatFSDP("model"), TypeError, "wraps an nn.Module"),
+        (lambda: FlatFSDP(nn.Linear(2, 2), precision=torch.bfloat16), TypeError, r"pass Precision\(compute="),
+        (lambda: FlatFSDP(nn.Linear(2, 2), prefetch=0), TypeError, r"pass Prefetch\(forward="),
+        (lambda: auto_wrap(Net(), Block), TypeError, r"pass by_class\("),
+        (lambda: FlatFSDP(nn.Linear(2, 2), grad_sync="never"), ValueError, "grad_sync is 'never'"),
+        (lambda: FlatFSDP(nn.Linear(2, 2)).double(), TypeError, "pass device= and precision="),
+        (
+            lambda: setattr(FlatFSDP(Net()), "head", nn.Linear(20, 2)),
+            TypeError,
+            "head cannot be replaced after wrapping",
+        ),
+        (lambda: copy.deepcopy(FlatFSDP(nn.Linear(2, 2))), TypeError, "cannot be copied"),
+        (lambda: pickle.dumps(FlatFSDP(nn.Linear(2, 2))), TypeError, r"save its state_dict\(\)"),
+        (lambda: auto_wrap(Net(), by_class(nn.Conv2d)), ValueError, "picked no module"),
+        (lambda: by_class(3), ValueError, "nn.Module classes"),
+        (lambda: by_size(0), ValueError, "positive number"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_errors_name_the_cause_and_the_fix(case: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        case()
+
+
+def test_a_module_that_the_wrapper_was_given_may_be_replaced() -> None:
+    model = build()
+    for _ in range(2):
+        model.average = latest = nn.Linear(2, 2)
+    assert model.average is latest
+
+
+def test_moving_to_where_it_already_is_changes_nothing() -> None:
+    model = build()
+    assert model.float() is model
+    assert model.to("cpu") is model
+
+
+def mismatch(rank: int, world_size: int, what: str) -> None:
+    torch.manual_seed(0)
+    net, options = Net(), {}
+    if rank == 1 and what == "shape":
+        net.blocks[1].up = nn.Linear(20, 61)
+    if rank == 1 and what == "unit":
+        net.blocks.append(Block())
+    if rank == 1 and what == "policy":
+        options["reshard_after_forward"] = False
+    auto_wrap(net, by_class(Block), **options)(torch.zeros(1, 2, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("shape", "up.weight [60, 20] at 64] where rank 1 has [blocks.1: trained up.weight [61, 20]"),
+        ("unit", "rank 1 has [blocks.3: trained"),
+        ("policy", "reshard_after_forward=False"),
+    ],
+    ids=["shape", "unit", "policy"],
+)
+def test_a_mismatch_raises_on_every_rank_at_once(what: str, message: str) -> None:
+    run_ranks(2, mismatch, "nothing")
+    start = time.monotonic()
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(2, mismatch, what)
+    assert time.monotonic() - start < 20  # and not the 30 of the process group
+    assert len(failure.value.errors) == 2
+    assert all(error is not None and message in error for error in failure.value.errors)
+
+
+# ---- wrapping, meshes, labels ---------------------------------------------------------------------------
+
+
+def test_auto_wrap_by_size_and_by_callable() -> None:
+    model = auto_wrap(Net(), by_size(2000))
+    assert [isinstance(b, FlatFSDP) for b in model.blocks] == [True] * 3
+    assert not isinstance(model.module.blocks, FlatFSDP)
+    model = auto_wrap(Net(), lambda name, module, numel: name in ("blocks.1", "head"))
+    assert [isinstance(b, FlatFSDP) for b in model.blocks] == [False, True, False]
+    assert isinstance(model.head, FlatFSDP)
+    assert len(list(model.parameters())) == 3
+
+
+def test_a_module_with_two_paths_becomes_one_unit() -> None:
+    net = Net()
+    net.blocks[2] = net.blocks[0]
+    model = auto_wrap(net, by_class(Block))
+    assert model.blocks[0] is model.blocks[2]
+    model(torch.zeros(1, 2, dtype=torch.long)).backward()
+    assert len(grads_of(model)) == 3
+
+
+def meshes(rank: int, world_size: int) -> None:
+    """(replicate, shard) on a 2 x 2 mesh gives what sharding over all four gives."""
+    one = init_device_mesh("cpu", (4,))
+    two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    results = []
+    for mesh in (one, two):
+        model = build(mesh=mesh, optimize_backward_concat=True)
+        train(model, rank)
+        results.append(model.state_dict())
+    for name, value in results[0].items():
+        torch.testing.assert_close(results[1][name], value, rtol=1e-4, atol=1e-6, msg=name)
+    off = train(build(mesh=two), rank)
+    on = train(build(mesh=two, optimize_backward_concat=True), rank)
+    assert all(same_trace(off, on).values())
+    with pytest.raises(ValueError, match="not both"):
+        build(mesh=one, process_group=dist.group.WORLD)
+
+
+def test_meshes() -> None:
+    run_ranks(4, meshes)
+
+
+def replicas(rank: int, world_size: int) -> None:
+    model = build(seed=rank, shard=False)
+    batches = next(data(0, 1, 1))
+    losses = [torch.empty(()) for _ in range(world_size)]
+    dist.all_gather(losses, model(batches[0]).detach())
+    assert same(losses, [losses[0]] * world_size)
+
+
+def test_replicas_start_from_the_first_rank() -> None:
+    run_ranks(2, replicas)
+
+
+def labels(rank: int, world_size: int) -> list[str]:
+    model = build(optimize_backward_concat=True, precision=Precision(compute=torch.bfloat16))
+    with profile() as trace:
+        for tokens in microbatches(model, next(data(rank, 1, 2))):
+            model(tokens).backward()
+    names = [event.name for event in trace.events()]
+    assert not any(
+        "cat" in n or "SplitWithSizes" in n for n in names if n.startswith("aten::cat") or "Split" in n
+    )
+    return [name for name in names if name.startswith("flatfsdp.")]
+
+
+def test_the_profiler_shows_unit_microbatch_and_bytes() -> None:
+    names = run_ranks(2, labels)[0]
+    assert "flatfsdp.all_gather blocks.0 mb=0 bytes=2560" in names
+    assert any(n.startswith("flatfsdp.cast blocks.0 mb=0") for n in names)
+    assert [n.split()[1] for n in names if n.startswith("flatfsdp.reduce_scatter")] == [
+        "blocks.2",
+        "blocks.1",
+        "blocks.0",
+        "root",
+    ]
+    assert all("mb=1" in n for n in names if n.startswith("flatfsdp.reduce_scatter"))

@@ -1,0 +1,439 @@
+"""FlatFSDP around layers that add their weight gradients to `main_grad` themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8, microbatches
+from flatfsdp.engine.storage.main_grad import FEW
+from flatfsdp.engine.units import named_groups
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
+from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
+from tests.support.models import Trace, grads_of, same, same_trace
+from tests.support.ranks import run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+VOCAB, WIDTH, FFN = 48, 32, 64
+SHORT = DelayedScaling(amax_history_len=4)
+RECIPES = {"high": None, "delayed": SHORT, "current": CurrentScaling(), "block": BlockScaling()}
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "zero3": {},
+    "zero2": {"reshard_after_forward": False},
+    "dp": {"shard": False},
+    "every": {"grad_sync": "every"},
+    "poisoned": {"poison_on_free": True},
+}
+
+
+class Block(nn.Module):
+    def __init__(self, fused: Any) -> None:
+        super().__init__()
+        self.up = LayerNormLinear(WIDTH, FFN, fuse_wgrad_accumulation=fused)
+        self.down = Linear(FFN, WIDTH, bias=False, fuse_wgrad_accumulation=fused)
+        self.mlp = LayerNormMLP(WIDTH, FFN, activation="swiglu", fuse_wgrad_accumulation=fused)
+
+    def forward(self, x: Tensor, first: bool | None = None) -> Tensor:
+        x = x + self.down(self.up(x, is_first_microbatch=first), is_first_microbatch=first)
+        return x + self.mlp(x, is_first_microbatch=first)
+
+
+class Net(nn.Module):
+    """Tokens to the loss of predicting them.
+
+    Args:
+        fused: of all layers.
+        ties: the head and the embedding share a weight.
+        freezes: names of parameters without gradients.
+        repeats: how often each block is used.
+        recomputes: blocks in checkpoints.
+        spare: a layer that is never used.
+    """
+
+    def __init__(
+        self,
+        fused: Any = True,
+        ties: bool = False,
+        freezes: tuple[str, ...] = (),
+        repeats: int = 1,
+        recomputes: bool | None = None,
+        spare: bool = False,
+    ) -> None:
+        super().__init__()
+        self.embedding = Embedding(VOCAB, WIDTH, fuse_wgrad_accumulation=bool(fused))
+        self.blocks = nn.ModuleList(Block(fused) for _ in range(2))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = Linear(WIDTH, VOCAB, bias=False, fuse_wgrad_accumulation=fused)
+        if spare:
+            self.spare = Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=fused)
+            self.blocks[0].spare = Linear(WIDTH, WIDTH, fuse_wgrad_accumulation=fused)
+        if ties:
+            self.head.weight = self.embedding.weight
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name not in freezes)
+        self.repeats, self.recomputes = repeats, recomputes
+
+    def forward(self, tokens: Tensor, first: bool | None = None) -> Tensor:
+        x = self.embedding(tokens)
+        for _ in range(self.repeats):
+            for block in self.blocks:
+                if self.recomputes is None:
+                    x = block(x, first)
+                else:
+                    x = fp8.checkpoint(block, x, first, use_reentrant=self.recomputes)
+        logits = self.head(self.norm(x), is_first_microbatch=first)
+        return F.cross_entropy(logits.float().flatten(0, -2), tokens.flatten())
+
+
+def build(net: dict[str, Any], **options: Any) -> FlatFSDP:
+    torch.manual_seed(0)
+    return auto_wrap(Net(**net), by_class(Block), **options)
+
+
+def batches_of(rank: int, count: int, step: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return [torch.randint(0, VOCAB, (2, 8), generator=generator) for _ in range(count)]
+
+
+def backward(
+    model: FlatFSDP, batches: list[Tensor], recipe: Any = None, caches: bool = False
+) -> list[Tensor]:
+    losses = []
+    for index, tokens in enumerate(microbatches(model, batches)):
+        with fp8.autocast(enabled=recipe is not None, recipe=recipe):
+            loss = model(tokens, index == 0 if caches else None)
+        loss.backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def train(model: FlatFSDP, rank: int, recipe: Any, caches: bool = False, steps: int = 3) -> Trace:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, grads = [], []
+    for step in range(steps):
+        losses += backward(model, batches_of(rank, 3, step), recipe, caches)
+        grads += grads_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = [v for p in model.parameters() for v in optimizer.state[p].values()]
+    return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], state)
+
+
+def fp8_buffers(model: nn.Module) -> list[Tensor]:
+    return [buffer for name, buffer in model.named_buffers() if "fp8" in name]
+
+
+# ---- the same bits -----------------------------------------------------------------------------------------
+
+
+def flag_off_and_on(
+    rank: int, world_size: int, recipe: Any, net: dict[str, Any], options: dict[str, Any], caches: bool
+) -> None:
+    models = [build(net, optimize_backward_concat=flag, **options) for flag in (False, True)]
+    traces = [train(model, rank, recipe, caches, steps=2) for model in models]
+    assert same_trace(*traces) == dict.fromkeys(Trace._fields, True)
+    assert same(*(fp8_buffers(model) for model in models))
+    assert bool(fp8_buffers(models[0])) == isinstance(recipe, DelayedScaling)
+
+
+NETS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied": {"ties": True},
+    "repeated": {"repeats": 2},
+    "frozen": {"freezes": ("blocks.0.up.weight", "blocks.1.mlp.fc1_weight", "head.weight")},
+    "unused": {"spare": True},
+    "checkpoint": {"recomputes": False},
+    "reentrant": {"recomputes": True},
+    "unfused": {"fused": False},
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("net", NETS)
+def test_flag_off_is_flag_on(net: str, recipe: str) -> None:
+    options = {"precision": Precision(compute=torch.bfloat16)}
+    run_ranks(2, flag_off_and_on, RECIPES[recipe], NETS[net], options, net == "plain")
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("recipe", ["high", "delayed"])
+def test_flag_off_is_flag_on_in_every_schedule(schedule: str, recipe: str) -> None:
+    run_ranks(2, flag_off_and_on, RECIPES[recipe], {"ties": True}, SCHEDULES[schedule], recipe == "delayed")
+
+
+def fused_and_two_pass(
+    rank: int, world_size: int, recipe: Any, net: dict[str, Any], options: dict[str, Any], others: Any
+) -> None:
+    traces = [
+        train(build({**net, "fused": fused}, **options), rank, recipe, steps=2) for fused in (True, *others)
+    ]
+    for other in traces[1:]:
+        assert same_trace(traces[0], other) == dict.fromkeys(Trace._fields, True)
+
+
+@FLAGS
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("net", ["plain", "tied", "repeated", "checkpoint"])
+def test_fused_is_two_passes(net: str, recipe: str, flag: bool) -> None:
+    options = {"precision": Precision(compute=torch.bfloat16), "optimize_backward_concat": flag}
+    run_ranks(2, fused_and_two_pass, RECIPES[recipe], NETS[net], options, ("two_pass",))
+
+
+@FLAGS
+@pytest.mark.parametrize("recipe", ["high", "delayed"])
+@pytest.mark.parametrize("schedule", ["zero3", "zero2", "every"])
+def test_fused_is_not_fused_with_fp32_parameters(schedule: str, recipe: str, flag: bool) -> None:
+    """Whose gradients autograd gets are FP32 sums, too, and are added up by the engine."""
+    options = {**SCHEDULES[schedule], "optimize_backward_concat": flag}
+    run_ranks(2, fused_and_two_pass, RECIPES[recipe], {}, options, ("two_pass", False))
+
+
+def hybrid(rank: int, world_size: int) -> None:
+    """Sharded over two ranks, replicated over two: scales are those of all four."""
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    traces = []
+    for flag, fused in ((True, True), (False, True), (True, "two_pass")):
+        model = build({"fused": fused}, mesh=mesh, optimize_backward_concat=flag)
+        traces.append(train(model, rank, SHORT, caches=True, steps=2))
+        for buffer in fp8_buffers(model):
+            assert torch.equal(gathered(buffer.flatten()), buffer.flatten().repeat(world_size))
+    for other in traces[1:]:
+        assert same_trace(traces[0], other) == dict.fromkeys(Trace._fields, True)
+
+
+def test_replicated_and_sharded() -> None:
+    run_ranks(4, hybrid)
+
+
+# ---- what the engine does not do any more ------------------------------------------------------------------
+
+
+def accumulated(rank: int, world_size: int, compute: torch.dtype, count: int) -> None:
+    """Bytes are those of norms and biases; all of a unit are added in one launch, but for a few."""
+    model = build({}, optimize_backward_concat=True, precision=Precision(compute=compute))
+    plain = Net()
+    backward(model, batches_of(rank, count), SHORT)
+    others = [p.numel() for name, p in plain.named_parameters() if p.dim() == 1]
+    size = compute.itemsize
+    expected = sum(n * (4 + size) + (count - 1) * n * (8 + size) for n in others)
+    groups = [group for unit in model._root.units for group in unit.trained]
+    vectors = [sum(len(slot.shape) == 1 for slot in group.layout.slots) for group in groups]
+    assert min(vectors) <= FEW < max(vectors)
+    launches = count * sum(number if number <= FEW else 1 for number in vectors)
+    assert (model.ledger.bytes["accumulate"], model.ledger.calls["accumulate"]) == (expected, launches)
+    assert model.ledger.bytes["concat"] == 0
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_engine_adds_only_what_layers_do_not(compute: torch.dtype, count: int) -> None:
+    run_ranks(2, accumulated, compute, count)
+
+
+class Ones(nn.Module):
+    """A linear layer whose weight's gradient is what it is given, 16 times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = Linear(16, 16, bias=False, fuse_wgrad_accumulation=True)
+
+    def forward(self, value: float) -> Tensor:
+        x = torch.zeros(16, 16, dtype=self.linear.weight.dtype)
+        x[0] = 1
+        return (self.linear(x) * value).sum()
+
+
+@FLAGS
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_256_and_1_are_257(flag: bool, recipe: str) -> None:
+    model = FlatFSDP(Ones(), optimize_backward_concat=flag, precision=Precision(compute=torch.bfloat16))
+    for value in microbatches(model, [256.0, 1.0]):
+        with fp8.autocast(enabled=RECIPES[recipe] is not None, recipe=RECIPES[recipe]):
+            loss = model(value)
+        loss.backward()
+    assert (model.flat_param.grad[:256] == 257).all()
+
+
+@FLAGS
+def test_what_was_in_the_buffer_does_not_matter(flag: bool) -> None:
+    """It is overwritten, not zeroed; poison shows what would be read."""
+    grads = []
+    for poison in (False, True):
+        model = build({"spare": True}, optimize_backward_concat=flag, poison_on_free=poison)
+        for step in range(2):
+            model.zero_grad()
+            backward(model, batches_of(0, 2, step), SHORT)
+        grads.append(grads_of(model))
+    assert same(*grads) and all(grad.isfinite().all() for grad in grads[0])
+
+
+# ---- corner cases ------------------------------------------------------------------------------------------
+
+
+def unused_layers(rank: int, world_size: int, flag: bool) -> None:
+    model = build({"spare": True}, optimize_backward_concat=flag)
+    plain = build({}, optimize_backward_concat=flag)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    for each in (model, plain):
+        backward(each, batches_of(rank, 2), SHORT)
+    for name in ("spare", "blocks.0.spare"):
+        assert not gradient(model, f"{name}.weight").any()
+    for name, _ in Net().named_parameters():
+        assert torch.equal(gradient(model, name), gradient(plain, name)), name
+
+
+def gradient(model: FlatFSDP, name: str) -> Tensor:
+    """Of full shape; collective."""
+    for prefix, group in named_groups(model):
+        flat = group.master.flat
+        for slot, view in zip(group.layout.slots, group.layout.views(gathered(flat.grad)), strict=True):
+            if prefix + slot.name == name:
+                return view
+    raise KeyError(name)
+
+
+def gathered(shard: Tensor) -> Tensor:
+    shards = [torch.empty_like(shard) for _ in range(dist.get_world_size())]
+    dist.all_gather(shards, shard)
+    return torch.cat(shards)
+
+
+@FLAGS
+def test_a_layer_that_is_not_used_gets_zeros(flag: bool) -> None:
+    run_ranks(2, unused_layers, flag)
+
+
+def unused_on_one_rank(rank: int, world_size: int, flag: bool) -> None:
+    """ZeRO-2: the other rank's gradient counts, halved by the mean."""
+    model = build({}, optimize_backward_concat=flag, reshard_after_forward=False)
+    weight = "blocks.1.down.weight"
+    block = model.blocks[1].module
+    down = block.down.forward
+    if rank == 1:
+        block.down.forward = lambda x, **options: x[..., :WIDTH] * 0
+    backward(model, batches_of(0, 2))
+    ours = gradient(model, weight)
+    block.down.forward = down
+    model.zero_grad()
+    backward(model, batches_of(0, 2))
+    assert torch.equal(ours, gradient(model, weight) / 2)
+
+
+@FLAGS
+def test_a_layer_that_is_used_on_one_rank_only(flag: bool) -> None:
+    run_ranks(2, unused_on_one_rank, flag)
+
+
+def frozen(rank: int, world_size: int, flag: bool) -> None:
+    model = build(NETS["frozen"], optimize_backward_concat=flag)
+    whole = build({}, optimize_backward_concat=flag)
+    before = model.state_dict()
+    for each in (model, whole):
+        optimizer = torch.optim.SGD(each.parameters(), lr=1.0)
+        backward(each, batches_of(rank, 2), SHORT)
+        optimizer.step()
+    after, other = model.state_dict(), whole.state_dict()
+    for name, parameter in Net(**NETS["frozen"]).named_parameters():
+        assert torch.equal(after[name], other[name] if parameter.requires_grad else before[name]), name
+
+
+@FLAGS
+def test_frozen_weights_stay_and_the_others_get_the_same_gradients(flag: bool) -> None:
+    run_ranks(2, frozen, flag)
+
+
+def fail(*_: Any) -> None:
+    raise KeyError
+
+
+def fail_in_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
+    output.register_hook(fail)
+
+
+def step_after_exception(rank: int, world_size: int, flag: bool, options: dict[str, Any], hook: Any) -> None:
+    """Fails in the second of three microbatches, on all ranks, when some weights have their gradients."""
+    model = build({}, optimize_backward_concat=flag, **options)
+    clean = build({}, optimize_backward_concat=flag, **options)
+    batches = microbatches(model, batches_of(rank, 3, step=1))
+    model(next(batches)).backward()
+    with model.blocks[0].module.register_forward_hook(hook), pytest.raises(KeyError):
+        model(next(batches)).backward()
+    batches.close()
+    for each in (model, clean):
+        each.zero_grad()
+        backward(each, batches_of(rank, 3, step=2))
+    assert same(grads_of(model), grads_of(clean))
+
+
+@FLAGS
+@pytest.mark.parametrize("hook", [fail, fail_in_backward], ids=["forward", "backward"])
+@pytest.mark.parametrize("schedule", ["zero3", "every"])
+def test_a_clean_step_after_an_exception(schedule: str, hook: Any, flag: bool) -> None:
+    run_ranks(2, step_after_exception, flag, SCHEDULES[schedule], hook)
+
+
+def mixed(rank: int, world_size: int, flag: bool) -> None:
+    """One unit with fused and other layers, a tied weight with one fused and one other use."""
+    torch.manual_seed(0)
+    traces = []
+    for fused in (True, False):
+        torch.manual_seed(0)
+        net = Net(fused=fused, ties=True)
+        net.embedding = nn.Embedding(VOCAB, WIDTH)
+        torch.manual_seed(1)
+        nn.init.normal_(net.embedding.weight, 0, 0.02)
+        net.head.weight = net.embedding.weight
+        net.blocks[0].up.fuse_wgrad_accumulation = False
+        model = auto_wrap(net, by_class(Block), optimize_backward_concat=flag)
+        traces.append(train(model, rank, SHORT))
+    assert same(traces[0].losses[:3], traces[1].losses[:3])
+    for a, b in zip(*(trace.grads for trace in traces), strict=True):
+        assert (a - b).norm() / b.norm() < 1e-5
+
+
+@FLAGS
+def test_fused_and_other_uses_of_one_weight_add_up(flag: bool) -> None:
+    """The order of the two additions may differ, so not bit for bit."""
+    run_ranks(2, mixed, flag)
+
+
+def accumulates_in_bf16(rank: int, world_size: int, flag: bool) -> None:
+    model = build({}, optimize_backward_concat=flag, precision=Precision(accumulate=torch.bfloat16))
+    with pytest.raises(TypeError, match=r"Linear\.weight.*Precision\(accumulate=torch\.float32\)"):
+        backward(model, batches_of(rank, 1))
+
+
+@FLAGS
+def test_bf16_accumulation_is_refused_on_every_rank(flag: bool) -> None:
+    run_ranks(2, accumulates_in_bf16, flag)
+
+
+def pipeline(rank: int, world_size: int, flag: bool) -> None:
+    """Forwards of all microbatches first: `first` is decided when gradients land, not in the forward."""
+    grads = []
+    for ahead in (False, True):
+        model = build({}, optimize_backward_concat=flag, reshard_after_forward=False)
+        batches = batches_of(rank, 3)
+        if not ahead:
+            backward(model, batches, SHORT)
+        else:
+            model.set_is_last_backward(False)
+            losses = []
+            for tokens in batches:
+                with fp8.autocast(recipe=SHORT):
+                    losses.append(model(tokens))
+            for index, loss in enumerate(losses):
+                model.set_is_last_backward(index == 2)
+                loss.backward()
+        grads.append(grads_of(model))
+    assert same(*grads)
+
+
+@FLAGS
+def test_forwards_may_run_ahead_of_backwards(flag: bool) -> None:
+    run_ranks(2, pipeline, flag)

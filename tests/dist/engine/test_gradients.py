@@ -1,0 +1,260 @@
+"""Between reduction and optimizer: divide factors, scaler, gradients wider than parameters, groups."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches, param_groups
+from tests.support.models import Block, Net, build, data, grads_of, same
+from tests.support.ranks import run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+
+
+def step(model: FlatFSDP, rank: int, count: int = 2, scale: float = 1.0) -> None:
+    ((*batches,),) = data(rank, 1, count)
+    for tokens in microbatches(model, batches):
+        (model(tokens) * scale).backward()
+
+
+def divided(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    if world_size == 4:
+        options = {**options, "mesh": dist.init_device_mesh("cpu", (2, 2))}
+    mean, split, summed, one_unit = (build(**options) for _ in range(4))
+    split.set_gradient_divide_factors(2, world_size / 2)
+    summed.set_gradient_divide_factors(1, 1)
+    one_unit.set_gradient_divide_factors(1, 1, recurse=False)
+    for model in (mean, split, summed, one_unit):
+        step(model, rank)
+    assert same(grads_of(split), grads_of(mean))
+    assert same(grads_of(summed), [g * world_size for g in grads_of(mean)])
+    assert same(grads_of(one_unit), [g * world_size for g in grads_of(mean)][:1] + grads_of(mean)[1:])
+    with pytest.raises(ValueError, match="cannot be divided by 0 after the sum"):
+        mean.set_gradient_divide_factors(1, 0)
+
+
+@FLAGS
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_divide_factors_replace_the_mean(world_size: int, sync: str, flag: bool) -> None:
+    """Powers of two, so that dividing before or after the sum rounds alike."""
+    run_ranks(world_size, divided, {"grad_sync": sync, "optimize_backward_concat": flag})
+
+
+def fp16_sum(rank: int, world_size: int) -> bool:
+    """A gradient near fp16's limit on each rank: the sum overflows unless it is divided before."""
+    finite = []
+    for factors in [(1, world_size), (world_size, 1)]:
+        model = build(precision=Precision(reduce=torch.float16))
+        model.set_gradient_divide_factors(*factors)
+        step(model, 0, count=1, scale=3e5)
+        largest = max(g.abs().max() for g in grads_of(model))
+        finite.append(bool(largest.isfinite()))
+    return finite
+
+
+def test_dividing_before_the_sum_keeps_it_in_range() -> None:
+    assert [False, True] in run_ranks(2, fp16_sum)
+
+
+def scaled(rank: int, world_size: int, flag: bool) -> None:
+    """One rank's shard overflows: all ranks skip the step and halve the scale alike."""
+    model = build(precision=Precision(compute=torch.float16), optimize_backward_concat=flag)
+    reference = build(precision=Precision(compute=torch.float16), optimize_backward_concat=flag)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.125)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=1)
+    before = [p.detach().clone() for p in model.parameters()]
+    step(model, rank, scale=8.0)
+    scaler.scale(torch.ones(()))
+    if rank == 1:
+        model.flat_param.grad[3] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    assert same(before, [p.detach() for p in model.parameters()])
+    model.zero_grad()
+    step(model, rank, scale=4.0)
+    scaler.unscale_(optimizer)
+    norm = model.clip_grad_norm_(0.5)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 8.0
+    step(reference, rank)
+    torch.testing.assert_close(norm, reference.clip_grad_norm_(0.5), rtol=2e-3, atol=0)
+    plain.step()
+    for p, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), expected.detach(), rtol=1e-3, atol=1e-4)
+
+
+@FLAGS
+def test_a_gradient_scaler_agrees_on_all_ranks(flag: bool) -> None:
+    run_ranks(2, scaled, flag)
+
+
+def wide_gradients(rank: int, world_size: int, flag: bool) -> None:
+    bf16 = torch.bfloat16
+    wide = build(
+        precision=Precision(param=bf16, compute=bf16, grad=torch.float32), optimize_backward_concat=flag
+    )
+    narrow = build(precision=Precision(param=bf16, compute=bf16), optimize_backward_concat=flag)
+    for model in (wide, narrow):
+        step(model, rank)
+    for ours, theirs in zip(wide.parameters(), narrow.parameters(), strict=True):
+        assert ours.grad is None and ours.main_grad.dtype == torch.float32
+        assert theirs.grad.dtype == bf16 and torch.equal(ours.main_grad.to(bf16), theirs.grad)
+    first = wide.flat_param.main_grad.clone()
+    # Without no_sync or microbatches every backward reduces, and adds up.
+    step(wide, rank)
+    assert torch.equal(wide.flat_param.main_grad, first + first)
+    norm = wide.clip_grad_norm_(1e9)
+    squares = sum(p.main_grad.square().sum() for p in wide.parameters())
+    dist.all_reduce(squares)
+    torch.testing.assert_close(norm, squares.sqrt(), rtol=1e-5, atol=0)
+    wide.clip_grad_norm_(norm.item() / 2)
+    torch.testing.assert_close(wide.flat_param.main_grad, first, rtol=1e-5, atol=0)
+    wide.zero_grad(set_to_none=False)
+    assert not wide.flat_param.main_grad.any()
+    wide.zero_grad()
+    assert wide.flat_param.main_grad is None
+
+
+@FLAGS
+def test_gradients_wider_than_their_parameters_are_in_main_grad(flag: bool) -> None:
+    run_ranks(2, wide_gradients, flag)
+
+
+def grouped(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Per-parameter learning rates, over shards that end anywhere, equal the plain model's groups."""
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(0)
+    model = auto_wrap(Net(), by_class(Block), **options)
+    groups = [
+        {"params": lambda name, shape: name.endswith("bias"), "lr": 0.5, "weight_decay": 0.1},
+        {"params": ["blocks.1.down.weight", "head.weight", "head.bias"], "lr": 0.25},
+        {"params": lambda name, shape: shape == (20,), "lr": 0.0},
+    ]
+    ours = torch.optim.SGD(param_groups(model, groups), lr=0.125, momentum=0.5)
+    assert len(ours.param_groups) == 4
+    chosen = [[], [], [], []]
+    for name, p in plain.named_parameters():
+        is_bias, listed = name.endswith("bias"), name in groups[1]["params"]
+        chosen[0 if is_bias else 1 if listed else 2 if p.shape == (20,) else 3].append(p)
+    settings = [{k: v for k, v in g.items() if k != "params"} for g in [*groups, {}]]
+    theirs = torch.optim.SGD(
+        [{"params": p, **s} for p, s in zip(chosen, settings, strict=True)], lr=0.125, momentum=0.5
+    )
+    for seed in range(3):
+        ((tokens,),) = data(seed, 1, 1)
+        assert [p.grad for p in model.parameters()] == [None] * 4
+        for m, optimizer in ((model, ours), (plain, theirs)):
+            optimizer.zero_grad()
+            m(tokens).backward()
+        norm = model.clip_grad_norm_(0.5)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5), rtol=1e-5, atol=0)
+        ours.step()
+        theirs.step()
+    state = model.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=name)
+    model.zero_grad()
+    assert all(p.grad is None for group in ours.param_groups for p in group["params"])
+
+
+@FLAGS
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_parameter_groups_over_flat_shards(world_size: int, flag: bool) -> None:
+    run_ranks(world_size, grouped, {"optimize_backward_concat": flag})
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([{"lr": 1.0}], 'has no "params"'),
+        ([{"params": ["head.wait"]}], "names 'head.wait', which is not a trained parameter"),
+        ([{"params": lambda name, shape: False}], "selects no parameter"),
+        ([{"params": "head.bias"}], "is the string 'head.bias'"),
+        ([{"params": [torch.ones(1)]}], "something else than names"),
+    ],
+)
+def test_senseless_groups_are_explained(groups: list[dict[str, Any]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        param_groups(build(), groups)
+    model = build()
+    step(model, 0)
+    with pytest.raises(ValueError, match="gradients already"):
+        param_groups(model, [])
+    model.zero_grad()
+    param_groups(model, [])
+    with pytest.raises(ValueError, match="has cut this model's shards already"):
+        param_groups(model, [])
+    for norms in ((-1.0, 2.0), (1.0, 0.0)):
+        with pytest.raises(ValueError, match="make sense"):
+            model.clip_grad_norm_(*norms)
+
+
+def test_a_unit_with_two_paths_counts_once_in_the_norm() -> None:
+    net = nn.Sequential()
+    net.first = net.again = FlatFSDP(nn.Linear(3, 3))
+    model = FlatFSDP(net)
+    model(torch.ones(1, 3)).sum().backward()
+    (shard,) = model.parameters()
+    before = shard.grad.norm()
+    torch.testing.assert_close(model.clip_grad_norm_(0.1), before)
+    torch.testing.assert_close(shard.grad.norm(), torch.tensor(0.1))
+
+
+def test_the_norm_of_narrow_gradients_does_not_overflow() -> None:
+    model = FlatFSDP(
+        nn.Linear(4, 4, bias=False), precision=Precision(param=torch.float16, compute=torch.float16)
+    )
+    model(torch.full((1, 4), 75.0)).sum().backward()
+    assert model.clip_grad_norm_(1000.0) == 300.0
+    assert model.flat_param.grad.max() == 75.0
+
+
+def different_ranks(rank: int, world_size: int) -> None:
+    """A unit over a group of its own: replicated where the rest is sharded, as norms with statistics want."""
+    torch.manual_seed(0)
+    net = Net(2)
+    net.blocks[0] = FlatFSDP(net.blocks[0], shard=False, optimize_backward_concat=True)
+    model = auto_wrap(net, by_class(Block), optimize_backward_concat=True)
+    torch.manual_seed(0)
+    uniform = auto_wrap(Net(2), by_class(Block), optimize_backward_concat=True)
+    for m in (model, uniform):
+        step(m, rank)
+    norms = [m.clip_grad_norm_(0.5) for m in (model, uniform)]
+    torch.testing.assert_close(*norms, rtol=1e-6, atol=0)
+    for m in (model, uniform):
+        torch.optim.SGD(m.parameters(), lr=1.0).step()
+    ours, theirs = model.state_dict(), uniform.state_dict()
+    for name in theirs:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_units_may_have_ranks_of_their_own() -> None:
+    run_ranks(2, different_ranks)
+
+
+def smaller_group(rank: int, world_size: int) -> None:
+    """Two pairs of ranks each have a unit to themselves: it trains apart, and the norm of all is unknown."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    torch.manual_seed(rank // 2)
+    expert = FlatFSDP(nn.Linear(8, 8), pairs[rank // 2], optimize_backward_concat=True)
+    torch.manual_seed(9)
+    model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), expert), optimize_backward_concat=True)
+    model(torch.full((2, 8), float(rank))).square().sum().backward()
+    with pytest.raises(ValueError, match="spread over 2 ranks and the model over 4"):
+        model.clip_grad_norm_(1.0)
+    assert expert.clip_grad_norm_(1.0).isfinite()
+
+
+def test_a_unit_over_fewer_ranks() -> None:
+    run_ranks(4, smaller_group)

@@ -1,0 +1,85 @@
+"""A unit that writes its result into its input returns the same tensor, and is no unit that does nothing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import auto_wrap, by_class
+from tests.support.ranks import run_ranks
+
+WIDTH = 8
+
+
+class Added(nn.Module):
+    """Adds to its input what it makes of something else, as a diffusion block does of a time step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        x += self.mlp(time)
+        return x
+
+
+class Grown(nn.Module):
+    """Adds to its input what it makes of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, _time: Tensor) -> Tensor:
+        return x.add_(self.linear(x.relu()))
+
+
+class Net(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.start = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(block() for _ in range(3))
+
+    def forward(self, x: Tensor, time: Tensor) -> Tensor:
+        x = self.start(x)
+        for block in self.blocks:
+            x = block(x, time)
+        return x.square().mean()
+
+
+def trained(rank: int, world_size: int, block: Callable[[], nn.Module], flag: bool, reshard: bool) -> None:
+    torch.manual_seed(0)
+    plain = Net(block)
+    wrapped = copy.deepcopy(plain)
+    model = auto_wrap(
+        wrapped,
+        by_class(Added, Grown),
+        optimize_backward_concat=flag,
+        reshard_after_forward=reshard,
+        poison_on_free=True,
+    )
+    ours = torch.optim.SGD(model.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        # The same on all ranks, whose mean is then what one process computes.
+        x, time = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
+        loss, expected = model(x, time), plain(x, time)
+        for each, optimizer in ((loss, ours), (expected, theirs)):
+            each.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(loss, expected)
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+    assert model.ledger.calls["reduce"] == 3 * 4
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
+@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("block", [Added, Grown])
+def test_a_unit_that_writes_into_its_input(block: type[nn.Module], flag: bool, reshard: bool) -> None:
+    run_ranks(2, trained, block, flag, reshard)

@@ -1,0 +1,145 @@
+"""Models built on the meta device: unit by unit to memory, initialised, sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatfsdp import FlatFSDP, auto_wrap, by_class
+from flatfsdp.checkpoint import full_state_dict
+from tests.support.models import VOCAB, WIDTH, Block, Net, data, same_trace, train
+from tests.support.ranks import run_ranks
+
+
+def init(module: nn.Module) -> None:
+    """Values that depend on nothing but the shape, so that the order of initialisation does not matter."""
+    for parameter in module.parameters(recurse=False):
+        generator = torch.Generator().manual_seed(parameter.numel())
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) / 10)
+
+
+def on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return factory()
+
+
+def against_ordinary(rank: int, world_size: int, flag: bool) -> dict[str, bool]:
+    ordinary = Net()
+    with torch.no_grad():
+        ordinary.apply(init)
+    options: dict[str, Any] = {"optimize_backward_concat": flag}
+    expected = auto_wrap(ordinary, by_class(Block), **options)
+    model = auto_wrap(on_meta(Net), by_class(Block), device="cpu", param_init_fn=init, **options)
+    return same_trace(train(model, rank), train(expected, rank))
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_trains_like_a_model_built_in_memory(world_size: int, flag: bool) -> None:
+    for same in run_ranks(world_size, against_ordinary, flag):
+        assert all(same.values()), same
+
+
+class Special(nn.Module):
+    """Tied weights, an attention whose parts are reset by their owner, a recurrent layer, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2)
+        self.rnn = nn.LSTM(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.head.weight = self.embedding.weight
+        self.head.weight.mark = "kept"
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        x = self.attention(x, x, x)[0]
+        x, _ = self.rnn(x)
+        return self.head(self.norm(x.mean(0))).sum()
+
+
+def reset_parameters(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    model = FlatFSDP(on_meta(Special), device="cpu", optimize_backward_concat=True)
+    ((tokens,),) = data(rank, 1, 1)
+    model(tokens).backward()
+    state = full_state_dict(model)
+    assert state["head.weight"] is not None and torch.equal(state["head.weight"], state["embedding.weight"])
+    assert not any(value.isnan().any() for value in state.values())
+    # What the owner sets after its parts have been reset.
+    assert torch.equal(state["attention.out_proj.bias"], torch.zeros(WIDTH))
+    assert model.head.weight is model.embedding.weight and model.head.weight.mark == "kept"
+
+
+def test_reset_parameters_children_first_tied_stay_tied() -> None:
+    run_ranks(2, reset_parameters)
+
+
+class NoReset(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def test_what_cannot_be_initialised_is_named() -> None:
+    with pytest.raises(ValueError, match=r"parameter weight is on the meta device; pass device="):
+        FlatFSDP(on_meta(lambda: nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"1 \(NoReset\) .* pass param_init_fn="):
+        FlatFSDP(on_meta(lambda: nn.Sequential(nn.Linear(2, 2), NoReset())), device="cpu")
+    with pytest.raises(ValueError, match=r"0\.weight .* still uninitialised after param_init_fn"):
+        FlatFSDP(on_meta(lambda: nn.Sequential(nn.Linear(2, 2))), device="cpu", param_init_fn=lambda m: None)
+
+
+def test_what_is_in_memory_already_keeps_its_values() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 3), on_meta(lambda: nn.Linear(3, 3)))
+    weight = net[0].weight.detach().clone()
+    model = FlatFSDP(net, device="cpu")
+    assert torch.equal(model.state_dict()["0.weight"], weight)
+
+
+class Masked(nn.Module):
+    """Buffers only; `reset_parameters` forgets the integers."""
+
+    def __init__(self, forgets: bool) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(3, dtype=torch.bool))
+        self.register_buffer("table", torch.ones(3), persistent=False)
+        self.forgets = forgets
+
+    def reset_parameters(self) -> None:
+        self.table.fill_(2.0)
+        if not self.forgets:
+            self.mask.fill_(True)
+
+
+def test_buffers_are_made_and_checked_too() -> None:
+    inner = FlatFSDP(nn.Linear(3, 3))
+    model = FlatFSDP(nn.Sequential(inner, on_meta(lambda: Masked(forgets=False))), device="cpu")
+    assert bool(model[1].mask.all()) and torch.equal(model[1].table, torch.full((3,), 2.0))
+    with pytest.raises(ValueError, match=r"0\.mask .* still uninitialised"):
+        FlatFSDP(on_meta(lambda: nn.Sequential(Masked(forgets=True))), device="cpu")
+
+
+def test_after_an_error_the_module_is_on_the_meta_device_again() -> None:
+    module = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), NoReset()))
+    for bad in (None, lambda owner: None):
+        with pytest.raises(ValueError, match="param_init_fn"):
+            FlatFSDP(module, device="cpu", param_init_fn=bad)
+    assert all(p.is_meta for p in module.parameters())
+    model = FlatFSDP(module, device="cpu", param_init_fn=init)
+    assert not any(value.isnan().any() for value in model.state_dict().values())
+
+
+def test_a_weight_tied_across_units_is_noticed_on_meta() -> None:
+    net = on_meta(lambda: nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False)))
+    net[1].weight = net[0].weight
+    net[0] = FlatFSDP(net[0], device="cpu")
+    with pytest.raises(ValueError, match=r"1\.weight is tied to weight"):
+        FlatFSDP(net, device="cpu")

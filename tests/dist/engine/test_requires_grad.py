@@ -1,0 +1,512 @@
+"""`requires_grad` that changes after wrapping: GANs, gradual unfreezing, and what cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, param_groups
+from flatfsdp.engine.units import named_groups
+from flatfsdp.fp8 import CurrentScaling, autocast
+from flatfsdp.layers import Linear
+from tests.support.against_plain import assert_equal, plain_net
+from tests.support.models import Block, Net, build, data, whole_grads
+from tests.support.ranks import run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+RESHARD = pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
+WORLDS = pytest.mark.parametrize("world_size", [1, 2])
+WIDTH = 20
+
+
+def options_of(flag: bool, reshard: bool) -> dict[str, Any]:
+    return {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
+
+
+def average(net: nn.Module) -> None:
+    """What data parallelism does to a plain model's gradients."""
+    for parameter in net.parameters():
+        if parameter.grad is not None and dist.get_world_size() > 1:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def nothing(_: nn.Module) -> None:
+    """FlatFSDP has reduced already."""
+
+
+# ---- a generator and a critic ------------------------------------------------------------------------------
+
+
+class Part(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(Block(), Block(), nn.Linear(WIDTH, WIDTH))
+
+
+class Pair(nn.Module):
+    """Both in one model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.critic = Part(), Part()
+
+    def forward(self, noise: Tensor, real: Tensor | None) -> Tensor:
+        fake = self.generator(noise)
+        if real is None:
+            return -self.critic(fake).mean()
+        return self.critic(fake.detach()).square().mean() + (self.critic(real) - 1).square().mean()
+
+
+def adversarial(
+    pair: nn.Module, generator: nn.Module, critic: nn.Module, rank: int, reduce: Callable[[nn.Module], None]
+) -> list[Tensor]:
+    """Alternating steps; each one's optimizer has its own part.  Momentum would show a zero gradient."""
+    make = torch.Generator().manual_seed(rank)
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9) for part in (critic, generator)]
+    losses = []
+    for _ in range(3):
+        noise, real = (torch.randn(4, WIDTH, generator=make) for _ in range(2))
+        for trains_critic in (True, False):
+            critic.requires_grad_(trains_critic)
+            generator.requires_grad_(not trains_critic)
+            frozen = generator if trains_critic else critic
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss = pair(noise, real if trains_critic else None)
+            loss.backward()
+            losses.append(loss.detach())
+            assert all(p.grad is None for p in frozen.parameters())
+            reduce(pair)
+            for optimizer in optimizers:
+                optimizer.step()
+    return losses
+
+
+def compare_adversarial(rank: int, world_size: int, options: dict[str, Any], one_root: bool) -> None:
+    torch.manual_seed(0)
+    plain = Pair()
+    torch.manual_seed(0)
+    pair: nn.Module = Pair()
+    if one_root:
+        pair = auto_wrap(pair, by_class(Block, Part), **options)
+    else:
+        pair.generator = auto_wrap(pair.generator, by_class(Block), **options)
+        pair.critic = auto_wrap(pair.critic, by_class(Block), **options)
+    ours = adversarial(pair, pair.generator, pair.critic, rank, nothing)
+    theirs = adversarial(plain, plain.generator, plain.critic, rank, average)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert_equal(dict(pair.state_dict()), dict(plain.state_dict()))
+
+
+@FLAGS
+@RESHARD
+@WORLDS
+@pytest.mark.parametrize("one_root", [False, True], ids=["two_models", "one_model"])
+def test_a_critic_is_frozen_in_the_steps_of_its_generator(
+    world_size: int, one_root: bool, reshard: bool, flag: bool
+) -> None:
+    run_ranks(world_size, compare_adversarial, options_of(flag, reshard), one_root)
+
+
+# ---- gradual unfreezing ------------------------------------------------------------------------------------
+
+
+SCHEDULE = [(), (2,), (1, 2), (0,), (0, 1, 2), ()]
+"""Blocks that are trained in each step, beside the root, the first as built."""
+
+
+def trained_blocks(net: nn.Module, trained: tuple[int, ...], by_parameter: bool) -> None:
+    for index, block in enumerate(net.blocks):
+        if by_parameter:
+            for parameter in block.parameters():
+                parameter.requires_grad = index in trained
+        else:
+            block.requires_grad_(index in trained)
+
+
+def unfreeze(rank: int, world_size: int, options: dict[str, Any], built: tuple[int, ...]) -> None:
+    """Also equal to models that are built that way for each step."""
+    plain = plain_net()
+    net = plain_net()
+    trained_blocks(net, built, by_parameter=True)
+    model = auto_wrap(net, by_class(Block), **options)
+    ours = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    theirs = torch.optim.AdamW(plain.parameters(), lr=1e-2, weight_decay=0.1)
+    for step, ((tokens,), trained) in enumerate(zip(data(rank, len(SCHEDULE), 1), SCHEDULE, strict=True)):
+        trained_blocks(model, trained, by_parameter=step % 2 == 0)
+        trained_blocks(plain, trained, by_parameter=False)
+        like = plain_net()
+        trained_blocks(like, trained, by_parameter=False)
+        fresh = auto_wrap(like, by_class(Block), **options)
+        fresh.load_state_dict(model.state_dict())
+        losses = [each(tokens) for each in (model, plain, fresh)]
+        for loss in losses:
+            loss.backward()
+        average(plain)
+        assert all(torch.equal(loss, losses[0]) for loss in losses)
+        grads = whole_grads(model)
+        assert_equal(grads, whole_grads(fresh))
+        assert_equal(grads, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
+        for index, block in enumerate(model.blocks):
+            (group,) = block._unit.groups
+            assert (group.master.flat.grad is None) == (index not in trained)
+            assert index in trained or group.main_grad is None or not group.main_grad.holds_gradients
+        for traffic in ("gather", "reduce"):
+            assert model.ledger.bytes[traffic] == fresh.ledger.bytes[traffic], traffic
+        model.ledger.reset()
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+        theirs.zero_grad()
+        assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
+
+
+@FLAGS
+@RESHARD
+@WORLDS
+@pytest.mark.parametrize("built", [(), (0, 1, 2)], ids=["built_frozen", "built_trained"])
+def test_layers_are_frozen_and_unfrozen_between_steps(
+    world_size: int, built: tuple[int, ...], reshard: bool, flag: bool
+) -> None:
+    run_ranks(world_size, unfreeze, options_of(flag, reshard), built)
+
+
+# ---- within a step -----------------------------------------------------------------------------------------
+
+
+def within_a_step(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """The flags at each forward and at each backward, against a plain model's gradients."""
+    ((first, second),) = data(rank, 1, 2)
+    for at_forward, at_backward in [(True, False), (False, True), (True, True), (False, False)]:
+        model, plain = build(**options), plain_net()
+        for net in (model, plain):
+            net.blocks[1].requires_grad_(at_forward)
+            loss = net(first)
+            net.blocks[1].requires_grad_(at_backward)
+            loss.backward()
+        check_like_plain(model, plain)
+    # Two forwards with other flags, in both orders, one or two backwards.
+    for flags in [(True, False), (False, True)]:
+        for together in (False, True):
+            model, plain = build(**options), plain_net()
+            for net in (model, plain):
+                losses = []
+                for trains, tokens in zip(flags, (first, second), strict=True):
+                    net.blocks[1].requires_grad_(trains)
+                    losses.append(net(tokens))
+                net.blocks[1].requires_grad_(True)
+                for loss in [losses[0] + losses[1]] if together else losses:
+                    loss.backward()
+            check_like_plain(model, plain, exact=False)
+
+
+def check_like_plain(model: FlatFSDP, plain: nn.Module, exact: bool = True) -> None:
+    average(plain)
+    for net in (model, plain):
+        net.requires_grad_(True)
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    missing = [block for block in model.blocks if block.flat_param.grad is None]
+    for block in missing:
+        block.requires_grad_(False)
+    ours = whole_grads(model)
+    assert ours.keys() == expected.keys()
+    for name, grad in expected.items():
+        if exact:
+            assert torch.equal(ours[name], grad), name
+        else:
+            # Gradients of two losses are added in another order.
+            torch.testing.assert_close(ours[name], grad)
+
+
+@FLAGS
+@RESHARD
+@WORLDS
+def test_forward_and_backward_may_have_other_flags(world_size: int, reshard: bool, flag: bool) -> None:
+    run_ranks(world_size, within_a_step, options_of(flag, reshard))
+
+
+def accumulated(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """A unit that is frozen in the last microbatch keeps, and reduces, what the first one brought."""
+    ((first, second),) = data(rank, 1, 2)
+    for flags in [(True, False), (False, True)]:
+        model, plain = build(**options), plain_net()
+        model.blocks[1].requires_grad_(flags[0])
+        with model.no_sync():
+            model(first).backward()
+        model.blocks[1].requires_grad_(flags[1])
+        model(second).backward()
+        for trains, tokens in zip(flags, (first, second), strict=True):
+            plain.blocks[1].requires_grad_(trains)
+            plain(tokens).backward()
+        check_like_plain(model, plain, exact=options["grad_sync"] == "last")
+        # Nothing of it is left for the next step.
+        model.zero_grad()
+        plain.zero_grad()
+        for net in (model, plain):
+            net.blocks[1].requires_grad_(False)
+            net(first).backward()
+        check_like_plain(model, plain)
+
+
+@FLAGS
+@RESHARD
+@WORLDS
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_a_unit_that_is_frozen_in_one_microbatch(
+    world_size: int, sync: str, reshard: bool, flag: bool
+) -> None:
+    run_ranks(world_size, accumulated, {**options_of(flag, reshard), "grad_sync": sync})
+
+
+class Recomputed(Net):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = recompute(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+def recomputed(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    ((tokens,),) = data(rank, 1, 1)
+    for reentrant in (False, True):
+        torch.manual_seed(0)
+        model = auto_wrap(Recomputed(reentrant), by_class(Block), **options)
+        plain = plain_net()
+        for trains in (True, False, True):
+            for net in (model, plain):
+                net.zero_grad()
+                net.blocks[1].requires_grad_(trains)
+                net(tokens).backward()
+            check_like_plain(model, plain)
+
+
+@FLAGS
+@RESHARD
+def test_recomputation_around_a_unit_that_is_frozen_for_a_while(reshard: bool, flag: bool) -> None:
+    run_ranks(2, recomputed, options_of(flag, reshard))
+
+
+class Skipping(Net):
+    """Ranks leave out different blocks."""
+
+    skips = -1
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for index, block in enumerate(self.blocks):
+            x = x if index == self.skips else block(x)
+        return self.head(x)
+
+
+def skipping(rank: int, world_size: int, flag: bool) -> None:
+    ((tokens,),) = data(rank, 1, 1)
+    torch.manual_seed(0)
+    # Without gathers, for which ranks would have to use the same modules.
+    model = auto_wrap(Skipping(), by_class(Block), shard=False, optimize_backward_concat=flag)
+    plain = plain_net(Skipping)
+    model.module.skips = plain.skips = rank
+    for trains in (True, False, True):
+        for net in (model, plain):
+            net.zero_grad()
+            net.blocks[1].requires_grad_(trains)
+            net(tokens).backward()
+        for parameter in plain.parameters():
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        check_like_plain(model, plain)
+
+
+@FLAGS
+def test_ranks_that_leave_out_different_layers_agree_on_what_is_reduced(flag: bool) -> None:
+    run_ranks(2, skipping, flag)
+
+
+def test_frozen_units_hold_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = auto_wrap(Net(blocks=8), by_class(Block), optimize_backward_concat=True)
+    for index in (1, 2, 3, 4, 5, 6):
+        model.blocks[index].requires_grad_(False)
+    launched = []
+    model._init_root()
+    reducer = model._root.reducer
+    launch = reducer._launch
+    reducer._launch = lambda unit: launched.append([g.name for g in unit if g.takes_part]) or launch(unit)
+
+    def before_the_embedding(*_: Any) -> None:
+        launched.append(["embedding"])
+
+    model.embedding.weight.register_hook(before_the_embedding)
+    model(next(data(0, 1, 1))[0]).backward()
+    found = [name for names in launched for name in names]
+    assert found[:2] == ["blocks.7", "blocks.0"] and found.index("blocks.0") < found.index("embedding")
+    assert not caplog.messages
+
+
+# ---- optimizers and checkpoints ----------------------------------------------------------------------------
+
+
+def grouped(rank: int, world_size: int, flag: bool) -> None:
+    ((tokens,),) = data(rank, 1, 1)
+    model = build(optimize_backward_concat=flag)
+    groups = param_groups(model, [{"params": lambda name, shape: len(shape) < 2, "lr": 0.5}])
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    plain = plain_net()
+    named = list(plain.named_parameters())
+    theirs = torch.optim.SGD(
+        [
+            {"params": [p for _, p in named if p.dim() < 2], "lr": 0.5},
+            {"params": [p for _, p in named if p.dim() >= 2]},
+        ],
+        lr=0.1,
+        momentum=0.9,
+    )
+    for trains in (True, False, True):
+        for net, each in ((model, optimizer), (plain, theirs)):
+            net.blocks[1].requires_grad_(trains)
+            each.zero_grad()
+            net(tokens).backward()
+        average(plain)
+        norms = [model.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(plain.parameters(), 0.1)]
+        torch.testing.assert_close(*norms)
+        optimizer.step()
+        theirs.step()
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name])
+    (group,) = model.blocks[1]._unit.groups
+    for portion in group.master.portions:
+        portion.parameter.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"portion of unit blocks\.1 was set to False by itself"):
+        model(tokens)
+
+
+@FLAGS
+@WORLDS
+def test_portions_follow_their_flat_parameter(world_size: int, flag: bool) -> None:
+    run_ranks(world_size, grouped, flag)
+
+
+def saved_while_frozen(rank: int, world_size: int, folder: str) -> None:
+    """The optimizer's state for a unit that is frozen just now is saved and loaded."""
+    ((tokens,),) = data(rank, 1, 1)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    full = checkpoint.full_optimizer_state_dict(model, optimizer)
+    model.blocks[1].requires_grad_(False)
+    checkpoint.save(folder, model, optimizer)
+    frozen = checkpoint.full_optimizer_state_dict(model, optimizer)
+    other = build(seed=1)
+    resumed = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    checkpoint.load(folder, other, resumed)
+    again = checkpoint.full_optimizer_state_dict(other, resumed)
+    for each in (frozen, again):
+        assert each["state"].keys() == full["state"].keys()
+        for name, state in full["state"].items():
+            assert all(torch.equal(value, each["state"][name][key]) for key, value in state.items()), name
+
+
+@WORLDS
+def test_a_checkpoint_keeps_the_optimizer_state_of_what_is_frozen(world_size: int, tmp_path: Path) -> None:
+    run_ranks(world_size, saved_while_frozen, str(tmp_path))
+
+
+def test_what_is_frozen_counts_no_gradient_in_the_memory_report() -> None:
+    model = build()
+    rows = {row.buffer: row.total for row in model.memory_report().rows}
+    model.requires_grad_(False)
+    frozen = {row.buffer for row in model.memory_report().rows}
+    assert {"main_grad", "reduced gradient"} <= rows.keys() and not {"main_grad", "reduced gradient"} & frozen
+
+
+# ---- what cannot work --------------------------------------------------------------------------------------
+
+
+def by_itself(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """One parameter of a unit, through the tensor that the module has, or summoned."""
+    ((tokens,),) = data(rank, 1, 1)
+    model = build(**options)
+    model(tokens).backward()
+    model.blocks[2].requires_grad_(False)
+    model(tokens).backward()
+    block = model.blocks[2]
+    block.module.up.weight.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"parameter blocks\.2\.up\.weight was set to True by itself"):
+        model(tokens)
+    block.module.up.weight.requires_grad_(False)
+    with (
+        pytest.raises(RuntimeError, match=r"requires_grad of parameter head\.bias was changed while it was"),
+        model.summon_full_params(),
+    ):
+        model.head.bias.requires_grad_(False)
+    model(tokens).backward()
+
+
+@FLAGS
+@RESHARD
+@WORLDS
+def test_a_parameter_of_a_unit_by_itself_is_refused(world_size: int, reshard: bool, flag: bool) -> None:
+    run_ranks(world_size, by_itself, {"optimize_backward_concat": flag, "reshard_after_forward": reshard})
+
+
+def test_weights_that_were_built_frozen_in_fp8_are_refused() -> None:
+    torch.manual_seed(0)
+    layer = Linear(32, 32, bias=False).requires_grad_(False)
+    model = FlatFSDP(layer, precision=Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling()))
+    model.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="wrapped with frozen weights that it stores in FP8"):
+        model(torch.zeros(16, 32))
+
+
+def test_groups_keep_their_names() -> None:
+    model = build()
+    names = [group.flat_name for _, group in named_groups(model)]
+    model.requires_grad_(False)
+    assert [group.flat_name for _, group in named_groups(model)] == names
+
+
+def in_fp8(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Weights that were built trained in FP8 pass gradients on while they are frozen, and learn again."""
+    precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
+    make = torch.Generator().manual_seed(rank)
+    x = torch.randn(16, 32, generator=make)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        net = nn.Sequential(Linear(32, 32), Linear(32, 32))
+        models.append(auto_wrap(net, by_class(Linear), precision=precision, **options))
+    model, other = models
+    optimizer, theirs = (torch.optim.SGD(each[0].parameters(), lr=0.1) for each in models)
+    for trains in (False, True, False):
+        model[1].requires_grad_(trains)
+        for each in models:
+            each.zero_grad()
+            with autocast(recipe=CurrentScaling()):
+                loss = each(x).float().square().mean()
+            loss.backward()
+        assert all((p.grad is None) != trains for p in model[1].parameters())
+        first = {name: grad for name, grad in whole_grads(other).items() if name.startswith("0.")}
+        ours = {name: grad for name, grad in whole_grads(model).items() if name.startswith("0.")}
+        assert_equal(ours, first)
+        optimizer.step()
+        theirs.step()
+    assert_equal(dict(model.state_dict()), dict(other.state_dict()))
+
+
+@FLAGS
+@RESHARD
+@WORLDS
+def test_fp8_weights_that_are_frozen_for_a_while(world_size: int, reshard: bool, flag: bool) -> None:
+    run_ranks(world_size, in_fp8, {"optimize_backward_concat": flag, "reshard_after_forward": reshard})

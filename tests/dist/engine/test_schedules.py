@@ -1,0 +1,259 @@
+"""Microbatches: any order of forwards and backwards, any way to mark the last one, and recovery."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
+from tests.support.models import Block, Net, build, data, grads_of, same
+from tests.support.ranks import run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
+
+
+def step(model: FlatFSDP, batches: list[Tensor]) -> list[Tensor]:
+    for tokens in microbatches(model, batches):
+        model(tokens).backward()
+    return grads_of(model)
+
+
+def all_forwards_first(model: FlatFSDP, batches: list[Tensor]) -> list[Tensor]:
+    losses = [model(tokens) for tokens in batches]
+    for index, loss in enumerate(losses):
+        model.set_is_last_backward(index == len(losses) - 1)
+        loss.backward()
+    return grads_of(model)
+
+
+def one_forward_ahead(model: FlatFSDP, batches: list[Tensor]) -> list[Tensor]:
+    pending = [model(batches[0])]
+    for index in range(len(batches)):
+        if index + 1 < len(batches):
+            pending.append(model(batches[index + 1]))
+        model.set_is_last_backward(index == len(batches) - 1)
+        pending.pop(0).backward()
+    return grads_of(model)
+
+
+def with_no_sync(model: FlatFSDP, batches: list[Tensor]) -> list[Tensor]:
+    with model.no_sync():
+        for tokens in batches[:-1]:
+            model(tokens).backward()
+    model(batches[-1]).backward()
+    return grads_of(model)
+
+
+def forwards_under_no_sync(model: FlatFSDP, batches: list[Tensor]) -> list[Tensor]:
+    with model.no_sync():
+        losses = [model(tokens) for tokens in batches]
+        for loss in losses[:-1]:
+            loss.backward()
+    losses[-1].backward()
+    return grads_of(model)
+
+
+SCHEDULES = [all_forwards_first, one_forward_ahead, with_no_sync, forwards_under_no_sync]
+
+
+def compare_schedules(rank: int, world_size: int, schedule: Any, options: dict[str, Any]) -> list[bool]:
+    """Two steps each, so that the second runs with a recorded order and prefetching."""
+    model, reference = build(**options), build(**options)
+    results = []
+    for batches in data(rank, steps=2, count=3):
+        results.append(same(schedule(model, batches), step(reference, batches)))
+        for m in (model, reference):
+            m.zero_grad()
+    return results
+
+
+@FLAGS
+@RESHARD
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.__name__)
+def test_every_schedule_gives_the_same_gradients(schedule: Any, flag: bool, reshard: bool) -> None:
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
+    assert run_ranks(2, compare_schedules, schedule, options) == [[True, True]] * 2
+
+
+def accumulate_on_the_shard(rank: int, world_size: int, flag: bool) -> None:
+    """Without any marking every backward reduces, and reduced gradients add up in `.grad`."""
+    model = build(optimize_backward_concat=flag)
+    batches = next(data(rank, 1, 2))
+    for tokens in batches:
+        model(tokens).backward()
+    together = grads_of(model)
+    expected = []
+    for tokens in batches:
+        model.zero_grad()
+        model(tokens).backward()
+        expected.append(grads_of(model))
+    assert same(together, [a + b for a, b in zip(*expected, strict=True)])
+
+
+@FLAGS
+def test_unmarked_backwards_add_up_on_the_shard(flag: bool) -> None:
+    run_ranks(2, accumulate_on_the_shard, flag)
+
+
+class BoomError(RuntimeError):
+    pass
+
+
+def recover(rank: int, world_size: int, flag: bool, where: str, options: dict[str, Any]) -> None:
+    """An exception in microbatch 2 of 3, caught by the user, then a clean step."""
+    model = build(optimize_backward_concat=flag, poison_on_free=True, **options)
+    failing, clean = data(rank, 2, 3)
+    block = model.blocks[1]
+
+    def fail(*_: Any) -> None:
+        raise BoomError
+
+    def fail_in_backward(module: Any, inputs: Any, output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(fail)
+
+    def fail_in_the_second() -> None:
+        for index, tokens in enumerate(microbatches(model, failing)):
+            handle = None
+            if index == 1 and where == "forward":
+                handle = block.down.register_forward_hook(fail)
+            elif index == 1:
+                handle = block.up.register_forward_hook(fail_in_backward)
+            try:
+                model(tokens).backward()
+            finally:
+                if handle is not None:
+                    handle.remove()
+
+    with pytest.raises(BoomError):
+        fail_in_the_second()
+    fresh = build(optimize_backward_concat=flag, **options)
+    assert same(step(model, clean), step(fresh, clean))
+
+
+@FLAGS
+@RESHARD
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_failed_microbatch_leaves_the_next_step_clean(where: str, flag: bool, reshard: bool) -> None:
+    run_ranks(2, recover, flag, where, {"reshard_after_forward": reshard})
+
+
+def recover_without_loop(rank: int, world_size: int, flag: bool) -> None:
+    """The same with no_sync() and zero_grad() instead of `microbatches`; the failure is in user code."""
+    model = build(optimize_backward_concat=flag)
+    failing, clean = data(rank, 2, 2)
+
+    def fail_after_the_first() -> None:
+        with model.no_sync():
+            model(failing[0]).backward()
+            raise BoomError
+
+    with pytest.raises(BoomError):
+        fail_after_the_first()
+    model.zero_grad()
+    fresh = build(optimize_backward_concat=flag)
+    assert same(with_no_sync(model, clean), with_no_sync(fresh, clean))
+
+
+@FLAGS
+def test_zero_grad_drops_what_was_never_reduced(flag: bool) -> None:
+    run_ranks(2, recover_without_loop, flag)
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_units_that_run_in_the_reverse_of_their_registration_are_reported(
+    is_reversed: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Reductions keep one order on all ranks, so that a unit that lands late holds up the others."""
+    net = Net(blocks=5)
+    if is_reversed:
+        net.logits = lambda tokens: _backwards(net, tokens)  # type: ignore[method-assign]
+    model = auto_wrap(net, by_class(Block), optimize_backward_concat=True)
+    for _ in range(2):
+        step(model, next(data(0, 1, 1)))
+    messages = [record.getMessage() for record in caplog.records if "held them up" in record.getMessage()]
+    assert len(messages) == is_reversed
+    if is_reversed:
+        assert "unit blocks.4 landed after those of 4 units" in messages[0]
+
+
+def _backwards(net: Net, tokens: Tensor) -> Tensor:
+    x = net.embedding(tokens)
+    for block in reversed(net.blocks):
+        x = block(x)
+    return net.head(x)
+
+
+def test_a_late_loop_end_does_not_disturb_the_next_loop() -> None:
+    model = build()
+    abandoned = microbatches(model, [1, 2, 3])
+    next(abandoned)
+    current = microbatches(model, [1, 2])
+    next(current)
+    abandoned.close()
+    assert not model.microbatch.is_last
+    next(current)
+    assert model.microbatch.is_last
+    assert not model.microbatch.is_first
+
+
+def test_a_step_without_its_last_backward_leaves_nothing_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """Left with `break`, or with a last batch that was skipped."""
+    batches = next(data(0, 1, 3))
+    expected = build()
+    expected(batches[2]).backward()
+    model = build()
+    for leave in (True, False):
+        for index, batch in enumerate(microbatches(model, batches)):
+            if index == 2:
+                if leave:
+                    break
+                continue
+            model(batch).backward()
+        assert "those of 2 backwards are dropped" in caplog.text
+        caplog.clear()
+        assert all(flat.grad is None for flat in model.parameters())
+        model(batches[2]).backward()
+        for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+            assert torch.equal(ours.grad, theirs.grad)
+        torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+    caplog.clear()
+    for batch in microbatches(model, batches):
+        with torch.no_grad():
+            model(batch)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize("grad_sync", ["last", "every"])
+def test_a_loop_that_another_one_replaces_has_lost_its_gradients(
+    grad_sync: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A variable may keep a loop that was left; and nobody has left the one around another."""
+    batches = next(data(0, 1, 3))
+    model = build(grad_sync=grad_sync)
+    kept = microbatches(model, batches)
+    model(next(kept)).backward()
+    for batch in microbatches(model, batches):
+        model(batch).backward()
+    assert caplog.text.count("those of 1 backwards are dropped") == 1
+    caplog.clear()
+    kept.close()
+    assert not caplog.messages
+
+
+def test_microbatches_looks_only_one_batch_ahead() -> None:
+    drawn = []
+
+    def source() -> Any:
+        for index in range(4):
+            drawn.append(index)
+            yield index
+
+    model = build()
+    seen = [(len(drawn), batch, model.microbatch.is_last) for batch in microbatches(model, source())]
+    assert seen == [(2, 0, False), (3, 1, False), (4, 2, False), (4, 3, True)]
+    assert list(microbatches(model, [])) == []

@@ -1,0 +1,172 @@
+"""A backward whose parameters have changed since its forward raises, as PyTorch's version counters do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, param_groups
+from flatfsdp.optim import AdamW
+from tests.support.against_plain import assert_equal
+from tests.support.models import Block, Net, build, data, grads_of, same, whole_grads
+from tests.support.ranks import run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+RESHARD = pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
+WORLDS = pytest.mark.parametrize("world_size", [1, 2])
+
+
+def batches(rank: int) -> list[Tensor]:
+    return next(data(rank, 1, 3))
+
+
+def step_of(model: FlatFSDP, kind: str) -> Callable[[], Any]:
+    """Something that changes the parameters of all units."""
+    if kind == "ours":
+        return AdamW(model.parameters(), lr=0.1).step
+    if kind == "grouped":
+        return torch.optim.SGD(param_groups(model, [{"params": ["head.bias"], "lr": 1.0}]), lr=0.1).step
+    if kind == "load":
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        return lambda: model.load_state_dict(state)
+    return torch.optim.SGD(model.parameters(), lr=0.1).step
+
+
+def changed(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> None:
+    model = build(**options)
+    change = step_of(model, kind)
+    first, second, third = batches(rank)
+    kept = model(first)
+    model(second).backward()
+    change()
+    with pytest.raises(RuntimeError, match=r"parameters of unit root changed between this forward and its"):
+        kept.backward()
+    model.zero_grad()
+    # The next step is clean.
+    model(third).backward()
+    fresh = build(**options)
+    fresh.load_state_dict(model.state_dict())
+    fresh(third).backward()
+    assert_equal(whole_grads(model), whole_grads(fresh))
+
+
+@FLAGS
+@RESHARD
+@WORLDS
+@pytest.mark.parametrize("kind", ["torch", "ours", "grouped", "load"])
+def test_a_graph_from_before_a_change_raises(kind: str, world_size: int, reshard: bool, flag: bool) -> None:
+    options: dict[str, Any] = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
+    if kind == "ours":
+        options["precision"] = Precision(compute=torch.bfloat16)
+    run_ranks(world_size, changed, kind, options)
+
+
+def padded(rank: int, world_size: int, flag: bool) -> None:
+    """The second rank has nothing but padding, and raises with the first one."""
+    model = FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=flag)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(3, 2)
+    kept = model(x).sum()
+    model(x).sum().backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="unit root changed between this forward and its backward"):
+        kept.backward()
+
+
+@FLAGS
+def test_a_rank_of_padding_alone_raises_with_the_others(flag: bool) -> None:
+    run_ranks(2, padded, flag)
+
+
+def one_unit_changed(rank: int, world_size: int) -> None:
+    """The message names it."""
+    model = build()
+    loss = model(batches(rank)[0])
+    with torch.no_grad():
+        model.blocks[1].flat_param.mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"parameters of unit blocks\.1 changed"):
+        loss.backward()
+
+
+def test_the_unit_is_named() -> None:
+    run_ranks(2, one_unit_changed)
+
+
+class Recomputed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
+class RecomputedNet(Net):
+    """Checkpoints around units, or inside of them."""
+
+    def __init__(self, around: bool) -> None:
+        super().__init__()
+        self.around = around
+        if not around:
+            self.blocks = nn.ModuleList(Recomputed() for _ in range(3))
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.around else block(x)
+        return self.head(x)
+
+
+def unchanged(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Several forwards before a backward, several backwards of one forward, evaluations and recomputations
+    in between: the parameters stay as they are, and nothing raises."""
+    model = build(**options)
+    tokens = batches(rank)
+    model(tokens[0]).backward()
+    expected = grads_of(model)
+    model.zero_grad()
+    losses = [model(each) for each in tokens]
+    with torch.no_grad():
+        model(tokens[0])
+    model.state_dict()
+    losses[0].backward(retain_graph=True)
+    assert same(grads_of(model), expected)
+    losses[0].backward()
+    assert same(grads_of(model), [2 * grad for grad in expected])
+    (losses[1] + losses[2]).backward()
+    model.zero_grad()
+    for around in (True, False):
+        torch.manual_seed(0)
+        recomputed = auto_wrap(RecomputedNet(around), by_class(Block), **options)
+        recomputed(tokens[0]).backward()
+        other = build(**options)
+        other.load_state_dict(recomputed.state_dict())
+        other(tokens[0]).backward()
+        assert_equal(whole_grads(recomputed), whole_grads(other))
+
+
+@FLAGS
+@RESHARD
+@WORLDS
+def test_backwards_with_the_same_parameters_do_not_raise(world_size: int, reshard: bool, flag: bool) -> None:
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
+    run_ranks(world_size, unchanged, options)
+
+
+def generator_step(rank: int, world_size: int, flag: bool) -> None:
+    """A step of the critic between forward and backward of the generator changes the critic alone."""
+    torch.manual_seed(0)
+    generator = FlatFSDP(nn.Linear(4, 4), optimize_backward_concat=flag)
+    critic = FlatFSDP(nn.Linear(4, 1), optimize_backward_concat=flag)
+    optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
+    fake = generator(torch.ones(2, 4))
+    critic(fake.detach()).sum().backward()
+    optimizer.step()
+    critic(fake).sum().backward()
+    assert generator.flat_param.grad.isfinite().all()
+
+
+@FLAGS
+def test_a_step_of_another_model_in_between_is_no_change(flag: bool) -> None:
+    run_ranks(2, generator_step, flag)

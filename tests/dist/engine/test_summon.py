@@ -1,0 +1,217 @@
+"""`summon_full_params`: ordinary parameters for a while, read, written and given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
+from flatfsdp.checkpoint import full_state_dict
+from tests.support.models import Block, Net, data, grads_of, same
+from tests.support.ranks import run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+
+
+def tied_net() -> Net:
+    """Head and embedding share a weight; one block's norm is frozen."""
+    net = Net(2)
+    net.head.weight = net.embedding.weight
+    net.blocks[0].norm.requires_grad_(False)
+    return net
+
+
+def wrapped(seed: int = 0, **options: Any) -> tuple[FlatFSDP, nn.Module]:
+    """The wrapped model, and a plain copy."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(seed)
+        models.append(tied_net())
+    return auto_wrap(models[0], by_class(Block), **options), models[1]
+
+
+def read(rank: int, world_size: int, flag: bool) -> None:
+    model, plain = wrapped(optimize_backward_concat=flag)
+    outside = [name for name, _ in model.named_parameters()]
+    with model.summon_full_params():
+        ours, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+        assert list(ours) == list(theirs)
+        assert [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
+        for name, expected in theirs.items():
+            assert torch.equal(ours[name], expected) and ours[name].requires_grad == expected.requires_grad
+        assert isinstance(model.head.weight, nn.Parameter)
+        assert model.head.weight is model.embedding.weight
+        assert len(dict(model.named_parameters(remove_duplicate=False))) == len(theirs) + 1
+        assert all(torch.equal(v, plain.state_dict()[k]) for k, v in model.state_dict().items())
+        with pytest.raises(RuntimeError, match="inside summon_full_params"):
+            model(torch.zeros(1, 2, dtype=torch.long))
+    assert [name for name, _ in model.named_parameters()] == outside
+    assert not isinstance(dict(model.named_modules())["module.head"]._parameters.get("weight"), nn.Parameter)
+
+
+@FLAGS
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_inside_the_module_is_the_plain_one(world_size: int, flag: bool) -> None:
+    run_ranks(world_size, read, flag)
+
+
+def change(model: nn.Module) -> None:
+    """In place, by replacing the parameter object, and by `.data`; one of them frozen, one tied."""
+    with torch.no_grad():
+        model.blocks[1].up.weight.mul_(2)
+        model.blocks[0].norm.weight.fill_(3)
+        model.embedding.weight[0] = 7
+    model.blocks[0].down.bias = nn.Parameter(torch.full_like(model.blocks[0].down.bias, 5.0))
+    model.head.bias.data = torch.ones_like(model.head.bias)
+
+
+def write(rank: int, world_size: int, flag: bool, options: dict[str, Any]) -> None:
+    mesh = {"mesh": dist.init_device_mesh("cpu", (2, 2))} if world_size == 4 else {}
+    model, plain = wrapped(optimize_backward_concat=flag, **mesh)
+    before = full_state_dict(model)
+    with model.summon_full_params(writeback=False, **options):
+        if rank == 0 or "rank0_only" not in options:
+            change(model)
+    assert all(torch.equal(v, before[k]) for k, v in full_state_dict(model).items())
+    with model.summon_full_params(**options):
+        if rank == 0 or "rank0_only" not in options:
+            change(model)
+        else:
+            assert list(model.parameters()) == []
+            assert model.head.bias.isnan().all()
+    change(plain)
+    expected = plain.state_dict()
+    assert all(torch.equal(v, expected[k]) for k, v in full_state_dict(model).items())
+    tokens = torch.arange(8).view(1, 8)
+    assert torch.equal(model(tokens), plain(tokens))
+
+
+@FLAGS
+@pytest.mark.parametrize("options", [{}, {"rank0_only": True, "offload_to_cpu": True}], ids=["all", "rank 0"])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_changes_are_written_back_or_not(world_size: int, options: dict[str, Any], flag: bool) -> None:
+    run_ranks(world_size, write, flag, options)
+
+
+def only_one_unit(rank: int, world_size: int) -> None:
+    model, plain = wrapped()
+    with model.summon_full_params(recurse=False):
+        assert [name for name, _ in model.named_parameters()] == [
+            "embedding.weight",
+            "blocks.0.flat_param",
+            "blocks.0.frozen_flat_param",
+            "blocks.1.flat_param",
+            "head.bias",
+        ]
+    with model.blocks[1].summon_full_params():
+        assert torch.equal(model.blocks[1].up.weight, plain.blocks[1].up.weight)
+        assert model.head.bias.isnan().all()
+
+
+def test_one_unit_alone() -> None:
+    run_ranks(2, only_one_unit)
+
+
+def untie(model: nn.Module) -> None:
+    for module, value in ((model.head, 0.0), (model.embedding, 1.0)):
+        module.weight = nn.Parameter(torch.full_like(module.weight, value))
+
+
+def errors(rank: int, world_size: int) -> None:
+    model, _ = wrapped()
+    before = full_state_dict(model)
+    with pytest.raises(ValueError, match=r"up\.weight was given shape \(3,\)"):
+        with model.summon_full_params():
+            model.blocks[1].up.weight = nn.Parameter(torch.zeros(3))
+    with pytest.raises(ValueError, match="are tied, but got different values"):
+        with model.summon_full_params():
+            untie(model)
+
+    def fail_inside(rank0_only: bool) -> None:
+        with model.summon_full_params(rank0_only=rank0_only):
+            if rank == 0 or not rank0_only:
+                change(model)
+                raise KeyError
+
+    with pytest.raises(KeyError):
+        fail_inside(rank0_only=False)
+    raises = KeyError if rank == 0 else RuntimeError
+    with pytest.raises(raises, match=None if rank == 0 else "the first rank failed: KeyError"):
+        fail_inside(rank0_only=True)
+    assert all(torch.equal(v, before[k]) for k, v in full_state_dict(model).items())
+
+    def summon(*_: Any) -> None:
+        with model.summon_full_params():
+            pass
+
+    tokens = torch.zeros(1, 2, dtype=torch.long)
+    handle = model.blocks[0].module.register_forward_hook(summon)
+    with pytest.raises(RuntimeError, match="inside a forward or backward"):
+        model(tokens)
+    handle.remove()
+    loss = model(tokens)
+    loss.register_hook(summon)
+    with pytest.raises(RuntimeError, match="inside a forward or backward"):
+        loss.backward()
+
+
+def test_what_goes_wrong_inside_changes_nothing_and_hangs_nobody() -> None:
+    run_ranks(2, errors)
+
+
+def between_microbatches(rank: int, world_size: int, flag: bool, reshard: bool) -> None:
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
+    (model, _), (other, _) = wrapped(**options), wrapped(**options)
+    ((*batches,),) = data(rank, 1, 3)
+    for m in (model, other):
+        for tokens in microbatches(m, batches):
+            m(tokens).backward()
+            if m is model:
+                with m.summon_full_params():
+                    assert not m.head.bias.isnan().any()
+    assert same(grads_of(model), grads_of(other))
+
+
+@FLAGS
+@pytest.mark.parametrize("reshard", [False, True])
+def test_summoning_between_microbatches_keeps_gradients(flag: bool, reshard: bool) -> None:
+    run_ranks(2, between_microbatches, flag, reshard)
+
+
+def lost_updates(rank: int, world_size: int) -> None:
+    """What would be overwritten at the end raises instead, and a bad parameter writes back none."""
+    model, _ = wrapped()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.zeros(1, 2, dtype=torch.long)).backward()
+
+    def step_inside() -> None:
+        with model.summon_full_params():
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match="were written to"):
+        step_inside()
+    before = full_state_dict(model)
+
+    def write_inside_read_only() -> None:
+        with model.summon_full_params(writeback=False), model.summon_full_params():
+            pass
+
+    with pytest.raises(RuntimeError, match="inside one without would lose"):
+        write_inside_read_only()
+
+    def replace_one_badly() -> None:
+        with model.summon_full_params():
+            change(model)
+            model.embedding.weight = nn.Parameter(torch.zeros(3))
+
+    with pytest.raises(ValueError, match="was given shape"):
+        replace_one_badly()
+    assert all(torch.equal(v, before[k]) for k, v in full_state_dict(model).items())
+
+
+def test_nothing_is_lost_or_written_by_halves() -> None:
+    run_ranks(2, lost_updates)

@@ -1,0 +1,295 @@
+"""FlatFSDP around tensor-parallel layers: gradients are those of one process, with every policy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile
+
+from flatfsdp import FlatFSDP, Precision, checkpoint, microbatches, param_groups
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.placement import Placement
+from flatfsdp.contract.tensor_parallel import declare_split, declare_whole
+from flatfsdp.flat.layout import FlatLayout
+from flatfsdp.layers import Linear, RMSNorm
+from tests.support.models import Trace, data, same_trace, whole_grads
+from tests.support.ranks import run_ranks
+from tests.support.tp_models import ParallelMLP, ParallelNet, build_tp, data_rank, tp_mesh
+
+STEPS, COUNT = 2, 2
+BF16 = Precision(compute=torch.bfloat16, accumulate=torch.bfloat16, reduce=torch.bfloat16)
+
+
+def train(model: FlatFSDP, replica: int) -> tuple[Trace, dict[str, Tensor]]:
+    """Two steps of SGD; also the first step's gradients, whole."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, grads, first = [], [], {}
+    for batches in data(replica, STEPS, COUNT):
+        for tokens in microbatches(model, batches):
+            loss = model(tokens)
+            loss.backward()
+            losses.append(loss.detach())
+        grads += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        first = first or whole_grads(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], []), first
+
+
+def train_in_one_process(replicas: int, replica: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    torch.manual_seed(0)
+    model = ParallelNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses, first = [], {}
+    for of_step in zip(*(data(r, STEPS, COUNT) for r in range(replicas)), strict=True):
+        for owner, batches in enumerate(of_step):
+            for tokens in batches:
+                loss = model(tokens)
+                (loss / replicas).backward()
+                if owner == replica:
+                    losses.append(loss.detach())
+        first = first or {name: p.grad.clone() for name, p in model.named_parameters()}
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, first
+
+
+def off_on_and_one_process(
+    rank: int, world_size: int, sizes: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    mesh = tp_mesh(*sizes)
+    replica, replicas = data_rank(mesh), world_size // mesh["tp"].size()
+    factors = options.pop("factors", None)
+    runs = []
+    for flag, fused in ((False, False), (True, False), (True, True)):
+        model = build_tp(mesh, optimize_backward_concat=flag, fused=fused, **options)
+        if factors is not None:
+            model.set_gradient_divide_factors(*factors)
+        runs.append(train(model, replica))
+    (off, grads), (on, _), (fused_run, _) = runs
+    for other in (on, fused_run):
+        assert all(same_trace(off, other).values()), same_trace(off, other)
+    if options.get("precision") is not None:
+        return
+    losses, expected = train_in_one_process(replicas, replica)
+    torch.testing.assert_close(torch.stack(off.losses), torch.stack(losses), rtol=1e-6, atol=0)
+    assert grads.keys() == expected.keys()
+    for name, grad in grads.items():
+        error = (grad - expected[name]).norm() / expected[name].norm()
+        assert error < 1e-5, (name, error)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((2, 2), {}),
+        ((2, 2), {"reshard_after_forward": False, "grad_sync": "every"}),
+        ((2, 2), {"shard": False}),
+        ((2, 2), {"factors": (4.0, 0.5)}),
+        ((2, 1, 2), {"grad_sync": "every"}),
+        ((1, 4), {"cpu_offload": True}),
+        ((2, 2), {"precision": BF16}),
+    ],
+    ids=["zero3", "zero2-every", "replicated", "factors", "hybrid-every", "tp4-offload", "bf16"],
+)
+def test_flag_off_on_fused_and_one_process_agree(sizes: tuple[int, ...], options: dict[str, Any]) -> None:
+    run_ranks(4, off_on_and_one_process, sizes, options)
+
+
+def groups_and_launches(rank: int, world_size: int) -> None:
+    mesh = tp_mesh(2, 2)
+    model = build_tp(mesh, grad_sync="every", optimize_backward_concat=True)
+    names = {name for name, _ in model.named_parameters()}
+    block = {"equal_flat_param", "flat_param", "partial_flat_param"}
+    assert names == {"equal_flat_param", *(f"module.blocks.{i}.{name}" for i in range(2) for name in block)}
+    ((*batches,),) = data(data_rank(mesh), 1, 3)
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for tokens in microbatches(model, batches):
+            model(tokens).backward()
+    # One launch a unit, however many groups it has; gains are summed over tp_group once a step.
+    units, passes = 3, len(batches)
+    assert model.ledger.calls["reduce"] == units * passes
+    assert model.ledger.calls["gather"] == units * passes + 2 * passes
+    assert model.ledger.calls["tp_all_reduce"] == 2
+    shard = FlatLayout.pack([]).shard_multiple
+    assert model.ledger.bytes["tp_all_reduce"] == 2 * shard * 4
+    labels = [event.name for event in profiled.events() if "tp_all_reduce" in event.name]
+    assert [label.split()[:3] for label in labels] == [
+        ["flatfsdp.tp_all_reduce", f"blocks.{i}", "mb=2"] for i in (1, 0)
+    ]
+
+
+def test_a_unit_is_gathered_in_one_launch_and_partial_gradients_are_summed_once() -> None:
+    run_ranks(4, groups_and_launches)
+
+
+def sums_are_exact_in_fp32(rank: int, world_size: int) -> None:
+    """Gradients 1 and 2**-10 of two ranks, all communicated in bf16, keep their sum."""
+    mesh = tp_mesh(2, 2)
+    layer = nn.Linear(1, 1, bias=False)
+    declare_whole(layer.weight, partial_grad=True)
+    precision = Precision(reduce=torch.bfloat16, accumulate=torch.bfloat16)
+    model = FlatFSDP(layer, mesh=mesh["dp"], tp_group=mesh.get_group("tp"), precision=precision)
+    part = 1.0 if mesh.get_local_rank("tp") else 2.0**-10
+    model(torch.tensor([[part]])).sum().backward()
+    if mesh.get_local_rank("dp") == 0:
+        assert model.partial_flat_param.grad[0] == 1.0 + 2.0**-10
+
+
+def test_partial_gradients_are_summed_in_fp32() -> None:
+    run_ranks(4, sums_are_exact_in_fp32)
+
+
+def whole_parameters_become_equal(rank: int, world_size: int) -> None:
+    mesh = tp_mesh(2, 2)
+    layer = nn.Linear(3, 3)
+    with torch.no_grad():
+        layer.weight.fill_(mesh.get_local_rank("tp"))
+    model = FlatFSDP(layer, mesh=mesh["dp"], tp_group=mesh.get_group("tp"))
+    assert not model.state_dict()["weight"].any()
+
+
+def test_parameters_that_all_ranks_have_start_equal() -> None:
+    run_ranks(4, whole_parameters_become_equal)
+
+
+def one_rank_differs(rank: int, world_size: int, what: str) -> str:
+    mesh = tp_mesh(2, 2)
+    net = ParallelNet(tp_ranks(mesh), blocks=3 if (rank, what) == (3, "extra") else 2)
+    if (rank, what) == (3, "parts"):
+        declare_split(net.blocks[0].up_weight, 0, (24, 48))
+    if (rank, what) == (3, "kind"):
+        declare_whole(net.blocks[0].gain, partial_grad=False)
+    model = FlatFSDP(net, mesh=mesh["dp"], tp_group=mesh.get_group("tp"))
+    with pytest.raises(RuntimeError, match="not the same on all ranks") as raised:
+        model(torch.zeros(1, 2, dtype=torch.int64))
+    assert not model.ledger.calls
+    return str(raised.value)
+
+
+def tp_ranks(mesh: Any) -> Ranks:
+    return Ranks.of(mesh.get_group("tp"))
+
+
+@pytest.mark.parametrize(
+    ("what", "expected"),
+    [
+        ("parts", "[72, 20] in (36, 36)] where rank 3 has"),
+        ("kind", "blocks.0.gain [3] at"),
+        ("extra", "blocks.2"),
+    ],
+)
+def test_a_model_that_differs_on_one_rank_raises_on_all(what: str, expected: str) -> None:
+    messages = run_ranks(4, one_rank_differs, what)
+    assert len(set(messages)) == 1
+    assert expected in messages[0]
+
+
+def wrong_groups(rank: int, world_size: int) -> None:
+    mesh = tp_mesh(2, 2)
+    tp_group, ranks = mesh.get_group("tp"), tp_ranks(mesh)
+
+    def layer() -> Linear:
+        return Linear(4, 8, parallel_mode="column", tp_group=tp_group)
+
+    def block() -> ParallelMLP:
+        return ParallelMLP(ranks, fused=False)
+
+    with pytest.raises(
+        ValueError, match=r"up_weight.* a part of a whole of 36\+36 .* FlatFSDP got no tp_group"
+    ):
+        FlatFSDP(block(), mesh=mesh["dp"])
+    partial = nn.Linear(2, 2)
+    declare_whole(partial.bias, partial_grad=True)
+    with pytest.raises(ValueError, match=r"bias has a gradient that is summed over .* got no tp_group"):
+        FlatFSDP(partial, mesh=mesh["dp"])
+    with pytest.raises(ValueError, match=r"ranks \d, \d are in tp_group and in the group that"):
+        FlatFSDP(block(), tp_group=tp_group)
+    with pytest.raises(TypeError, match="tp_group is a DeviceMesh"):
+        FlatFSDP(block(), mesh=mesh["dp"], tp_group=mesh["tp"])
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    with pytest.raises(ValueError, match=r"up_weight, of shape \[36, 20\].* 36\+36 .* tp_group of 4 ranks"):
+        FlatFSDP(block(), process_group=alone, tp_group=dist.group.WORLD)
+    with pytest.raises(
+        ValueError, match=r"weight is of a layer that ranks \[\d, \d\] share, .* got a tp_group"
+    ):
+        # Swapped, and of the same sizes.
+        FlatFSDP(layer(), mesh=mesh["tp"], tp_group=mesh.get_group("dp"))
+    with pytest.raises(ValueError, match=r"weight is of a layer that ranks .* share, .* got no tp_group"):
+        FlatFSDP(layer(), mesh=mesh["dp"])
+    copied = layer()
+    # Past the layer, which would mark it.
+    copied._parameters["bias"] = nn.Parameter(copied.bias.detach())
+    with pytest.raises(
+        ValueError, match="parameter bias is of a layer that several ranks share, and does not"
+    ):
+        FlatFSDP(copied, mesh=mesh["dp"], tp_group=tp_group)
+    megatron = nn.Linear(4, 6, bias=False)
+    vars(megatron.weight).update(tensor_model_parallel=True, partition_dim=0, partition_stride=5)
+    with pytest.raises(
+        ValueError, match=r"weight, of shape \[6, 4\], is said to be a part along dimension 0"
+    ):
+        FlatFSDP(megatron, mesh=mesh["dp"], tp_group=tp_group)
+    parallelized = parallelize_module(nn.Linear(4, 4), mesh["tp"], ColwiseParallel())
+    with pytest.raises(ValueError, match=r"weight is a DTensor; .* without parallelize_module or"):
+        FlatFSDP(parallelized, mesh=mesh["dp"], tp_group=tp_group)
+    inner = FlatFSDP(nn.Linear(2, 2), mesh=mesh["dp"])
+    outer = FlatFSDP(nn.Sequential(inner, nn.Linear(2, 2)), mesh=mesh["dp"], tp_group=tp_group)
+    with pytest.raises(ValueError, match="unit 0 has another tp_group than its root"):
+        outer(torch.zeros(1, 2))
+
+
+def test_groups_that_do_not_fit_are_named() -> None:
+    run_ranks(4, wrong_groups)
+
+
+def other_marks(rank: int, world_size: int) -> None:
+    """Megatron's own, which have no sizes, and those of layers that know no ranks."""
+    mesh = tp_mesh(2, 2)
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    for tp_group, shape in ((mesh.get_group("tp"), (12, 4)), (alone, (6, 4)), (None, (6, 4))):
+        layer = nn.Sequential(nn.Linear(4, 6, bias=False), RMSNorm(6, sequence_parallel=tp_group is not None))
+        vars(layer[0].weight).update(tensor_model_parallel=True, partition_dim=0, partition_stride=3)
+        is_split = shape == (12, 4)
+        model = FlatFSDP(layer, mesh=mesh["dp"], tp_group=tp_group)
+        placements = {group.layout.placement for group in model._unit.groups}
+        assert placements == ({Placement.SPLIT, Placement.PARTIAL} if is_split else {Placement.EQUAL})
+        assert checkpoint.full_state_dict(model)["0.weight"].shape == shape
+        # Rank 0 has the first third of each third.
+        thirds = checkpoint.full_state_dict(model)["0.weight"].view(3, -1, 4)
+        own = model.state_dict()["0.weight"].view(3, -1, 4)
+        first = mesh.get_local_rank("tp") * own.shape[1] if is_split else 0
+        assert torch.equal(thirds[:, first : first + own.shape[1]], own)
+
+
+def test_marks_of_others_are_understood() -> None:
+    run_ranks(4, other_marks)
+
+
+def reports(rank: int, world_size: int) -> None:
+    mesh = tp_mesh(2, 2)
+    model = build_tp(mesh)
+    rows = [row for row in model.memory_report().rows if row.buffer == "master shard"]
+    found = {row.placement: row.total for row in rows}
+    sizes = {name.rpartition(".")[2]: 0 for name, _ in model.named_parameters()}
+    for name, flat in model.named_parameters():
+        sizes[name.rpartition(".")[2]] += 4 * flat.numel()
+    assert found == {
+        Placement.SPLIT: sizes["flat_param"],
+        Placement.EQUAL: sizes["equal_flat_param"],
+        Placement.PARTIAL: sizes["partial_flat_param"],
+    }
+    text = str(model.memory_report())
+    assert "master shard, split" in text and "flat buffer, equal" in text
+    shapes: dict[str, tuple[int, ...]] = {}
+    param_groups(model, [{"params": lambda name, shape: shapes.setdefault(name, shape) is not None}])
+    assert shapes == {name: tuple(p.shape) for name, p in ParallelNet().named_parameters()}
+
+
+def test_reports_tell_placements_apart_and_groups_are_chosen_by_whole_shapes() -> None:
+    run_ranks(4, reports)

@@ -1,0 +1,261 @@
+"""`optimizer.zero_grad()` drops what is accumulated; nobody takes what stands for that for a gradient."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import flatfsdp.optim
+from flatfsdp import FlatFSDP, Precision, checkpoint, microbatches, param_groups
+from tests.support.against_plain import assert_equal
+from tests.support.models import build, data, whole_grads
+from tests.support.ranks import run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+WORLDS = pytest.mark.parametrize("world_size", [1, 2])
+SYNC = pytest.mark.parametrize("sync", ["last", "every"])
+
+BF16 = torch.bfloat16
+WIDE = Precision(param=BF16, compute=BF16, grad=torch.float32)
+
+
+def accumulate(model: FlatFSDP, tokens: Tensor) -> None:
+    with model.no_sync():
+        model(tokens).backward()
+
+
+def optimizers(model: FlatFSDP) -> dict[str, torch.optim.Optimizer]:
+    parameters = list(model.parameters())
+    return {
+        "sgd": torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        "foreach": torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+        "single": torch.optim.AdamW(parameters, lr=0.1, foreach=False),
+        "ours": flatfsdp.optim.AdamW(parameters, lr=0.1),
+        "clipping": flatfsdp.optim.SGD(parameters, lr=0.1, max_grad_norm=1.0),
+    }
+
+
+def dropped(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    ((bad, worse, *good),) = data(rank, 1, 4)
+    fresh = build(**options)
+    accumulate(fresh, good[0])
+    fresh(good[1]).backward()
+    expected = whole_grads(fresh)
+    for to_none in (True, False):
+        for name in optimizers(build(**options)):
+            model = build(**options)
+            optimizer = optimizers(model)[name]
+            accumulate(model, bad)
+            accumulate(model, worse)
+            optimizer.zero_grad(set_to_none=to_none)
+            accumulate(model, good[0])
+            model(good[1]).backward()
+            assert_equal(whole_grads(model), expected)
+            # Without zero_grad both add up.
+            accumulate(model, good[0])
+            model(good[1]).backward()
+            assert_equal(whole_grads(model), {key: 2 * grad for key, grad in expected.items()})
+
+
+@FLAGS
+@SYNC
+@WORLDS
+@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
+def test_zero_grad_of_an_optimizer_drops_what_is_accumulated(
+    world_size: int, reshard: bool, sync: str, flag: bool
+) -> None:
+    options = {"optimize_backward_concat": flag, "grad_sync": sync, "reshard_after_forward": reshard}
+    run_ranks(world_size, dropped, options)
+
+
+def between_forward_and_backward(rank: int, world_size: int, flag: bool) -> None:
+    """As in trainers that call zero_grad right before the backward."""
+    ((bad, good),) = data(rank, 1, 2)
+    model, fresh = (build(optimize_backward_concat=flag) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulate(model, bad)
+    loss = model(good)
+    optimizer.zero_grad()
+    loss.backward()
+    fresh(good).backward()
+    assert_equal(whole_grads(model), whole_grads(fresh))
+
+
+@FLAGS
+def test_zero_grad_between_a_forward_and_its_backward(flag: bool) -> None:
+    run_ranks(2, between_forward_and_backward, flag)
+
+
+def after_a_reduction(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """A gradient that is there already is watched itself; clipping it drops nothing."""
+    ((first, bad, good),) = data(rank, 1, 3)
+    only = build(**options)
+    only(good).backward()
+    expected = whole_grads(only)
+    for to_none in (True, False):
+        model = build(**options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(first).backward()
+        accumulate(model, bad)
+        optimizer.zero_grad(set_to_none=to_none)
+        model(good).backward()
+        assert_equal(whole_grads(model), expected)
+    model, plain = build(**options), build(**options)
+    model(first).backward()
+    accumulate(model, bad)
+    model.clip_grad_norm_(0.5)
+    model(good).backward()
+    plain(first).backward()
+    plain.clip_grad_norm_(0.5)
+    accumulate(plain, bad)
+    plain(good).backward()
+    assert_equal(whole_grads(model), whole_grads(plain))
+
+
+@FLAGS
+@SYNC
+@WORLDS
+def test_a_gradient_from_an_earlier_step_is_watched(world_size: int, sync: str, flag: bool) -> None:
+    run_ranks(world_size, after_a_reduction, {"optimize_backward_concat": flag, "grad_sync": sync})
+
+
+def no_step(rank: int, world_size: int, flag: bool) -> None:
+    """A step, a norm or a scaler in the middle of a step raises, and changes nothing."""
+    ((first, second),) = data(rank, 1, 2)
+    for name in optimizers(build()):
+        model, fresh = (build(optimize_backward_concat=flag) for _ in range(2))
+        optimizer = optimizers(model)[name]
+        before = [p.detach().clone() for p in model.parameters()]
+        accumulate(model, first)
+        with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
+            optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        assert not any(optimizer.state.values())
+        with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(ValueError, match="there are gradients already"):
+            param_groups(model, [])
+        assert model.clip_grad_norm_(1.0) == 0
+        model.state_dict()
+        checkpoint.full_optimizer_state_dict(model, optimizer)
+        assert "not yet reduced" in repr(model.flat_param.grad)
+        model(second).backward()
+        accumulate(fresh, first)
+        fresh(second).backward()
+        assert_equal(whole_grads(model), whole_grads(fresh))
+        optimizer.step()
+        # Zeroed: there are no gradients, as in PyTorch.
+        optimizer.zero_grad()
+        accumulate(model, first)
+        optimizer.zero_grad()
+        after = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        assert all(torch.equal(a, b) for a, b in zip(after, model.parameters(), strict=True))
+
+
+@FLAGS
+@WORLDS
+def test_a_step_before_the_last_backward_raises(world_size: int, flag: bool) -> None:
+    run_ranks(world_size, no_step, flag)
+
+
+def wide(rank: int, world_size: int, flag: bool) -> None:
+    """Where the reduced gradient is in `main_grad`, the marker still is in `.grad`, in its dtype."""
+    ((bad, good),) = data(rank, 1, 2)
+    model, fresh = (build(precision=WIDE, optimize_backward_concat=flag) for _ in range(2))
+    for zero_grad in (torch.optim.SGD(model.parameters()).zero_grad, model.zero_grad):
+        accumulate(model, bad)
+        zero_grad()
+        model(good).backward()
+        fresh(good).backward()
+        assert_equal(whole_grads(model), whole_grads(fresh))
+        assert all(p.grad is None for p in model.parameters())
+        model.zero_grad()
+        fresh.zero_grad()
+    accumulate(model, bad)
+    with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
+        flatfsdp.optim.AdamW(model.parameters()).step()
+
+
+@FLAGS
+@WORLDS
+def test_gradients_in_main_grad(world_size: int, flag: bool) -> None:
+    run_ranks(world_size, wide, flag)
+
+
+def grouped(rank: int, world_size: int, flag: bool) -> None:
+    ((bad, good),) = data(rank, 1, 2)
+    groups = [{"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}]
+    found = []
+    for zeroes in (True, False):
+        model = build(optimize_backward_concat=flag)
+        optimizer = torch.optim.AdamW(param_groups(model, groups), lr=0.1)
+        if zeroes:
+            accumulate(model, bad)
+            with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
+                optimizer.step()
+            optimizer.zero_grad()
+        model(good).backward()
+        found.append(whole_grads(model))
+    assert_equal(*found)
+
+
+@FLAGS
+@WORLDS
+def test_portions_have_markers_of_their_own(world_size: int, flag: bool) -> None:
+    run_ranks(world_size, grouped, flag)
+
+
+def offloaded(rank: int, world_size: int) -> None:
+    ((bad, good),) = data(rank, 1, 2)
+    model, fresh = (build(cpu_offload=True, precision=Precision(compute=BF16)) for _ in range(2))
+    accumulate(model, bad)
+    torch.optim.SGD(model.parameters()).zero_grad()
+    model(good).backward()
+    fresh(good).backward()
+    assert_equal(whole_grads(model), whole_grads(fresh))
+
+
+def test_an_offloaded_model() -> None:
+    run_ranks(2, offloaded)
+
+
+def leave_a_loop(model: FlatFSDP, batches: list[Tensor]) -> None:
+    for tokens in microbatches(model, batches):
+        model(tokens).backward()
+        return
+
+
+def fail(model: FlatFSDP, batches: list[Tensor]) -> None:
+    accumulate(model, batches[0])
+    with pytest.raises(IndexError):
+        model(torch.full((1, 1), 1000))
+
+
+@pytest.mark.parametrize("leave", [leave_a_loop, fail])
+def test_no_marker_is_left_of_a_step_that_has_ended(leave: Callable[..., None]) -> None:
+    model = build()
+    leave(model, next(data(0, 1, 2)))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_marker_takes_no_memory_and_keeps_nothing() -> None:
+    model = build()
+    parameters = list(model.parameters())
+    rows = model.memory_report().rows
+    accumulate(model, next(data(0, 1, 1))[0])
+    assert model.memory_report().rows == rows
+    with torch._C.DisableTorchFunctionSubclass():
+        for parameter in parameters:
+            assert parameter.grad.untyped_storage().nbytes() == parameter.element_size()
+            assert parameter.grad.shape == parameter.shape and parameter.grad.dtype == parameter.dtype
+    kept = [weakref.ref(parameter) for parameter in parameters]
+    del model, parameters, parameter
+    gc.collect()
+    assert not any(reference() is not None for reference in kept)

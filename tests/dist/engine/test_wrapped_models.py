@@ -1,0 +1,297 @@
+"""Uses of a wrapped model in which weights or gradients once went wrong: writing, replacing, compiling it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, param_groups
+from flatfsdp.optim import AdamW
+from tests.support.models import Block, build, data, grads_of, same
+from tests.support.ranks import run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+
+
+def frozen_teacher(rank: int, world_size: int) -> None:
+    """The usual moving-average idiom writes through `.data`, which no version counter sees."""
+    teacher = nn.Linear(8, 8)
+    teacher.requires_grad_(False)
+    model = FlatFSDP(teacher, precision=Precision(compute=torch.bfloat16))
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+        for shard in model.parameters():
+            shard.data.zero_().add_(1.0)
+        assert (model(torch.ones(2, 8)) == 9.0).all()
+
+
+def test_a_write_through_data_reaches_a_frozen_model() -> None:
+    run_ranks(2, frozen_teacher)
+
+
+def written_before_the_first_use(rank: int, world_size: int, flag: bool, trains: bool) -> None:
+    """The same write on one rank, which holds everything cast, and on two."""
+    for write in (lambda data: data.fill_(0.5), lambda data: data.copy_(torch.full_like(data, 0.5))):
+        model = FlatFSDP(
+            nn.Linear(8, 8),
+            precision=Precision(compute=torch.bfloat16),
+            optimize_backward_concat=flag,
+        )
+        for shard in model.parameters():
+            write(shard.data)
+        with torch.set_grad_enabled(trains):
+            assert (model(torch.ones(2, 8)) == 4.5).all()
+
+
+@FLAGS
+@pytest.mark.parametrize("trains", [False, True], ids=["evaluated", "trained"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_write_through_data_before_the_first_forward_is_seen(
+    world_size: int, trains: bool, flag: bool
+) -> None:
+    run_ranks(world_size, written_before_the_first_use, flag, trains)
+
+
+def past_the_wrapper(rank: int, world_size: int) -> None:
+    model = build()
+    with pytest.raises(RuntimeError, match="forward of Block was called past its FlatFSDP"):
+        model.blocks[0].module(torch.zeros(1, 20))
+
+
+def test_calls_past_the_wrapper_raise() -> None:
+    run_ranks(2, past_the_wrapper)
+
+
+def other_memory(rank: int, world_size: int) -> None:
+    """Values that are written are there in the next forward, in any way but by replacing the memory."""
+    tokens = next(data(rank, 1, 1))[0]
+    model = build()
+    flats = list(model.parameters())
+    kept = [flat.detach().clone() for flat in flats]
+    with torch.no_grad():
+        before = model(tokens)
+    for flat in flats:
+        flat.data.zero_()
+    with torch.no_grad():
+        assert not torch.equal(model(tokens), before)
+    torch.nn.utils.vector_to_parameters(torch.cat(kept), flats)
+    with pytest.raises(RuntimeError, match=r"flat parameter of unit root was given other memory \(p.data ="):
+        model(tokens)
+    model = build()
+    groups = param_groups(model, [{"params": lambda name, shape: len(shape) < 2}])
+    for portion in groups[0]["params"]:
+        portion.data = portion.data.clone()
+    with pytest.raises(RuntimeError, match="was given other memory"):
+        model(tokens)
+
+
+def test_parameters_are_written_and_not_replaced() -> None:
+    run_ranks(2, other_memory)
+
+
+class Position(nn.Module):
+    """What it returns is in the memory of its parameter, or a copy."""
+
+    def __init__(self, taken: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(7, 20))
+        self.taken = taken
+
+    def forward(self, length: int) -> Tensor:
+        return self.taken(self.table[:length])
+
+
+class Positioned(nn.Module):
+    def __init__(self, taken: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.position = Position(taken)
+        self.head = nn.Linear(20, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x + self.position(len(x))).sum()
+
+
+def returned_parameter(rank: int, world_size: int, flag: bool) -> None:
+    """A view of freed memory would end the process."""
+    for taken in (Tensor.clone, Tensor.contiguous, Tensor.detach):
+        model = auto_wrap(Positioned(taken), by_class(Position), optimize_backward_concat=flag)
+        for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with context():
+                if taken is Tensor.clone:
+                    assert model(torch.ones(3, 20)).isfinite()
+                    continue
+                with pytest.raises(RuntimeError, match="unit position returned a parameter of its own"):
+                    model(torch.ones(3, 20))
+
+
+@FLAGS
+def test_a_unit_that_returns_its_parameter_is_told_to_copy_it(flag: bool) -> None:
+    run_ranks(2, returned_parameter, flag)
+
+
+def compiled(rank: int, world_size: int, flag: bool) -> None:
+    operators: set[str] = set()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        operators.update(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    batches = next(data(rank, 1, 2))
+    models = [build(optimize_backward_concat=flag, poison_on_free=True) for _ in range(2)]
+    losses = [
+        [call(batch) for batch in batches] for call in (models[0], torch.compile(models[1], backend=backend))
+    ]
+    for of_model in losses:
+        torch.autograd.backward(of_model)
+    assert same(*losses)
+    assert same(*map(grads_of, models))
+    assert any("layer_norm" in name for name in operators)
+    assert not any("gather" in name or "fill" in name for name in operators)
+
+
+@FLAGS
+def test_the_engine_is_not_compiled_with_the_model(flag: bool) -> None:
+    run_ranks(2, compiled, flag)
+
+
+class Recording(nn.Linear):
+    def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
+        seen.append(x)
+        return super().forward(x)
+
+
+def test_a_module_may_write_to_what_it_was_given() -> None:
+    seen: list[torch.Tensor] = []
+    model = FlatFSDP(Recording(2, 2), precision=Precision(compute=torch.bfloat16))
+    model(torch.ones(1, 2), seen=seen)
+    assert [x.dtype for x in seen] == [torch.bfloat16]
+
+
+def initialised_late(rank: int, world_size: int) -> None:
+    model = build()
+
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.constant_(module.weight, 0.5)
+            nn.init.zeros_(module.bias)
+
+    assert model.apply(initialise) is model
+    state = model.state_dict()
+    for name in ("head", "blocks.0.up", "blocks.2.down"):
+        assert (state[f"{name}.weight"] == 0.5).all()
+        assert not state[f"{name}.bias"].any()
+
+
+def test_apply_sees_ordinary_parameters() -> None:
+    run_ranks(2, initialised_late)
+
+
+class Critic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.head = nn.Linear(20, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.block(x)).sum()
+
+
+def critic(rank: int, world_size: int, flag: bool) -> None:
+    """A generator is trained through a critic, which keeps no gradient of that and is trained next."""
+    torch.manual_seed(0)
+    plain_generator, plain_judge = Block(), Critic()
+    options = {"optimize_backward_concat": flag, "poison_on_free": True}
+    generator = FlatFSDP(copy.deepcopy(plain_generator), **options)
+    judge = auto_wrap(copy.deepcopy(plain_judge), by_class(Block), **options)
+    noise = torch.ones(2, 20)
+
+    plain_judge(plain_generator(noise)).backward()
+    with judge.no_sync():
+        judge(generator(noise)).backward()
+    judge.zero_grad()
+    torch.testing.assert_close(generator.clip_grad_norm_(torch.inf), norm(plain_generator))
+    assert all(flat.grad is None for flat in judge.parameters())
+
+    plain_judge.zero_grad()
+    plain_judge(noise).backward()
+    judge(noise).backward()
+    torch.testing.assert_close(judge.clip_grad_norm_(torch.inf), norm(plain_judge))
+
+
+def norm(module: nn.Module) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
+
+
+@FLAGS
+def test_a_model_may_pass_gradients_on_and_keep_none(flag: bool) -> None:
+    run_ranks(2, critic, flag)
+
+
+def replaced_parameter(rank: int, world_size: int, flag: bool) -> None:
+    tokens = next(data(rank, 1, 1))[0]
+    for value in (nn.Parameter(torch.ones(30, 20)), torch.ones(30, 20)):
+        model = build(optimize_backward_concat=flag)
+        model(tokens)
+        model.head.weight = value
+        with pytest.raises(RuntimeError, match=r"parameter head\.weight was replaced after wrapping"):
+            model(tokens)
+    model = build(optimize_backward_concat=flag)
+    with model.summon_full_params():
+        model.head.weight = nn.Parameter(torch.ones(30, 20))
+    model(tokens).backward()
+    assert (model.state_dict()["head.weight"] == 1).all()
+
+
+@FLAGS
+def test_a_replaced_parameter_is_noticed(flag: bool) -> None:
+    run_ranks(2, replaced_parameter, flag)
+
+
+def averaged(rank: int, world_size: int, flag: bool) -> None:
+    """Weights are exchanged for an average through `.data`, right after an optimizer that writes what is
+    gathered, and after a forward whose backward never comes."""
+    tokens = next(data(rank, 1, 1))[0]
+    model = build(optimize_backward_concat=flag, precision=Precision(compute=torch.bfloat16))
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    average = build(seed=1, precision=Precision(compute=torch.bfloat16))
+    for backward_follows in (True, False):
+        loss = model(tokens)
+        if backward_follows:
+            loss.backward()
+            optimizer.step()
+        else:
+            del loss
+        trained = [flat.detach().clone() for flat in model.parameters()]
+        for flat, value in zip(model.parameters(), average.parameters(), strict=True):
+            flat.data.copy_(value)
+        with torch.no_grad():
+            assert torch.equal(model(tokens), average(tokens))
+        for flat, value in zip(model.parameters(), trained, strict=True):
+            flat.data.copy_(value)
+        assert not torch.equal(model(tokens), average(tokens))
+
+
+@FLAGS
+def test_an_evaluation_has_the_weights_that_were_written_through_data(flag: bool) -> None:
+    run_ranks(2, averaged, flag)
+
+
+def transformed(rank: int, world_size: int) -> None:
+    """Inside torch.func's transformations the outputs of units have no memory of their own."""
+    torch.manual_seed(0)
+    block = Block()
+    model = FlatFSDP(copy.deepcopy(block))
+    x = torch.randn(3, 2, 20)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.vmap(model)(x), block(x))
+        for ours, expected in zip(*(torch.func.jvp(f, (x,), (x,)) for f in (model, block)), strict=True):
+            torch.testing.assert_close(ours, expected)
+
+
+def test_a_model_may_be_transformed() -> None:
+    run_ranks(2, transformed)

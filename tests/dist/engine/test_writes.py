@@ -1,0 +1,183 @@
+"""A forward that writes to its parameters in place raises on all ranks; no other forward does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from flatfsdp import FlatFSDP, Precision
+from tests.support.models import grads_of, same
+from tests.support.ranks import run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+WRITTEN = "forward of unit {} wrote in place to parameter .*{}"
+
+
+class Renormed(nn.Module):
+    """An embedding that shortens its longest rows before it reads them, then a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4, max_norm=0.1)
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.out(self.table(tokens))
+
+
+def small(seed: int = 0, **options: Any) -> FlatFSDP:
+    """Two units; the inner one writes."""
+    torch.manual_seed(seed)
+    return FlatFSDP(nn.Sequential(FlatFSDP(Renormed(), **options), nn.Linear(4, 4)), **options)
+
+
+def tokens_of(rank: int) -> Tensor:
+    """The second rank's are of rows that are short enough."""
+    return torch.tensor([1, 2, 3]) if rank == 0 else torch.tensor([9])
+
+
+def shorten(model: FlatFSDP) -> None:
+    with model.summon_full_params(), torch.no_grad():
+        model.module[0].module.table.weight[9] = 0.0
+
+
+def raises(rank: int, world_size: int, flag: bool) -> None:
+    for options in (
+        {},
+        {"reshard_after_forward": False},
+        {"precision": Precision(compute=torch.bfloat16)},
+        {"shard": False},
+    ):
+        for grad in (True, False):
+            model = small(optimize_backward_concat=flag, **options)
+            shorten(model)
+            message = WRITTEN.format("0", r"0\.table\.weight")
+            with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=message) as error:
+                model(tokens_of(rank))
+            # One counter for all views: with the flag off nobody knows which of them it was.
+            assert ("out.bias" in str(error.value)) is not flag
+    with pytest.raises(RuntimeError, match=WRITTEN.format("root", r"table\.weight")):
+        FlatFSDP(Renormed(), optimize_backward_concat=flag)(tokens_of(rank))
+
+
+@FLAGS
+def test_an_embedding_that_renormalises_raises_on_all_ranks(flag: bool) -> None:
+    run_ranks(2, raises, flag)
+
+
+@FLAGS
+@pytest.mark.parametrize("grad", [True, False], ids=["train", "eval"])
+def test_one_rank_raises_too(flag: bool, grad: bool) -> None:
+    with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=WRITTEN.format("0", "table")):
+        small(optimize_backward_concat=flag)(tokens_of(0))
+
+
+def leaves_clean(rank: int, world_size: int) -> None:
+    """With the flag on nothing else remembers the write: the next step gathers the shards anew."""
+    written, fresh = (small(optimize_backward_concat=True) for _ in range(2))
+    with pytest.raises(RuntimeError, match="wrote in place"):
+        written(tokens_of(0))
+    for model in (written, fresh):
+        model.module[0].module.table.max_norm = None
+        model(tokens_of(rank)).sum().backward()
+    assert same(grads_of(written), grads_of(fresh)) and grads_of(fresh)
+
+
+def test_a_step_after_the_error_is_clean() -> None:
+    run_ranks(2, leaves_clean)
+
+
+class Codebook(nn.Module):
+    """Counts the forwards in a frozen parameter and, legally, in a buffer."""
+
+    def __init__(self, *, in_parameter: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.count = nn.Parameter(torch.zeros(1), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(1))
+        self.in_parameter = in_parameter
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            (self.count if self.in_parameter else self.calls).add_(1.0)
+        return (x * self.weight).relu_()
+
+
+def counts(rank: int, world_size: int, flag: bool) -> None:
+    with pytest.raises(RuntimeError, match=WRITTEN.format("root", "count, and what")):
+        FlatFSDP(Codebook(in_parameter=True), optimize_backward_concat=flag)(torch.ones(4))
+    model = FlatFSDP(Codebook(in_parameter=False), optimize_backward_concat=flag)
+    for _ in range(2):
+        model(torch.ones(4)).sum().backward()
+    assert model.module.calls == 2.0
+
+
+@FLAGS
+def test_frozen_parameters_are_watched_and_buffers_are_not(flag: bool) -> None:
+    run_ranks(2, counts, flag)
+
+
+class WritesLater(nn.Module):
+    """Writes in the recomputation only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        return x * self.weight
+
+
+def recomputes(rank: int, world_size: int, reentrant: bool) -> None:
+    unit = FlatFSDP(WritesLater(), optimize_backward_concat=True)
+    x = torch.ones(4, requires_grad=True)
+    with pytest.raises(RuntimeError, match="wrote in place to parameter weight"):
+        checkpoint(unit, x, use_reentrant=reentrant).sum().backward()
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_recomputation_is_watched_too(reentrant: bool) -> None:
+    run_ranks(2, recomputes, reentrant)
+
+
+def compiled(rank: int, world_size: int, flag: bool) -> None:
+    for grad in (True, False):
+        model = small(optimize_backward_concat=flag)
+        model.module[0].module.compile(backend="aot_eager")
+        message = WRITTEN.format("0", r"0\.table\.weight")
+        if grad and not flag:
+            # The compiler runs nothing: it refuses the view, as PyTorch does.
+            message = "a view and its base or another view of its base has been modified inplace"
+        with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=message):
+            model(tokens_of(rank))
+        torch._dynamo.reset()
+
+
+@FLAGS
+def test_a_compiled_module_is_watched_too(flag: bool) -> None:
+    run_ranks(2, compiled, flag)
+
+
+def between_steps(rank: int, world_size: int) -> None:
+    model = small(optimize_backward_concat=True)
+    model.module[0].module.table.max_norm = None
+    model(tokens_of(rank)).sum().backward()
+    with model.summon_full_params(), torch.no_grad():
+        table = model.module[0].module.table.weight
+        table.renorm_(2, 0, 0.1)
+    model(tokens_of(rank)).sum().backward()
+    with model.summon_full_params():
+        assert (model.module[0].module.table.weight.norm(dim=1) <= 0.1 + 1e-6).all()
+
+
+def test_the_way_out_that_the_message_names_works() -> None:
+    run_ranks(2, between_steps)

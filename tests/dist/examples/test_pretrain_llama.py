@@ -1,0 +1,76 @@
+"""`examples/pretrain_llama.py` trains over several ranks, and goes on after it was killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from flatfsdp.profiling.timeline import load_spans, overlap_of
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "pretrain_llama.py"
+SIZES = {"layers": 4, "hidden": 32, "ffn": 64, "heads": 2, "kv_heads": 1, "vocab": 256, "seq": 32}
+OPTIONS = (
+    *("--pp", "2", "--schedule", "interleaved", "--precision", "fp8-delayed", "--microbatches", "2"),
+    *("--batch", "1", "--steps", "6", "--save-every", "2", "--warmup", "2", "--lr", "1e-2"),
+    *("--data", __file__, "--json"),
+)
+
+
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
+    """Two ranks, in a process group of their own."""
+    config = folder / "sizes.json"
+    config.write_text(json.dumps(SIZES))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    command = [sys.executable, *torchrun, str(EXAMPLE), *OPTIONS, *options]
+    return subprocess.Popen(
+        [*command, "--config", str(config), "--out", str(folder)],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # No GPU: two ranks would share one.
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
+def steps_of(run: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    assert run.stdout is not None
+    return (json.loads(line) for line in run.stdout if line.startswith("{"))
+
+
+def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    killed: list[dict[str, Any]] = []
+    run = start(tmp_path)
+    for step in steps_of(run):
+        killed.append(step)
+        if step["step"] == 5:
+            os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    assert [step["step"] for step in killed][:5] == [1, 2, 3, 4, 5]
+    assert killed[4]["loss"] < killed[0]["loss"]
+    # It may have got further before the signal came.
+    older, newer = sorted(path.parent for path in (tmp_path / "checkpoints").glob("*/.metadata"))
+    # As if it had been killed while it wrote the newer one.
+    (newer / ".metadata").unlink()
+    first = int(older.name.removeprefix("step-"))
+    assert first in (2, 4)
+
+    run = start(tmp_path, "--trace")
+    resumed = list(steps_of(run))
+    assert run.wait() == 0
+    assert [step["step"] for step in resumed] == list(range(first + 1, 7))
+    for before, after in zip(killed[first:], resumed, strict=False):
+        for figure in ("loss", "grad_norm"):
+            assert after[figure] == before[figure], (figure, after["step"])
+    assert all(step["tokens_per_s"] > 0 and step["peak_gib"] > 0 for step in resumed)
+    assert sorted(path.name for path in older.parent.iterdir()) == ["step-00000004", "step-00000006"]
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+    spans, title = load_spans(tmp_path / "step.json")
+    assert "send/recv" in [lane.kind for lane in overlap_of(spans).lanes]
+    assert title.endswith(f"fp8-delayed, step {min(first + 3, 6)}")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

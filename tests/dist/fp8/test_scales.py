@@ -1,0 +1,303 @@
+"""FP8 over ranks: one maximum for all of them, and training that is the same bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, fp8, microbatches
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
+from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, convert
+from tests.support.fp8_layers import (
+    SHORT,
+    WIDTH,
+    Block,
+    Stack,
+    assert_same_state,
+    fp8_state,
+    relative_error,
+    seeded,
+    snapshot,
+)
+from tests.support.fp8_training import batch, build, counted_reductions, same_on_all_ranks
+from tests.support.models import same
+from tests.support.ranks import run_ranks
+
+FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+
+
+# ---- reductions --------------------------------------------------------------------------------------------
+
+
+def reductions(rank: int, world_size: int, recompute: bool) -> None:
+    """One a forward and one a backward, however many layers; none in an evaluation."""
+    model = seeded(partial(Stack, blocks=3, **({"call": fp8.checkpoint} if recompute else {})))
+    forward = (torch.Size([3 * 8 + 2]), dist.ReduceOp.MAX)
+    backward = (torch.Size([3 * 4 + 1]), dist.ReduceOp.MAX)
+    for step in range(4):
+        with counted_reductions() as calls:
+            with autocast(recipe=SHORT):
+                with autocast(recipe=SHORT):
+                    out = model(batch(rank, step).requires_grad_())
+            after_forward = list(calls)
+            out.sum().backward()
+        # In the first step ranks also compare their layers.
+        assert step == 0 or (after_forward == [forward] and calls == [forward, backward])
+    with counted_reductions() as calls:
+        with torch.no_grad(), autocast(recipe=SHORT):
+            model(batch(rank))
+        with autocast(recipe=CurrentScaling()):
+            out = model(batch(rank))
+        out.sum().backward()
+        model(batch(rank)).sum().backward()
+    assert calls == []
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_one_reduction_a_forward_and_one_a_backward(recompute: bool) -> None:
+    run_ranks(2, reductions, recompute)
+
+
+def outlier(rank: int, world_size: int, value: float) -> list[Any]:
+    """One number on the last rank alone, in the input and in the gradient."""
+    model = nn.Sequential(Linear(WIDTH, WIDTH), LayerNormMLP(WIDTH, WIDTH), Linear(WIDTH, WIDTH))
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, 0, 0.1)
+    for step in range(2):
+        x, dy = batch(rank, step), batch(rank, 10 + step)
+        if rank == world_size - 1:
+            x[3, 4], dy[5, 6] = value, -value
+        with autocast(recipe=SHORT):
+            out = model(x)
+        out.backward(dy)
+        state = list(fp8_state(model).values())
+        assert len(state) == 12 and same_on_all_ranks(state)
+    first, last = model[0], model[2]
+    return [
+        first.fp8_forward_amax_history[-1, 0].item(),
+        last.fp8_backward_amax_history[-1, 0].item(),
+        first.fp8_forward_scale[0].item(),
+    ]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_an_outlier_on_the_last_rank_counts_on_all(world_size: int) -> None:
+    for x_amax, dy_amax, scale in run_ranks(world_size, outlier, 1000.0):
+        assert x_amax == dy_amax == 1000 and scale == 0.25
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_number_of_no_use_on_the_last_rank_keeps_the_scale_of_all(value: float) -> None:
+    for x_amax, dy_amax, scale in run_ranks(2, outlier, value):
+        assert str(x_amax) == str(dy_amax) == str(value)
+        assert scale == 1, "as it was"
+
+
+def local_scales(rank: int, world_size: int) -> None:
+    """Without reduction, and with groups of one rank each."""
+    groups = [dist.new_group([r]) for r in range(world_size)]
+    alone, grouped, everyone = (seeded(lambda: Linear(WIDTH, WIDTH)) for _ in range(3))
+    x = batch(0, scale=16.0**rank)
+    with counted_reductions() as calls, autocast(recipe=DelayedScaling(reduce_amax=False)):
+        alone(x)
+    assert calls == []
+    with autocast(recipe=DelayedScaling(), amax_reduction_group=groups[rank]):
+        grouped(x)
+    with autocast(recipe=DelayedScaling()):
+        everyone(x)
+    assert torch.equal(alone.fp8_forward_scale, grouped.fp8_forward_scale)
+    ratio = alone.fp8_forward_scale / everyone.fp8_forward_scale
+    assert ratio.tolist() == [16.0 ** (world_size - 1 - rank), 1.0]
+
+
+def test_who_shares_scales() -> None:
+    run_ranks(2, local_scales)
+
+
+def unlike_layers(rank: int, world_size: int, layers: tuple[Callable[[], list[nn.Module]], ...]) -> None:
+    model = nn.Sequential(*layers[rank]())
+    with pytest.raises(RuntimeError, match="not the same on all ranks"), autocast(recipe=SHORT):
+        model(batch(rank))
+
+
+def one() -> list[nn.Module]:
+    return [Linear(WIDTH, WIDTH)]
+
+
+def two() -> list[nn.Module]:
+    return [*one(), *one()]
+
+
+def three() -> list[nn.Module]:
+    return [*one(), *two()]
+
+
+def mlp_and_linear() -> list[nn.Module]:
+    return [LayerNormMLP(WIDTH, WIDTH), *one()]
+
+
+def linear_and_mlp() -> list[nn.Module]:
+    return [*one(), LayerNormMLP(WIDTH, WIDTH)]
+
+
+@pytest.mark.parametrize(
+    "layers", [(two, three), (one, two), (two, one), (mlp_and_linear, linear_and_mlp), (mlp_and_linear, two)]
+)
+def test_ranks_with_other_layers_raise_on_all_ranks(layers: Any) -> None:
+    run_ranks(2, unlike_layers, layers, timeout=60.0)
+
+
+def other_recipes(rank: int, world_size: int) -> None:
+    torch.manual_seed(0)
+    recipe = DelayedScaling(amax_history_len=4, margin=rank)
+    with pytest.raises(RuntimeError, match=r"margin=0.*margin=1"), autocast(recipe=recipe):
+        Linear(WIDTH, WIDTH)(batch(rank))
+
+
+def test_ranks_with_other_recipes_raise_on_all_ranks() -> None:
+    run_ranks(2, other_recipes)
+
+
+def different_data(rank: int, world_size: int) -> None:
+    """A rank without tokens takes part, too."""
+    model = seeded(lambda: nn.Sequential(Linear(WIDTH, WIDTH), LayerNormMLP(WIDTH, WIDTH)))
+    for step in range(3):
+        x = batch(rank, step)[: 0 if rank == 0 else None].requires_grad_()
+        with autocast(recipe=SHORT):
+            out = model(x)
+        out.sum().backward()
+        assert same_on_all_ranks(list(fp8_state(model).values()))
+    assert all((value[2:] > 0).all() for key, value in fp8_state(model).items() if "history" in key)
+
+
+def test_a_rank_without_tokens() -> None:
+    run_ranks(2, different_data)
+
+
+# ---- FlatFSDP ----------------------------------------------------------------------------------------------
+
+
+def one_process_for_two(rank: int, world_size: int, options: dict[str, Any]) -> None:
+    """Both ranks' batches in one region and one backward have the same maxima, sums and so the same bits."""
+    model, plain = build(**options), seeded(Stack)
+    parameters = list(plain.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    alone = [dist.new_group([r]) for r in range(world_size)][rank]
+    for step in range(3):
+        with autocast(recipe=SHORT):
+            loss = model(batch(rank, step) * 2.0**step).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with autocast(recipe=SHORT, amax_reduction_group=alone):
+            losses = [plain(batch(r, step) * 2.0**step).square().mean() for r in range(world_size)]
+        sum(losses).backward()
+        assert torch.equal(loss, losses[rank])
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter -= 0.25 * (parameter.grad / world_size)
+                parameter.grad = None
+        assert_same_state(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": False}, {"shard": False}, {"flag": False}, {"poison_on_free": True}],
+    ids=["zero3", "zero2", "dp", "off", "poisoned"],
+)
+def test_two_ranks_are_one_process_with_both_batches(options: dict[str, Any]) -> None:
+    run_ranks(2, one_process_for_two, options)
+
+
+def recomputed(rank: int, world_size: int, flag: bool, reentrant: bool, recipe: Any) -> None:
+    """Weights that are gathered again for the recompute, and freed in between."""
+    runs = []
+    for call in (None, True):
+        model = seeded(Stack)
+        if call:
+            model.call = lambda block, *args: fp8.checkpoint(block, *args, use_reentrant=reentrant)
+        options = {"optimize_backward_concat": flag, "poison_on_free": True}
+        wrapped = auto_wrap(model, by_class(Block), **options)
+        inputs = [batch(rank, step).requires_grad_() for step in range(3)]
+        for x in inputs:
+            with autocast(recipe=recipe):
+                loss = wrapped(x).square().mean()
+            loss.backward()
+        runs.append([*(x.grad for x in inputs), *(p.grad for p in wrapped.parameters())])
+        runs[-1] += fp8_state(wrapped).values()
+    assert same(*runs)
+
+
+@FLAGS
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
+def test_recompute_of_sharded_blocks(flag: bool, reentrant: bool, recipe: Any) -> None:
+    run_ranks(2, recomputed, flag, reentrant, recipe)
+
+
+def bf16_compute(rank: int, world_size: int, flag: bool) -> None:
+    """Close to FP32 without FP8: mean gradients within what the casts cost."""
+    grads = []
+    for recipe, precision in ((SHORT, Precision(compute=torch.bfloat16)), (None, Precision())):
+        model = build(flag=flag, precision=precision)
+        for _ in range(2):
+            model.zero_grad()
+            with autocast(enabled=recipe is not None, recipe=recipe):
+                loss = model(batch(rank)).float().square().mean()
+            loss.backward()
+        grads.append(torch.cat([p.grad for p in model.parameters()]))
+    assert 1e-3 < relative_error(*grads) < 0.15
+
+
+@FLAGS
+def test_bf16_compute_and_fp8_products(flag: bool) -> None:
+    run_ranks(2, bf16_compute, flag)
+
+
+def converted(rank: int, world_size: int, flag: bool) -> None:
+    """nn.Linear converted before wrapping: without autocast the same bits as before."""
+    runs = []
+    for converts in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH))
+        if converts:
+            convert(model, lambda linear, name: True, fuse_wgrad_accumulation=True)
+        wrapped = FlatFSDP(model, optimize_backward_concat=flag)
+        for x in microbatches(wrapped, [batch(rank, m) for m in range(3)]):
+            wrapped(x).square().mean().backward()
+        runs.append([p.grad.clone() for p in wrapped.parameters()])
+    assert same(*runs)
+
+
+@FLAGS
+def test_a_converted_model(flag: bool) -> None:
+    run_ranks(2, converted, flag)
+
+
+def normed(rank: int, world_size: int) -> None:
+    """Layers of one unit whose state appears at different times: the second one later."""
+    model = nn.ModuleList([LayerNormLinear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)])
+    alone = seeded(lambda: Linear(WIDTH, WIDTH))
+    model[1].load_state_dict(alone.state_dict())
+    for step in range(4):
+        with autocast(recipe=SHORT):
+            out = model[0](batch(rank, step))
+            if step >= 2:
+                model[1](batch(rank, step))
+        out.sum().backward()
+    for step in (2, 3):
+        with autocast(recipe=SHORT):
+            alone(batch(rank, step))
+    assert_same_state(snapshot(model[1]), snapshot(alone))
+
+
+def test_layers_that_join_later() -> None:
+    run_ranks(2, normed)

@@ -1,0 +1,343 @@
+"""`flatfsdp.optim` over sharded models: clipping over all ranks, portions, checkpoints by original names."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches, param_groups
+from flatfsdp.fp8 import autocast
+from flatfsdp.optim import SGD, AdamW
+from tests.support.models import Block, Net, build, data, same
+from tests.support.ranks import run_ranks
+from tests.support.stored_weights import RECIPE, batches
+from tests.support.stored_weights import build as build_fp8
+
+BF16 = torch.bfloat16
+NO_DECAY = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
+
+
+def backward(model: FlatFSDP, rank: int, seed: int) -> None:
+    ((tokens,),) = data(rank + 10 * seed, 1, 1)
+    model(tokens).backward()
+
+
+def train(model: FlatFSDP, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for seed in steps:
+        backward(model, rank, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def values(model: FlatFSDP) -> list[Tensor]:
+    return [value.clone() for value in model.state_dict().values()]
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return set(a) == set(b) and all(equal(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    return a == b
+
+
+# ---- clipping -------------------------------------------------------------------------------------------
+
+
+def clipping(rank: int, world_size: int, kind: Callable[..., Any], options: dict[str, Any]) -> None:
+    """In the step and before it, from the same gradients: the same norm, the same values."""
+    ours, apart = (build(**options) for _ in range(2))
+    optimizer, plain = kind(ours.parameters(), lr=1e-2, max_grad_norm=0.3), kind(apart.parameters(), lr=1e-2)
+    for seed in range(3):
+        for model in (ours, apart):
+            backward(model, rank, seed)
+        norm = apart.clip_grad_norm_(0.3)
+        optimizer.step()
+        plain.step()
+        assert torch.equal(optimizer.grad_norm, norm) and norm > 0.3
+        assert same(list(ours.parameters()), list(apart.parameters()))
+        optimizer.zero_grad()
+        plain.zero_grad()
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_clipping_in_the_step_is_clipping_before_it(kind: Any) -> None:
+    run_ranks(3, clipping, kind, {})
+
+
+def test_clipping_with_replicas() -> None:
+    run_ranks(4, clipping_on_a_mesh)
+
+
+def clipping_on_a_mesh(rank: int, world_size: int) -> None:
+    clipping(rank, world_size, AdamW, {"mesh": init_device_mesh("cpu", (2, 2))})
+
+
+def portions(rank: int, world_size: int) -> None:
+    """A rank may have nothing of a group, and units different ranks; the norm is that of all, as without."""
+    torch.manual_seed(0)
+    net = Net(2)
+    net.blocks[0] = FlatFSDP(net.blocks[0], shard=False)
+    model = auto_wrap(net, by_class(Block))
+    groups = param_groups(model, [NO_DECAY, {"params": ["head.weight"], "lr": 3e-2}])
+    optimizer = AdamW(groups, lr=1e-2, weight_decay=0.5, max_grad_norm=0.3)
+    torch.manual_seed(0)
+    plain = Net(2)
+    decayed = [p for name, p in plain.named_parameters() if p.dim() >= 2 and name != "head.weight"]
+    rest = [p for p in plain.parameters() if p.dim() < 2]
+    reference = torch.optim.AdamW(
+        [
+            {"params": rest, "weight_decay": 0.0},
+            {"params": [plain.head.weight], "lr": 3e-2},
+            {"params": decayed},
+        ],
+        lr=1e-2,
+        weight_decay=0.5,
+    )
+    for seed in range(3):
+        backward(model, rank, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+        for other in range(world_size):
+            ((tokens,),) = data(other + 10 * seed, 1, 1)
+            (plain(tokens) / world_size).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        reference.step()
+        reference.zero_grad()
+        torch.testing.assert_close(optimizer.grad_norm, norm, rtol=1e-5, atol=0)
+    state = model.state_dict()
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_portions_and_units_with_ranks_of_their_own() -> None:
+    run_ranks(3, portions)
+
+
+def experts(rank: int, world_size: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    expert = FlatFSDP(nn.Linear(8, 8), pairs[rank // 2])
+    model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), expert))
+    model(torch.ones(2, 8)).sum().backward()
+    with pytest.raises(ValueError, match="spread over 2 ranks and the model over 4"):
+        AdamW(model.parameters(), max_grad_norm=1.0).step()
+
+
+def test_units_over_fewer_ranks_are_refused() -> None:
+    run_ranks(4, experts)
+
+
+def ordinary_too(rank: int, world_size: int) -> None:
+    """A parameter that every rank has counts once in the norm."""
+    model = build()
+    extra = nn.Parameter(torch.ones(5))
+    optimizer = AdamW([*model.parameters(), extra], max_grad_norm=1e9)
+    backward(model, rank, 0)
+    norm = model.clip_grad_norm_(1e9)
+    extra.grad = torch.full((5,), 2.0)
+    optimizer.step()
+    torch.testing.assert_close(optimizer.grad_norm, (norm.square() + 20.0).sqrt())
+
+
+def test_ordinary_parameters_beside_shards() -> None:
+    run_ranks(2, ordinary_too)
+
+
+# ---- what the engine has no more to do ------------------------------------------------------------------
+
+
+def written(rank: int, world_size: int, grouped: bool, options: dict[str, Any]) -> None:
+    """Copies and amaxes by the optimizer, against those that the engine takes when it is not told of them."""
+    results = []
+    for is_told in (True, False):
+        model = build_fp8(True, BF16, **options)
+        groups: Any = param_groups(model, [NO_DECAY]) if grouped else [{"params": list(model.parameters())}]
+        if not is_told:
+            for parameter in (p for group in groups for p in group["params"]):
+                del parameter.flat_shard
+        optimizer, losses = AdamW(groups, lr=0.05), []
+        for index, batch in enumerate(batches(rank, 3, 2)):
+            for x in microbatches(model, batch):
+                with autocast(recipe=RECIPE):
+                    loss = model(x).float().square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            if index > 0:
+                check_ledger(model, is_told)
+            model.ledger.reset()
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append([*losses, *values(model)])
+    assert same(*results)
+
+
+def check_ledger(model: FlatFSDP, is_told: bool) -> None:
+    """Of a step after an optimizer's: FP8 weights are cast, 4 + 1 bytes, as their scales were not known."""
+    shards = {False: 0, True: 0}
+    for name, parameter in model.named_parameters():
+        shards["fp8" in name.rpartition(".")[2]] += parameter.numel()
+    assert model.ledger.bytes["cast"] == 5 * shards[True] + (0 if is_told else 6 * shards[False])
+    assert (model.ledger.bytes["measure"] == 0) == is_told
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "two groups"])
+@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_the_optimizer_writes_what_the_engine_would(world_size: int, reshard: bool, grouped: bool) -> None:
+    run_ranks(world_size, written, grouped, {"reshard_after_forward": reshard})
+
+
+def narrow_gradients(rank: int, world_size: int) -> None:
+    """In `.main_grad`: the same as with their FP32 values in `.grad`."""
+    precision = Precision(compute=BF16, grad=BF16)
+    ours, theirs = (build(precision=precision) for _ in range(2))
+    optimizer, reference = AdamW(ours.parameters(), lr=1e-2), AdamW(theirs.parameters(), lr=1e-2)
+    for seed in range(3):
+        for model in (ours, theirs):
+            backward(model, rank, seed)
+        for parameter in theirs.parameters():
+            parameter.grad, parameter.main_grad = parameter.main_grad.float(), None
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        assert all(parameter.main_grad is None for parameter in ours.parameters())
+    assert same(list(ours.parameters()), list(theirs.parameters()))
+
+
+def test_gradients_of_another_dtype() -> None:
+    run_ranks(2, narrow_gradients)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------
+
+
+def optimizer_of(model: FlatFSDP, moment_dtype: torch.dtype | None = None) -> AdamW:
+    groups = param_groups(model, [NO_DECAY])
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "max_grad_norm": 0.3}
+    return AdamW(groups, **options, moment_dtype=moment_dtype)
+
+
+def resumed(rank: int, world_size: int, folder: str, moment_dtype: torch.dtype | None, form: str) -> None:
+    """Three steps, saved, three more; and the same three after loading into a new model."""
+    model = build()
+    optimizer = optimizer_of(model, moment_dtype)
+    train(model, optimizer, rank, range(3))
+    if form == "sharded":
+        checkpoint.save(folder, model, optimizer)
+    saved = copy.deepcopy(
+        (
+            checkpoint.full_state_dict(model),
+            checkpoint.full_optimizer_state_dict(model, optimizer),
+            optimizer.state_dict(),
+        )
+    )
+    train(model, optimizer, rank, range(3, 6))
+    again = build(seed=1)
+    other = optimizer_of(again, moment_dtype)
+    if form == "sharded":
+        checkpoint.load(folder, again, other)
+    else:
+        checkpoint.load_full_state_dict(again, saved[0])
+        if form == "full":
+            checkpoint.load_full_optimizer_state_dict(again, other, saved[1])
+        else:
+            other.load_state_dict(saved[2])
+    train(again, other, rank, range(3, 6))
+    assert equal(values(again), values(model))
+    ours = checkpoint.full_optimizer_state_dict(model, optimizer)
+    assert equal(checkpoint.full_optimizer_state_dict(again, other), ours)
+    moments = {v.dtype for state in other.state.values() for v in state.values() if v.dim()}
+    assert moments == {moment_dtype or torch.float32}
+
+
+@pytest.mark.parametrize("moment_dtype", [None, BF16], ids=str)
+@pytest.mark.parametrize("form", ["full", "sharded", "of this rank"])
+def test_training_goes_on_as_if_never_stopped(
+    tmp_path: Path, moment_dtype: torch.dtype | None, form: str
+) -> None:
+    run_ranks(2, resumed, str(tmp_path), moment_dtype, form)
+
+
+def save(rank: int, world_size: int, folder: str) -> None:
+    model = build()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 0, range(2))
+    checkpoint.save(f"{folder}/sharded", model, optimizer)
+    state = checkpoint.full_optimizer_state_dict(model, optimizer)
+    if rank == 0:
+        torch.save(state, f"{folder}/full.pt")
+
+
+def load(rank: int, world_size: int, folder: str) -> bool:
+    model = build(seed=1)
+    optimizer = optimizer_of(model)
+    checkpoint.load(f"{folder}/sharded", model, optimizer)
+    return equal(checkpoint.full_optimizer_state_dict(model, optimizer), torch.load(f"{folder}/full.pt"))
+
+
+def test_saved_by_three_ranks_loaded_by_one_and_two(tmp_path: Path) -> None:
+    run_ranks(3, save, str(tmp_path))
+    for world_size in (1, 2):
+        assert all(run_ranks(world_size, load, str(tmp_path)))
+
+
+def exchanged(rank: int, world_size: int) -> None:
+    """State by the original names, into PyTorch's AdamW over a plain model, and from there back."""
+    model = build()
+    optimizer = optimizer_of(model)
+    train(model, optimizer, 0, range(2))
+    state = checkpoint.full_optimizer_state_dict(model, optimizer)
+    torch.manual_seed(0)
+    plain = Net()
+    named = dict(plain.named_parameters())
+    assert set(state["state"]) == set(named)
+    for name, parameter in named.items():
+        assert {key: value.shape for key, value in state["state"][name].items()} == {
+            "step": torch.Size([]),
+            "exp_avg": parameter.shape,
+            "exp_avg_sq": parameter.shape,
+        }
+    small, large = ([p for p in named.values() if (p.dim() < 2) == is_small] for is_small in (True, False))
+    peer = torch.optim.AdamW([{"params": small}, {"params": large}])
+    numbers = {p: number for number, p in enumerate([*small, *large])}
+    by_number = {
+        "state": {numbers[named[name]]: of_name for name, of_name in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[p] for p in of_group]}
+            for group, of_group in zip(state["param_groups"], (small, large), strict=True)
+        ],
+    }
+    peer.load_state_dict(copy.deepcopy(by_number))
+    assert [group["weight_decay"] for group in peer.param_groups] == [0.0, 1e-2]
+    for name, parameter in named.items():
+        parameter.grad = torch.ones_like(parameter)
+        assert equal(peer.state[parameter], state["state"][name])
+    peer.step()
+    names = {numbers[p]: name for name, p in named.items()}
+    theirs = peer.state_dict()
+    back = {
+        "state": {names[number]: of_number for number, of_number in theirs["state"].items()},
+        "param_groups": [
+            {**group, "params": [names[number] for number in group["params"]]}
+            for group in theirs["param_groups"]
+        ],
+    }
+    checkpoint.load_full_optimizer_state_dict(model, optimizer, back)
+    state = checkpoint.full_optimizer_state_dict(model, optimizer)
+    assert all(equal(state["state"][name], peer.state[p]) for name, p in named.items())
+    train(model, optimizer, 0, range(2, 3))
+
+
+def test_state_is_exchanged_with_pytorchs_adamw() -> None:
+    run_ranks(2, exchanged)

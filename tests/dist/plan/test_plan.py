@@ -1,0 +1,308 @@
+"""The plan of a step, against the step: buffers, saved activations and what is sent."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from flatfsdp import Precision
+from flatfsdp.engine.memory import MemoryReport
+from flatfsdp.engine.units import units_in
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Recipe
+from flatfsdp.models import LlamaConfig, LlamaPipeline
+from flatfsdp.optim import AdamW
+from flatfsdp.parallel import FlatStage, ParallelMesh, make_mesh
+from flatfsdp.plan import Arrangement, Job, activations
+from flatfsdp.plan.memory import memory_plan, stage_report, stage_sizes
+from flatfsdp.plan.parts import layouts_of, parts_of
+from flatfsdp.plan.schedule import in_flight
+from flatfsdp.plan.traffic import sent_by_rank
+from flatfsdp.profiling.copy_counter import CopyCounter
+from tests.support.programs import run_program
+from tests.support.ranks import run_ranks
+
+# Odd enough to need padding.
+CONFIG = LlamaConfig(4, 48, 80, heads=4, kv_heads=2, vocab=36, seq=16)
+FP8_CONFIG = LlamaConfig(4, 64, 96, heads=4, kv_heads=2, vocab=48, seq=16)
+FP32, BF16 = Precision(), Precision(compute=torch.bfloat16)
+FP8, IN_LAYERS = (replace(BF16, fp8_weights=how) for how in (CurrentScaling(), "in_layers"))
+DELAYED = DelayedScaling(amax_history_len=4)
+
+
+def mesh_of(ranks: Arrangement) -> ParallelMesh:
+    return make_mesh(
+        pp=ranks.pp, dp_replicate=ranks.dp_replicate, dp_shard=ranks.dp_shard, tp=ranks.tp, device_type="cpu"
+    )
+
+
+def pipeline_of(job: Job, mesh: ParallelMesh) -> LlamaPipeline:
+    return LlamaPipeline(
+        job.model,
+        mesh,
+        job.ranks.schedule,
+        microbatches=job.microbatches,
+        batch=job.batch,
+        stages_per_rank=job.ranks.stages_per_rank,
+        precision=job.precision,
+        sequence_parallel=job.ranks.sequence_parallel,
+        recipe=job.recipe,
+        reshard_after_forward=job.ranks.reshard_after_forward,
+        optimize_backward_concat=True,
+    )
+
+
+# -- memory of parameters and gradients ------------------------------------------------------------------
+
+
+@contextmanager
+def world(size: int, rank: int) -> Iterator[None]:
+    """One process is one rank of many; what it would receive is undefined."""
+    dist.init_process_group("fake", rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def without_step_counts(report: MemoryReport) -> list[Any]:
+    """Rows of what a GPU has: AdamW counts its steps on the host."""
+    state = [row for row in report.rows if row.buffer == "optimizer state"]
+    moments = sum(row.total for row in report.rows if row.buffer == "master shard") * 2
+    assert sum(row.total for row in state) - moments == 4 * sum(row.count for row in state) / 3
+    return [row for row in report.rows if row.buffer != "optimizer state"]
+
+
+LAYOUTS = [
+    Arrangement(1),
+    Arrangement(3),
+    Arrangement(8, dp_replicate=2, reshard_after_forward=False),
+    Arrangement(4, tp=2),
+    Arrangement(6, tp=2, sequence_parallel=True),
+    Arrangement(6, pp=3),
+    Arrangement(8, tp=2, pp=2, schedule="interleaved", sequence_parallel=True),
+]
+
+
+@pytest.mark.parametrize("ranks", LAYOUTS, ids=str)
+def test_buffers_are_those_of_the_memory_report(ranks: Arrangement) -> None:
+    for precision, recipe, config in (
+        (FP32, None, CONFIG),
+        (BF16, None, CONFIG),
+        (BF16, DELAYED, FP8_CONFIG),
+        (FP8, CurrentScaling(), FP8_CONFIG),
+        (IN_LAYERS, CurrentScaling(), FP8_CONFIG),
+    ):
+        job = Job(config, ranks, microbatches=4, precision=precision, recipe=recipe)
+        between_steps = []
+        for pp_rank, parts in enumerate(parts_of(job)):
+            with world(ranks.gpus, pp_rank * ranks.gpus // ranks.pp):
+                pipeline = pipeline_of(job, mesh_of(ranks))
+                optimizer = AdamW(pipeline.parameters())
+                for flat in pipeline.parameters():
+                    flat.grad = torch.zeros_like(flat)
+                optimizer.step()
+                assert len(parts) == len(pipeline.stages)
+                between_steps.append(0)
+                for part, stage in zip(parts, pipeline.stages, strict=True):
+                    measured, planned = (
+                        stage.memory_report(optimizer),
+                        stage_report(stage_sizes(part, layouts_of(job), job), job),
+                    )
+                    rows = [row for row in planned.rows if row.buffer != "optimizer state"]
+                    assert without_step_counts(measured) == rows
+                    between_steps[-1] += planned.static
+        plan = memory_plan(job)
+        reported = [line.nbytes for line in plan.static if line.name != "pipeline buffers"]
+        assert sum(reported) == between_steps[plan.pp_rank]
+
+
+# -- activations -----------------------------------------------------------------------------------------
+
+
+def saved_bytes(job: Job, mesh: ParallelMesh) -> int:
+    """What autograd keeps of one forward: memory that is neither a parameter's nor a table of positions."""
+    pipeline = pipeline_of(job, mesh)
+    (stage,) = pipeline.stages
+    groups = [group for _, unit in units_in(stage) for group in unit._unit.groups]
+    others = [group.compute_shard for group in groups]
+    others += [group.buffer.tensor for group in groups if group.buffer is not None]
+    others += [group.fp8.columnwise.tensor for group in groups if group.fp8 is not None]
+    others += stage.module.rotary(job.model.seq, torch.device("cpu"))[:2]
+    known = {tensor.untyped_storage()._cdata for tensor in others}
+    found: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        # Scales of whole tensors are single numbers.
+        if tensor.numel() > 1 and storage._cdata not in known:
+            found[storage._cdata] = storage.nbytes()
+        return tensor
+
+    tokens, targets = (torch.randint(0, job.model.vocab, (job.batch, job.model.seq)) for _ in range(2))
+    kept = []
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        # Storages must not be used again while they are counted.
+        kept.append(stage(tokens, targets))
+    return sum(found.values()) - tokens.nbytes
+
+
+def saved_as_planned(rank: int, world_size: int) -> None:
+    for ranks in (
+        Arrangement(world_size),
+        Arrangement(world_size, tp=2),
+        Arrangement(world_size, tp=2, sequence_parallel=True),
+    ):
+        mesh = mesh_of(ranks)
+        for precision, recipe in RECIPES:
+            job = Job(FP8_CONFIG, ranks, batch=2, precision=precision, recipe=recipe)
+            one, three = (saved_bytes(replace(job, model=replace(job.model, layers=n)), mesh) for n in (1, 3))
+            layer = activations.saved_by_layer(job)
+            rest = activations.saved_by_head(job) + activations.logits(job)
+            # Blocks of scales are cut short by sizes as small as these.
+            exactness = 0.03 if isinstance(recipe, BlockScaling) else 0.0
+            case = f"{ranks}, {precision}, {recipe}"
+            assert (three - one) / 2 == pytest.approx(layer, rel=exactness, abs=0), case
+            assert one == pytest.approx(layer + rest, rel=exactness, abs=0), case
+
+
+RECIPES: list[tuple[Precision, Recipe | None]] = [
+    (FP32, None),
+    (BF16, None),
+    (BF16, DELAYED),
+    (FP8, DELAYED),
+    (FP8, CurrentScaling()),
+    (IN_LAYERS, CurrentScaling()),
+    (BF16, BlockScaling()),
+]
+
+
+def test_activations_are_what_autograd_saves() -> None:
+    run_ranks(2, saved_as_planned)
+
+
+# -- what is sent, and what is in flight -----------------------------------------------------------------
+
+
+class Watched(NamedTuple):
+    """One step: the engine's ledger, bytes of all collectives, and what stages send each other; for each of
+    the rank's stages, microbatches that it held between forward and backward, at most at a time."""
+
+    ledger: Counter[str]
+    collectives: float
+    pp: int
+    in_flight: list[int]
+
+
+def watch_step(job: Job, mesh: ParallelMesh) -> Watched:
+    pipeline = pipeline_of(job, mesh)
+    shape = (job.batch, job.model.seq)
+    batches = [tuple(torch.randint(0, job.model.vocab, (2, *shape))) for _ in range(job.microbatches)]
+    for stage in pipeline.stages:
+        stage.memory_report()  # replicas become equal, which is sent once
+    sent, held, largest = 0, Counter[int](), list[int]()
+
+    def sending(operations: Callable[..., list[dist.P2POp]]) -> Callable[..., list[dist.P2POp]]:
+        def counted(stage: FlatStage, chunk: int) -> list[dist.P2POp]:
+            nonlocal sent
+            found = operations(stage, chunk)
+            sent += sum(each.tensor.nbytes for each in found)
+            return found
+
+        return counted
+
+    def forward(stage: FlatStage, *args: Any, **kwargs: Any) -> Any:
+        nonlocal largest
+        held[stage.stage_index] += 1
+        if held.total() > sum(largest):
+            largest = [held[number] for number in pipeline.numbers]
+        return forwards(stage, *args, **kwargs)
+
+    def backward(stage: FlatStage, *args: Any, **kwargs: Any) -> None:
+        held[stage.stage_index] -= 1
+        backwards(stage, *args, **kwargs)
+
+    forwards, backwards = FlatStage.forward_one_chunk, FlatStage.backward_one_chunk
+    with ExitStack() as stack:
+        for name, replacement in {
+            "get_fwd_send_ops": sending(FlatStage.get_fwd_send_ops),
+            "get_bwd_send_ops": sending(FlatStage.get_bwd_send_ops),
+            "forward_one_chunk": forward,
+            "backward_one_chunk": backward,
+        }.items():
+            stack.enter_context(mock.patch.object(FlatStage, name, replacement))
+        counter = stack.enter_context(CopyCounter(min_numel=0))
+        pipeline.forward_backward(batches)
+    ledger = sum((stage.ledger.bytes for stage in pipeline.stages), Counter[str]())
+    return Watched(
+        ledger, sum(each.wire for each in counter.collectives if each.name != "identity"), sent, largest
+    )
+
+
+def sent_as_planned(rank: int, world_size: int, all_ranks: list[Arrangement]) -> None:
+    for ranks in all_ranks:
+        mesh = mesh_of(ranks)
+        for precision, recipe, config in ((BF16, None, CONFIG), (FP8, DELAYED, FP8_CONFIG)):
+            job = Job(config, ranks, batch=2, microbatches=4, precision=precision, recipe=recipe)
+            step, planned = watch_step(job, mesh), sent_by_rank(job)[mesh.pp_rank]
+            case = f"{ranks}, {precision}"
+            for kind in ("gather", "reduce", "all_reduce", "tp_all_reduce"):
+                assert getattr(planned, kind) == step.ledger[kind], (kind, case)
+            assert planned.pp == step.pp, case
+            # Amaxes are sent, too.
+            more = 0.02 if recipe else 1e-12
+            assert step.collectives == pytest.approx(planned.total - planned.pp, rel=more, abs=0), case
+            assert ranks.pp == 1 or in_flight(job, mesh.pp_rank) == step.in_flight, case
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        *(Arrangement(n, reshard_after_forward=frees) for n in (1, 3) for frees in (True, False)),
+        Arrangement(8, dp_replicate=2),
+        Arrangement(2, tp=2),
+        Arrangement(2, tp=2, sequence_parallel=True),
+        Arrangement(8, tp=2, sequence_parallel=True, dp_replicate=2),
+    ],
+    ids=str,
+)
+def test_what_is_sent(ranks: Arrangement) -> None:
+    with world(ranks.gpus, 0):
+        sent_as_planned(0, ranks.gpus, [ranks])
+
+
+def test_what_a_pipeline_sends_and_has_in_flight() -> None:
+    pipelines = [
+        Arrangement(4, pp=4, schedule="gpipe"),
+        Arrangement(4, pp=4),
+        Arrangement(4, pp=2),
+        Arrangement(4, pp=2, reshard_after_forward=False),
+        Arrangement(4, pp=2, schedule="interleaved", tp=2, sequence_parallel=True),
+    ]
+    run_ranks(4, sent_as_planned, pipelines)
+
+
+# -- the benchmark ---------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_trains_what_it_plans(tmp_path: Path) -> None:
+    done = run_program(
+        *("benchmarks/plan.py", "--preset", "tiny", "--device", "cpu", "--steps", "1", "--warmup", "1"),
+        *("--only", "tp-bf16", "--only", "gpipe-bf16", "--json", "--out", tmp_path),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    payload = json.loads(done.stdout)
+    assert json.loads((tmp_path / "plan-tiny-2.json").read_text()) == payload
+    assert [row["name"] for row in payload["rows"]] == ["gpipe-bf16", "tp-bf16"]
+    assert all(row["ms"] > 0 and len(row["peak_gib"]) == 2 for row in payload["rows"])

@@ -1,0 +1,322 @@
+"""Casts to FP8 in both layouts, with amax and column sums."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, library
+
+from flatfsdp.kernels.cast import cast as module
+from flatfsdp.kernels.cast.cast import cast, max_abs
+from flatfsdp.kernels.cast.transpose import transpose
+from flatfsdp.kernels.shared.tiles import Tile, find
+from tests.support.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
+from tests.support.kernels.fp8_pairs import endangered_pairs
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
+FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2])
+INPUTS = pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torch.float32])
+
+
+def run_all(
+    run: Any, x: Tensor, scale: float, dtype: torch.dtype, old_amax: float = 0.0
+) -> dict[str, Tensor]:
+    """Every output of one call, poisoned before."""
+    rows, cols = x.shape
+    outputs = {
+        "rowwise": torch.full((rows, cols), torch.nan, device=x.device).to(dtype),
+        "columnwise": torch.full((cols, rows), torch.nan, device=x.device).to(dtype),
+        "amax": torch.full((1,), old_amax, device=x.device),
+        "column_sum": torch.full((cols,), torch.nan, device=x.device),
+    }
+    run(x, torch.full((1,), scale, device=x.device), *outputs.values())
+    return outputs
+
+
+def bits(q: Tensor) -> Tensor:
+    return q.view(torch.uint8)
+
+
+def check_bits(name: str, ours: Tensor, theirs: Tensor) -> None:
+    """Bit for bit; the message shows how many differ, where the first does, and how."""
+    ours, theirs = bits(ours), bits(theirs)
+    where = (ours != theirs).nonzero()
+    if len(where):
+        row, col = where[0].tolist()
+        raise AssertionError(
+            f"{name}: {len(where)} of {ours.numel()} bytes differ, in columns "
+            f"{where[:, 1].unique().tolist()[:20]} of {ours.shape[1]}; at [{row}, {col}] "
+            f"{ours[row, col].item():#x} for {theirs[row, col].item():#x}"
+        )
+
+
+def rounded(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    largest = torch.finfo(dtype).max
+    return exact.clamp(-largest, largest).to(dtype)
+
+
+@BOTH
+@FORMATS
+@INPUTS
+@pytest.mark.parametrize("shape", [(5, 16), (123, 48), (80, 70), (64, 80)])
+def test_all_outputs_against_float64(
+    run: Any, shape: tuple[int, int], x_dtype: torch.dtype, dtype: torch.dtype, device: str
+) -> None:
+    x = torch.randn(shape, device=device).to(x_dtype)
+    scale = 37.3
+    out = run_all(run, x, scale, dtype)
+    # One rounding to FP32 of the product, one to FP8.
+    product = (x.double() * torch.tensor(scale).double()).float()
+    check_bits("rowwise", out["rowwise"], rounded(product, dtype))
+    check_bits("columnwise", out["columnwise"].t(), rounded(product, dtype))
+    assert out["amax"].item() == x.double().abs().max().item()
+    exact = x.double().sum(0)
+    assert (out["column_sum"].double() - exact).norm() <= 1e-6 * x.double().abs().sum(0).norm()
+    back = out["rowwise"].double() / scale
+    inside = product.abs() <= torch.finfo(dtype).max
+    error = ((back - x.double()) * inside).norm() / x.double().norm()
+    assert error < {E4M3: 0.03, E5M2: 0.06}[dtype]
+
+
+@pytest.mark.parametrize("first", [0, 1, 8])
+def test_later_launches_of_one_shape(first: int, device: str) -> None:
+    """At addresses that are multiples of 16 bytes and others, of the matrix and of the amax."""
+    memory = torch.randn(3, 16 * 48 + 8, device=device).bfloat16()
+    amaxes, scale = torch.zeros(3, 8, device=device), torch.full((1,), 3.0, device=device)
+    for row in range(3):
+        x, amax = memory[row, first : first + 16 * 48].view(16, 48), amaxes[row, first % 8 : first % 8 + 1]
+        got = cast(x, scale, E4M3, amax=amax, columnwise=True)
+        assert got.rowwise is not None and got.columnwise is not None
+        check_bits("rowwise", got.rowwise, rounded(x.float() * scale, E4M3))
+        check_bits("columnwise", got.columnwise.t(), rounded(x.float() * scale, E4M3))
+    assert torch.equal(amaxes.amax(1), memory[:, first : first + 16 * 48].abs().amax(1).float())
+
+
+@BOTH
+@FORMATS
+def test_special_values(run: Any, dtype: torch.dtype, device: str) -> None:
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    values = [0.0, -0.0, 2.0**-149, -(2.0**-130), torch.inf, -torch.inf, 3e38, -3e38, largest, -largest]
+    values += [smallest, smallest / 4, -smallest / 4 * 1.5, largest * 1.03, largest * 1.2]
+    x = torch.tensor([values], device=device)
+    out = run_all(run, x, 1.0, dtype)
+    check_bits("rowwise", out["rowwise"], rounded(x, dtype))
+    check_bits("columnwise", out["columnwise"].t(), rounded(x, dtype))
+    finite = out["rowwise"].float()
+    assert finite[0, 4] == largest and finite[0, 5] == -largest, "infinity saturates"
+    assert torch.equal(torch.signbit(finite[0, :2]), torch.tensor([False, True], device=device))
+    assert out["amax"].item() == torch.inf
+
+
+@BOTH
+@FORMATS
+def test_nan_stays_nan_and_wins_the_amax(run: Any, dtype: torch.dtype, device: str) -> None:
+    x = torch.randn(70, 70, device=device)
+    x[3, 65] = torch.nan
+    x[69, 0] = -torch.inf
+    out = run_all(run, x, 2.0, dtype)
+    assert out["amax"].isnan().all()
+    assert torch.equal(out["rowwise"].float().isnan(), x.isnan())
+    assert torch.equal(out["columnwise"].float().isnan(), x.isnan().t())
+    again = run_all(run, torch.ones(2, 2, device=device), 1.0, dtype, old_amax=torch.nan)
+    assert again["amax"].isnan().all()
+
+
+@BOTH
+@INPUTS
+@pytest.mark.filterwarnings("ignore:All-NaN slice|invalid value:RuntimeWarning")  # by the interpreter
+def test_sums_of_a_column_do_not_reach_others(run: Any, x_dtype: torch.dtype, device: str) -> None:
+    x = torch.ones(150, 70, device=device, dtype=x_dtype)
+    x[3, 65], x[149, 0], x[149, 1], x[2, 1] = torch.nan, -torch.inf, torch.inf, -torch.inf
+    sums = run_all(run, x, 1.0, E5M2)["column_sum"]
+    assert sums[65].isnan() and sums[0] == -torch.inf and sums[1].isnan()
+    assert (sums[2:65] == 150).all() and (sums[66:] == 150).all()
+
+
+@BOTH
+def test_the_amax_is_a_running_maximum_in_its_slot(run: Any, device: str) -> None:
+    history = torch.tensor([1.0, 2.0, 3.0], device=device)
+    for largest, expected in ((0.5, 2.0), (7.0, 7.0), (-9.0, 9.0)):
+        x = torch.zeros(3, 100, device=device)
+        x[1, 70] = largest
+        run(x, torch.ones(1, device=device), x.to(E4M3), None, history[1:2], None)
+        assert history.tolist() == [1.0, expected, 3.0]
+
+
+@FORMATS
+@INPUTS
+@pytest.mark.parametrize("shape", [(1, 1000), (300, 70), (96, 176)])
+def test_kernel_against_reference(
+    shape: tuple[int, int], x_dtype: torch.dtype, dtype: torch.dtype, device: str
+) -> None:
+    x = (torch.randn(shape, device=device) * torch.randn(shape, device=device).exp()).to(x_dtype)
+    ours, theirs = (run_all(run, x, 100.0, dtype) for run in (module.launch, module.reference))
+    for name in ("rowwise", "columnwise"):
+        check_bits(name, ours[name], theirs[name])
+    assert torch.equal(ours["amax"], theirs["amax"])
+    torch.testing.assert_close(ours["column_sum"], theirs["column_sum"], rtol=1e-6, atol=1e-4)
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(0, 48), (48, 0)])
+def test_nothing_is_cast_to_nothing(run: Any, shape: tuple[int, int], device: str) -> None:
+    out = run_all(run, torch.empty(shape, device=device), 1.0, E4M3, old_amax=3.0)
+    assert out["amax"].item() == 3.0
+    assert torch.equal(out["column_sum"], torch.zeros(shape[1], device=device))
+    x = torch.empty(shape, device=device).bfloat16()
+    result = cast(x, torch.ones(1, device=device), E5M2, columnwise=True)
+    assert result.rowwise.shape == shape and result.columnwise.shape == shape[::-1]
+    assert transpose(result.rowwise).shape == shape[::-1]
+
+
+@pytest.mark.parametrize(
+    "run", [module.max_abs_reference, module.max_abs_launch], ids=["reference", "kernel"]
+)
+@INPUTS
+@pytest.mark.parametrize("shape", [(1, 1), (5, 123), (33, 1000)])
+def test_max_abs(run: Any, x_dtype: torch.dtype, shape: tuple[int, int], device: str) -> None:
+    x = torch.randn(shape, device=device).to(x_dtype)
+    largest = x.double().abs().max().item()
+    for before, expected in ((0.0, largest), (1e9, 1e9), (torch.inf, torch.inf)):
+        history = torch.tensor([-1.0, before, -1.0], device=device)
+        run(x, history[1:2])
+        assert history.tolist() == [-1.0, expected, -1.0]
+    for special in (-torch.inf, torch.nan):
+        x[-1, -1] = special
+        amax = torch.zeros(1, device=device)
+        run(x, amax)
+        assert str(amax.item()) == str(abs(special))
+
+
+def test_max_abs_with_and_without_a_place_for_it(device: str) -> None:
+    x = torch.tensor([[1.0, -3.0]], device=device)
+    assert max_abs(x).tolist() == [3.0]
+    out = torch.tensor([2.0], device=device)
+    assert max_abs(x, out) is out and out.item() == 3.0
+    assert max_abs(x[:0]).tolist() == [0.0]
+    assert max_abs(x[:0], out).item() == 3.0
+
+
+def test_a_second_run_has_the_same_bits(device: str) -> None:
+    x = torch.randn(200, 100, device=device).bfloat16()
+    one, two = (run_all(module.launch, x, 50.0, E5M2) for _ in range(2))
+    assert torch.equal(bits(one["rowwise"]), bits(two["rowwise"]))
+    assert torch.equal(one["amax"], two["amax"]) and torch.equal(one["column_sum"], two["column_sum"])
+
+
+def test_4097_rows_in_one_column_tile(device: str) -> None:
+    x = torch.randn(4097, 16, device=device).bfloat16()
+    out = run_all(module.launch, x, 8.0, E4M3)
+    assert torch.equal(bits(out["columnwise"]), bits(rounded(x.float() * 8, E4M3)).t())
+    assert (out["column_sum"].double() - x.double().sum(0)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("wanted", [(True, False), (False, True), (True, True)])
+def test_only_what_is_asked_for_comes_back(wanted: tuple[bool, bool], device: str) -> None:
+    x, scale = torch.randn(33, 20, device=device), torch.ones((), device=device)
+    rowwise, columnwise = wanted
+    for column_sum in (None, torch.float32, torch.bfloat16):
+        result = cast(x, scale, E4M3, rowwise=rowwise, columnwise=columnwise, column_sum=column_sum)
+        assert [part is not None for part in result] == [rowwise, columnwise, column_sum is not None]
+        if column_sum is not None:
+            assert result.column_sum is not None and result.column_sum.dtype == column_sum
+        if rowwise:
+            assert torch.equal(bits(result.rowwise), bits(rounded(x, E4M3)))
+        if columnwise:
+            assert torch.equal(bits(result.columnwise), bits(rounded(x, E4M3)).t())
+
+
+def test_what_does_not_fit_is_named() -> None:
+    x, one = torch.randn(4, 6), torch.ones(1)
+    with pytest.raises(ValueError, match=r"x is torch\.float32 of shape \(6, 4\) and strides \(1, 6\)"):
+        cast(x.t(), one, E4M3)
+    with pytest.raises(ValueError, match=r"x is torch\.float64"):
+        cast(x.double(), one, E4M3)
+    with pytest.raises(ValueError, match=r"x is torch\.float32 of shape \(24,\)"):
+        max_abs(x.flatten())
+    with pytest.raises(ValueError, match=r"out is torch\.float32 \(2,\)"):
+        max_abs(x, torch.zeros(2))
+    with pytest.raises(ValueError, match=r"dtype is torch\.bfloat16"):
+        cast(x, one, torch.bfloat16)
+    with pytest.raises(ValueError, match="at least one layout"):
+        cast(x, one, E4M3, rowwise=False)
+    with pytest.raises(ValueError, match=r"scale is torch\.float32 \(2,\)"):
+        cast(x, torch.ones(2), E4M3)
+    with pytest.raises(ValueError, match=r"amax is torch\.float64"):
+        cast(x, one, E4M3, amax=one.double())
+
+
+def test_compiled_and_faked_calls_go_through_the_operators() -> None:
+    # The comparison of "test_schema" has no arithmetic for FP8.
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    x, one = torch.randn(4, 6), torch.ones(1)
+    q, q_t = x.to(E4M3), x.t().contiguous().to(E4M3)
+    operators = torch.ops.flatfsdp
+    for arguments in ((x, one, q, q_t, torch.zeros(1), torch.zeros(6)), (x, one, None, q_t, None, None)):
+        library.opcheck(operators.cast_.default, arguments, test_utils=tests)
+    library.opcheck(operators.max_abs_.default, (x, torch.zeros(1)))
+
+
+def compiled_cast(x_type: str, is_summed: bool, aligned: tuple[str, ...]) -> tuple[Compiled, Tile]:
+    x_dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[x_type]
+    tile = find("cast, sum" if is_summed else "cast", x_dtype, 4096)
+    sums = {"band_sums_ptr": "*fp32"} if is_summed else {}
+    compiled = compile_for_hopper(
+        "cast.cast",
+        "_cast_kernel",
+        {
+            **{"x_ptr": f"*{x_type}", "scale_ptr": "*fp32", "amax_ptr": "*fp32"},
+            **dict.fromkeys(("rowwise_ptr", "columnwise_ptr"), "*fp8e4nv"),
+            **{"rows": "i32", "cols": "i32"},
+            **sums,
+        },
+        {
+            **({} if is_summed else {"band_sums_ptr": None}),
+            **{"IS_EARLY": True, "WHOLE": "rows" in aligned, "PAIRS": tile.rows // 2},
+            **{"BLOCK_COLS": tile.cols},
+        },
+        num_warps=tile.warps,
+        aligned=aligned,
+    )
+    return compiled, tile
+
+
+@pytest.mark.parametrize("x_type", ["bf16", "fp32"])
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_cast_compiles_for_hopper_without_spills(x_type: str, is_summed: bool) -> None:
+    compiled, tile = compiled_cast(x_type, is_summed, ("rows", "cols"))
+    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
+    # The input and both outputs, all 16 bytes wide.
+    per_thread = tile.rows * tile.cols // (32 * tile.warps)
+    assert compiled.ptx.count("ld.global.v4.b32") == per_thread // {"bf16": 8, "fp32": 4}[x_type]
+    assert compiled.ptx.count("st.global.v4.b32") == 2 * per_thread // 16
+    assert ("mma.sync" in compiled.ptx) == (is_summed and x_type == "bf16")
+    assert "cvt.rn.satfinite.e4m3x2.f32" in compiled.ptx
+    assert compiled.ptx.count("atom.global") == 1, "one for a program"
+    assert not endangered_pairs(compiled.ptx)
+
+
+@pytest.mark.parametrize("aligned", [(), ("cols",)], ids=["nothing", "cols"])
+@pytest.mark.parametrize("is_summed", [False, True])
+def test_cast_of_odd_shapes_keeps_its_values_in_ptxas(is_summed: bool, aligned: tuple[str, ...]) -> None:
+    assert not endangered_pairs(compiled_cast("fp32", is_summed, aligned)[0].ptx)
+
+
+@pytest.mark.parametrize("x_type", ["bf16", "fp32"])
+def test_max_abs_compiles_for_hopper_without_spills(x_type: str) -> None:
+    tile = find("max_abs", torch.bfloat16, 4096)
+    compiled = compile_for_hopper(
+        "cast.cast",
+        "_max_abs_kernel",
+        {"x_ptr": f"*{x_type}", "amax_ptr": "*fp32", "numel": "i32"},
+        {"BLOCK": tile.cols},
+        num_warps=tile.warps,
+        aligned=("numel",),
+    )
+    assert compiled.spilled == 0 and compiled.registers <= {"bf16": 64, "fp32": 128}[x_type]
+    per_thread = tile.cols // (32 * tile.warps)
+    assert compiled.ptx.count("ld.global.v4.b32") == per_thread // {"bf16": 8, "fp32": 4}[x_type]
+    assert compiled.ptx.count("atom.global") == 1

@@ -1,0 +1,348 @@
+"""Many shards to FP8 and their amaxes, against one `cast` and one `max_abs` each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor, library
+
+from flatfsdp.kernels.cast import cast as one_by_one
+from flatfsdp.kernels.cast import shard_cast as module
+from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
+from flatfsdp.kernels.shared.tiles import find
+from tests.support.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
+from tests.support.kernels.fp8_pairs import endangered_pairs
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+MAX_ABS = pytest.mark.parametrize(
+    "run", [module.max_abs_reference, module.max_abs_launch], ids=["reference", "kernel"]
+)
+CAST = pytest.mark.parametrize(
+    "run", [module.cast_reference, module.cast_launch], ids=["reference", "kernel"]
+)
+FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2])
+THROUGH = pytest.mark.parametrize("through", [BF16, FP16, FP32])
+ROUNDINGS = pytest.mark.parametrize(
+    ("source_dtype", "through"), [(FP32, BF16), (FP32, FP16), (FP32, FP32), (BF16, BF16), (FP16, BF16)]
+)
+GAPS = pytest.mark.parametrize("gap", [16, 1], ids=["aligned", "unaligned"])
+BLOCK = find("cast_many", FP32, 1).cols
+NUMELS = [0, 5, 16, 0, 0, 123, 4097, 1, BLOCK, 2 * BLOCK + 48, 0]
+POISON = 0x55
+
+
+def slices(flat: Tensor, numels: list[int], gap: int) -> list[Tensor]:
+    """Views of `flat` that start at multiples of `gap`."""
+    views, start = [], 0
+    for numel in numels:
+        views.append(flat[start : start + numel])
+        start += -(-numel // gap) * gap
+    return views
+
+
+def flat_size(numels: list[int]) -> int:
+    return sum(-(-numel // 16) * 16 for numel in numels)
+
+
+def random_slices(numels: list[int], dtype: torch.dtype, gap: int, device: str) -> list[Tensor]:
+    """Of one flat buffer, each of another magnitude."""
+    views = slices(torch.randn(flat_size(numels), device=device).to(dtype), numels, gap)
+    for index, view in enumerate(views):
+        view.mul_(2.0 ** (index - 5))
+    return views
+
+
+def poisoned_slices(
+    numels: list[int], dtype: torch.dtype, gap: int, device: str
+) -> tuple[Tensor, list[Tensor]]:
+    """A flat buffer, and slices of it."""
+    flat = torch.full((flat_size(numels),), POISON, dtype=torch.uint8, device=device).view(dtype)
+    return flat, slices(flat, numels, gap)
+
+
+def random_scales(n: int, device: str) -> Tensor:
+    return torch.randn(n, device=device).exp() * 30
+
+
+def bits(q: Tensor) -> Tensor:
+    return q.view(torch.uint8)
+
+
+@MAX_ABS
+@ROUNDINGS
+@GAPS
+def test_max_abs_is_exact(
+    run: Any, source_dtype: torch.dtype, through: torch.dtype, gap: int, device: str
+) -> None:
+    tensors = random_slices(NUMELS, source_dtype, gap, device)
+    amax = torch.zeros(len(NUMELS), device=device)
+    run(amax, tensors, through)
+    for tensor, ours in zip(tensors, amax.tolist(), strict=True):
+        exact = tensor.to(through).double().abs().max().item() if tensor.numel() else 0.0
+        assert ours == exact
+
+
+@MAX_ABS
+def test_max_abs_is_that_of_each_rounded_tensor(run: Any, device: str) -> None:
+    """Whose element rounds up the most is not whose element is the largest."""
+    tensors = [
+        torch.tensor([1.0, -(1 + 2.0**-9) * 4, 3.0], device=device),
+        torch.full((7,), 1.006).to(device),
+    ]
+    amax = torch.zeros(2, device=device)
+    run(amax, tensors, BF16)
+    expected = [one_by_one.max_abs(tensor.bfloat16().view(1, -1)).item() for tensor in tensors]
+    assert amax.tolist() == expected and expected != [tensor.abs().max().item() for tensor in tensors]
+
+
+@MAX_ABS
+def test_the_amax_is_a_running_maximum(run: Any, device: str) -> None:
+    tensors = [torch.tensor([value, -value / 2], device=device) for value in (0.5, 7.0, -9.0)]
+    amax = torch.tensor([2.0, 2.0, torch.inf], device=device)
+    run(amax, tensors, FP32)
+    assert amax.tolist() == [2.0, 7.0, torch.inf]
+
+
+@MAX_ABS
+@THROUGH
+def test_nan_wins_the_amax_of_its_tensor_only(run: Any, through: torch.dtype, device: str) -> None:
+    tensors = random_slices([BLOCK + 5, 4097, 30, 30], FP32, 16, device)
+    tensors[0][BLOCK + 2] = torch.nan
+    # The smallest of all NaNs, which has to stay one when it is rounded; infinity comes after it.
+    tensors[1][3:4] = torch.tensor([-0x7FFFFF], dtype=torch.int32).view(FP32)
+    tensors[1][4096] = torch.inf
+    tensors[2][29] = -torch.inf
+    amax = torch.tensor([0.0, 1.0, 2.0, torch.nan], device=device)
+    run(amax, tensors, through)
+    assert amax.isnan().tolist() == [True, True, False, True] and amax[2] == torch.inf
+
+
+@CAST
+@FORMATS
+@ROUNDINGS
+@GAPS
+def test_cast_against_float64(
+    run: Any, source_dtype: torch.dtype, through: torch.dtype, dtype: torch.dtype, gap: int, device: str
+) -> None:
+    sources = random_slices(NUMELS, source_dtype, gap, device)
+    flat, targets = poisoned_slices(NUMELS, dtype, gap, device)
+    scale = random_scales(len(NUMELS), device)
+    run(scale, sources, targets, through)
+    largest = torch.finfo(dtype).max
+    for source, target, factor in zip(sources, targets, scale, strict=True):
+        # One rounding to FP32 of the product, one to FP8.
+        product = (source.to(through).double() * factor.double()).float()
+        assert torch.equal(bits(target), bits(product.clamp(-largest, largest).to(dtype)))
+    written = torch.zeros(flat.numel(), dtype=torch.bool, device=device)
+    for view in slices(written, NUMELS, gap):
+        view.fill_(True)
+    assert (bits(flat)[~written] == POISON).all(), "the gaps are left alone"
+
+
+@CAST
+@FORMATS
+def test_bits_are_those_of_cast_on_the_rounded_tensor(run: Any, dtype: torch.dtype, device: str) -> None:
+    numels = [1, 5, 16, 123, 4097, 100_000]
+    sources = random_slices(numels, FP32, 16, device)
+    _, targets = poisoned_slices(numels, dtype, 16, device)
+    scale = random_scales(len(numels), device)
+    run(scale, sources, targets, BF16)
+    for source, target, factor in zip(sources, targets, scale, strict=True):
+        theirs = one_by_one.cast(source.bfloat16().view(1, -1), factor, dtype).rowwise
+        assert theirs is not None and torch.equal(bits(target), bits(theirs)[0])
+
+
+@CAST
+@FORMATS
+@THROUGH
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning")
+def test_special_values(run: Any, through: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    values = [0.0, -0.0, 2.0**-149, -(2.0**-130), torch.inf, -torch.inf, 3e38, -3e38, torch.nan]
+    values += [largest, -largest, smallest, -smallest / 4 * 1.5, largest * 1.03, largest * 1.2]
+    # In a whole block, and in the rest of one.
+    sources = [torch.tensor(values, device=device), torch.zeros(BLOCK, device=device)]
+    sources[1][: len(values)] = sources[0]
+    _, targets = poisoned_slices([len(values), BLOCK], dtype, 16, device)
+    run(torch.ones(2, device=device), sources, targets, through)
+    expected = sources[0].to(through).float().clamp(-largest, largest).to(dtype)
+    for target in targets:
+        ours, theirs = target[: len(values)].float(), expected.float()
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+        assert torch.signbit(ours[:2]).tolist() == [False, True]
+        assert ours[4:9].tolist()[:4] == [largest, -largest] * 2 and ours[8].isnan(), "infinity saturates"
+
+
+@CAST
+def test_rounding_first_is_seen_in_the_bits(run: Any, device: str) -> None:
+    """Above the middle of two FP8 numbers, but not after it is rounded to bf16."""
+    source, target = torch.tensor([1.0625 + 2.0**-12], device=device), torch.zeros(1, device=device).to(E4M3)
+    one = torch.ones(1, device=device)
+    for through, expected in ((FP32, 1.125), (BF16, 1.0)):
+        run(one, [source], [target], through)
+        assert target.float().item() == expected
+
+
+def test_a_second_run_has_the_same_bits(device: str) -> None:
+    sources = random_slices(NUMELS, FP32, 1, device)
+    scale, results = random_scales(len(NUMELS), device), []
+    for _ in range(2):
+        flat, targets = poisoned_slices(NUMELS, E4M3, 1, device)
+        amax = torch.zeros(len(NUMELS), device=device)
+        module.cast_launch(scale, sources, targets, BF16)
+        module.max_abs_launch(amax, sources, BF16)
+        results.append((bits(flat), amax))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("numels", [[], [0], [0, 0, 0]])
+def test_nothing_at_all(numels: list[int], device: str) -> None:
+    sources = [torch.empty(numel, device=device) for numel in numels]
+    targets = [source.to(E4M3) for source in sources]
+    amax = torch.full((len(numels),), 3.0, device=device)
+    max_abs_many(sources, amax, through=BF16)
+    assert amax.tolist() == [3.0] * len(numels)
+    cast_many(sources, targets, amax, through=BF16)
+
+
+def test_many_tensors_at_once(device: str) -> None:
+    numels = [index % 40 for index in range(300)]
+    sources = random_slices(numels, FP32, 16, device)
+    amax = torch.zeros(len(numels), device=device)
+    module.max_abs_launch(amax, sources, BF16)
+    theirs = torch.zeros_like(amax)
+    module.max_abs_reference(theirs, sources, BF16)
+    assert torch.equal(amax, theirs)
+
+
+def test_public_calls() -> None:
+    sources = [torch.randn(20), torch.randn(0), torch.randn(7)]
+    targets = [torch.empty(source.shape, dtype=E5M2) for source in sources]
+    amax, scale = torch.zeros(3), torch.tensor([2.0, 4.0, 8.0])
+    max_abs_many(sources, amax, through=FP32)
+    assert amax.tolist() == [sources[0].abs().max().item(), 0.0, sources[2].abs().max().item()]
+    cast_many(sources, targets, scale, through=FP32)
+    for source, target, factor in zip(sources, targets, scale, strict=True):
+        assert torch.equal(bits(target), bits((source * factor).to(E5M2)))
+
+
+def test_what_does_not_fit_is_named() -> None:
+    x, q, two = torch.randn(4), torch.zeros(4).to(E4M3), torch.ones(2)
+    with pytest.raises(ValueError, match=r"amax is torch\.float32 \(2,\).* shape \(1,\)"):
+        max_abs_many([x], two, through=BF16)
+    with pytest.raises(ValueError, match=r"amax is torch\.float64"):
+        max_abs_many([x, x], two.double(), through=BF16)
+    with pytest.raises(ValueError, match=r"tensors\[1\] is torch\.float64"):
+        max_abs_many([x, x.double()], two, through=BF16)
+    with pytest.raises(
+        ValueError, match=r"tensors\[1\] is torch\.bfloat16 .* torch\.float32 like tensors\[0\]"
+    ):
+        max_abs_many([x, x.bfloat16()], two, through=BF16)
+    with pytest.raises(ValueError, match=r"tensors\[0\] is torch\.int32; it must be torch\.float32 or"):
+        max_abs_many([x.int(), x], two, through=BF16)
+    with pytest.raises(ValueError, match=r"tensors\[0\] .* strides \(2,\) on cpu; it must be contiguous"):
+        max_abs_many([x[::2], x], two, through=BF16)
+    with pytest.raises(ValueError, match=r"through is torch\.float64"):
+        max_abs_many([x, x], two, through=torch.float64)
+    with pytest.raises(ValueError, match="2 sources and 1 targets"):
+        cast_many([x, x], [q], two, through=BF16)
+    with pytest.raises(ValueError, match=r"scale is torch\.float32 \(2,\)"):
+        cast_many([x], [q], two, through=BF16)
+    with pytest.raises(ValueError, match=r"sources\[1\] is torch\.float32 of shape \(2, 2\)"):
+        cast_many([x, x.view(2, 2)], [q, q], two, through=BF16)
+    with pytest.raises(ValueError, match=r"targets\[0\] is torch\.bfloat16"):
+        cast_many([x, x], [x.bfloat16(), q], two, through=BF16)
+    with pytest.raises(ValueError, match=r"targets\[1\] is torch\.float8_e5m2 .* torch\.float8_e4m3fn"):
+        cast_many([x, x], [q, x.to(E5M2)], two, through=BF16)
+    with pytest.raises(ValueError, match=r"targets\[1\] .* \(4,\) .* on meta; .* on cpu"):
+        cast_many([x, x], [q, q.to("meta")], two, through=BF16)
+    with pytest.raises(ValueError, match=r"targets\[1\] has 3 elements, but sources\[1\] has 4"):
+        cast_many([x, x], [q, q[:3]], two, through=BF16)
+    with pytest.raises(ValueError, match=r"through is torch\.float8_e4m3fn"):
+        cast_many([x, x], [q, q], two, through=E4M3)
+
+
+def test_compiled_and_faked_calls_go_through_the_operators() -> None:
+    sources, one = [torch.randn(4), torch.randn(7)], torch.ones(2)
+    targets = [source.to(E4M3) for source in sources]
+    operators = torch.ops.flatfsdp
+    library.opcheck(operators.max_abs_many_.default, (one, sources, BF16))
+    # The comparison of "test_schema" has no arithmetic for FP8.
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    arguments = (one, sources, targets, BF16)
+    library.opcheck(operators.cast_many_.default, arguments, test_utils=tests)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_host_does_not_wait() -> None:
+    """Tables of calls in flight stay what they were: nobody writes into their pinned memory too early."""
+    sources = random_slices(NUMELS, FP32, 16, "cuda")
+    scale = random_scales(len(NUMELS), "cuda")
+    results = [
+        (torch.zeros_like(scale), poisoned_slices(NUMELS, E4M3, 16, "cuda")[1], shift) for shift in range(50)
+    ]
+
+    def run(amax: Tensor, targets: list[Tensor], shift: int) -> None:
+        """Other tensors are read into each place."""
+        turned = [*sources[shift % 3 :], *sources[: shift % 3]]
+        max_abs_many(turned, amax, through=BF16)
+        cast_many(sources, targets, scale, through=BF16)
+
+    run(*results[0])  # compiles
+    results[0][0].zero_()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(10_000_000)
+        for result in results:
+            run(*result)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    amax, targets = torch.zeros_like(scale), poisoned_slices(NUMELS, E4M3, 16, "cuda")[1]
+    module.max_abs_reference(amax, sources, BF16)
+    module.cast_reference(scale, sources, targets, BF16)
+    for ours, ours_targets, shift in results:
+        assert torch.equal(ours, amax.roll(-(shift % 3)))
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(ours_targets, targets, strict=True))
+
+
+def compiled(kernel: str, source: str, constants: dict[str, Any]) -> tuple[Compiled, int]:
+    """The kernel, and how many elements a thread has."""
+    tile = find(kernel, FP32, 1)
+    name = {"max_abs_many": "amax_ptr", "cast_many": "scale_ptr"}[kernel]
+    result = compile_for_hopper(
+        "cast.shard_cast",
+        f"_{kernel}_kernel",
+        {name: "*fp32", "table_ptr": "*i64", "n": "i32"},
+        {"N_POW2": 512, "THROUGH": tl.bfloat16, "ALIGNED": True, "BLOCK": tile.cols, **constants},
+        num_warps=tile.warps,
+    )
+    assert result.spilled == 0 and result.shared <= SHARED_LIMIT
+    return result, tile.cols // (32 * tile.warps)
+
+
+WIDE_LOADS = {"float32": 4, "bfloat16": 8}
+"""Elements of 16 bytes."""
+
+
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+def test_max_abs_compiles_for_hopper_with_wide_loads_and_without_spills(source: str) -> None:
+    result, per_thread = compiled("max_abs_many", source, {"DTYPE": getattr(tl, source)})
+    assert result.ptx.count("ld.global.v4.b32") == per_thread // WIDE_LOADS[source]
+    assert result.ptx.count("atom.global") == 1, "one for a program"
+    assert result.registers <= 128
+
+
+@pytest.mark.parametrize("source", ["float32", "bfloat16"])
+@pytest.mark.parametrize("target", ["float8e4nv", "float8e5"])
+def test_cast_compiles_for_hopper_with_wide_loads_and_without_spills(source: str, target: str) -> None:
+    constants = {"SOURCE": getattr(tl, source), "TARGET": getattr(tl, target)}
+    result, per_thread = compiled("cast_many", source, constants)
+    assert result.ptx.count("ld.global.v4.b32") == per_thread // WIDE_LOADS[source]
+    assert result.ptx.count("st.global.v4.b32") == per_thread // 16
+    assert "cvt.rn.satfinite" in result.ptx
+    assert not endangered_pairs(result.ptx)

@@ -1,0 +1,319 @@
+"""Weight gradients: sums against float64, what cuBLASLt is told, and what runs without nvmath-python."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, library
+
+from flatfsdp.kernels.gemm import cublas_lt
+from flatfsdp.kernels.gemm import wgrad as module
+from flatfsdp.kernels.gemm.wgrad import wgrad, wgrad_unfused
+from tests.support.kernels.fake_cublas_lt import FakeCublasLt
+from tests.support.plain_layers import error
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+FP8_PAIRS = pytest.mark.parametrize(("dy_dtype", "x_dtype"), [(E5M2, E4M3), (E4M3, E4M3), (E4M3, E5M2)])
+OUT, IN, TOKENS = 48, 80, 32
+
+
+def integers(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Small enough for FP8, and for sums that no order of additions changes."""
+    return torch.randint(-4, 5, shape).to(dtype)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 123, 4097])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_sum_over_microbatches_against_float64(dtype: torch.dtype, tokens: int) -> None:
+    microbatches = [(torch.randn(tokens, 7).to(dtype), torch.randn(tokens, 19).to(dtype)) for _ in range(4)]
+    target = torch.full((7, 19), torch.nan)
+    for index, (dy, x) in enumerate(microbatches):
+        wgrad(target, dy, x, first=index == 0)
+    exact = sum(dy.double().t() @ x.double() for dy, x in microbatches)
+    assert error(target, exact) < 1e-6
+
+
+@FP8_PAIRS
+def test_fp8_against_float64(dy_dtype: torch.dtype, x_dtype: torch.dtype) -> None:
+    dy, x = torch.randn(OUT, TOKENS).to(dy_dtype), torch.randn(IN, TOKENS).to(x_dtype)
+    scales = {"dy_scale_inv": torch.tensor([0.3]), "x_scale_inv": torch.tensor(1.7)}
+    target = torch.full((OUT, IN), torch.nan)
+    wgrad(target, dy, x, first=True, **scales)
+    wgrad(target, dy, x, first=False, **scales)
+    assert error(target, 2 * 0.3 * 1.7 * (dy.double() @ x.double().t())) < 1e-6
+
+
+def test_gradients_of_256_and_1_are_257() -> None:
+    target, one = torch.full((1, 1), torch.nan), torch.ones(1, 1, dtype=torch.bfloat16)
+    wgrad(target, 256 * one, one, first=True)
+    wgrad(target, one, one, first=False)
+    assert target.item() == 257
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_fused_is_unfused_bit_for_bit(dtype: torch.dtype) -> None:
+    fused, unfused = torch.full((7, 19), torch.nan), torch.full((7, 19), torch.nan)
+    for first in (True, False, False):
+        dy, x = torch.randn(33, 7).to(dtype), torch.randn(33, 19).to(dtype)
+        wgrad(fused, dy, x, first=first)
+        wgrad_unfused(unfused, dy, x, first=first)
+        assert torch.equal(fused, unfused)
+
+
+def test_fp8_fused_is_unfused_bit_for_bit() -> None:
+    fused, unfused = torch.full((OUT, IN), torch.nan), torch.full((OUT, IN), torch.nan)
+    for first in (True, False, False):
+        dy, x = torch.randn(OUT, TOKENS).to(E5M2), torch.randn(IN, TOKENS).to(E4M3)
+        scales = {"dy_scale_inv": torch.tensor([2.0**-3]), "x_scale_inv": torch.tensor([2.0**5])}
+        wgrad(fused, dy, x, first=first, **scales)
+        wgrad_unfused(unfused, dy, x, first=first, **scales)
+        assert torch.equal(fused, unfused)
+
+
+def test_only_its_slot_of_the_flat_buffer_is_written() -> None:
+    flat = torch.full((16 + OUT * IN + 16,), 5.0)
+    wgrad(flat[16:-16].view(OUT, IN), torch.randn(TOKENS, OUT), torch.randn(TOKENS, IN), first=True)
+    assert (flat[:16] == 5).all() and (flat[-16:] == 5).all()
+    assert not (flat[16:-16] == 5).any()
+
+
+def written_and_added() -> tuple[Tensor, Tensor]:
+    """FP8 gradients of two microbatches, as launched, and what they should be."""
+    ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
+    scales = (torch.tensor([0.25]), torch.tensor([4.0]))
+    for first in (True, False):
+        dy, x = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
+        module.launch_fp8(ours, dy, x, *scales, first, True)
+        module.reference_fp8(expected, dy, x, *scales, first, True)
+    return ours, expected
+
+
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+@FP8_PAIRS
+def test_cublas_lt_is_told_the_right_fp8_product(
+    fake: FakeCublasLt, dy_dtype: torch.dtype, x_dtype: torch.dtype
+) -> None:
+    ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
+    for index in range(3):
+        dy, x = integers(OUT, TOKENS, dtype=dy_dtype), integers(IN, TOKENS, dtype=x_dtype)
+        # Other tensors, other scales each time, as scales follow the data.
+        scales = (torch.tensor([2.0**-index]), torch.tensor([2.0 ** (2 * index)]))
+        module.launch_fp8(ours, dy, x, *scales, index == 0, True)
+        module.reference_fp8(expected, dy, x, *scales, index == 0, True)
+        assert torch.equal(ours, expected)
+    assert fake.betas == [0, 1, 1]
+
+
+@HALVES
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_cublas_lt_is_told_the_right_product(fake: FakeCublasLt, dtype: torch.dtype, tokens: int) -> None:
+    ours, expected = (torch.full((7, 19), torch.nan) for _ in range(2))
+    for first in (True, False, False):
+        dy, x = integers(tokens, 7, dtype=dtype), integers(tokens, 19, dtype=dtype)
+        module.launch(ours, dy, x, first)
+        module.reference(expected, dy, x, first)
+        assert torch.equal(ours, expected)
+    assert fake.betas == [0, 1, 1]
+
+
+def fp8_call() -> tuple[list[Tensor], dict[str, Tensor]]:
+    tensors = [torch.empty(OUT, IN), integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)]
+    return tensors, {"dy_scale_inv": torch.ones(1), "x_scale_inv": torch.ones(1)}
+
+
+def bf16_call() -> tuple[list[Tensor], dict[str, Tensor]]:
+    halves = [integers(TOKENS, size, dtype=torch.bfloat16) for size in (OUT, IN)]
+    return [torch.empty(OUT, IN), *halves], {}
+
+
+CALLS = pytest.mark.parametrize("call", [fp8_call, bf16_call])
+
+
+@CALLS
+def test_a_plan_is_made_once_and_has_one_algorithm(fake: FakeCublasLt, call: Any) -> None:
+    tensors, scales = call()
+    for run in (wgrad, wgrad_unfused):
+        for first in (True, False):
+            run(*tensors, first=first, **scales)
+    assert fake.calls["heuristic"] == fake.calls["create"] == fake.calls["preferences destroyed"] == 1
+    assert len(set(fake.algorithms_run)) == 1 and fake.betas == [0, 1, 0, 0]
+
+
+def test_the_accumulator_is_part_of_the_plan(fake: FakeCublasLt) -> None:
+    tensors, scales = fp8_call()
+    for split_accumulator in (True, False, True):
+        wgrad(*tensors, first=True, split_accumulator=split_accumulator, **scales)
+    told = [thing for thing in fake.things.values() if isinstance(thing, dict) and "TRANSA" in thing]
+    assert [one["FAST_ACCUM"] for one in told] == [0, 1]
+    assert len(set(fake.algorithms_run)) == 2
+
+
+@CALLS
+def test_if_cublas_lt_refuses_an_algorithm_without_split_k_is_picked_from_many(
+    fake: FakeCublasLt, call: Any
+) -> None:
+    fake.first_choice, fake.others = False, (*((8, 2, 0), (2, 0, 0), (1, 2, 0), (1, 0, 5), (0, 0, 6)),)
+    tensors, scales = call()
+    wgrad(*tensors, first=True, **scales)
+    wgrad(*tensors, first=False, **scales)
+    assert {fake.things[algorithm] for algorithm in fake.algorithms_run} == {("algorithm", (1, 0, 5))}
+    assert fake.calls["heuristic"] == fake.calls["preferences destroyed"] == 2
+
+
+@CALLS
+def test_the_first_algorithm_with_the_preferred_tile_and_without_split_k(
+    fake: FakeCublasLt, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cublas_lt, "preferred_tile", lambda product: "TILE_128x160")
+    fake.others = ((1, 0, 20), (8, 2, 29), (1, 0, 29), (0, 0, 29))
+    tensors, scales = call()
+    for run in (wgrad, wgrad_unfused):
+        run(*tensors, first=True, **scales)
+    assert {fake.things[algorithm] for algorithm in fake.algorithms_run} == {("algorithm", (1, 0, 29))}
+
+
+@CALLS
+def test_without_an_algorithm_with_the_preferred_tile(
+    fake: FakeCublasLt, call: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cublas_lt, "preferred_tile", lambda product: "TILE_128x160")
+    fake.others = ((1, 0, 20), (8, 2, 29))
+    tensors, scales = call()
+    wgrad(*tensors, first=True, **scales)
+    assert {fake.things[algorithm] for algorithm in fake.algorithms_run} == {("algorithm", (1, 0, 0))}
+
+
+def test_a_shape_without_an_algorithm_is_added_and_the_log_says_so_once(
+    fake: FakeCublasLt, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake.first_choice, fake.others = False, ((8, 2, 0),)
+    with caplog.at_level(logging.INFO, cublas_lt.__name__):
+        ours, expected = written_and_added()
+    assert torch.equal(ours, expected) and not fake.betas
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "rows=48, cols=80, inner=32" in message and "without split-K" in message
+
+
+def test_without_nvmath_the_product_is_added_and_the_log_says_so_once(
+    fresh_choices: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def missing(name: str) -> None:
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(cublas_lt.importlib, "import_module", missing)
+    with caplog.at_level(logging.INFO, cublas_lt.__name__):
+        ours, expected = written_and_added()
+    assert torch.equal(ours, expected)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert "FP32 temporary" in message and "nvmath" in message
+
+
+def test_fp32_is_added_and_needs_no_plan(fake: FakeCublasLt) -> None:
+    ours, expected = (torch.full((7, 19), torch.nan) for _ in range(2))
+    for first in (True, False):
+        dy, x = torch.randn(33, 7), torch.randn(33, 19)
+        wgrad(ours, dy, x, first=first)
+        wgrad_unfused(expected, dy, x, first=first)
+        assert torch.equal(ours, expected)
+    assert not fake.calls
+
+
+def test_with_nvmath_the_log_names_cublas_lt(
+    fresh_choices: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bindings = FakeCublasLt()
+    monkeypatch.setattr(cublas_lt.importlib, "import_module", lambda name: bindings)
+    with caplog.at_level(logging.INFO, cublas_lt.__name__):
+        assert cublas_lt.bindings() is cublas_lt.bindings() is bindings
+    assert [record.getMessage() for record in caplog.records] == [
+        "Weight gradients and FP8 products: cuBLASLt 130000 through nvmath-python, accumulating in place"
+    ]
+
+
+@CALLS
+@pytest.mark.parametrize("first", [True, False])
+def test_buffers_at_odd_addresses(fake: FakeCublasLt, call: Any, first: bool) -> None:
+    """GEMMs need 16 bytes, which the fake checks; nothing outside of the target is written."""
+    tensors, scales = call()
+    tensors[0].fill_(3.0)
+    expected = tensors[0].clone()
+    wgrad(expected, *tensors[1:], first=first, **scales)
+    surrounded = [tensor.new_empty(tensor.numel() + 2) for tensor in tensors]
+    for flat, tensor in zip(surrounded, tensors, strict=True):
+        flat[1:-1].view_as(tensor).copy_(tensor)
+    surrounded[0][[0, -1]] = 5.0
+    moved = [flat[1:-1].view_as(tensor) for flat, tensor in zip(surrounded, tensors, strict=True)]
+    wgrad(*moved, first=first, **scales)
+    assert torch.equal(moved[0], expected)
+    assert surrounded[0][0] == surrounded[0][-1] == 5.0
+
+
+def test_gradients_of_a_sum_are_expanded(fake: FakeCublasLt) -> None:
+    dy, x = (
+        torch.ones(1, 1, dtype=torch.bfloat16).expand(TOKENS, OUT),
+        integers(TOKENS, IN, dtype=torch.bfloat16),
+    )
+    target = torch.full((OUT, IN), torch.nan)
+    wgrad(target, dy, x, first=True)
+    assert torch.equal(target, x.float().sum(0).expand(OUT, IN))
+
+
+def test_no_tokens(fake: FakeCublasLt) -> None:
+    target = torch.full((OUT, IN), torch.nan)
+    wgrad(target, torch.empty(0, OUT), torch.empty(0, IN), first=True)
+    assert torch.equal(target, torch.zeros(OUT, IN))
+    wgrad(target.fill_(3.0), torch.empty(0, OUT), torch.empty(0, IN), first=False)
+    assert (target == 3).all()
+
+
+def test_what_does_not_fit_is_named() -> None:
+    target, dy, x = torch.empty(OUT, IN), torch.randn(TOKENS, OUT), torch.randn(TOKENS, IN)
+    dy_t, x_t, one = dy.t().contiguous().to(E5M2), x.t().contiguous().to(E4M3), torch.ones(1)
+    scales = {"dy_scale_inv": one, "x_scale_inv": one}
+    with pytest.raises(ValueError, match=r"target is torch\.bfloat16"):
+        wgrad(target.bfloat16(), dy, x, first=True)
+    with pytest.raises(ValueError, match=r"with strides \(1, 48\)"):
+        wgrad(torch.empty(IN, OUT).t(), dy, x, first=True)
+    with pytest.raises(ValueError, match=r"dy is torch\.float32 and x torch\.bfloat16"):
+        wgrad(target, dy, x.bfloat16(), first=True)
+    with pytest.raises(ValueError, match=r"target \[out, in\] = \(48, 80\)"):
+        wgrad(target, x, dy, first=True)
+    with pytest.raises(ValueError, match="are for FP8 operands"):
+        wgrad(target, dy, x, first=True, **scales)
+    with pytest.raises(ValueError, match="x_scale_inv is missing"):
+        wgrad(target, dy_t, x_t, first=True, dy_scale_inv=one)
+    with pytest.raises(ValueError, match=r"dy_scale_inv is torch\.float32 \(2,\)"):
+        wgrad(target, dy_t, x_t, first=True, dy_scale_inv=torch.ones(2), x_scale_inv=one)
+    with pytest.raises(ValueError, match="at most one in E5M2"):
+        wgrad(target, dy_t, x_t.to(E5M2), first=True, **scales)
+    with pytest.raises(ValueError, match="two FP8 operands"):
+        wgrad(target, dy_t, x, first=True, **scales)
+    with pytest.raises(ValueError, match=r"have to be transposed"):
+        wgrad(target, dy.to(E5M2), x.to(E4M3), first=True, **scales)
+    with pytest.raises(ValueError, match="columnwise=True"):
+        wgrad(target, dy.to(E5M2).t(), x_t, first=True, **scales)
+    with pytest.raises(ValueError, match=r"are \(48, 80, 24\); FP8 GEMMs need multiples of 16"):
+        wgrad(target, dy_t[:, :24].contiguous(), x_t[:, :24].contiguous(), first=True, **scales)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_compiled_and_faked_calls_go_through_the_operators(first: bool) -> None:
+    target, dy, x, one = (
+        torch.zeros(OUT, IN),
+        torch.randn(TOKENS, OUT),
+        torch.randn(TOKENS, IN),
+        torch.ones(1),
+    )
+    library.opcheck(torch.ops.flatfsdp.wgrad_.default, (target, dy, x, first))
+    dy_t, x_t = integers(OUT, TOKENS, dtype=E5M2), integers(IN, TOKENS, dtype=E4M3)
+    library.opcheck(
+        torch.ops.flatfsdp.wgrad_fp8_.default,
+        (target, dy_t, x_t, one, one, first, True),
+        # Its comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
+        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )

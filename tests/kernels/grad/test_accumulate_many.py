@@ -1,0 +1,164 @@
+"""Many gradients into slices of one flat buffer, against one `accumulate` each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, library
+
+from flatfsdp.kernels.grad import accumulate_many as module
+from flatfsdp.kernels.grad.accumulate_many import accumulate_many
+from flatfsdp.kernels.shared.tables import kept_table
+from flatfsdp.kernels.shared.tiles import find
+from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+
+BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
+TILE = find("accumulate_many", torch.bfloat16, 1)
+BLOCK = TILE.cols
+NUMELS = [5, 16, 123, BLOCK, BLOCK + 1, 2 * BLOCK + 48, 1]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def slices(numels: list[int], device: str, gap: int = 16) -> tuple[Tensor, list[Tensor]]:
+    """A flat buffer full of NaN, and slices of it that start at multiples of `gap`."""
+    starts = [0]
+    for numel in numels:
+        starts.append(starts[-1] + -(-numel // gap) * gap)
+    buffer = torch.full((starts[-1],), torch.nan, device=device)
+    return buffer, [buffer[start : start + numel] for start, numel in zip(starts, numels, strict=False)]
+
+
+def random_grads(numels: list[int], device: str) -> list[Tensor]:
+    return [torch.randn(numel, device=device).to(DTYPES[index % 3]) for index, numel in enumerate(numels)]
+
+
+@BOTH
+@pytest.mark.parametrize("gap", [16, 1], ids=["aligned", "unaligned"])
+def test_every_microbatch_is_one_exact_addition(run: Any, gap: int, device: str) -> None:
+    buffer, targets = slices(NUMELS, device, gap)
+    expected = [torch.empty_like(target) for target in targets]
+    first = [True, True, False, True, True, True, True]
+    targets[2].fill_(3.0)
+    expected[2].fill_(3.0)
+    for microbatch in range(3):
+        grads = random_grads(NUMELS, device)
+        run(targets[0], targets, grads, first if microbatch == 0 else [False] * len(NUMELS))
+        for old, grad, is_first in zip(expected, grads, first, strict=True):
+            wide = grad.float()
+            old.copy_(wide if is_first and microbatch == 0 else old + wide)
+    for ours, exact in zip(targets, expected, strict=True):
+        assert torch.equal(ours, exact)
+    assert buffer.isnan().sum() == buffer.numel() - sum(NUMELS), "the gaps are left alone"
+
+
+@BOTH
+def test_sum_over_microbatches_against_float64(run: Any, device: str) -> None:
+    _, targets = slices([777], device)
+    grads = [random_grads([777], device) for _ in range(8)]
+    for index, grad in enumerate(grads):
+        run(targets[0], targets, grad, [index == 0])
+    exact = torch.stack([grad[0].double() for grad in grads]).sum(0)
+    torch.testing.assert_close(targets[0].double(), exact, rtol=0, atol=8 * 2**-23 * 8)
+
+
+@BOTH
+def test_special_values(run: Any, device: str) -> None:
+    specials = torch.tensor([0.0, -0.0, 2.0**-149, torch.inf, -torch.inf, torch.nan], device=device)
+    _, targets = slices([6], device)
+    run(targets[0], targets, [specials], [True])
+    assert torch.equal(torch.signbit(targets[0][:5]), torch.signbit(specials[:5]))
+    torch.testing.assert_close(targets[0], specials, rtol=0, atol=0, equal_nan=True)
+    run(targets[0], targets, [specials.bfloat16()], [False])
+    expected = specials + specials.bfloat16().float()
+    torch.testing.assert_close(targets[0], expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_second_run_has_the_same_bits(device: str) -> None:
+    grads = random_grads(NUMELS, device)
+    results = []
+    for _ in range(2):
+        _, targets = slices(NUMELS, device)
+        module.launch(targets[0], targets, grads, [True] * len(grads))
+        module.launch(targets[0], targets, grads, [False] * len(grads))
+        results.append(targets)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_host_does_not_wait() -> None:
+    """Tables of calls in flight stay what they were: nobody writes into their pinned memory too early."""
+    grads = random_grads(NUMELS, "cuda")
+    results = [slices(NUMELS, "cuda")[1] for _ in range(50)]
+    accumulate_many(results[0], grads, [True] * len(grads))  # compiles
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(10_000_000)
+        for targets in results:
+            accumulate_many(targets, grads, [True] * len(grads))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for targets in results:
+        assert all(torch.equal(ours, grad.float()) for ours, grad in zip(targets, grads, strict=True))
+
+
+def test_matrices_and_an_empty_list() -> None:
+    target, grad = torch.full((3, 5), torch.nan), torch.randn(3, 5).bfloat16()
+    accumulate_many([target], [grad], [True])
+    assert torch.equal(target, grad.float())
+    accumulate_many([], [], [])
+
+
+def test_what_does_not_fit_is_named() -> None:
+    good, grad = torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match="2 targets, 1 grads and 2 entries"):
+        accumulate_many([good, good], [grad], [True, True])
+    with pytest.raises(ValueError, match=r"targets\[1\] is torch\.float64"):
+        accumulate_many([good, good.double()], [grad, grad], [True, True])
+    with pytest.raises(ValueError, match=r"grads\[1\] is torch\.bfloat16 \(2, 2\)"):
+        accumulate_many([good, good], [grad, grad.view(2, 2)], [True, True])
+    with pytest.raises(ValueError, match=r"grads\[0\] is torch\.float64"):
+        accumulate_many([good], [good.double()], [True])
+    with pytest.raises(ValueError, match=r"grads\[0\] is torch\.bfloat16 \(4, 4\) .* contiguous"):
+        accumulate_many([torch.zeros(4, 4)], [torch.zeros(4, 4, dtype=torch.bfloat16).t()], [True])
+
+
+def test_compiled_and_faked_calls_go_through_the_operator() -> None:
+    targets, grads = [torch.zeros(4), torch.zeros(7)], [torch.randn(4), torch.randn(7).bfloat16()]
+    arguments = (torch.empty(0), targets, grads, [True, False])
+    library.opcheck(torch.ops.flatfsdp.accumulate_many_.default, arguments)
+
+
+def test_it_compiles_for_hopper_with_wide_loads_and_without_spills() -> None:
+    compiled = compile_for_hopper(
+        "grad.accumulate_many",
+        "_accumulate_many_kernel",
+        {"table_ptr": "*i64", "n": "i32"},
+        {"N_POW2": 512, "ALIGNED": True, "BLOCK": BLOCK},
+        num_warps=TILE.warps,
+    )
+    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
+    per_thread = BLOCK // (32 * TILE.warps)
+    # 16 bytes: FP32 gradient and target in quarters of the elements, 16-bit gradient in eighths.
+    assert compiled.ptx.count("ld.global.v4.b32") == per_thread // 4 * 2 + per_thread // 8
+    assert compiled.ptx.count("st.global.v4.b32") == per_thread // 4
+
+
+def test_a_table_is_made_once_for_the_same_numbers() -> None:
+    fields, device = torch.randint(2**40, (3, 5)).tolist(), torch.device("cpu")
+    table = kept_table(fields, device)
+    assert table.tolist() == fields
+    assert kept_table([list(row) for row in fields], device) is table
+    fields[1][2] += 16
+    assert kept_table(fields, device).tolist() == fields
+    assert table.tolist() != fields
+
+
+def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would be kept, and nothing would be in it."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    with pytest.raises(RuntimeError, match="run the same step on this stream"):
+        kept_table([[7, 7, 7]], torch.device("cuda", 0))

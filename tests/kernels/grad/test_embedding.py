@@ -1,0 +1,228 @@
+"""Embedding gradients against sums of one token after the other, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, library
+
+from flatfsdp.kernels.grad import embedding
+from flatfsdp.kernels.grad.embedding import embedding_grad
+from flatfsdp.kernels.shared.tiles import find
+from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+# PyTorch's index_add_ adds in no particular order on a GPU: the reference is for the CPU.
+PLACES = [(embedding.reference, "cpu")]
+PLACES += [(embedding.launch, "cuda" if torch.cuda.is_available() else "cpu")]
+BOTH = pytest.mark.parametrize(("run", "device"), PLACES, ids=["reference", "kernel"])
+
+
+def one_by_one(
+    target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None = None, *, first: bool
+) -> Tensor:
+    """What `target` becomes: FP32 additions in the order of the tokens, then one write or addition a row."""
+    sums: dict[int, Tensor] = {}
+    for row, grad in zip(ids.tolist(), dy.float(), strict=True):
+        if row != padding_idx:
+            sums[row] = sums.get(row, torch.zeros_like(grad)) + grad
+    result = torch.zeros_like(target) if first else target.clone()
+    for row, total in sums.items():
+        result[row] = total if first else result[row] + total
+    return result
+
+
+def tokens(n: int, cols: int, vocabulary: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """A target with garbage, dy, and ids of which some occur once and one very often."""
+    ids = torch.randint(0, vocabulary, (n,), device=device)
+    ids[torch.rand(n, device=device) < 0.3] = 2
+    target = torch.randn(vocabulary, cols, device=device) * 100
+    return target, torch.randn(n, cols, device=device), ids
+
+
+@BOTH
+@DTYPES
+@pytest.mark.parametrize(("n", "cols", "vocabulary"), [(1, 16, 3), (123, 48, 40), (37, 1000, 50)])
+def test_every_row_is_the_sum_of_its_tokens_in_order(
+    run: Any, device: str, dtype: torch.dtype, n: int, cols: int, vocabulary: int
+) -> None:
+    before, dy, ids = tokens(n, cols, vocabulary, device)
+    dy = dy.to(dtype)
+    for first in (True, False):
+        for padding_idx in (None, 2):
+            target = before.clone()
+            run(target, dy, ids, padding_idx, first)
+            assert torch.equal(target, one_by_one(before, dy, ids, padding_idx, first=first))
+
+
+@BOTH
+def test_columns_beyond_one_program(run: Any, device: str) -> None:
+    before, dy, ids = tokens(5, 2100, 3, device)
+    target = before.clone()
+    run(target, dy.bfloat16(), ids.int(), None, False)
+    assert torch.equal(target, one_by_one(before, dy.bfloat16(), ids, first=False))
+
+
+@BOTH
+def test_first_overwrites_nan_and_later_calls_leave_other_rows_alone(run: Any, device: str) -> None:
+    _, dy, ids = tokens(9, 16, 5, device)
+    ids %= 3
+    target = torch.full((5, 16), torch.nan, device=device)
+    run(target, dy, ids, None, True)
+    assert torch.equal(target, one_by_one(target, dy, ids, first=True))
+    target[3:] = torch.tensor(-0.0)
+    run(target, dy, ids, None, False)
+    assert torch.signbit(target[3:]).all()
+
+
+@BOTH
+@pytest.mark.parametrize("first", [True, False])
+def test_rows_that_another_rank_has_are_skipped(run: Any, device: str, first: bool) -> None:
+    before, dy, ids = tokens(50, 16, 12, device)
+    ids[:3] = torch.tensor([0, 11, 3])
+    for begin, end in ((0, 6), (6, 12), (12, 15)):
+        is_own = (ids >= begin) & (ids < end)
+        rows = torch.where(is_own, ids - begin, -1)
+        target = before.clone()
+        run(target, dy, rows.int(), None, first)
+        assert torch.equal(target, one_by_one(before, dy[is_own], rows[is_own], first=first))
+
+
+@BOTH
+def test_no_tokens(run: Any, device: str) -> None:
+    ids = torch.empty(0, dtype=torch.int64, device=device)
+    target = torch.ones(4, 16, device=device)
+    run(target, torch.empty(0, 16, device=device), ids, None, False)
+    assert (target == 1).all()
+    run(target, torch.empty(0, 16, device=device), ids, None, True)
+    assert (target == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("n", [1, 16, 700, 1024])
+def test_ids_are_sorted_as_torch_does(n: int, dtype: torch.dtype, device: str) -> None:
+    largest = embedding.LARGEST_ID
+    ids = torch.randint(0, largest, (n,), device=device)
+    ids[torch.rand(n, device=device) < 0.5] %= 5
+    ids[n // 3], ids[-1] = -1, largest - 1
+    expected, tokens = ids.sort(stable=True)
+    for vocabulary in (largest, largest + 1):
+        ours = embedding.sort_ids(ids.to(dtype), vocabulary)
+        assert torch.equal(ours[0], expected.int()) and torch.equal(ours[1].long(), tokens)
+
+
+@pytest.mark.parametrize("begin", [-1, embedding.LARGEST_ID // 2, embedding.LARGEST_ID - 60])
+def test_neighbouring_ids_are_told_apart(begin: int, device: str) -> None:
+    ids = torch.arange(begin, begin + 60, device=device).repeat(3)[torch.randperm(180, device=device)]
+    expected, tokens = ids.sort(stable=True)
+    ours = embedding.sort_ids(ids, embedding.LARGEST_ID)
+    assert torch.equal(ours[0], expected.int()) and torch.equal(ours[1].long(), tokens)
+
+
+@pytest.mark.parametrize("ulps", [-2, 0, 2])
+def test_all_ids_are_told_apart_by_an_inexact_division(ulps: int) -> None:
+    """That of a GPU is wrong by 2 ulps at most; the kernel's arithmetic, on all ids and their neighbours."""
+    ids = torch.arange(-1, embedding.LARGEST_ID)
+
+    def number(ids: Tensor, shift: int) -> Tensor:
+        return (0x40000000 - 32 + shift - 16 * ids).int().view(torch.float32)
+
+    scale = 0.5 / (number(ids, 0) + 2**-20)
+    scale = (scale.view(torch.int32) + ulps).view(torch.float32)
+    for difference in (-1, 0, 1):
+        # The filler of masks is the largest one.
+        other = (ids + difference).clamp(-1, embedding.LARGEST_ID)
+        for shift, counts in ((0, other < ids), (16, other <= ids)):
+            # Exact in FP64, as in an FMA, and then rounded.
+            fused, rounded = number(other, shift).double() * scale.double(), number(other, shift) * scale
+            assert torch.equal(fused > 0.5, counts) and torch.equal(rounded > 0.5, counts)
+            assert (fused != 0.5).all() and (rounded != 0.5).all() and (fused < 1.5).all()
+
+
+def test_many_tokens_are_sorted_by_torch(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, dy, ids = tokens(40, 16, 9, device)
+    one, two = before.clone(), before.clone()
+    embedding.launch(one, dy, ids, None, False)
+    monkeypatch.setattr(embedding, "MOST_RANKED", 39)
+    embedding.launch(two, dy, ids, None, False)
+    assert torch.equal(one, two)
+
+
+def test_as_autograd_computes_it(device: str) -> None:
+    _, dy, ids = tokens(60, 32, 11, device)
+    weight = torch.randn(11, 32, device=device, dtype=torch.float64, requires_grad=True)
+    F.embedding(ids, weight, padding_idx=4).backward(dy.double())
+    target = torch.empty(11, 32, device=device)
+    embedding_grad(target, dy, ids, first=True, padding_idx=4)
+    assert (target - weight.grad).abs().max() < 1e-5
+
+
+def test_a_second_run_has_the_same_bits(device: str) -> None:
+    before, dy, ids = tokens(200, 64, 9, device)
+    one, two = before.clone(), before.clone()
+    for target in (one, two):
+        embedding_grad(target, dy, ids, first=False)
+    assert torch.equal(one, two)
+
+
+def test_what_does_not_fit_is_named() -> None:
+    target, dy, ids = tokens(4, 16, 5, "cpu")
+    for message, arguments in (
+        (r"target is torch\.bfloat16 \(5, 16\)", (target.bfloat16(), dy, ids)),
+        (r"target is .* of 15 columns like dy", (target, dy[:, :15].contiguous(), ids)),
+        (r"dy is torch\.float64", (target, dy.double(), ids)),
+        (r"ids is torch\.int64 \(3,\)", (target, dy, ids[:3])),
+        (r"ids is torch\.float32", (target, dy, ids.float())),
+    ):
+        with pytest.raises(ValueError, match=message):
+            embedding_grad(*arguments, first=True)
+
+
+def test_compiled_and_faked_calls_go_through_the_operator() -> None:
+    target, dy, ids = tokens(4, 16, 5, "cpu")
+    for padding_idx, first in ((None, True), (2, False)):
+        arguments = (target, dy, ids, padding_idx, first)
+        library.opcheck(torch.ops.flatfsdp.embedding_grad_.default, arguments)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_it_compiles_for_hopper_with_wide_accesses(first: bool) -> None:
+    tile = embedding.tile(torch.bfloat16, 4096)
+    compiled = compile_for_hopper(
+        "grad.embedding",
+        "_embedding_kernel",
+        {
+            **{"target_ptr": "*fp32", "dy_ptr": "*bf16", "ids_ptr": "*i32", "n": "i32"},
+            **{"tokens_ptr": "*i32", "padding_idx": "i32", "cols": "i32"},
+        },
+        {
+            **{"FIRST": first, "BLOCK_COLS": tile.cols, "STAGES": tile.stages},
+            **{"RUN": embedding.RUN, "IS_EARLY": True},
+        },
+        num_warps=tile.warps,
+        aligned=("cols",),
+    )
+    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 96
+    # What is under way before the loop, and in its body.
+    accesses = tile.cols // (32 * tile.warps) // 8
+    assert compiled.ptx.count("cp.async.cg.shared.global") == accesses * tile.stages
+    assert "st.global.v4.b32" in compiled.ptx and "st.global.b32" not in compiled.ptx
+
+
+@pytest.mark.parametrize("ids_type", ["i64", "i32"])
+def test_the_sort_compiles_for_hopper_without_spills(ids_type: str) -> None:
+    tile = find("embedding_grad, sort", torch.int64, 8192)
+    compiled = compile_for_hopper(
+        "grad.embedding",
+        "_rank_kernel",
+        {"ids_ptr": f"*{ids_type}", "sorted_ptr": "*i32", "tokens_ptr": "*i32", "n": "i32"},
+        {"BLOCK_TOKENS": tile.rows, "BLOCK_OTHERS": tile.cols, "STEPS": tile.steps, "IS_EARLY": True},
+        num_warps=tile.warps,
+        aligned=("n",),
+    )
+    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 64
+    # A pair is one instruction, and there are no others like it.
+    assert compiled.ptx.count("fma.rn.f32") == tile.rows * tile.cols // (32 * tile.warps) * tile.steps

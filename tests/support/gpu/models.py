@@ -1,0 +1,42 @@
+"""A GPT, its data and a training loop that the GPU tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp.models.gpt import GPT, Block, GPTConfig
+from tests.support.models import Trace, grads_of
+
+BF16 = Precision(compute=torch.bfloat16)
+WORLD_SIZES = [n for n in (2, 4) if n <= torch.cuda.device_count()]
+SMALL = GPTConfig(layers=4, hidden=256, heads=4, seq=128)
+WIDE = GPTConfig(layers=6, hidden=2048, heads=16, seq=1024)
+
+
+def build(config: GPTConfig = SMALL, **options: Any) -> FlatFSDP:
+    return auto_wrap(GPT(config), by_class(Block), device="cuda", **options)
+
+
+def tokens(config: GPTConfig, rank: int, count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    shape = (2, config.seq)
+    return [torch.randint(0, config.vocab, shape, generator=generator).cuda() for _ in range(count)]
+
+
+def train(model: FlatFSDP, batches: list[torch.Tensor], steps: int = 4) -> Trace:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+    losses, grads = [], []
+    for _ in range(steps):
+        for batch in microbatches(model, batches):
+            loss = model(batch, batch)
+            loss.backward()
+            losses.append(loss.detach())
+        grads += grads_of(model)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(torch.isfinite(loss) for loss in losses)
+    state = [v.cpu() for p in model.parameters() for v in optimizer.state[p].values()]
+    return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], state)

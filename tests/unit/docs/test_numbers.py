@@ -1,0 +1,172 @@
+"""The README's tables of measurements are those of the committed results, digit by digit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+
+from tests.support.published import README, results, rows
+
+ROWS = [
+    [cell.strip() for cell in re.sub(r"[*`]", "", line).strip("|").split("|")]
+    for line in README.splitlines()
+    if line.startswith("|")
+]
+
+
+def assert_rows(expected: Iterable[tuple[str, ...]]) -> None:
+    """Each is the end of a row of the README."""
+    missing = [cells for cells in expected if not any(row[-len(cells) :] == [*cells] for row in ROWS)]
+    assert not missing, "\n".join(" | ".join(cells) for cells in missing)
+
+
+def test_bytes() -> None:
+    by_label = {row["label"]: row["local"] for row in results("bytes.json")["rows"] if row["ranks"] == 4}
+
+    def expected() -> Iterator[tuple[str, ...]]:
+        for engine, sync in (
+            ("FlatFSDP on", "last"),
+            ("FlatFSDP off", "last"),
+            ("FSDP2", "last"),
+            ("FSDP2", "every"),
+        ):
+            yield tuple(
+                f"{by_label[f'{engine}, {zero}, {sync}']['measured']:.1f}" for zero in ("ZeRO-3", "ZeRO-2")
+            )
+
+    assert_rows(expected())
+
+
+def test_the_same_bits() -> None:
+    def expected() -> Iterator[tuple[str, ...]]:
+        for two, four in zip(
+            results("verify-h200-2.json")["rows"], results("verify-h200-4.json")["rows"], strict=True
+        ):
+            yield two["off"]["final_loss_hex"], four["on"]["final_loss_hex"], "equal"
+        own: dict[tuple[str, str], dict[str, str]] = {}
+        for row in results("verify-h200-2-fp8.json")["rows"]:
+            losses = own.setdefault((row["switch"], row["fusion"]), {})
+            # Both strategies have one loss.
+            assert (
+                losses.setdefault(row["precision"], row["on"]["final_loss_hex"])
+                == row["off"]["final_loss_hex"]
+            )
+        for losses in own.values():
+            yield tuple(losses.get(name, "") for name in ("bf16-fused", "fp8-delayed", "fp8-current"))
+
+    assert_rows(expected())
+
+
+def test_steps() -> None:
+    def expected() -> Iterator[tuple[str, ...]]:
+        for name, row in rows("step-70b-l2-vocab-m16-keep.json").items():
+            if name != "flat-off-compile":
+                yield f"{row['ms']:.0f}", f"{row['time_vs_fsdp2']:.3f}", f"{row['peak_gib']:.1f}"
+        for file in ("step-8b-m1-reshard-fp8.json", "step-70b-l2-s1k-m16-keep-fp8.json"):
+            for row in rows(file).values():
+                numbers = f"{row['ms']:.0f}", f"{row['tflops_per_rank']:.0f}"
+                yield *numbers, f"{row['time_vs_fsdp2_float8']:.3f}", f"{row['peak_gib']:.1f}"
+
+    assert_rows(expected())
+
+
+def test_layers() -> None:
+    one, two = rows("layer.json"), rows("tensor-parallel-70b-2.json")
+    shown = (
+        "eager",
+        "flat-bf16",
+        "flat-bf16-fused",
+        "eager-added",
+        "flat-bf16-fused-added",
+        "torchao-tensorwise",
+    )
+    split = ("torch-sp", "torch-compile-sp", "flat-bf16-sp", "flat-bf16-overlap", "torchao-sp", "flat-fp8-sp")
+
+    def expected() -> Iterator[tuple[str, ...]]:
+        for name in (*shown, "flat-delayed-cached-fused", "floor"):
+            yield f"{one[name]['ms']:.2f}", f"{one[name]['ms'] / one['torchao-tensorwise']['ms']:.3f}"
+        for name in split:
+            numbers = f"{two[name]['ms']:.2f}", f"{two[name]['tflops_per_rank']:.0f}"
+            yield *numbers, f"{two[name]['time_vs_torchao']:.3f}"
+
+    assert_rows(expected())
+    assert (
+        f"torchao 0.18 float8 tensorwise, torch.compile; rowwise {one['torchao-rowwise']['ms']:.2f}" in README
+    )
+
+
+def test_collectives() -> None:
+    shown = {2**power for power in (20, 24, 26, 28, 30)}
+    found: dict[str, list[str]] = {}
+    for row in results("collectives-nccl-4.json")["rows"]:
+        if row["bytes"] in shown:
+            found.setdefault(row["operation"], []).append(f"{row['bus_gb_s']:.0f}")
+    assert_rows(tuple(numbers) for numbers in found.values())
+
+
+def test_kernels() -> None:
+    found = results("kernels.json")
+
+    def percent(kernel: str, variant: str = "") -> list[str]:
+        """Of a copy of as many bytes, for each size."""
+        shares = (
+            row for row in found["kernels"] if row["kernel"] == kernel and row["variant"].startswith(variant)
+        )
+        return [f"{100 * row['share_of_equal']:.0f}" for row in shares]
+
+    def ratios(dtype: str) -> str:
+        chosen = (row for row in found["wgrad"] if (row["dtype"], row["path"]) == (dtype, "in the GEMM"))
+        return ", ".join(f"{row['ratio']:.2f}" for row in chosen)
+
+    summed = percent("cast", "to E5M2: row, column, column sum")
+    gelu, swiglu = (
+        [percent(f"activation_{way}", name)[0] for way in ("forward", "backward")]
+        for name in ("gelu", "swiglu")
+    )
+    normed = percent("norm_forward", "LayerNorm, to bf16") + percent("norm_forward", "LayerNorm, to FP8")
+    logits = percent("cross_entropy_statistics") + percent("cross_entropy_grad")
+    elementwise = percent("rope") + percent("dropout_forward") + percent("dropout_backward")
+    cells = [
+        f"{ratios('FP8')} times as fast",
+        ratios("bf16"),
+        f"{percent('adamw')[0]} %",
+        f"{' / '.join(percent('cast', 'to E4M3: row, column'))} %; {' / '.join(summed)} %",
+        f"{', '.join(gelu)} / {', '.join(swiglu)} %",
+        f"{', '.join(logits)} %",
+        f"{' / '.join(percent('norm_forward', 'RMSNorm'))} %",
+        f"{', '.join(normed)} %",
+        f"{' / '.join(percent('norm_backward'))} %",
+        f"{' / '.join(percent('block_cast'))} %",
+        f"{', '.join(elementwise)} %",
+        f"{', '.join(percent('transpose_many') + percent('embedding_grad'))} %",
+    ]
+    assert_rows((cell,) for cell in cells)
+    reached = [row["reached"] for row in found["kernels"] + found["wgrad"] if row["reached"] is not None]
+    assert all(reached) and f"All {len(reached)} rows reach their goal" in README
+
+
+def test_kernels_of_many_tokens() -> None:
+    shares: dict[str, list[float]] = {}
+    for row in results("kernels-32768.json")["kernels"]:
+        if row["size"].startswith("32768"):
+            shares.setdefault(f"{row['kernel']} {row['variant']}", []).append(100 * row["share"])
+    (norm,), (embedding,) = shares.pop("norm_forward LayerNorm, to FP8"), shares.pop("embedding_grad added")
+    others = [share for of_sizes in shares.values() for share in of_sizes]
+    text = README.replace("\n", " ")
+    assert f"kernels have {min(others):.0f} to {max(others):.0f} %" in text
+    assert f"LayerNorm to FP8 {norm:.1f}, the embedding gradient {embedding:.0f}." in text
+
+
+def test_products() -> None:
+    speeds: dict[str, list[float]] = {"fprop": [], "dgrad": []}
+    for row in results("products.json")["rows"]:
+        if row["path"] == "flatfsdp":
+            speeds[row["direction"]].append(row["speed"])
+    assert_rows([("; ".join(f"{min(found):.2f} to {max(found):.2f}" for found in speeds.values()),)])
+
+
+def test_convergence() -> None:
+    bf16, *others = results("convergence.json")["rows"]
+    assert f"ends at a loss of {bf16['final_loss']:.3f} in bf16" in README
+    for row in others:
+        assert f"{100 * row['against_bf16']:+.2f} % with" in README.replace("\n", " "), row["precision"]

@@ -1,0 +1,58 @@
+"""The memory report, against the tensors that really exist."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
+from flatfsdp.engine.memory import MemoryReport
+from flatfsdp.fp8 import CurrentScaling, autocast
+from tests.support.fp8_layers import TOKENS, WIDTH, Block, Stack, seeded
+
+
+def build(*, in_fp8: bool, compute: torch.dtype = torch.bfloat16) -> FlatFSDP:
+    precision = Precision(compute=compute, fp8_weights=CurrentScaling() if in_fp8 else None)
+    return auto_wrap(seeded(partial(Stack, blocks=3)), by_class(Block), precision=precision)
+
+
+def total(report: MemoryReport, buffer: str) -> int:
+    return sum(row.total for row in report.rows if row.buffer == buffer)
+
+
+def test_bytes_of_each_kind_of_buffer() -> None:
+    model = build(in_fp8=True)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with autocast(recipe=CurrentScaling()):
+        model(torch.randn(TOKENS, WIDTH)).square().mean().backward()
+    report = model.memory_report(optimizer)
+    flats = [(name, flat.numel()) for name, flat in model.named_parameters()]
+    numel = sum(size for _, size in flats)
+    in_fp8 = sum(size for name, size in flats if name.endswith("fp8_flat_param"))
+    assert total(report, "master shard") == 4 * numel
+    assert total(report, "compute shard") == in_fp8 + 2 * (numel - in_fp8)
+    assert total(report, "transposed weights") == in_fp8
+    assert total(report, "main_grad") == total(report, "reduced gradient") == 4 * numel
+    assert total(report, "optimizer state") == 0
+    optimizer.step()
+    report = model.memory_report(optimizer)
+    # Two moments, and a step count a flat parameter.
+    assert total(report, "optimizer state") == 8 * numel + 4 * len(flats)
+    assert report.static == sum(
+        total(report, buffer) for buffer in ("master shard", "compute shard", "optimizer state")
+    )
+    assert report.static < report.peak
+
+
+def test_a_shard_that_needs_no_cast_has_no_copy() -> None:
+    report = build(in_fp8=False, compute=torch.float32).memory_report()
+    assert total(report, "compute shard") == total(report, "flat buffer") == 0
+
+
+def test_the_table_says_it_all() -> None:
+    report = build(in_fp8=True).memory_report()
+    lines = str(report).splitlines()
+    assert len(lines) == len(report.rows) + 2
+    for row, line in zip(report.rows, lines[1:], strict=False):
+        assert line.startswith(row.buffer) and line.endswith(row.lives)

@@ -1,0 +1,223 @@
+"""The plan beside what H200s did, from the committed results; and where its numbers come from.
+
+Bytes between steps are exact.  Peaks were within 1 % where units are the package's own, and 4 to 5 % above in
+`step.py`, where the embedding is a unit; single layers were within 5 %, steps 18 % below to 4 % above.  Tests
+leave room for new measurements.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from statistics import fmean, median
+from typing import Any
+
+import pytest
+import torch
+
+from flatfsdp.engine.memory import GIB
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
+from flatfsdp.models import PRESETS, LlamaConfig
+from flatfsdp.plan import Arrangement, Job, Machine, memory_plan, time_plan
+from flatfsdp.plan.links import Groups
+from flatfsdp.plan.memory import MemoryPlan, fullest
+from flatfsdp.plan.parts import Part, layouts_of, parts_of
+from flatfsdp.plan.time import RankTime, TimePlan, step_of
+from flatfsdp.policy import Precision
+from flatfsdp.profiling.timeline import load_spans, overlap_of
+from flatfsdp.profiling.trace import ATTENTION, COMMUNICATION, breakdown
+from tests.support.programs import ROOT
+from tests.support.published import README, RESULTS, results, rows
+
+H200 = Machine()
+BF16 = Precision(compute=torch.bfloat16)
+FP8 = replace(BF16, fp8_weights=CurrentScaling())
+PRECISIONS: dict[str, tuple[Precision, Recipe | None]] = {
+    "flat-fp8-delayed": (FP8, DelayedScaling()),
+    "flat-fp8-current": (FP8, CurrentScaling()),
+    "flat-bf16-fused": (BF16, None),
+}
+
+
+# -- steps -----------------------------------------------------------------------------------------------
+
+STEPS = {
+    "step-8b-m1-reshard-fp8.json": (PRESETS["8b"], True, None),
+    # Layers alone, without embedding and head.
+    "step-70b-l2-s1k-m16-keep-fp8.json": (
+        replace(PRESETS["70b"], layers=2, seq=1024),
+        False,
+        [[Part(2, False, False)]],
+    ),
+}
+
+
+def planned_step(file: str, engine: str) -> tuple[MemoryPlan, TimePlan]:
+    model, frees, parts = STEPS[file]
+    told = results(file)["job"]
+    ranks = Arrangement(results(file)["ranks"], reshard_after_forward=frees)
+    precision, recipe = PRECISIONS[engine]
+    job = Job(model, ranks, microbatches=told["microbatches"], precision=precision, recipe=recipe)
+    layouts, parts = layouts_of(job), parts or parts_of(job)
+    return fullest(job, parts, layouts), step_of(job, H200, parts, layouts)
+
+
+@pytest.mark.parametrize("file", STEPS)
+@pytest.mark.parametrize("engine", PRECISIONS)
+def test_steps(file: str, engine: str) -> None:
+    measured, frees = rows(file)[engine], STEPS[file][1]
+    memory, time = planned_step(file, engine)
+    assert memory.between_steps / GIB == pytest.approx(measured["runs"][0]["reported_gib"], rel=1e-9)
+    assert memory.peak / GIB == pytest.approx(measured["peak_gib"], rel=0.15)
+    assert 1e3 * time.seconds == pytest.approx(measured["ms"], rel=0.2)
+    if frees:
+        sent = measured["runs"][0]["breakdown"]["shares"][COMMUNICATION]
+        assert time.hidden_share == pytest.approx(1 - sent["alone_ms"] / sent["busy_ms"], abs=0.1)
+
+
+NAMES = [row["name"] for row in results("plan-1b-2.json")["rows"]]
+
+
+@pytest.fixture
+def layouts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Job]:
+    """What `benchmarks/plan.py` measures, by name."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    found = results("plan-1b-2.json")
+    return dict(importlib.import_module("plan").jobs(LlamaConfig(**found["model"]), found["ranks"]))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_layouts_over_two_gpus(name: str, layouts: dict[str, Job]) -> None:
+    job, measured = layouts[name], rows("plan-1b-2.json")[name]
+    memory = memory_plan(job)
+    # FP8 layers have states besides.
+    assert memory.between_steps / GIB == pytest.approx(max(measured["static_gib"]), rel=0.01)
+    assert memory.peak / GIB == pytest.approx(max(measured["peak_gib"]), rel=0.03)
+    assert 1e3 * time_plan(job, H200).seconds == pytest.approx(measured["ms"], rel=0.2)
+
+
+def test_the_readmes_table(layouts: dict[str, Job]) -> None:
+    """Peaks in GiB and times in ms, planned and measured, and by how much they differ."""
+
+    def cells(planned: list[float], measured: list[float], digits: int, of_percent: int) -> Iterator[str]:
+        for numbers in (planned, measured):
+            yield " / ".join(f"{number:.{digits}f}" for number in numbers)
+        pairs = zip(planned, measured, strict=True)
+        percent = " / ".join(f"{100 * (a / b - 1):+.{of_percent}f}" for a, b in pairs)
+        yield re.sub(r"[+-]0\.0", "0.0", percent) + " %"
+
+    def line(plans: list[tuple[MemoryPlan, TimePlan]], found: list[Any], of_percent: int) -> str:
+        peaks, measured_peaks = (
+            [memory.peak / GIB for memory, _ in plans],
+            [max(row["peak_gib"]) for row in found],
+        )
+        ms, measured_ms = [1e3 * time.seconds for _, time in plans], [row["ms"] for row in found]
+        both = [*cells(peaks, measured_peaks, 1, of_percent), *cells(ms, measured_ms, 0, 0)]
+        return f"| {' | '.join(both)} |\n"
+
+    lines = []
+    for name, job in layouts.items():
+        lines.append(line([(memory_plan(job), time_plan(job, H200))], [rows("plan-1b-2.json")[name]], 1))
+    for file, engines in product(STEPS, (["flat-bf16-fused"], ["flat-fp8-delayed", "flat-fp8-current"])):
+        found = [{**rows(file)[name], "peak_gib": [rows(file)[name]["peak_gib"]]} for name in engines]
+        lines.append(line([planned_step(file, name) for name in engines], found, 0))
+    assert not (missing := [each for each in lines if each not in README]), "".join(missing)
+
+
+@pytest.mark.parametrize(
+    ("file", "ranks"),
+    [
+        ("pretrain-1b-dp-2.json", Arrangement(2)),
+        ("pretrain-1b-tp-2.json", Arrangement(2, tp=2, sequence_parallel=True)),
+    ],
+    ids=str,
+)
+def test_traced_steps(file: str, ranks: Arrangement) -> None:
+    """Recording delays the host, so that time in which nothing ran is left out."""
+    found = breakdown(load_spans(RESULTS / file)[0])
+    assert found is not None
+    config = replace(PRESETS["1b"], seq=4096)
+    job = Job(config, ranks, batch=4, microbatches=4, precision=FP8, recipe=DelayedScaling())
+    lines = step_of(job, H200, parts_of(job), layouts_of(job)).lines
+    lines.pop("waiting for the host", None)
+    assert 1e3 * sum(lines.values()) == pytest.approx(found.step_ms - found.gaps_ms, rel=0.1)
+
+
+LAYERS = {"one": (1, False), "tp": (2, False), "sp": (2, True)}
+
+
+@pytest.mark.parametrize(
+    ("shape", "split", "dtype"),
+    [
+        (shape, split, dtype)
+        for shape, split, dtype in product(("8b", "70b"), LAYERS, ("bf16", "fp8"))
+        # There the host was the limit, before launches were made cheaper.
+        if (shape, split, dtype) != ("8b", "sp", "fp8")
+    ],
+)
+def test_layers_over_tensor_parallel_ranks(shape: str, split: str, dtype: str) -> None:
+    tp, sequence_parallel = LAYERS[split]
+    ranks = Arrangement(tp, tp=tp, sequence_parallel=sequence_parallel)
+    precision, recipe = (FP8, DelayedScaling()) if dtype == "fp8" else (BF16, None)
+    # Weights are cast once, and gradients added to others, as in one of many microbatches.
+    job = Job(replace(PRESETS[shape], layers=1), ranks, microbatches=1000, precision=precision, recipe=recipe)
+    layer = RankTime(job, H200, Groups.of(ranks, H200), [Part(1, False, False)], layouts_of(job))
+    measured = rows(f"tensor-parallel-{shape}-2.json")[f"flat-{dtype}-{split}"]["ms"]
+    assert 1e3 * sum(layer.microbatch().values()) == pytest.approx(measured, rel=0.1)
+
+
+# -- where the numbers come from -------------------------------------------------------------------------
+
+GPT = results("layer.json")["shape"]
+TOKENS = GPT["batch"] * GPT["seq"]
+GPT_WEIGHTS = 4 * GPT["hidden"] ** 2 + 2 * GPT["hidden"] * GPT["ffn"]
+PRODUCTS = 6 * GPT_WEIGHTS * TOKENS
+# An FP32 gradient read and written.
+GRADIENTS_MS = 1e3 * 8 * GPT_WEIGHTS / H200.memory_bandwidth
+
+
+def test_rates_of_products_and_attention() -> None:
+    ms = {name: row["ms"] for name, row in rows("layer.json").items()}
+    attention = 6 * GPT["hidden"] * GPT["seq"] * TOKENS
+    assert attention / ms["attention"] * 1e3 == pytest.approx(H200.attention_rate(GPT["seq"], 128), rel=0.05)
+    products = ms["gemms"] - GRADIENTS_MS
+    assert PRODUCTS / products * 1e3 == pytest.approx(H200.fp8_flops, rel=0.05)
+    products = ms["flat-bf16-fused-added"] - ms["attention"] - ms["bytes"] - GRADIENTS_MS
+    assert PRODUCTS / products * 1e3 == pytest.approx(H200.bf16_flops, rel=0.05)
+
+
+def test_rates_of_attention_over_long_sequences_and_narrow_heads() -> None:
+    file, hidden, seq = "tensor-parallel-8b-2.json", PRESETS["8b"].hidden, 8192
+    shares = [
+        rows(file)[name]["runs"][0]["breakdown"]["shares"] for name in ("flat-bf16-one", "flat-fp8-one")
+    ]
+    rate = 6 * hidden * seq * seq / fmean(share[ATTENTION]["busy_ms"] for share in shares) * 1e3
+    assert rate == pytest.approx(H200.attention_rate(seq, 128), rel=0.05)
+    config, tokens, seq = PRESETS["1b"], 4 * 4 * 4096, 4096
+    whole = 6 * config.layers * config.hidden * seq * tokens
+    rates = []
+    for name, ranks in (("dp", 1), ("tp", 2)):
+        found = breakdown(load_spans(RESULTS / f"pretrain-1b-{name}-2.json")[0])
+        assert found is not None
+        rates.append(whole / ranks / found.shares[ATTENTION].busy_ms * 1e3)
+    assert fmean(rates) == pytest.approx(H200.attention_rate(seq, config.head_dim), rel=0.05)
+
+
+def test_rates_of_memory_and_links() -> None:
+    reached = [row["tb_s"] for row in results("kernels.json")["kernels"] if row["tb_s"]]
+    assert median(reached) * 1e12 == pytest.approx(H200.memory_bandwidth, rel=0.05)
+    for operation in ("all-gather", "reduce-scatter"):
+        ms = {
+            row["bytes"]: row["ms"]
+            for row in results("collectives-nccl-4.json")["rows"]
+            if row["operation"] == operation
+        }
+        large, small = 2**30, 2**26
+        rate = 0.75 * (large - small) / (ms[large] - ms[small]) * 1e3
+        assert rate == pytest.approx(H200.link_bandwidth, rel=0.05)
+        assert ms[2**20] / 1e3 == pytest.approx(H200.link_latency, rel=0.2)
+    hidden = overlap_of(load_spans(RESULTS / "pretrain-1b-tp-2.json")[0]).hidden_share
+    assert hidden == pytest.approx(H200.hidden_exchange, rel=0.05)
