@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.contract.late_buffers import LATE_BUFFERS, PREPARE_LOAD
 from flatfsdp.contract.placement import Partition
 from flatfsdp.engine.storage.group import FlatGroup, settle
 from flatfsdp.engine.units import keys_of_slots, named_groups
@@ -175,11 +176,11 @@ def adopt_late_buffers(model: nn.Module, saved: Mapping[str, torch.Size]) -> set
     absent: set[str] = set()
     device = next((group.master.device for _, group in named_groups(model)), torch.device("cpu"))
     for prefix, owner in prefixed_modules(model):
-        names = getattr(owner, "late_buffers", ())
+        names = LATE_BUFFERS.of(owner)
         shapes = {name: saved[prefix + name] for name in names if prefix + name in saved}
         absent.update(prefix + name for name in names if name in owner._buffers and name not in shapes)
         if names:
-            owner.prepare_load(shapes, device)  # type: ignore[operator]
+            PREPARE_LOAD.of(owner)(shapes, device)
     return absent
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatfsdp import checkpoint
+from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.engine.fsdp import FlatFSDP
 
 try:
@@ -122,7 +123,7 @@ class FlatFSDPStrategy(DDPStrategy):
             ValueError: if it was made before the model was wrapped.
         """
         for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            name = getattr(parameter, "_flatfsdp_name", None)
+            name = TAKEN_AS.of(parameter)
             if name is not None:
                 raise ValueError(
                     f"the optimizer has parameter {name}, which is in a flat buffer by now; make it after "

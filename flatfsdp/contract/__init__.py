@@ -1,1 +1,27 @@
-"""What layers and the engine promise each other; neither imports the other."""
+"""What layers, the engine and optimizers promise each other; none of them imports another.
+
+They speak through attributes of parameters and of layers, whose names stand here and nowhere else.  Who writes
+a layer needs no more than this page: a layer of any library that sets or reads these attributes works inside
+FlatFSDP.
+
+    attribute                   set by           read by             see
+    main_grad, get_main_grad,   engine           layers,             main_grad.py
+      claim_main_grad                            optimizers
+    __fsdp_param__              engine           Transformer Engine  main_grad.py
+    overwrite_main_grad,        Megatron         layers              main_grad.py
+      grad_added_to_main_grad
+    fp8_operand                 engine           layers              operand.py
+    fp8_weights()               layers           engine              operand.py
+    late_buffers,               layers           engine,             late_buffers.py
+      prepare_load()                             checkpoints
+    tensor_model_parallel, partition_dim,        engine,             tensor_parallel.py
+      partition_sizes, partition_stride,         optimizers,
+      sequence_parallel,        layers           checkpoints
+      tensor_parallel_ranks
+    exchanges                   layers           engine              tensor_parallel.py
+    skip_backward_post_hook     layers           engine              tensor_parallel.py
+    flat_shard                  engine           optimizers          flat_shard.py
+    _flatfsdp_name(s)           engine           engine, Lightning   claimed.py
+
+`placement.py` reads the marks of tensor parallelism for the engine.
+"""

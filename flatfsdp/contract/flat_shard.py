@@ -15,6 +15,7 @@ from torch import Tensor
 from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.attribute import Attribute
 
 
 class FlatShard(Protocol):
@@ -63,6 +64,5 @@ class FlatShard(Protocol):
         parameter's version counter has been raised."""
 
 
-def flat_shard_of(parameter: Tensor) -> FlatShard | None:
-    """None for an ordinary parameter."""
-    return getattr(parameter, "flat_shard", None)
+FLAT_SHARD = Attribute[FlatShard | None]("flat_shard", None)
+"""Left on what an optimizer updates; None for an ordinary parameter."""

@@ -12,10 +12,32 @@ the weight's `overwrite_main_grad` is; a weight that has `grad_added_to_main_gra
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from flatfsdp.contract.attribute import Attribute
+
+GRAD = Attribute[Tensor | None]("grad", None)
+"""PyTorch's own, where a reduced gradient has the dtype of its parameter."""
+
+MAIN_GRAD = Attribute[Tensor | None]("main_grad", None)
+"""FP32, of the parameter's shape: a slot of the engine's flat buffer, or anybody's buffer; also a reduced
+gradient that is wider than its parameter."""
+
+GET_MAIN_GRAD = Attribute[Callable[[], Tensor] | None]("get_main_grad", None)
+"""A buffer to add to, for layers that find `IS_FSDP_PARAM`."""
+
+IS_FSDP_PARAM = Attribute[bool]("__fsdp_param__", False)
+
+CLAIM_MAIN_GRAD = Attribute[Callable[[], tuple[Tensor, bool]] | None]("claim_main_grad", None)
+"""The slot, and whether nothing has landed there in this step."""
+
+OVERWRITE_MAIN_GRAD = Attribute[bool]("overwrite_main_grad", False)
+
+GRAD_ADDED_TO_MAIN_GRAD = Attribute[bool]("grad_added_to_main_grad", False)
 
 
 class MainGradSlot(NamedTuple):
@@ -37,13 +59,13 @@ def claim(weight: Tensor, name: str, is_first_microbatch: bool | None) -> MainGr
         RuntimeError: if the weight has none.
         TypeError, ValueError: if it is not FP32, or not contiguous and of the weight's shape.
     """
-    owned = getattr(weight, "claim_main_grad", None)
+    owned = CLAIM_MAIN_GRAD.of(weight)
     if owned is not None:
         slot = MainGradSlot(*owned())
     else:
         slot = MainGradSlot(_buffer(weight, name), _overwrites(weight, is_first_microbatch))
-        if hasattr(weight, "grad_added_to_main_grad"):
-            weight.grad_added_to_main_grad = True
+        if GRAD_ADDED_TO_MAIN_GRAD.is_on(weight):
+            GRAD_ADDED_TO_MAIN_GRAD.leave(weight, True)
     target = slot.target
     if target.dtype != torch.float32:
         raise TypeError(
@@ -60,10 +82,10 @@ def claim(weight: Tensor, name: str, is_first_microbatch: bool | None) -> MainGr
 
 
 def _buffer(weight: Tensor, name: str) -> Tensor:
-    get = getattr(weight, "get_main_grad", None)
-    buffer = get() if get is not None and hasattr(weight, "__fsdp_param__") else None
+    get = GET_MAIN_GRAD.of(weight)
+    buffer = get() if get is not None and IS_FSDP_PARAM.is_on(weight) else None
     if buffer is None:
-        buffer = getattr(weight, "main_grad", None)
+        buffer = MAIN_GRAD.of(weight)
     if buffer is None:
         raise RuntimeError(
             f"{name} has no main_grad, into which fuse_wgrad_accumulation=True accumulates; wrap the model "
@@ -73,4 +95,4 @@ def _buffer(weight: Tensor, name: str) -> Tensor:
 
 
 def _overwrites(weight: Tensor, is_first_microbatch: bool | None) -> bool:
-    return is_first_microbatch is True or bool(getattr(weight, "overwrite_main_grad", False))
+    return is_first_microbatch is True or OVERWRITE_MAIN_GRAD.of(weight)

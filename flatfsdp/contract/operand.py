@@ -1,4 +1,4 @@
-"""One matrix of a product, in the forms that the coming products read.
+"""One matrix of a GEMM, in the forms that the coming GEMMs read; and which weights are kept in FP8.
 
 rowwise      [rows, cols]   y = x w^T reads x and w like this
 columnwise   [cols, rows]   dx = dy w reads w, dw = dy^T x reads dy and x like this: Hopper's FP8 products
@@ -7,9 +7,12 @@ columnwise   [cols, rows]   dx = dy w reads w, dw = dy^T x reads dy and x like t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
+
+from flatfsdp.contract.attribute import Attribute
 
 
 class Operand(NamedTuple):
@@ -35,3 +38,10 @@ class Operand(NamedTuple):
         if self.high is not None:
             return self
         return Operand(columnwise=self.columnwise, columnwise_inv=self.columnwise_inv)
+
+
+FP8_OPERAND = Attribute[Callable[[], Operand] | None]("fp8_operand", None)
+"""Left on a weight by the engine, which keeps it in FP8: the weight as GEMMs read it now."""
+
+FP8_WEIGHTS = Attribute[Callable[[], tuple[str, ...]]]("fp8_weights", tuple[str, ...])
+"""A layer's method: names of its parameters that only FP8 GEMMs read, so that they may be kept in FP8."""

@@ -16,6 +16,15 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.tensor_parallel import (
+    EXCHANGES,
+    PARTITION_DIM,
+    PARTITION_SIZES,
+    PARTITION_STRIDE,
+    SEQUENCE_PARALLEL,
+    TENSOR_MODEL_PARALLEL,
+    TENSOR_PARALLEL_RANKS,
+)
 
 
 class Placement(Enum):
@@ -64,18 +73,17 @@ def partition_of(parameter: nn.Parameter, tensor: Ranks) -> Partition | None:
     Args:
         tensor: the tensor-parallel ranks that FlatFSDP was given.
     """
-    if tensor.size == 1 or not getattr(parameter, "tensor_model_parallel", False):
+    if tensor.size == 1 or not TENSOR_MODEL_PARALLEL.of(parameter):
         return None
     partition = _declared(parameter, tensor)
     return None if partition.ranks(parameter.shape) == 1 else partition
 
 
 def _declared(parameter: nn.Parameter, tensor: Ranks) -> Partition:
-    dim = parameter.partition_dim  # type: ignore[attr-defined]
-    sizes = getattr(parameter, "partition_sizes", None)
+    dim, sizes = PARTITION_DIM.of(parameter), PARTITION_SIZES.of(parameter)
     if sizes is None:
         # Megatron and Transformer Engine mean as many equal parts.
-        stride = getattr(parameter, "partition_stride", 1)
+        stride = PARTITION_STRIDE.of(parameter)
         sizes = (parameter.shape[dim] * tensor.size // stride,) * stride
     return Partition(dim, tuple(sizes))
 
@@ -84,17 +92,15 @@ def placement_of(parameter: nn.Parameter, tensor: Ranks) -> Placement:
     """One that no layer has declared is on all ranks, and so is its gradient."""
     if partition_of(parameter, tensor) is not None:
         return Placement.SPLIT
-    is_partial = tensor.size > 1 and getattr(parameter, "sequence_parallel", False)
+    is_partial = tensor.size > 1 and SEQUENCE_PARALLEL.of(parameter)
     return Placement.PARTIAL if is_partial else Placement.EQUAL
 
 
 def is_shared(parameter: Tensor) -> bool:
     """Whether other tensor-parallel ranks have other parts of it or of its gradient, or the same."""
-    sizes = getattr(parameter, "partition_sizes", ())
-    is_part = bool(sizes) and parameter.shape[parameter.partition_dim] != sum(sizes)  # type: ignore[attr-defined]
-    return is_part or any(
-        getattr(parameter, mark, False) for mark in ("tensor_parallel_ranks", "sequence_parallel")
-    )
+    sizes = PARTITION_SIZES.of(parameter)
+    is_part = bool(sizes) and parameter.shape[PARTITION_DIM.of(parameter)] != sum(sizes or ())
+    return is_part or bool(TENSOR_PARALLEL_RANKS.of(parameter)) or SEQUENCE_PARALLEL.of(parameter)
 
 
 def check_placement(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
@@ -106,16 +112,16 @@ def check_placement(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
         ValueError: if a layer has declared the parameter for other ranks than these, or as none of them could
             have it.
     """
-    ranks = list(getattr(parameter, "tensor_parallel_ranks", ()))
+    ranks = list(TENSOR_PARALLEL_RANKS.of(parameter))
     if ranks and ranks != tensor.global_ranks:
         given = "no tp_group" if tensor.group is None else f"a tp_group of ranks {tensor.global_ranks}"
         raise ValueError(
             f"parameter {name} is of a layer that ranks {ranks} share, and FlatFSDP got {given}; pass the "
             "tp_group of the layer, and the ranks with the same part as mesh or process_group"
         )
-    if getattr(parameter, "tensor_model_parallel", False):
+    if TENSOR_MODEL_PARALLEL.of(parameter):
         _check_split(name, parameter, tensor)
-    elif getattr(parameter, "sequence_parallel", False) and tensor.group is None:
+    elif SEQUENCE_PARALLEL.of(parameter) and tensor.group is None:
         raise ValueError(
             f"parameter {name} has a gradient that is summed over tensor-parallel ranks, and FlatFSDP got no "
             "tp_group; pass that of its layer"
@@ -123,11 +129,11 @@ def check_placement(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
 
 
 def _check_split(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
-    sizes = getattr(parameter, "partition_sizes", None)
+    sizes = PARTITION_SIZES.of(parameter)
     if sizes is None and tensor.size == 1:
         # Megatron marks what one rank has, too.
         return
-    dim = getattr(parameter, "partition_dim", -1)
+    dim = PARTITION_DIM.of(parameter)
     is_known = 0 <= dim < parameter.dim()
     if not is_known or _declared(parameter, tensor).ranks(parameter.shape) not in (1, tensor.size):
         whole = "" if sizes is None else f" of a whole of {'+'.join(map(str, sizes))}"
@@ -143,14 +149,14 @@ def check_marks(path: str, owner: nn.Module) -> None:
     Raises:
         ValueError: if several ranks share a layer, and it has a parameter that does not say so.
     """
-    exchanges = getattr(owner, "exchanges", None) or {}
+    exchanges = EXCHANGES.of(owner) or {}
     if all(exchange.ranks.size == 1 for exchange in exchanges.values()):
         return
     for exchange in exchanges.values():
         # Raises where nobody knows which they are.
         _ = exchange.ranks.group
     for name, parameter in owner._parameters.items():
-        if parameter is not None and not hasattr(parameter, "tensor_model_parallel"):
+        if parameter is not None and not TENSOR_MODEL_PARALLEL.is_on(parameter):
             raise ValueError(
                 f"parameter {f'{path}.{name}'.lstrip('.')} is of a layer that several ranks share, and does "
                 "not say how: it is a copy without attributes, or one that you have added; use "

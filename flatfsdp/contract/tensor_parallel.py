@@ -1,32 +1,72 @@
 """Which ranks share a layer, and which part of each of its parameters a rank has.
 
 In:   a layer's tp_group, tp_size and sequence_parallel, and the sizes of its whole parameters.
-Out:  a `TensorParallel`, and parameters that say how they are split:
-
-    tensor_model_parallel   whether a parameter is split over the ranks of tp_group at all
-    partition_dim           along which dimension; -1 for one that is not split
-    partition_sizes         sizes of the parts of the whole dimension that are each split evenly, such as
-                            (ffn, ffn) for [gate | up]; rank r has the r-th piece of each, one after the other
-    partition_stride        how many they are
-    sequence_parallel       whether the gradient of a parameter that all ranks have is a part of a sum over
-                            them, because each rank has seen other tokens, or other heads
-    tensor_parallel_ranks   the ranks that share the layer, by their global numbers; () if it does not know
-
+Out:  a `TensorParallel`, and parameters that say how they are split, by the attributes below.
 Next: `matmul/exchange.py` communicates; FlatFSDP sums, clips and saves by these attributes.  The names are
-Transformer Engine's and Megatron's, but for partition_sizes and tensor_parallel_ranks.
+      Transformer Engine's and Megatron's, but for partition_sizes and tensor_parallel_ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp.comm.ranks import LateRanks, Ranks
+from flatfsdp.contract.attribute import Attribute
+
+TENSOR_MODEL_PARALLEL = Attribute[bool]("tensor_model_parallel", False)
+"""Whether a parameter is split over the ranks of tp_group at all."""
+
+PARTITION_DIM = Attribute[int]("partition_dim", -1)
+"""The dimension along which it is split; -1 for one that is not split."""
+
+PARTITION_SIZES = Attribute[tuple[int, ...] | None]("partition_sizes", None)
+"""Sizes of the parts of the whole dimension that are each split evenly, such as (ffn, ffn) for [gate | up];
+rank r has the r-th piece of each, one after the other."""
+
+PARTITION_STRIDE = Attribute[int]("partition_stride", 1)
+"""How many such parts there are."""
+
+SEQUENCE_PARALLEL = Attribute[bool]("sequence_parallel", False)
+"""Whether the gradient of a parameter that all ranks have is a part of a sum over them, because each rank has
+seen other tokens, or other heads."""
+
+TENSOR_PARALLEL_RANKS = Attribute[tuple[int, ...]]("tensor_parallel_ranks", ())
+"""The ranks that share the layer, by their global numbers; () if the layer does not know."""
+
+SKIP_BACKWARD_POST_HOOK = Attribute[bool]("skip_backward_post_hook", False)
+"""Whether a weight's gradient comes after the backward."""
+
+_KEPT = {
+    attribute.name
+    for attribute in (
+        TENSOR_MODEL_PARALLEL,
+        PARTITION_DIM,
+        PARTITION_SIZES,
+        PARTITION_STRIDE,
+        SEQUENCE_PARALLEL,
+        TENSOR_PARALLEL_RANKS,
+        SKIP_BACKWARD_POST_HOOK,
+    )
+}
+"""What a parameter in another's place is marked with, too."""
+
+
+class HasRanks(Protocol):
+    """What the engine asks an exchange of a linear map."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks that share the map."""
+
+
+EXCHANGES = Attribute[Mapping[str, HasRanks] | None]("exchanges", None)
+"""A layer's: what the ranks that share each of its linear maps send each other, by the weight's name."""
 
 Mode = Literal["column", "row"]
 """How a linear map is split: by its weight's rows, which are columns of the result, or by its columns."""
@@ -34,7 +74,8 @@ Mode = Literal["column", "row"]
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """
+    """How a layer is shared.
+
     Attributes:
         ranks: that share a layer; with a size of 1 nothing is split.
         sequence_parallel: activations between layers are split along dimension 0, the sequence, too.
@@ -151,38 +192,16 @@ def _declare(
 ) -> None:
     is_said = ranks is not None and ranks.size > 1 and are_known(ranks)
     shared_by = tuple(ranks.global_ranks) if ranks is not None and is_said else ()
-    values = (is_split, dim, sizes, max(1, len(sizes)), partial_grad, shared_by)
-    vars(parameter).update(zip(_MARKS, values, strict=True))
-
-
-_MARKS = (
-    "tensor_model_parallel",
-    "partition_dim",
-    "partition_sizes",
-    "partition_stride",
-    "sequence_parallel",
-    "tensor_parallel_ranks",
-)
-
-
-_DELAYED = "skip_backward_post_hook"
-
-
-_KEPT = (*_MARKS, _DELAYED)
-"""What a parameter in another's place is marked with, too."""
-
-
-def declare_delayed(weight: nn.Parameter) -> None:
-    """Marks a weight whose gradient comes after the backward, in Transformer Engine's words."""
-    setattr(weight, _DELAYED, True)
-
-
-def is_delayed(weight: Tensor) -> bool:
-    """Whether a layer, of any library, has said so."""
-    return getattr(weight, _DELAYED, False)
+    TENSOR_MODEL_PARALLEL.leave(parameter, is_split)
+    PARTITION_DIM.leave(parameter, dim)
+    PARTITION_SIZES.leave(parameter, sizes)
+    PARTITION_STRIDE.leave(parameter, max(1, len(sizes)))
+    SEQUENCE_PARALLEL.leave(parameter, partial_grad)
+    TENSOR_PARALLEL_RANKS.leave(parameter, shared_by)
 
 
 def marks_of(parameter: nn.Parameter | None) -> dict[str, Any]:
+    """What a layer has declared of its parameter, by the attributes' names."""
     attributes = {} if parameter is None else vars(parameter)
     return {key: value for key, value in attributes.items() if key in _KEPT}
 

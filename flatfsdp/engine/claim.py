@@ -18,8 +18,10 @@ from torch.nn.parameter import is_lazy
 from flatfsdp.comm.device import indexed
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.claimed import TAKEN_AS, mark_taken_from, taken_from
+from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.placement import Placement, placement_of
-from flatfsdp.contract.tensor_parallel import is_delayed
+from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
 from flatfsdp.engine.storage.fp8_weights import roles
 from flatfsdp.engine.units import UnitModule, units_in
 from flatfsdp.flat.binding import Binding
@@ -44,7 +46,7 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
                 f"{path or 'the module'} is a {type(owner).__name__}, which has flat parameters of its own; "
                 "wrap the plain module"
             )
-        taken = owner.__dict__.get("_flatfsdp_names", {})
+        taken = taken_from(owner)
         for attribute, name in taken.items():
             if attribute not in owner._parameters:
                 raise ValueError(_tied_message(f"{path}.{attribute}", name))
@@ -52,7 +54,7 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
             if parameter is not None:
                 found.setdefault(parameter, f"{path}.{attribute}".lstrip("."))
     for parameter, name in found.items():
-        owner_name = getattr(parameter, "_flatfsdp_name", None)
+        owner_name = TAKEN_AS.of(parameter)
         if owner_name is not None:
             raise ValueError(_tied_message(name, owner_name))
         _require_plain(name, parameter)
@@ -79,7 +81,7 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(
             f"parameter {name} gets its shape in the first forward; run one before the module is wrapped"
         )
-    if is_delayed(parameter):
+    if SKIP_BACKWARD_POST_HOOK.of(parameter):
         raise ValueError(
             f"the gradient of parameter {name} is computed after the backward, by backward_dw(), and "
             "FlatFSDP reduces gradients in the backward; build its layer without delay_wgrad_compute"
@@ -107,9 +109,9 @@ def mark_taken(bindings: Iterable[Binding], parameters: Iterable[tuple[str, nn.P
     for binding in bindings:
         for sites in binding.sites:
             for site in sites:
-                site.module.__dict__.setdefault("_flatfsdp_names", {})[site.attribute] = site.name
+                mark_taken_from(site.module, site.attribute, site.name)
     for name, parameter in parameters:
-        parameter._flatfsdp_name = name  # type: ignore[attr-defined]
+        TAKEN_AS.leave(parameter, name)
 
 
 def _tied_message(name: str, other: str) -> str:
@@ -168,6 +170,6 @@ def prepare_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype 
         for name, buffer in owner._buffers.items():
             if buffer is not None:
                 if buffer not in prepared:
-                    is_cast = buffer.is_floating_point() and name not in getattr(owner, "late_buffers", ())
+                    is_cast = buffer.is_floating_point() and name not in LATE_BUFFERS.of(owner)
                     prepared[buffer] = buffer.to(device, dtype if is_cast else None)
                 owner._buffers[name] = prepared[buffer]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.engine.units import Model, named_groups
@@ -120,7 +121,7 @@ def _cut(master: MasterShard, indices: Sequence[int]) -> Iterable[tuple[int, Por
 def attach_targets(group: FlatGroup) -> None:
     """Gives the parameters that an optimizer has of this group their `flat_shard`."""
     for parameter, start, stop in group.master.portions:
-        parameter.flat_shard = PortionTarget(group, start, stop)  # type: ignore[attr-defined]
+        FLAT_SHARD.leave(parameter, PortionTarget(group, start, stop))
 
 
 class PortionTarget:

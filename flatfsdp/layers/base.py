@@ -19,8 +19,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from flatfsdp.contract.operand import Operand
-from flatfsdp.contract.tensor_parallel import declare_delayed
+from flatfsdp.contract.operand import FP8_OPERAND, Operand
+from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
 from flatfsdp.fp8.casts import WITHOUT_FP8, Roles, delayed_roles, stateless_roles
 from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
 from flatfsdp.fp8.recompute import current_tape, raise_recomputed, records_amax
@@ -163,7 +163,7 @@ class FP8Module(LateBuffers, Declaring):
             grad_quantizer=roles.grad,
             fuse_wgrad=self.fuse_wgrad_accumulation,
             is_first_microbatch=is_first_microbatch,
-            stored_weight=getattr(weight, "fp8_operand", None),
+            stored_weight=FP8_OPERAND.of(weight),
             needs_input_grad=needs_input_grad,
             needs_weight_grad=trains and weight.requires_grad,
             bias_grad=bias.dtype if trains and bias is not None and bias.requires_grad else None,
@@ -176,7 +176,7 @@ class FP8Module(LateBuffers, Declaring):
         """From now on; called once the weights are there."""
         self._delayed_wgrads = DelayedWgrads()
         for name in self.linear_maps:
-            declare_delayed(self.get_parameter(name))
+            SKIP_BACKWARD_POST_HOOK.leave(self.get_parameter(name), True)
 
     def backward_dw(self) -> None:
         """Computes the weight gradients that the oldest backward has left: with `delay_wgrad_compute`.

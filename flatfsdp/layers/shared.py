@@ -14,7 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp.comm.ranks import ALONE, LateRanks, Ranks
-from flatfsdp.contract.tensor_parallel import TensorParallel, are_known, mark_like, marks_of, part_of
+from flatfsdp.contract.tensor_parallel import (
+    PARTITION_DIM,
+    PARTITION_SIZES,
+    TENSOR_MODEL_PARALLEL,
+    TENSOR_PARALLEL_RANKS,
+    TensorParallel,
+    are_known,
+    mark_like,
+    marks_of,
+    part_of,
+)
 
 
 class Shared(nn.Module):
@@ -62,10 +72,10 @@ class Shared(nn.Module):
         if not isinstance(late, LateRanks) or late.found is not None:
             return
         late.find(ranks)
-        split = [p for p in self._parameters.values() if getattr(p, "tensor_model_parallel", False)]
+        split = [p for p in self._parameters.values() if p is not None and TENSOR_MODEL_PARALLEL.of(p)]
         for parameter in self._parameters.values():
             if parameter is not None and marks_of(parameter):
-                vars(parameter)["tensor_parallel_ranks"] = tuple(ranks.global_ranks)
+                TENSOR_PARALLEL_RANKS.leave(parameter, tuple(ranks.global_ranks))
         if any(p is not None and not p.is_meta and bool(p.isnan().any()) for p in split):
             self.reset_parameters()  # type: ignore[operator]
 
@@ -109,13 +119,13 @@ def initialize(parameter: nn.Parameter, init_method: Callable[[Tensor], Any], ra
     Every rank draws the whole tensor from the default generator and keeps its part, so that neither the model
     nor what is drawn next depends on the number of ranks.  Seed all ranks alike.
     """
-    if not getattr(parameter, "tensor_model_parallel", False) or ranks.size == 1:
+    if not TENSOR_MODEL_PARALLEL.of(parameter) or ranks.size == 1:
         init_method(parameter)
         return
     if not are_known(ranks):
         parameter.fill_(math.nan)
         return
-    dim, sizes = parameter.partition_dim, parameter.partition_sizes  # type: ignore[attr-defined]
+    dim, sizes = PARTITION_DIM.of(parameter), PARTITION_SIZES.of(parameter) or ()
     shape = list(parameter.shape)
     shape[dim] = sum(sizes)
     whole = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatfsdp.contract.operand import Operand
+from flatfsdp.contract.operand import FP8_OPERAND, Operand
 from flatfsdp.fp8.casts import Roles
 from flatfsdp.fp8.quantizers import Quantizer, with_columnwise
 from flatfsdp.fp8.recipe import BlockScaling, Recipe
@@ -53,7 +53,7 @@ class WeightCache:
             RuntimeError: if nothing is kept, or it was cast with another recipe; if the weight is kept in FP8
                 and products are not in FP8, or with a scale for each block.
         """
-        kept_in_fp8 = getattr(weight, "fp8_operand", None)
+        kept_in_fp8 = FP8_OPERAND.of(weight)
         if kept_in_fp8 is not None:
             self._require_tensor_scaling(name, roles.recipe)
             return kept_in_fp8()

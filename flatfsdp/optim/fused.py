@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.contract.flat_shard import FlatShard, flat_shard_of
+from flatfsdp.contract.flat_shard import FLAT_SHARD, FlatShard
+from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.placement import is_shared
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim.clip import (
@@ -126,11 +127,11 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
         for parameter in self._parameters():
-            main_grad = getattr(parameter, "main_grad", None)
+            main_grad = MAIN_GRAD.of(parameter)
             if main_grad is not None:
                 # Somebody else's buffer, to which fused weight gradients are added, has to stay.
-                if set_to_none and flat_shard_of(parameter) is not None:
-                    parameter.main_grad = None  # type: ignore[attr-defined]
+                if set_to_none and FLAT_SHARD.of(parameter) is not None:
+                    MAIN_GRAD.leave(parameter, None)
                 else:
                     main_grad.zero_()
 
@@ -186,7 +187,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
                 grad = grad_of(parameter)
                 if grad is not None:
                     check_grad(parameter, grad)
-                    yield Due(parameter, grad, group, flat_shard_of(parameter))
+                    yield Due(parameter, grad, group, FLAT_SHARD.of(parameter))
 
     def _clip(self, due: Sequence[Due]) -> Tensor | None:
         """Takes the norm; what to multiply gradients by, 0-dim, or None."""
@@ -194,7 +195,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if self.max_grad_norm is None:
             return None
         grads: dict[Spread, list[Tensor]] = {}
-        shards = [shard for shard in map(flat_shard_of, self._parameters()) if shard is not None]
+        shards = [shard for shard in map(FLAT_SHARD.of, self._parameters()) if shard is not None]
         require_same_grid(shard.grid for shard in shards)
         # All ranks take part in the same order, whichever of their portions comes first and has a gradient.
         spreads = {spread(shard.grid) for shard in shards}
@@ -257,7 +258,7 @@ def _require_alone(parameter: Tensor) -> None:
 
 def grad_of(parameter: Tensor) -> Tensor | None:
     """`.main_grad`, which an engine or a fused weight gradient adds up, or else `.grad`."""
-    main_grad = getattr(parameter, "main_grad", None)
+    main_grad = MAIN_GRAD.of(parameter)
     return parameter.grad if main_grad is None else main_grad
 
 

@@ -36,6 +36,7 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils._pytree import tree_map_only
 
 from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.attribute import Attribute
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.unreduced import reduced_grad
@@ -331,23 +332,23 @@ class _EarlierGrads:
     """Gradients from before a step, taken away so that its scale does not reach them."""
 
     def __init__(self, groups: Iterable[FlatGroup]) -> None:
-        self._taken: list[tuple[nn.Parameter, str, Tensor]] = []
+        self._taken: list[tuple[nn.Parameter, Attribute[Tensor | None], Tensor]] = []
         for group in groups:
             # Nobody else is to take it for a zero_grad().
             group.drop_if_zeroed()
-            name = group.master.grad_attribute
+            place = group.master.grad_attribute
             for portion in group.master.portions:
-                grad = reduced_grad(portion.parameter, name)
+                grad = reduced_grad(portion.parameter, place)
                 if grad is not None:
-                    self._taken.append((portion.parameter, name, grad))
-                    setattr(portion.parameter, name, None)
+                    self._taken.append((portion.parameter, place, grad))
+                    place.leave(portion.parameter, None)
             group.watch_unreduced()
 
     def put_back(self) -> None:
         """Adds the step's gradients to them."""
-        for parameter, name, earlier in self._taken:
-            new = reduced_grad(parameter, name)
-            setattr(parameter, name, earlier if new is None else earlier.add_(new))
+        for parameter, place, earlier in self._taken:
+            new = reduced_grad(parameter, place)
+            place.leave(parameter, earlier if new is None else earlier.add_(new))
 
 
 def _exchanged(like: Tensors | None) -> Tensors | None:

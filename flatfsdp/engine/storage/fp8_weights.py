@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.operand import Operand
+from flatfsdp.contract.operand import FP8_WEIGHTS, Operand
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.master import MasterShard, Version
 from flatfsdp.flat.binding import Binding
@@ -38,9 +38,7 @@ def roles(module: nn.Module, parameters: Iterable[nn.Parameter]) -> dict[nn.Para
     parameters = list(parameters)
     found = {}
     for parameter, sites in zip(parameters, Binding.of(module, parameters).sites, strict=True):
-        declared = all(
-            site.attribute in getattr(site.module, "fp8_weights", tuple[str, ...])() for site in sites
-        )
+        declared = all(site.attribute in FP8_WEIGHTS.of(site.module)() for site in sites)
         found[parameter] = Role.FP8 if declared else Role.COMPUTE
     return found
 

@@ -29,6 +29,7 @@ from flatfsdp.comm.collectives import all_gather, broadcast
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import ALONE
 from flatfsdp.comm.streams import compute_waits_for
+from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Weights
@@ -184,7 +185,7 @@ class FlatGroup:
             params = Views(self.binding, unsharded, self.main_grad, landed)
         if self.fp8 is not None:
             for index, weight in (each for shown in params.shown for each in enumerate(shown)):
-                weight.fp8_operand = partial(self.fp8.operand, index)  # type: ignore[attr-defined]
+                FP8_OPERAND.leave(weight, partial(self.fp8.operand, index))
         return params
 
     # ---- the root ---------------------------------------------------------------------------------------

@@ -24,6 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD, GET_MAIN_GRAD, IS_FSDP_PARAM, MAIN_GRAD
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.kernels.grad.accumulate import accumulate, bytes_moved
 from flatfsdp.kernels.grad.accumulate_many import DTYPES, accumulate_many
@@ -91,9 +92,9 @@ class MainGrad:
         """
         self._exposed = parameters
         for index, parameter in enumerate(parameters):
-            parameter.__fsdp_param__ = True  # type: ignore[attr-defined]
-            parameter.get_main_grad = partial(self.get, index)  # type: ignore[attr-defined]
-            parameter.claim_main_grad = partial(self.claim, index)  # type: ignore[attr-defined]
+            IS_FSDP_PARAM.leave(parameter, True)
+            GET_MAIN_GRAD.leave(parameter, partial(self.get, index))
+            CLAIM_MAIN_GRAD.leave(parameter, partial(self.claim, index))
         self._show()
 
     def get(self, index: int) -> Tensor:
@@ -208,7 +209,7 @@ class MainGrad:
 
     def _show(self) -> None:
         for index, parameter in enumerate(self._exposed):
-            parameter.main_grad = self._views[index] if self._views else None  # type: ignore[attr-defined]
+            MAIN_GRAD.leave(parameter, self._views[index] if self._views else None)
 
     def _accumulate(self, target: Tensor, grad: Tensor, *, first: bool) -> None:
         accumulate(target, grad, first=first)

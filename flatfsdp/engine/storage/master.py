@@ -18,6 +18,8 @@ from flatfsdp.comm.checking.journal import declare, launch
 from flatfsdp.comm.collectives import all_gather, broadcast, gather, scatter
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import ALONE
+from flatfsdp.contract.attribute import Attribute
+from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.unreduced import reduced_grad
 from flatfsdp.flat.layout import FlatLayout, ParamSlot
@@ -197,9 +199,9 @@ class MasterShard:
     # ---- gradients --------------------------------------------------------------------------------------
 
     @property
-    def grad_attribute(self) -> str:
+    def grad_attribute(self) -> Attribute[Tensor | None]:
         """Where the portions have their reduced gradients."""
-        return "grad" if self.grad_dtype == self.flat.dtype else "main_grad"
+        return GRAD if self.grad_dtype == self.flat.dtype else MAIN_GRAD
 
     @property
     def grads(self) -> Sequence[Tensor]:
@@ -217,7 +219,7 @@ class MasterShard:
         for parameter, start, stop in self.portions:
             present = reduced_grad(parameter, self.grad_attribute)
             if present is None:
-                setattr(parameter, self.grad_attribute, grad[start:stop])
+                self.grad_attribute.leave(parameter, grad[start:stop])
             else:
                 present.add_(grad[start:stop])
                 added += stop - start
@@ -226,7 +228,7 @@ class MasterShard:
     def zero_grad(self, set_to_none: bool = True) -> None:
         if set_to_none:
             for portion in self.portions:
-                setattr(portion.parameter, self.grad_attribute, None)
+                self.grad_attribute.leave(portion.parameter, None)
         else:
             for grad in self.grads:
                 grad.zero_()

@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.contract.attribute import Attribute
+from flatfsdp.contract.main_grad import GRAD
+
 _GRAD_FN: Any = Tensor.grad_fn
 
 
@@ -66,9 +69,9 @@ class Unreduced(Tensor):
         )
 
 
-def reduced_grad(parameter: nn.Parameter, attribute: str = "grad") -> Tensor | None:
+def reduced_grad(parameter: nn.Parameter, where: Attribute[Tensor | None] = GRAD) -> Tensor | None:
     """The reduced gradient of an optimizer's parameter, in `.grad` or `.main_grad`; None if there is none."""
-    grad = getattr(parameter, attribute, None)
+    grad = where.of(parameter)
     return None if isinstance(grad, Unreduced) else grad
 
 
