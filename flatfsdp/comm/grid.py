@@ -32,6 +32,11 @@ class Grid:
         return self.shard.size * self.replicate.size
 
     @property
+    def partners(self) -> tuple[Ranks, ...]:
+        """Groups of ranks that have other parts of a gradient: it is sharded, and may be split."""
+        return self.shard, self.tensor
+
+    @property
     def dimensions(self) -> tuple[Ranks, ...]:
         return self.shard, self.replicate, self.tensor
 

@@ -1,6 +1,6 @@
 """What layers, the engine and optimizers promise each other; none of them imports another.
 
-They speak through attributes of parameters and of layers, whose names stand here and nowhere else.  Who writes
+They speak through attributes of parameters and layers, whose names stand here and nowhere else.  Who writes
 a layer needs no more than this page: a layer of any library that sets or reads these attributes works inside
 FlatFSDP.
 

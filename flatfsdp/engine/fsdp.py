@@ -30,7 +30,7 @@ from flatfsdp.engine.claim import (
 )
 from flatfsdp.engine.full_params import whole_parameters
 from flatfsdp.engine.memory import MemoryReport, memory_report
-from flatfsdp.engine.param_groups import attach_targets
+from flatfsdp.engine.param_groups import attach_targets, gradients_of
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import versions_of
 from flatfsdp.engine.storage.group import FlatGroup
@@ -40,7 +40,7 @@ from flatfsdp.flat.layout import ParamSlot, Role
 from flatfsdp.flat.meta_device import ParamInit, is_on_meta, materialize
 from flatfsdp.flat.nested import cast_floats, tensors_in
 from flatfsdp.flat.sites import parameter_sites
-from flatfsdp.optim import clip_grad_norm
+from flatfsdp.optim.clip import clip_grad_norm
 from flatfsdp.policy import Division, Gathering, GradSync, Policy, Precision, Prefetch
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
 
@@ -244,10 +244,8 @@ class FlatFSDP(UnitModule):
                 "this module is a stage of a pipeline, and its norm is not the model's; use "
                 "flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
             )
-        masters = [group.master for _, group in named_groups(self) if group.main_grad is not None]
-        grids = [wrapped._grid for _, wrapped in units_in(self)]
         return clip_grad_norm(
-            masters, grids, self._device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            gradients_of(self), self._device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:

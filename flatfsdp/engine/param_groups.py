@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.flat_shard import FLAT_SHARD
+from flatfsdp.contract.flat_shard import FLAT_SHARD, FlatShard
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.engine.units import Model, named_groups
@@ -122,6 +122,12 @@ def attach_targets(group: FlatGroup) -> None:
     """Gives the parameters that an optimizer has of this group their `flat_shard`."""
     for parameter, start, stop in group.master.portions:
         FLAT_SHARD.leave(parameter, PortionTarget(group, start, stop))
+
+
+def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
+    """All flat shards of `model` that are trained, each with the reduced gradients that it has now."""
+    groups = [group for _, group in named_groups(model) if group.main_grad is not None]
+    return [(PortionTarget(group, 0, group.master.flat.numel()), group.master.grads) for group in groups]
 
 
 class PortionTarget:

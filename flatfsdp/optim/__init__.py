@@ -6,7 +6,6 @@ same pass.
 
 from flatfsdp.contract.flat_shard import FlatShard
 from flatfsdp.optim.adamw import AdamW
-from flatfsdp.optim.clip import clip_grad_norm
 from flatfsdp.optim.sgd import SGD
 
-__all__ = ["SGD", "AdamW", "FlatShard", "clip_grad_norm"]
+__all__ = ["SGD", "AdamW", "FlatShard"]

@@ -21,16 +21,7 @@ from flatfsdp.contract.flat_shard import FLAT_SHARD, FlatShard
 from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.placement import is_shared
 from flatfsdp.kernels.optim.runs import Run
-from flatfsdp.optim.clip import (
-    Spread,
-    clip_coefficient,
-    grad_norm,
-    identity_of_norm,
-    pipeline_of,
-    require_same_grid,
-    spread,
-    widest,
-)
+from flatfsdp.optim.clip import clip_coefficient, norm_over_ranks, pipeline_of
 
 
 class Kind(NamedTuple):
@@ -194,25 +185,20 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self.grad_norm = None
         if self.max_grad_norm is None:
             return None
-        grads: dict[Spread, list[Tensor]] = {}
         shards = [shard for shard in map(FLAT_SHARD.of, self._parameters()) if shard is not None]
-        require_same_grid(shard.grid for shard in shards)
         # All ranks take part in the same order, whichever of their portions comes first and has a gradient.
-        spreads = {spread(shard.grid) for shard in shards}
-        for each in sorted(spreads, key=lambda each: [ranks.name for ranks in each]):
-            grads[each] = []
-        for one in due:
-            if one.shard is None:
-                _require_alone(one.parameter)
-                grads.setdefault((), []).append(one.grad)
-            elif one.shard.is_counted:
-                grads[spread(one.shard.grid)].append(one.grad)
+        shards.sort(key=lambda shard: [ranks.name for ranks in shard.grid.partners])
+        grads = {one.shard: one.grad for one in due if one.shard is not None}
+        alone = [one for one in due if one.shard is None]
+        for one in alone:
+            _require_alone(one.parameter)
         devices = [shard.device for shard in shards] or [one.grad.device for one in due]
-        device = devices[0] if devices else torch.device("cpu")
-        dtype = widest(one.grad for one in due)
-        stages = pipeline_of(self.pp_group, (shard.stages for shard in shards))
-        identity = identity_of_norm(shards)
-        self.grad_norm = grad_norm(grads, dtype, device, stages=stages, identity=identity)
+        self.grad_norm = norm_over_ranks(
+            [(shard, [grads[shard]] if shard in grads else []) for shard in shards],
+            devices[0] if devices else torch.device("cpu"),
+            alone=[one.grad for one in alone],
+            stages=pipeline_of(self.pp_group, (shard.stages for shard in shards)),
+        )
         return clip_coefficient(self.grad_norm, self.max_grad_norm)
 
     def _runs(self, due: Due) -> tuple[Kind, Iterable[Run]]:

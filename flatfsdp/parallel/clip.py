@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from flatfsdp.engine.param_groups import gradients_of
 from flatfsdp.engine.units import named_groups, units_in
-from flatfsdp.optim import clip_grad_norm
-from flatfsdp.optim.clip import pipeline_of
+from flatfsdp.optim.clip import clip_grad_norm, pipeline_of
 
 Part = nn.Module | PipelineStage
 
@@ -44,13 +44,12 @@ def clip_grad_norm_(
     if not of_rank:
         raise ValueError("clip_grad_norm_ got no stages; pass all those that this rank has")
     modules = [part.submod if isinstance(part, PipelineStage) else part for part in of_rank]
-    units = [wrapped for module in modules for _, wrapped in units_in(module)]
+    groups = [group for _, group in named_groups(modules)]
     return clip_grad_norm(
-        [group.master for _, group in named_groups(modules) if group.main_grad is not None],
-        [wrapped._grid for wrapped in units],
-        units[0]._device,
+        gradients_of(modules),
+        next(wrapped for module in modules for _, wrapped in units_in(module))._device,
         max_norm,
         norm_type,
-        stages=pipeline_of(pp_group, (group.master.stages for _, group in named_groups(modules))),
+        stages=pipeline_of(pp_group, (group.master.stages for group in groups)),
         error_if_nonfinite=error_if_nonfinite,
     )

@@ -1,0 +1,125 @@
+"""The floor plan: a package imports only what stands above it, and nothing goes round in circles."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import flatfsdp
+
+PACKAGE = Path(flatfsdp.__file__).parent
+ORDER = (
+    "launch",
+    "torch_private",
+    "kernels",
+    "comm",
+    "contract",
+    "fp8",
+    "policy",
+    "microbatch",
+    "ledger",
+    "flat",
+    "matmul",
+    "layers",
+    "optim",
+    "engine/storage",
+    "engine/step",
+    "engine",
+    "parallel",
+    "checkpoint",
+    "models",
+    "plan",
+    "compat",
+    "profiling",
+    "cli",
+)
+"""From the ground up; packages inside a package stand for themselves where they are listed."""
+
+
+def room_of(module: str) -> str:
+    """The entry of the floor plan that a module belongs to."""
+    parts = module.split(".")[1:]
+    nested = "/".join(parts[:2])
+    return nested if nested in ORDER else parts[0]
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Modules of this package that a file imports, also inside its functions, but not for types alone."""
+    tree = ast.parse(path.read_text())
+    for_types = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if id(node) in for_types:
+            continue
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("flatfsdp"):
+            for alias in node.names:
+                inner = PACKAGE.parent / node.module.replace(".", "/") / alias.name
+                is_module = inner.with_suffix(".py").exists() or inner.is_dir()
+                yield f"{node.module}.{alias.name}" if is_module else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("flatfsdp."))
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+FILES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+EDGES = {module: set(imports_of(path)) - {module, "flatfsdp"} for module, path in FILES.items()}
+
+
+def test_every_entry_is_on_the_plan() -> None:
+    entries = {path.stem for path in PACKAGE.iterdir() if not path.name.startswith(("__", "py.typed"))}
+    assert entries == {room.split("/")[0] for room in ORDER}
+    assert len(entries) <= 22
+
+
+def test_a_package_imports_only_what_stands_above_it() -> None:
+    wrong = [
+        f"{module} imports {other}"
+        for module, others in EDGES.items()
+        for other in others
+        if module not in ("flatfsdp", "flatfsdp.__main__")
+        and ORDER.index(room_of(other)) > ORDER.index(room_of(module))
+    ]
+    assert wrong == []
+
+
+def test_layers_and_engine_meet_in_the_contract_alone() -> None:
+    pairs = ((module, other) for module, others in EDGES.items() for other in others)
+    rooms = {frozenset(name.split(".")[1] for name in pair) for pair in pairs if "flatfsdp" not in pair}
+    assert frozenset({"engine", "layers"}) not in rooms
+    assert frozenset({"engine", "contract"}) in rooms
+
+
+def test_no_circle_of_files() -> None:
+    faces = {module for module, path in FILES.items() if path.name == "__init__.py"}
+    TopologicalSorter({m: others - faces for m, others in EDGES.items() if m not in faces}).prepare()
+
+
+def test_at_most_ten_floors() -> None:
+    entries: dict[str, set[str]] = {}
+    for module, others in EDGES.items():
+        if module not in ("flatfsdp", "flatfsdp.__main__"):
+            own = module.split(".")[1]
+            entries.setdefault(own, set()).update({other.split(".")[1] for other in others} - {own})
+    floors: dict[str, int] = {}
+    for entry in TopologicalSorter(entries).static_order():
+        floors[entry] = 1 + max((floors[other] for other in entries[entry]), default=0)
+    assert max(floors.values()) <= 10, floors
+
+
+@pytest.mark.parametrize("folder", sorted({p.parent for p in FILES.values()}), ids=lambda p: p.name)
+def test_every_folder_says_what_it_holds(folder: Path) -> None:
+    first = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "").partition("\n")[0]
+    assert 20 < len(first) <= 110
+    assert first.endswith(".")
