@@ -10,9 +10,10 @@ from torch.utils._pytree import tree_map_only
 
 from flatfsdp.checkpoint.tp_parts import joined, own_part, scattered_part
 from flatfsdp.comm.objects import broadcast_object
+from flatfsdp.engine.full_params import state_dicts_gathered
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.master import require_same_ranks
-from flatfsdp.engine.units import keys_of_slots, named_groups, units_in
+from flatfsdp.engine.units import keys_of_slots, named_groups
 from flatfsdp.flat.layout import ParamSlot
 from flatfsdp.policy import Gathering
 
@@ -29,15 +30,8 @@ def full_state_dict(
         cpu_offload: tensors in host memory; the device holds the parameters of one unit at a time.
     """
     groups = named_groups(model)
-    roots = {wrapped._root for _, wrapped in units_in(model) if wrapped._root is not None}
-    before = {root: root.state_dict_gathering for root in roots}
-    for root in roots:
-        root.state_dict_gathering = Gathering(rank0_only, cpu_offload)
-    try:
+    with state_dicts_gathered(Gathering(rank0_only, cpu_offload)):
         state = model.state_dict()
-    finally:
-        for root, gathering in before.items():
-            root.state_dict_gathering = gathering
     if rank0_only and not all(group.master.is_first_rank for _, group in groups):
         return {}
     if cpu_offload:

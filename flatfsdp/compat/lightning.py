@@ -104,14 +104,15 @@ class FlatFSDPStrategy(DDPStrategy):
                 f"FlatFSDPStrategy runs a FlatFSDP module, not a {type(module).__name__}; wrap it before "
                 "fabric.setup: auto_wrap(model, by_class(Block), device=fabric.device)"
             )
-        if module._device != self.root_device:
+        device, ranks = module.fsdp_state.device, module.fsdp_state.grid.num_ranks
+        if device != self.root_device:
             raise ValueError(
-                f"the model is on {module._device}, and Fabric's device is {self.root_device}; wrap it with "
+                f"the model is on {device}, and Fabric's device is {self.root_device}; wrap it with "
                 "device=fabric.device"
             )
-        if module._grid.num_ranks != self.world_size:
+        if ranks != self.world_size:
             raise ValueError(
-                f"the model is data parallel over {module._grid.num_ranks} of {self.world_size} ranks, and "
+                f"the model is data parallel over {ranks} of {self.world_size} ranks, and "
                 "Fabric gives each of them other data; wrap it after fabric.launch(), over all ranks and "
                 "without tp_group"
             )

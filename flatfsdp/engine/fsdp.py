@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.grid import Grid
 from flatfsdp.contract.placement import check_marks, check_placement
 from flatfsdp.engine.claim import (
@@ -28,15 +27,15 @@ from flatfsdp.engine.claim import (
     prepare_buffers,
     require_default_precision,
 )
-from flatfsdp.engine.full_params import whole_parameters
+from flatfsdp.engine.full_params import state_dict_gathering, whole_parameters
 from flatfsdp.engine.memory import MemoryReport, memory_report
 from flatfsdp.engine.param_groups import attach_targets, gradients_of
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import versions_of
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.engine.units import UnitModule, named_groups, units_in
+from flatfsdp.engine.units import UnitModule, named_groups, root_of, units_in
 from flatfsdp.flat.binding import Binding
-from flatfsdp.flat.layout import ParamSlot, Role
+from flatfsdp.flat.layout import ParamSlot
 from flatfsdp.flat.meta_device import ParamInit, is_on_meta, materialize
 from flatfsdp.flat.nested import cast_floats, tensors_in
 from flatfsdp.flat.sites import parameter_sites
@@ -145,9 +144,10 @@ class FlatFSDP(UnitModule):
         prepare_buffers(module, device, policy.precision.buffer)
         in_fp8 = policy.precision.fp8_weights is not None
         bindings = bindings_of(module, parameters.values(), grid.tensor, fp8=in_fp8)
+        unit = self.fsdp_state.unit
         for binding in bindings:
-            group = FlatGroup(binding, grid, device, policy, self.microbatch, self.ledger, self._unit.landed)
-            self._unit.add(group)
+            group = FlatGroup(binding, grid, device, policy, self.microbatch, self.ledger, unit.landed)
+            unit.add(group)
             attach_targets(group)
             self._register_flat(group.flat_name, group.master.flat)
         mark_taken(bindings, taken)
@@ -172,8 +172,8 @@ class FlatFSDP(UnitModule):
     @never_traced
     def _begin(self) -> Root | None:
         """The root, if this is the outermost forward; None inside one, or in a recomputation."""
-        root = self._init_root()
-        if self._is_whole:
+        root = root_of(self)
+        if self.fsdp_state.is_whole:
             raise RuntimeError("a FlatFSDP module cannot compute inside summon_full_params; leave it first")
         if root.in_forward or in_backward():
             return None
@@ -190,20 +190,21 @@ class FlatFSDP(UnitModule):
     @never_traced
     def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a root's forward computes with, in place of what it was given."""
-        return cast_floats((args, kwargs), self._policy.precision.compute)
+        return cast_floats((args, kwargs), self.fsdp_state.policy.precision.compute)
 
     @traced_inside
     def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        position, versions = self._unit.before_forward(), versions_of((args, kwargs))
+        unit = self.fsdp_state.unit
+        position, versions = unit.before_forward(), versions_of((args, kwargs))
         try:
             outputs = self.module(*args, **kwargs)
         finally:
             # Also if it failed: PyTorch may have refused a view, for a reason that only this explains.
-            self._unit.writes.end()
-        return self._unit.after_forward(position, (args, kwargs), versions, outputs)
+            unit.writes.end()
+        return unit.after_forward(position, (args, kwargs), versions, outputs)
 
     def _check_gathered(self, module: nn.Module, _inputs: Any) -> None:
-        if self._unit.is_sharded:
+        if self.fsdp_state.unit.is_sharded:
             raise RuntimeError(
                 f"the forward of {type(module).__name__} was called past its FlatFSDP, so its parameters are "
                 "not gathered; call the FlatFSDP module, not its .module or a method that calls it"
@@ -216,11 +217,11 @@ class FlatFSDP(UnitModule):
         then a flat parameter without a gradient has a marker in `.grad`.  Reading it raises, and an optimizer
         that zeroes it, or sets it to None, drops what was accumulated.
         """
-        return self._init_root().microbatch.not_last()
+        return root_of(self).microbatch.not_last()
 
     def set_is_last_backward(self, is_last: bool) -> None:
         """Says whether the next backwards are the last of their step and reduce; for pipeline schedules."""
-        self._init_root().microbatch.is_last = is_last
+        root_of(self).microbatch.is_last = is_last
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -245,15 +246,19 @@ class FlatFSDP(UnitModule):
                 "flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
             )
         return clip_grad_norm(
-            gradients_of(self), self._device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            gradients_of(self),
+            self.fsdp_state.device,
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Also drops what was accumulated and not reduced, and clears `main_grad` of flat parameters."""
         super().zero_grad(set_to_none)
         for _, wrapped in units_in(self):
-            wrapped._unit.drop_gradients()
-            for group in wrapped._unit.groups:
+            wrapped.fsdp_state.unit.drop_gradients()
+            for group in wrapped.fsdp_state.unit.groups:
                 group.master.zero_grad(set_to_none)
 
     def set_gradient_divide_factors(self, predivide: float, postdivide: float, recurse: bool = True) -> None:
@@ -270,7 +275,7 @@ class FlatFSDP(UnitModule):
         """
         division = Division(predivide, postdivide)
         for _, wrapped in units_in(self) if recurse else [("", self)]:
-            for group in wrapped._unit.groups:
+            for group in wrapped.fsdp_state.unit.groups:
                 group.division = division
 
     def memory_report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
@@ -283,81 +288,22 @@ class FlatFSDP(UnitModule):
         Args:
             optimizer: its state for this model is listed, too; it has some after the first step.
         """
-        return memory_report(self._init_root().units, self._policy.prefetch, optimizer)
-
-    # ---- the root ---------------------------------------------------------------------------------------
-
-    def _init_root(self) -> Root:
-        """This module's root; on the first call, this module becomes the root of all units inside it.
-
-        Collective the first time: checks that all ranks built the same model, and makes replicas equal.
-        """
-        if self._root is not None:
-            return self._root
-        inside: dict[UnitModule, str] = {}
-        for prefix, wrapped in units_in(self):
-            # A module with two paths is one unit, under its first name.
-            inside.setdefault(wrapped, prefix)
-        for wrapped, prefix in inside.items():
-            for group in wrapped._unit.groups:
-                group.prefix = prefix
-        groups = [group for wrapped in inside for group in wrapped._unit.groups]
-        lines = [line for group in groups for line in group.describe()]
-        number = check_same_on_all_ranks(lines, self._grid.dimensions, self._device)
-        if any(group.grid.num_ranks > self._grid.num_ranks for group in groups):
-            # Ranks of other roots share units inside, and have agreed on another number.
-            number = 0
-        wants_fp8 = any(group.policy.precision.fp8_weights is not None for group in groups)
-        if wants_fp8 and not any(group.layout.role is Role.FP8 for group in groups):
-            raise ValueError(
-                "Precision.fp8_weights is set, and no layer has a weight that it needs for products in FP8; "
-                "use the layers of flatfsdp.layers, or flatfsdp.layers.convert, or leave fp8_weights out"
-            )
-        for wrapped, prefix in inside.items():
-            self._require_same_settings(wrapped, prefix.rstrip("."))
-        root = Root(
-            [wrapped._unit for wrapped in inside],
-            self._device,
-            self._policy.prefetch,
-            # With nothing to shard there is no shard to keep a sum in.
-            self._policy.grad_sync == "every" and any(group.grid.shard.size > 1 for group in groups),
-            self.microbatch,
-            self.ledger,
-            number,
-        )
-        for wrapped in inside:
-            wrapped._root = wrapped._unit.root = root
-            wrapped.microbatch, wrapped.ledger = self.microbatch, self.ledger
-        for group in groups:
-            self.ledger.parameters += sum(slot.numel for slot in group.layout.slots)
-        return root
-
-    def _require_same_settings(self, inner: UnitModule, name: str) -> None:
-        """
-        Raises:
-            ValueError: if something that is the whole model's is set otherwise in a unit inside.
-        """
-        if inner._device != self._device:
-            raise ValueError(f"unit {name} is on {inner._device}, but its root on {self._device}")
-        if inner._grid.tensor != self._grid.tensor:
-            raise ValueError(f"unit {name} has another tp_group than its root; pass the same one to both")
-        for what in ("grad_sync", "prefetch"):
-            ours, theirs = (getattr(m._policy, what) for m in (self, inner))
-            if theirs != ours:
-                raise ValueError(f"unit {name} has {what}={theirs!r}, but its root {ours!r}; make them equal")
+        return memory_report(root_of(self).units, self.fsdp_state.policy.prefetch, optimizer)
 
     # ---- checkpoints: the parts of ModuleWrapper's state_dict -------------------------------------------
 
     @property
     def bindings(self) -> list[Binding]:
-        return [] if self._is_whole else [group.binding for group in self._unit.groups]
+        state = self.fsdp_state
+        return [] if state.is_whole else [group.binding for group in state.unit.groups]
 
     def _registered_parameters(self) -> AbstractContextManager[None]:
-        gathering = self._init_root().state_dict_gathering
-        return whole_units([self], gathering, writeback=False)
+        root_of(self)
+        return whole_units([self], state_dict_gathering(), writeback=False)
 
     def _load_slot(self, binding: Binding, slot: ParamSlot, value: Tensor) -> None:
-        next(group for group in self._unit.groups if group.binding is binding).master.load(slot, value)
+        groups = self.fsdp_state.unit.groups
+        next(group for group in groups if group.binding is binding).master.load(slot, value)
 
     # ---- ordinary parameters for a while ----------------------------------------------------------------
 
@@ -389,7 +335,7 @@ class FlatFSDP(UnitModule):
             ValueError: at the end, if a parameter has been removed or given another shape; no parameter is
                 written back then.
         """
-        root = self._init_root()
+        root = root_of(self)
         if root.in_forward or in_backward():
             raise RuntimeError(
                 "full parameters cannot be summoned inside a forward or backward, which gathers and frees "
@@ -397,7 +343,8 @@ class FlatFSDP(UnitModule):
             )
         gathering = Gathering(rank0_only, offload_to_cpu)
         wrapped = list(dict.fromkeys(m for _, m in units_in(self))) if recurse else [self]
-        if writeback and any(unit._is_whole and not unit._writes_back for unit in wrapped):
+        states = [each.fsdp_state for each in wrapped]
+        if writeback and any(state.is_whole and not state.writes_back for state in states):
             raise RuntimeError(
                 "summon_full_params with writeback inside one without would lose what is written; pass "
                 "writeback=False here or writeback=True outside"
@@ -408,7 +355,7 @@ class FlatFSDP(UnitModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        if not (self._is_whole and recurse):
+        if not (self.fsdp_state.is_whole and recurse):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return
         seen: set[nn.Parameter] = set()
@@ -425,7 +372,7 @@ class FlatFSDP(UnitModule):
     # ---- what does not work on a sharded module ---------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FlatFSDP:
-        for group in (group for _, wrapped in units_in(self) for group in wrapped._unit.groups):
+        for group in (group for _, wrapped in units_in(self) for group in wrapped.fsdp_state.unit.groups):
             flat = group.master.flat
             probe = fn(flat.detach()[:1])
             if (probe.dtype, probe.device) != (flat.dtype, flat.device):
@@ -449,19 +396,21 @@ class FlatFSDP(UnitModule):
 @contextmanager
 def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
     """Ordinary parameters in these units, but for those that have them already."""
-    flats = {unit: dict(unit._parameters) for unit in units if not unit._is_whole}
-    groups = [group for unit in flats for group in unit._unit.groups]
+    flats = {wrapped: dict(wrapped._parameters) for wrapped in units if not wrapped.fsdp_state.is_whole}
+    groups = [group for wrapped in flats for group in wrapped.fsdp_state.unit.groups]
     with whole_parameters(groups, gathering, writeback=writeback):
-        for unit, of_unit in flats.items():
+        for wrapped, of_unit in flats.items():
             # The flat parameters stay attributes, but are not registered.
-            unit._parameters.clear()
-            unit.__dict__.update(of_unit)
-            unit._is_whole, unit._writes_back = True, writeback
+            wrapped._parameters.clear()
+            wrapped.__dict__.update(of_unit)
+            state = wrapped.fsdp_state
+            state.is_whole, state.writes_back = True, writeback
         try:
             yield
         finally:
-            for unit, of_unit in flats.items():
-                unit._is_whole = unit._writes_back = False
+            for wrapped, of_unit in flats.items():
+                state = wrapped.fsdp_state
+                state.is_whole = state.writes_back = False
                 for name, flat in of_unit.items():
-                    del unit.__dict__[name]
-                    unit._parameters[name] = flat
+                    del wrapped.__dict__[name]
+                    wrapped._parameters[name] = flat

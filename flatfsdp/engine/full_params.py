@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,23 @@ from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.engine.storage.group import FlatGroup, settle
 from flatfsdp.engine.storage.master import require_same_ranks
 from flatfsdp.policy import Gathering
+
+_of_state_dicts: ContextVar[Gathering | None] = ContextVar("flatfsdp_state_dict_gathering", default=None)
+
+
+def state_dict_gathering() -> Gathering:
+    """Who gets the parameters in a `state_dict()` that is called now."""
+    return _of_state_dicts.get() or Gathering()
+
+
+@contextmanager
+def state_dicts_gathered(gathering: Gathering) -> Iterator[None]:
+    """Makes `state_dict()`, called inside by this thread, gather like this."""
+    token = _of_state_dicts.set(gathering)
+    try:
+        yield
+    finally:
+        _of_state_dicts.reset(token)
 
 
 @contextmanager

@@ -155,7 +155,7 @@ def report_of(
     groups = [group for unit in units for group in unit]
     rows = [
         *_rows("master shard", "MasterShard", ALWAYS, (g.master for g in groups)),
-        *_rows("compute shard", "FlatGroup", ALWAYS, (g.compute_shard for g in groups)),
+        *_rows("compute shard", "ComputeShard", ALWAYS, (g.compute_shard for g in groups)),
         *_rows("optimizer state", "the optimizer", ALWAYS, state),
         *_unsharded(
             "flat buffer",
@@ -182,6 +182,7 @@ def report_of(
 def _sizes_of(group: FlatGroup) -> GroupSizes:
     """Of what is there, and of what appears in a step."""
     placement = None if group.grid.tensor.size == 1 else group.layout.placement
+    shard = group.compute_shard
     master, columnwise = group.master, None if group.fp8 is None else group.fp8.columnwise
 
     def size(tensor: Tensor) -> Size:
@@ -191,7 +192,7 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
     trained = group.trains
     return GroupSizes(
         master=size(master.flat) if on_device else None,
-        compute_shard=size(group.compute_shard) if group.casts else None,
+        compute_shard=size(shard.tensor) if shard.has_own_memory else None,
         flat_buffer=None if group.buffer is None else size(group.buffer.tensor),
         transposed=None if columnwise is None else size(columnwise.tensor),
         main_grad=Size(padded, group.policy.precision.accumulate, placement) if trained else None,

@@ -162,17 +162,17 @@ class PortionTarget:
 
     @property
     def compute(self) -> Tensor | None:
-        group = self._group
-        if group.fp8 is not None or not group.casts or group.master.is_offloaded:
+        group, shard = self._group, self._group.compute_shard
+        if shard.fp8 is not None or not shard.has_own_memory or group.master.is_offloaded:
             return None
-        return group.compute_shard[self._start : self._stop]
+        return shard.tensor[self._start : self._stop]
 
     def runs(self) -> list[tuple[int, int, Tensor]]:
         group = self._group
         if group.fp8 is None or group.master.is_offloaded:
             return []
         # A weight is in one portion: those are cut between weights.
-        return group.fp8.runs(self._start, self._stop)
+        return group.compute_shard.amaxes_of(self._start, self._stop)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the parameter, pickled or not, is an ordinary one."""
@@ -180,7 +180,7 @@ class PortionTarget:
 
     def cast_done(self) -> None:
         if not self._group.master.is_offloaded:
-            self._group.portion_done(self._start, self._stop)
+            self._group.compute_shard.portion_done(self._start, self._stop)
 
 
 def _no_target() -> None:

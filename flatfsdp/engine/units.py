@@ -1,4 +1,4 @@
-"""`UnitModule`: a wrapped module that is a unit; and the units, flat groups and parameter names of a model.
+"""`UnitModule` and its `FSDPState`; and the root, units, flat groups and parameter names of a model.
 
 In:   a module, and where, over which ranks and how its parameters are to be kept.
 Out:  what finds all units of a model, each with the prefix that the names of its parameters have.
@@ -7,18 +7,19 @@ Next: `fsdp.py` takes the parameters and runs the module.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.grid import Grid
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.flat.layout import ParamSlot
+from flatfsdp.flat.layout import ParamSlot, Role
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.sites import prefixed_modules
 from flatfsdp.ledger import ByteLedger
@@ -26,10 +27,34 @@ from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Policy
 
 
-class UnitModule(ModuleWrapper):
-    """What `FlatFSDP` is to code that walks over a model.
+@dataclass(eq=False)
+class FSDPState:
+    """What the engine knows of one wrapped module: the one attribute through which others ask.
 
     Attributes:
+        policy: what the user has decided.
+        grid: the ranks over which its parameters are sharded, replicated and split.
+        device: where it computes and communicates.
+        unit: its flat groups, in forward and backward.
+        root: state of the whole model; None before the model is used, see `root_of`.
+        is_whole: whether its parameters are ordinary ones now, inside `summon_full_params`.
+        writes_back: whether they are written back at the end of that.
+    """
+
+    policy: Policy
+    grid: Grid
+    device: torch.device
+    unit: Unit
+    root: Root | None = None
+    is_whole: bool = False
+    writes_back: bool = False
+
+
+class UnitModule(ModuleWrapper):
+    """`FlatFSDP`, for code that walks over a model.
+
+    Attributes:
+        fsdp_state: what the engine knows of it.
         microbatch: which microbatch this is; shared with the inner units of a root.
         ledger: bytes moved; shared likewise.
     """
@@ -38,15 +63,10 @@ class UnitModule(ModuleWrapper):
         super().__init__(module)
         self.microbatch = Microbatch()
         self.ledger = ByteLedger()
-        # Private, because what is found here hides the wrapped module's attribute of the same name.
-        self._policy = policy
-        self._grid = grid
-        self._device = device
         contains_units = any(isinstance(child, UnitModule) for child in module.modules())
-        self._unit = Unit(policy.reshard_after_forward, contains_units=contains_units)
-        self._root: Root | None = None
-        # Inside summon_full_params; with writeback.
-        self._is_whole = self._writes_back = False
+        # One object, because what is found here hides the wrapped module's attribute of the same name.
+        unit = Unit(policy.reshard_after_forward, contains_units=contains_units)
+        self.fsdp_state = FSDPState(policy, grid, device, unit)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # What the wrapper itself has been given may be replaced; "module" is not there before it is wrapped.
@@ -62,9 +82,82 @@ class UnitModule(ModuleWrapper):
             )
         super().__setattr__(name, value)
 
-    @abstractmethod
-    def _init_root(self) -> Root:
-        """The root of this unit; the first call makes it, which is collective."""
+    def _join(self, root: Root, outermost: UnitModule) -> None:
+        """Called once, when the model is first used.
+
+        Args:
+            outermost: the module whose root this is; perhaps this one.
+        """
+        self.fsdp_state.root = self.fsdp_state.unit.root = root
+        self.microbatch, self.ledger = outermost.microbatch, outermost.ledger
+
+
+def root_of(wrapped: UnitModule) -> Root:
+    """State of the model that `wrapped` is part of; the first call makes `wrapped` the root of all inside it.
+
+    Collective the first time: checks that all ranks have built the same model, and makes replicas equal.
+
+    Raises:
+        RuntimeError: on all ranks, if they have not.
+        ValueError: if units inside have settings that the whole model shares, and others than the root's.
+    """
+    state = wrapped.fsdp_state
+    if state.root is not None:
+        return state.root
+    inside: dict[UnitModule, str] = {}
+    for prefix, unit in units_in(wrapped):
+        # A module with two paths is one unit, under its first name.
+        inside.setdefault(unit, prefix)
+    for unit, prefix in inside.items():
+        for group in unit.fsdp_state.unit.groups:
+            group.prefix = prefix
+    groups = [group for unit in inside for group in unit.fsdp_state.unit.groups]
+    lines = [line for group in groups for line in group.describe()]
+    number = check_same_on_all_ranks(lines, state.grid.dimensions, state.device)
+    if any(group.grid.num_ranks > state.grid.num_ranks for group in groups):
+        # Ranks of other roots share units inside, and have agreed on another number.
+        number = 0
+    wants_fp8 = any(group.policy.precision.fp8_weights is not None for group in groups)
+    if wants_fp8 and not any(group.layout.role is Role.FP8 for group in groups):
+        raise ValueError(
+            "Precision.fp8_weights is set, and no layer has a weight that only FP8 GEMMs read; use the "
+            "layers of flatfsdp.layers, or flatfsdp.layers.convert, or leave fp8_weights out"
+        )
+    for unit, prefix in inside.items():
+        _require_same_settings(unit.fsdp_state, state, prefix.rstrip("."))
+    root = Root(
+        [unit.fsdp_state.unit for unit in inside],
+        state.device,
+        state.policy.prefetch,
+        # With nothing to shard there is no shard to keep a sum in.
+        state.policy.grad_sync == "every" and any(group.grid.shard.size > 1 for group in groups),
+        wrapped.microbatch,
+        wrapped.ledger,
+        number,
+    )
+    for unit in inside:
+        unit._join(root, wrapped)
+    wrapped.ledger.parameters += sum(slot.numel for group in groups for slot in group.layout.slots)
+    return root
+
+
+def _require_same_settings(inner: FSDPState, outer: FSDPState, name: str) -> None:
+    """Checks what is the whole model's.
+
+    Args:
+        name: of the unit inside.
+
+    Raises:
+        ValueError: if it is set otherwise there.
+    """
+    if inner.device != outer.device:
+        raise ValueError(f"unit {name} is on {inner.device}, but its root on {outer.device}")
+    if inner.grid.tensor != outer.grid.tensor:
+        raise ValueError(f"unit {name} has another tp_group than its root; pass the same one to both")
+    for what in ("grad_sync", "prefetch"):
+        ours, theirs = getattr(outer.policy, what), getattr(inner.policy, what)
+        if theirs != ours:
+            raise ValueError(f"unit {name} has {what}={theirs!r}, but its root {ours!r}; make them equal")
 
 
 Model = nn.Module | Sequence[nn.Module]
@@ -103,15 +196,15 @@ def named_groups(model: Model) -> list[tuple[str, FlatGroup]]:
         for prefix, wrapped in found:
             units.setdefault(wrapped, prefix)
     for wrapped in units:
-        wrapped._init_root()
-    return [(prefix, group) for wrapped, prefix in units.items() for group in wrapped._unit.groups]
+        root_of(wrapped)
+    return [(prefix, group) for wrapped, prefix in units.items() for group in wrapped.fsdp_state.unit.groups]
 
 
 def keys_of_slots(model: nn.Module) -> dict[tuple[FlatGroup, ParamSlot], list[str]]:
     """Every state-dict key of every parameter: several for tied ones and for modules with several paths."""
     keys: dict[tuple[FlatGroup, ParamSlot], list[str]] = {}
     for prefix, wrapped in units_in(model):
-        for group in wrapped._unit.groups:
+        for group in wrapped.fsdp_state.unit.groups:
             for slot, sites in zip(group.layout.slots, group.binding.sites, strict=True):
                 keys.setdefault((group, slot), []).extend(prefix + site.name for site in sites)
     return keys

@@ -2,7 +2,7 @@
 
 In:   flat shards (`contract/flat_shard.py`) and their gradients.
 Out:  the norm over all ranks, and what to multiply gradients by.
-Next: `FlatFSDP.clip_grad_norm_` and `parallel.clip_grad_norm_` have them multiplied here; `fused.py` does that
+Next: `FlatFSDP.clip_grad_norm_` and `parallel.clip_grad_norm_` have them multiplied here; `fused.py` does so
       where it reads them.
 """
 

@@ -40,7 +40,7 @@ from flatfsdp.contract.attribute import Attribute
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.unreduced import reduced_grad
-from flatfsdp.engine.units import UnitModule, units_in
+from flatfsdp.engine.units import UnitModule, root_of, units_in
 from flatfsdp.fp8.stage_ranks import StageRanks, inside_stage
 
 SPLIT = {_ComputationType.BACKWARD_INPUT, _ComputationType.BACKWARD_WEIGHT}
@@ -109,7 +109,7 @@ class FlatStage(PipelineStage):
                 "the first step find out"
             )
         outermost = _outermost(submodule, stage_index)
-        device = outermost[0]._device if device is None else device
+        device = outermost[0].fsdp_state.device if device is None else device
         if stage_index > 0:
             input_args = _exchanged(input_args)
         if stage_index < num_stages - 1:
@@ -124,7 +124,7 @@ class FlatStage(PipelineStage):
             group=group,
         )
         self._check_place()
-        self._roots = [_root_of(wrapped, stage_index) for wrapped in outermost]
+        self._roots = [_root_of_stage(wrapped, stage_index) for wrapped in outermost]
         units = [unit for root in self._roots for unit in root.units]
         self._groups = [each for unit in units for each in unit.groups]
         pipeline = Ranks.of(dist.group.WORLD if self.group is None else self.group)
@@ -363,7 +363,7 @@ def _stage_ranks(wrapped: UnitModule, pipeline: dist.ProcessGroup | None) -> Sta
 
     @cache
     def make_group() -> dist.ProcessGroup | None:
-        return wrapped._grid.make_group(wrapped._device)
+        return wrapped.fsdp_state.grid.make_group(wrapped.fsdp_state.device)
 
     return StageRanks(others, make_group)
 
@@ -387,10 +387,10 @@ def _outermost(module: nn.Module, stage_index: int) -> list[UnitModule]:
     return [wrapped for wrapped in units if wrapped not in inner]
 
 
-def _root_of(wrapped: UnitModule, stage_index: int) -> Root:
+def _root_of_stage(wrapped: UnitModule, stage_index: int) -> Root:
     """Makes `wrapped` the root of what is inside it.  Collective over the ranks that have the same stage."""
-    root = wrapped._init_root()
-    if root.unit is not wrapped._unit:
+    root = root_of(wrapped)
+    if root.unit is not wrapped.fsdp_state.unit:
         raise ValueError(
             f"stage {stage_index} is part of a larger FlatFSDP module that has been used already; wrap each "
             "stage by itself"

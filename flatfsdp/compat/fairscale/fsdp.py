@@ -24,9 +24,10 @@ from flatfsdp.compat.fairscale.shards import consolidate_shard_weights
 from flatfsdp.compat.fairscale.states import TrainingState
 from flatfsdp.engine.claim import parameters_to_take
 from flatfsdp.engine.fsdp import FlatFSDP, whole_units
+from flatfsdp.engine.full_params import state_dict_gathering
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.unreduced import reduced_grad
-from flatfsdp.engine.units import units_in
+from flatfsdp.engine.units import UnitModule, root_of, units_in
 from flatfsdp.flat.nested import map_tensors
 from flatfsdp.policy import Gathering
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
@@ -139,7 +140,7 @@ class FullyShardedDataParallel(FlatFSDP):
             optimize_backward_concat=optimize_backward_concat,
             cpu_offload=offload,
         )
-        self._unit.keep_as_root = disable_reshard_on_root
+        self.fsdp_state.unit.keep_as_root = disable_reshard_on_root
         self._ranks = ranks
         is_group = isinstance(process_group_reduce_scatter, dist.ProcessGroup)
         self._reduce_ranks = Ranks.of(process_group_reduce_scatter) if is_group else ranks
@@ -151,9 +152,9 @@ class FullyShardedDataParallel(FlatFSDP):
         self.flatten_parameters = flatten_parameters
         self.move_params_to_cpu = self.move_grads_to_cpu = offload
         self.compute_dtype, self.buffer_dtype = precision.compute, precision.buffer
-        self.compute_device = self._device
+        self.compute_device = self.fsdp_state.device
         self.no_broadcast_optim_state = bool(no_broadcast_optim_state)
-        self.state_dict_device = torch.device("cpu" if offload else state_dict_device or self._device)
+        self.state_dict_device = torch.device("cpu" if offload else state_dict_device or self.compute_device)
         self.clear_autocast_cache = clear_autocast_cache
         self.force_input_to_fp32 = force_input_to_fp32
         self.verbose = verbose
@@ -184,7 +185,7 @@ class FullyShardedDataParallel(FlatFSDP):
     @property
     def params(self) -> list[nn.Parameter]:
         """This instance's own flat parameters."""
-        return [group.master.flat for group in self._unit.groups]
+        return [group.master.flat for group in self.fsdp_state.unit.groups]
 
     def non_shared_params(self) -> list[nn.Parameter]:
         """As `params`: a parameter belongs to one instance."""
@@ -193,7 +194,7 @@ class FullyShardedDataParallel(FlatFSDP):
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """What the optimizer updates, here and in inner instances, if it has a gradient."""
-        masters = [group.master for m in get_fsdp_instances(self) for group in m._unit.groups]
+        masters = [group.master for m in get_fsdp_instances(self) for group in m.fsdp_state.unit.groups]
         return [
             portion.parameter
             for master in masters
@@ -208,7 +209,7 @@ class FullyShardedDataParallel(FlatFSDP):
     @property
     def _is_root(self) -> bool | None:
         """Whether no instance is around this one; None before that is known."""
-        return None if self._root is None else self._root.unit is self._unit
+        return None if self.fsdp_state.root is None else self.fsdp_state.root.unit is self.fsdp_state.unit
 
     def extra_repr(self) -> str:
         shown = ["world_size", "flatten_parameters", "mixed_precision"]
@@ -223,13 +224,15 @@ class FullyShardedDataParallel(FlatFSDP):
     @property
     def training_state(self) -> TrainingState:
         """What this instance is busy with; FORWARD as long as the forward of its root runs."""
-        if self._is_whole:
+        state = self.fsdp_state
+        if state.is_whole:
             return TrainingState.SUMMON_FULL_PARAMS
-        if self._root is None:
+        if state.root is None:
             return TrainingState.IDLE
         if in_backward():
-            return TrainingState.BACKWARD_POST if self._unit.backward_done else TrainingState.BACKWARD_PRE
-        return TrainingState.FORWARD if self._root.in_forward else TrainingState.IDLE
+            is_done = state.unit.backward_done
+            return TrainingState.BACKWARD_POST if is_done else TrainingState.BACKWARD_PRE
+        return TrainingState.FORWARD if state.root.in_forward else TrainingState.IDLE
 
     def assert_state(self, state: TrainingState | Iterable[TrainingState]) -> None:
         """Raises ValueError unless this instance is in (one of) the given states."""
@@ -238,13 +241,9 @@ class FullyShardedDataParallel(FlatFSDP):
             names = " or ".join(one.name for one in allowed)
             raise ValueError(f"this call needs state {names}, but the state is {self.training_state.name}")
 
-    def _init_root(self) -> Root:
-        is_first_use = self._root is None
-        root = super()._init_root()
-        if is_first_use:
-            for instance in get_fsdp_instances(self):
-                instance.no_broadcast_optim_state |= instance.world_size == 1 < self.world_size
-        return root
+    def _join(self, root: Root, outermost: UnitModule) -> None:
+        super()._join(root, outermost)
+        self.no_broadcast_optim_state |= self.world_size == 1 < outermost.fsdp_state.grid.num_ranks
 
     # ---- training ---------------------------------------------------------------------------------------
 
@@ -270,7 +269,7 @@ class FullyShardedDataParallel(FlatFSDP):
             AssertionError: if this is not the root.
             ValueError: unless it is idle.
         """
-        self._init_root()
+        root_of(self)
         assert self._is_root, "no_sync is for the root instance; call it on the outermost one"
         self.assert_state(TrainingState.IDLE)
         with super().no_sync():
@@ -285,7 +284,7 @@ class FullyShardedDataParallel(FlatFSDP):
             AssertionError: if this is not the root.
             ValueError: unless it is idle, or if some instance is spread over other ranks than the root.
         """
-        self._init_root()
+        root_of(self)
         assert self._is_root, "clip_grad_norm_ is for the root instance; call it on the outermost one"
         self.assert_state(TrainingState.IDLE)
         return super().clip_grad_norm_(float(max_norm), float(norm_type), error_if_nonfinite)
@@ -332,7 +331,9 @@ class FullyShardedDataParallel(FlatFSDP):
             raise RuntimeError("reset_parameters after wrapping needs allow_reset_parameters=True")
         self.assert_state([TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS])
         # Inside, for the units below that are not summoned yet.
-        with super().summon_full_params(writeback=self._writes_back or not self._is_whole):
+        with super().summon_full_params(
+            writeback=self.fsdp_state.writes_back or not self.fsdp_state.is_whole
+        ):
             self.module.reset_parameters()  # type: ignore[operator]
 
     def append_shared_param(self, p: nn.Parameter) -> NoReturn:
@@ -369,7 +370,8 @@ class FullyShardedDataParallel(FlatFSDP):
         return value.to(dtype, copy=value.data_ptr() in in_use)
 
     def _registered_parameters(self) -> AbstractContextManager[None]:
-        asked = self._init_root().state_dict_gathering
+        root_of(self)
+        asked = state_dict_gathering()
         gathering = Gathering(
             asked.rank0_only or self.state_dict_on_rank_0_only,
             asked.offload_to_cpu or self.state_dict_device.type == "cpu",
@@ -395,7 +397,7 @@ class FullyShardedDataParallel(FlatFSDP):
         alone = {
             f"{prefix}{group.flat_name}"
             for prefix, unit in units_in(self)
-            for group in unit._unit.groups
+            for group in unit.fsdp_state.unit.groups
             if optim_state.is_uncollected(unit, self)
         }
         for key, about in metadata["shards"].items():

@@ -70,7 +70,7 @@ def _outgoing(key: str, value: Any) -> Any:
 
 def is_uncollected(unit: UnitModule, model: FullyShardedDataParallel) -> bool:
     """Whether each rank has a unit of `model` for itself, or its state was said not to be collected."""
-    is_alone = unit._grid.num_ranks == 1 < model.world_size
+    is_alone = unit.fsdp_state.grid.num_ranks == 1 < model.world_size
     return bool(getattr(unit, "no_broadcast_optim_state", False)) or is_alone
 
 
@@ -79,7 +79,7 @@ def _uncollected(model: FullyShardedDataParallel) -> list[int]:
     alone = [
         is_uncollected(unit, model)
         for unit in dict.fromkeys(unit for _, unit in units_in(model))
-        for _ in unit._unit.groups
+        for _ in unit.fsdp_state.unit.groups
     ]
     return [local_id for local_id, is_alone in enumerate(alone) if is_alone]
 

@@ -8,9 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from itertools import islice
+from typing import Protocol
 
-from flatfsdp.engine.step.unit import Unit
+from flatfsdp.comm.checking.identity import Action
+from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.policy import Prefetch
+
+
+class Ordered(Protocol):
+    """What the order has to know of a unit."""
+
+    groups: list[FlatGroup]
+
+    @property
+    def trained(self) -> list[FlatGroup]:
+        """The groups that are trained now."""
+
+    @property
+    def backward_done(self) -> bool:
+        """Whether all gradients of the running backward have landed."""
+
+    def unshard(self, action: Action) -> None:
+        """Starts to gather the parameters."""
 
 
 class Forward:
@@ -21,11 +40,11 @@ class Forward:
         trained: the groups to which its graph may lead.
     """
 
-    def __init__(self, units: Iterable[Unit] = ()) -> None:
-        self.units: list[Unit] = []
+    def __init__(self, units: Iterable[Ordered] = ()) -> None:
+        self.units: list[Ordered] = []
         self.trained = {group for unit in units for group in unit.trained}
 
-    def record(self, unit: Unit) -> int:
+    def record(self, unit: Ordered) -> int:
         """Notes that `unit` runs now; returns its position."""
         if unit not in self.units:
             # It may have been frozen since the forward began.
@@ -47,7 +66,7 @@ class ForwardOrder:
         self._previous = Forward()
         self.current = Forward()
 
-    def start(self, units: Iterable[Unit]) -> None:
+    def start(self, units: Iterable[Ordered]) -> None:
         """A root forward begins, of some of these units."""
         self._previous, self.current = self.current, Forward(units)
 
@@ -55,13 +74,13 @@ class ForwardOrder:
         """A forward has failed, perhaps on each rank at another unit: the next one gathers nothing ahead."""
         self._previous, self.current = Forward(), Forward()
 
-    def after(self, position: int) -> Iterator[Unit]:
+    def after(self, position: int) -> Iterator[Ordered]:
         """Units to gather ahead in a forward: those that followed here in the previous one."""
         previous = self._previous.units
         if position < len(previous) and previous[position] is self.current.units[position]:
             yield from previous[position + 1 : position + 1 + self._prefetch.forward]
 
-    def before(self, forward: Forward, position: int) -> Iterator[Unit]:
+    def before(self, forward: Forward, position: int) -> Iterator[Ordered]:
         """Units to gather ahead in the backward of a forward."""
         earlier = (unit for unit in reversed(forward.units[:position]) if not unit.backward_done)
         return islice(earlier, self._prefetch.backward)

@@ -1,4 +1,4 @@
-"""What all units of one model share: the order of execution, the lanes, and the end of a backward.
+"""`Root`: the state of one model, which all its units share; forwards and backwards begin and end here.
 
 In:   the first FlatFSDP module that is called becomes the root of all FlatFSDP modules inside it.
 Out:  one `Root` that its units refer to.
@@ -7,7 +7,6 @@ Out:  one `Root` that its units refer to.
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable
 
 import torch
@@ -16,6 +15,7 @@ from flatfsdp.comm.checking.identity import Action, ModelIdentity
 from flatfsdp.comm.checking.journal import look
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.comm.streams import Lane
+from flatfsdp.engine.step.backward import Backward
 from flatfsdp.engine.step.order import Forward, ForwardOrder
 from flatfsdp.engine.step.reduce import Reducer
 from flatfsdp.engine.step.trained import follow_requires_grad
@@ -23,20 +23,10 @@ from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
 from flatfsdp.ledger import ByteLedger
 from flatfsdp.microbatch import Microbatch
-from flatfsdp.policy import Gathering, Prefetch
-from flatfsdp.torch_private import call_at_end_of_backward, never_traced, running_backward
+from flatfsdp.policy import Prefetch
+from flatfsdp.torch_private import never_traced, running_backward
 
 logger = logging.getLogger(__name__)
-
-
-class _EndOfBackward:
-    """Autograd keeps this callable until the backward ends, and drops it uncalled if the backward fails."""
-
-    def __init__(self, root: Root) -> None:
-        self._root = root
-
-    def __call__(self) -> None:
-        self._root.end_backward()
 
 
 class Root:
@@ -49,7 +39,7 @@ class Root:
         units: in registration order; the root module's own comes first.
         groups: of all units, in that order.
         forward_action: what the running forward, or the last one, gathers for.
-        state_dict_gathering: who gets the parameters in `state_dict()`.
+        backward: the one that runs, if any.
     """
 
     def __init__(
@@ -71,12 +61,8 @@ class Root:
         self.reducer = Reducer([unit.groups for unit in units if unit.groups], device, ledger)
         self._weight_scales = weight_scales(self.groups, ledger)
         self._reduce_every = reduce_every
-        self.state_dict_gathering = Gathering()
         self.in_forward = False
-        self._in_backward = False
-        self._reached: list[Forward] = []
-        self._backward_task = -1
-        self._end_of_backward: weakref.ref[_EndOfBackward] | None = None
+        self.backward = Backward(self.end_backward)
         self.forward_action = Action.FORWARD
         self._model = self._join(number)
 
@@ -111,7 +97,7 @@ class Root:
     def begin_forward(self) -> None:
         """Called before the outermost forward of any unit; the inner ones run inside it."""
         look(self._model)
-        if self._backward_failed:
+        if self.backward.has_failed:
             self.abandon_step()
         self._require_own_memory()
         self.forward_action = Action.FORWARD if torch.is_grad_enabled() else Action.EVALUATION
@@ -182,49 +168,23 @@ class Root:
         Args:
             forward: the one whose graph the backward has come to; None if that is not known.
         """
-        running = running_backward()
-        if self._in_backward and running == self._backward_task:
-            self._reach(forward)
-            return running
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True is not supported: second derivatives would need parameters that are freed "
-                "by then"
-            )
-        if self._backward_failed:
-            self.abandon_step()
-        if not self._in_backward:
-            # Other weights may have been there since the forward.
-            self._refresh_scales()
-            self._follow_user()
-            self._reached.clear()
-            # Where nobody knows, as for outputs without tensors, a backward follows its forward.
-            forward = self.order.current if forward is None else forward
-            callback = _EndOfBackward(self)
-            call_at_end_of_backward(callback)
-            self._end_of_backward = weakref.ref(callback)
-            self._backward_task = running
-            self._in_backward = True
-        self._reach(forward)
-        return running
-
-    def _reach(self, forward: Forward | None) -> None:
-        """What was trained in that forward, and still is, takes part in the reduction of the step."""
-        if forward is None or forward in self._reached:
-            return
-        self._reached.append(forward)
-        for group in forward.trained:
-            if group.trains:
-                group.join_step()
-
-    @property
-    def in_nested_backward(self) -> bool:
-        """Whether a backward inside the backward is running: reentrant checkpointing.
-
-        A parameter used in several checkpoints gets a gradient from each of them; only at the end of the
-        outer backward is it known that no more will come.
-        """
-        return running_backward() != self._backward_task
+        if not self.backward.is_running:
+            if torch.is_grad_enabled():
+                raise RuntimeError(
+                    "create_graph=True is not supported: second derivatives would need parameters that are "
+                    "freed by then"
+                )
+            if self.backward.has_failed:
+                self.abandon_step()
+            if not self.backward.is_open:
+                # Other weights may have been there since the forward.
+                self._refresh_scales()
+                self._follow_user()
+                # Where nobody knows, as for outputs without tensors, a backward follows its forward.
+                forward = self.order.current if forward is None else forward
+                self.backward.open()
+        self.backward.reach(forward)
+        return running_backward()
 
     def end_backward(self) -> None:
         """All gradients of this backward have landed."""
@@ -233,8 +193,7 @@ class Root:
             self.reducer.finish()
         for unit in self.units:
             unit.end_of_backward()
-        self._in_backward = False
-        self._reached.clear()
+        self.backward.close()
         self._finish_uploads()
         self.microbatch.index += 1
         if self.microbatch.is_last:
@@ -245,15 +204,10 @@ class Root:
             for group in self.groups:
                 group.watch_unreduced()
 
-    @property
-    def _backward_failed(self) -> bool:
-        """Whether a backward began whose end was never called and never will be."""
-        return self._in_backward and (self._end_of_backward is None or self._end_of_backward() is None)
-
     def abandon_step(self) -> None:
         """After an exception: back to a state in which the next step is clean."""
         logger.warning("a step failed; what it had accumulated since the last reduction is dropped")
-        self._in_backward = False
+        self.backward.close()
         self.reducer.abandon()
         for unit in self.units:
             unit.abandon()

@@ -28,23 +28,46 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from flatfsdp.comm.checking.identity import Action
+from flatfsdp.comm.streams import Lane
+from flatfsdp.engine.step.backward import Backward
 from flatfsdp.engine.step.gather import unshard
+from flatfsdp.engine.step.order import Forward, ForwardOrder, Ordered
+from flatfsdp.engine.step.reduce import Reducer
 from flatfsdp.engine.step.trained import follow_requires_grad, require_one_flag
 from flatfsdp.engine.step.writes import WriteWatch
 from flatfsdp.engine.storage.group import FlatGroup, ShardState
 from flatfsdp.engine.storage.master import Version
 from flatfsdp.flat.nested import map_tensors, tensors_in
+from flatfsdp.microbatch import Microbatch
 from flatfsdp.torch_private import in_backward, never_traced, running_backward
 
-if TYPE_CHECKING:
-    from flatfsdp.engine.step.order import Forward
-    from flatfsdp.engine.step.root import Root
+
+class SharedByUnits(Protocol):
+    """What a unit needs of its root (`root.py`)."""
+
+    microbatch: Microbatch
+    order: ForwardOrder
+    backward: Backward
+    reducer: Reducer
+    gather_lane: Lane
+    forward_action: Action
+
+    @property
+    def unit(self) -> Unit:
+        """The root module's own unit."""
+
+    @property
+    def reduces(self) -> bool:
+        """Whether gradients that land now are to be reduced in this backward."""
+
+    def begin_backward(self, forward: Forward | None = None) -> int:
+        """Called by whatever happens first in a backward; returns its number."""
 
 
 class Unit:
@@ -59,7 +82,7 @@ class Unit:
 
     def __init__(self, reshard_after_forward: bool, *, contains_units: bool) -> None:
         self.groups: list[FlatGroup] = []
-        self.root: Root
+        self.root: SharedByUnits
         self._reshard_after_forward = reshard_after_forward
         self._contains_units = contains_units
         self.keep_as_root = True
@@ -105,9 +128,9 @@ class Unit:
 
     def expire(self) -> None:
         for group in self.groups:
-            group.expire()
+            group.compute_shard.expire()
 
-    def _use(self, upcoming: Iterator[Unit], action: Action) -> None:
+    def _use(self, upcoming: Iterator[Ordered], action: Action) -> None:
         """Gathers this unit first, then what comes after it, and waits for this one only."""
         self.unshard(action)
         for unit in upcoming:
@@ -155,7 +178,7 @@ class Unit:
         differentiable = [t for t in tensors if t.requires_grad and torch.is_grad_enabled()]
         if differentiable:
             use = self._follow_inputs(inputs)
-            versions = [group.version for group in self.groups]
+            versions = [group.compute_shard.version for group in self.groups]
             # A recomputation may be of another forward than the last one.
             forward = None if in_backward() else self.root.order.current
             # In another call of this forward there may be gradients to wait for.
@@ -256,7 +279,7 @@ class Unit:
         if not all(self._all_landed_in(backward) for backward in {running_backward(), *self._reached_in}):
             return
         # Where nobody knows that no nested backward will bring more, the unit is reduced at the end.
-        is_complete = self._was_followed and not self.root.in_nested_backward
+        is_complete = self._was_followed and not self.root.backward.is_nested
         if is_complete and self.root.reduces and any(group.takes_part for group in self.groups):
             self.root.reducer.ready(self.groups)
         self._free_after_backward()

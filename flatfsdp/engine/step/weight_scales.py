@@ -59,10 +59,10 @@ class WeightScales:
     @torch.inference_mode(False)  # A backward may save them.
     def refresh(self) -> None:
         """New scales if a master shard has changed.  Collective then; all ranks step together."""
-        if all(group.has_scales for group in self._groups):
+        if all(group.compute_shard.has_scales for group in self._groups):
             return
         for group in self._groups:
-            group.measure()
+            group.compute_shard.measure(group.ledger)
         weights = [group.fp8 for group in self._groups if group.fp8 is not None]
         amax = torch.cat([each.amax for each in weights])
         if self._ranks.size > 1:
@@ -80,5 +80,5 @@ class WeightScales:
         scale, scale_inv = spread(scales)
         sizes = [each.amax.numel() for each in weights]
         for group, own, own_inv in zip(self._groups, scale.split(sizes), scale_inv.split(sizes), strict=True):
-            if not group.has_scales:
-                group.set_scales(Scales(own, own_inv))
+            if not group.compute_shard.has_scales:
+                group.compute_shard.set_scales(Scales(own, own_inv))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.operand import FP8_WEIGHTS, Operand
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
-from flatfsdp.engine.storage.master import MasterShard, Version
+from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout, Role, gaps_and_runs
 from flatfsdp.kernels.cast.scaling import Scales, one_by_one
@@ -54,7 +54,6 @@ class FP8Weights:
         columnwise: the transposes, of the same layout as the weights.
         amax: FP32 [slots], of this rank's pieces.
         scales: of all slots, of one generation.
-        measured_version: of the master shard, to which `amax` belongs; kept by the group.
     """
 
     def __init__(
@@ -81,7 +80,6 @@ class FP8Weights:
         self.columnwise.free()
         self.amax = torch.zeros(len(self._slots), device=unsharded.device)
         self.set_scales(Scales(torch.ones_like(self.amax), torch.ones_like(self.amax)))
-        self.measured_version: Version | None = None
 
     def _turned(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
         """The weights' transposes in a buffer of the same layout."""
@@ -102,7 +100,6 @@ class FP8Weights:
     def runs(self, first: int, last: int) -> list[tuple[int, int, Tensor]]:
         """Pieces that begin in elements [first, last) of the shard: from where to where each is, counted from
         `first`, and where its amax is to be recorded, FP32 [1], zero now."""
-        self.measured_version = None
         pieces = [piece for piece in self._pieces if first <= piece.shard_offset < last]
         if not pieces:
             return []

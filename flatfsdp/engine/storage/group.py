@@ -31,6 +31,7 @@ from flatfsdp.comm.ranks import ALONE
 from flatfsdp.comm.streams import compute_waits_for
 from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.contract.placement import Placement
+from flatfsdp.engine.storage.compute_shard import ComputeShard, compute_tensor
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Weights
 from flatfsdp.engine.storage.main_grad import MainGrad
@@ -39,7 +40,6 @@ from flatfsdp.engine.storage.shown import Leaves, Views
 from flatfsdp.engine.storage.unreduced import Watch
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import Role
-from flatfsdp.kernels.cast.scaling import Scales
 from flatfsdp.ledger import ByteLedger, span
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Division, Policy
@@ -69,7 +69,7 @@ class FlatGroup:
     Attributes:
         prefix: of the parameters' original names, such as "blocks.0."; set by the root.
         master: the shard that the optimizer updates.
-        compute_shard: what is gathered; the master shard itself if that needs no cast.
+        compute_shard: what is gathered.
         buffer: the gathered parameters; None on one rank, whose compute shard is all of them.
         fp8: of weights that are stored in FP8; None otherwise.
         main_grad: None as long as nothing of it has been trained.
@@ -106,26 +106,24 @@ class FlatGroup:
         self._partial_step = -1
         self._joined_step = -1
         self._watch = Watch()
-        self._cast_version: Version | None = None
-        self._scaled_version: Version | None = None
-        self._done: dict[tuple[int, int], Version] = {}
 
         is_fp8 = self.layout.role is Role.FP8 and policy.precision.fp8_weights != "in_layers"
         dtype = FP8_DTYPE if is_fp8 else policy.precision.compute
         self.master = self._filled_master(device)
-        self.compute_shard = self._new_compute_shard(dtype)
+        own = compute_tensor(self.master, dtype)
         self.buffer = self._new_buffer(dtype)
         # One rank holds everything: the compute shard already is the unsharded buffer.
-        unsharded = self.compute_shard.data if self.buffer is None else self.buffer.alias()
+        unsharded = own.data if self.buffer is None else self.buffer.alias()
         self.fp8 = self._new_fp8(unsharded) if is_fp8 else None
+        self.compute_shard = ComputeShard(self.master, own, self.fp8, built_frozen=self.built_frozen)
         self.main_grad = None if self.built_frozen else self._new_main_grad()
         self.params = self._shown_parameters(unsharded, partial(landed, self))
         if self.buffer is not None:
             self._free(self.buffer)
         elif self.fp8 is None:
-            self._cast()
+            self.update_shard()
             # Until its first use a shard may be written through `.data`, which no version counts.
-            self._cast_version = None
+            self.compute_shard.expire()
 
     # ---- construction -----------------------------------------------------------------------------------
 
@@ -143,12 +141,6 @@ class FlatGroup:
         for slot, parameter in zip(self.layout.slots, self.binding.parameters(), strict=True):
             master.load(slot, parameter.detach())
         return master
-
-    def _new_compute_shard(self, dtype: torch.dtype) -> Tensor:
-        flat = self.master.flat
-        if dtype == flat.dtype and not self.master.is_offloaded:
-            return flat.data
-        return torch.zeros(flat.shape, dtype=dtype, device=self.master.device)
 
     def _new_buffer(self, dtype: torch.dtype) -> FlatBuffer | None:
         num_shards = self.grid.shard.size
@@ -231,11 +223,6 @@ class FlatGroup:
         return self.prefix.rstrip(".") or "root"
 
     @property
-    def casts(self) -> bool:
-        """Whether the compute shard has memory of its own."""
-        return self.compute_shard.data_ptr() != self.master.flat.data_ptr()
-
-    @property
     def flat_name(self) -> str:
         """Name of the flat parameter in its unit; it stays when that is frozen or unfrozen."""
         placement = self.layout.placement
@@ -248,16 +235,6 @@ class FlatGroup:
 
     # ---- master shard -> flat buffer --------------------------------------------------------------------
 
-    @property
-    def version(self) -> Version:
-        """Version of the master shard; every in-place write changes it, as an optimizer step or a load does.
-
-        For FP8 weights that were built frozen it counts loads only, which all ranks make: if a write to one
-        rank's shard counted, that rank would ask for new scales alone.
-        """
-        frozen_fp8 = self.fp8 is not None and self.built_frozen
-        return (self.master.generation, -1) if frozen_fp8 else self.master.version
-
     def require_version(self, version: Version) -> None:
         """Checks in a backward that the parameters are those of its forward.
 
@@ -267,63 +244,18 @@ class FlatGroup:
         Raises:
             RuntimeError: if they have been written to since they had this version.
         """
-        if self.version != version:
+        if self.compute_shard.version != version:
             raise RuntimeError(
                 f"the parameters of unit {self.name} changed between this forward and its backward (by an "
                 "optimizer step, a load, or another write), so gradients would mix old and new values; run "
                 "the backward before the change, or the forward again after it"
             )
 
-    @property
-    def _is_current(self) -> bool:
-        """Whether the compute shard, and a buffer gathered from it, still say what the master says."""
-        return self._cast_version == self.version
-
-    def expire(self) -> None:
-        """Casts and gathers anew next time, even if no in-place write to the master was counted.
-
-        Not FP8 weights that were built frozen, which are cast once a load.
-        """
-        if self.fp8 is not None and self.built_frozen:
-            return
-        self._cast_version = self._scaled_version = None
-        if self.fp8 is not None:
-            self.fp8.measured_version = None
-
-    @property
-    def has_scales(self) -> bool:
-        """Whether the scales of FP8 weights are those of what the master holds now."""
-        return self._scaled_version == self.version
-
-    def measure(self) -> None:
-        """Takes the amaxes of this rank's pieces of FP8 weights, if the optimizer has not done it."""
-        assert self.fp8 is not None
-        if self.fp8.measured_version != self.version:
-            self.ledger.add("measure", self.fp8.measure(self.master))
-            self.fp8.measured_version = self.version
-
-    def set_scales(self, scales: Scales) -> None:
-        """For the FP8 weights as the master holds them now."""
-        assert self.fp8 is not None
-        self.fp8.set_scales(scales)
-        self._scaled_version = self.version
-        self._cast_version = None
-
-    def portion_done(self, start: int, stop: int) -> None:
-        """The optimizer has updated this portion of the master shard, and written what goes with it."""
-        version = self.version
-        self._done[start, stop] = version
-        if all(self._done.get((p.start, p.stop)) == version for p in self.master.portions):
-            if self.fp8 is None:
-                self._cast_version = version
-            else:
-                self.fp8.measured_version = version
-
     def allocate(self) -> bool:
         """Gets memory for parameters that are not there, nor on their way, or not up to date; False if
         nothing has to be gathered."""
         if self.state is not ShardState.SHARDED:
-            if self._is_current:
+            if self.compute_shard.is_current:
                 return False
             self.wait()
         if self.buffer is not None:
@@ -334,30 +266,13 @@ class FlatGroup:
 
     def update_shard(self) -> None:
         """Casts the master shard, if that has changed."""
-        if not self._is_current:
-            self._cast()
-
-    def _cast(self) -> None:
-        master, shard = self.master.flat.detach(), self.compute_shard
-        if self.master.is_offloaded:
-            nbytes = master.numel() * master.element_size()
-            with span("upload", self.name, self.microbatch.index, nbytes):
-                master = master.to(shard.device, non_blocking=True)
-            self.ledger.add("offload", nbytes)
-        if self.casts:
-            nbytes = master.numel() * (master.element_size() + shard.element_size())
-            with span("cast", self.name, self.microbatch.index, nbytes):
-                if self.fp8 is None:
-                    shard.copy_(master)
-                else:
-                    self.fp8.cast(master, shard)
-            self.ledger.add("cast", nbytes)
-        self._cast_version = self.version
+        if not self.compute_shard.is_current:
+            self.compute_shard.cast(self.ledger, self.name, self.microbatch.index)
 
     def gather(self) -> None:
         """Collective, unless this rank has everything."""
         if self.buffer is not None:
-            all_gather(self.buffer.tensor, self.compute_shard, self.grid.shard)
+            all_gather(self.buffer.tensor, self.compute_shard.tensor, self.grid.shard)
 
     @property
     def gathered_bytes(self) -> int:

@@ -1,18 +1,7 @@
-"""The flat storages: who owns them, when they appear, when they go.
+"""`MainGrad`: gradients of one group, added up over microbatches where reduce-scatter reads them.
 
-    buffer         dtype       length  owner        appears                  goes
-    master shard   param       1/N     MasterShard  construction             never
-    compute shard  stored      1/N     FlatGroup    construction             never (none if same dtype)
-    FlatBuffer     stored      1       FlatGroup    unshard                  reshard
-    the same       FP8         1       FP8Weights   unshard for backward     reshard (FP8 weights, transposed)
-    MainGrad       accumulate  1       FlatGroup    first gradient of a step handed to the reducer
-    reduced shard  reduce      1/N     Reducer      reduce-scatter           becomes the master's gradient
-    partial_grad   accumulate  1/N     FlatGroup    an early reduce-scatter  becomes the last one's
-
-Parameters are stored in the compute dtype, or in FP8.  With `cpu_offload` the master shard and its gradient
-are in host memory.
-
-Next: `group.py` fills the FlatBuffer, `engine/step/reduce.py` takes the MainGrad.
+In:   gradients as they land, by a hook (`shown.py`) or by layers that claim a slot (`contract/main_grad.py`).
+Out:  the flat buffer, full, for `engine/step/reduce.py`.
 """
 
 from __future__ import annotations

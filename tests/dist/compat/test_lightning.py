@@ -241,7 +241,7 @@ def misuse(rank: int, world_size: int, folder: Path) -> None:
     with pytest.raises(ValueError, match=r"over 1 of 2 ranks.*wrap it after fabric\.launch"):
         fabric.setup(auto_wrap(GPT(CONFIG), by_class(Block), process_group=alone))
     elsewhere = auto_wrap(GPT(CONFIG), by_class(Block))
-    elsewhere._device = torch.device("cuda", 0)
+    elsewhere.fsdp_state.device = torch.device("cuda", 0)
     with pytest.raises(ValueError, match="model is on cuda:0, and Fabric's device is cpu"):
         fabric.setup(elsewhere)
     plain = GPT(CONFIG)

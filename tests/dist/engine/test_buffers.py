@@ -20,7 +20,7 @@ FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
 def groups(model: FlatFSDP) -> list[Any]:
-    return [group for m in model.modules() if isinstance(m, FlatFSDP) for group in m._unit.groups]
+    return [group for m in model.modules() if isinstance(m, FlatFSDP) for group in m.fsdp_state.unit.groups]
 
 
 def allocated_grads(model: FlatFSDP) -> int:
@@ -92,7 +92,7 @@ def units_in_memory_during_backward(rank: int, world_size: int, flag: bool) -> l
     seen: list[tuple[int, int]] = []
 
     def count(*_: Any) -> None:
-        landed = sum(m._unit.backward_done for m in (model, *model.blocks))
+        landed = sum(m.fsdp_state.unit.backward_done for m in (model, *model.blocks))
         seen.append((sum(unsharded(model)), landed))
 
     for block in model.blocks:
@@ -209,7 +209,7 @@ def test_main_grad_views_alias_the_buffer_that_is_reduced() -> None:
     weight.get_main_grad().fill_(700.0)
     model(tokens).backward()
     assert weight.main_grad is None
-    start = next(s.offset for s in model._unit.groups[0].layout.slots if s.name == "head.weight")
+    start = next(s.offset for s in model.fsdp_state.unit.groups[0].layout.slots if s.name == "head.weight")
     assert (model.flat_param.grad[start : start + weight.numel()] > 600.0).all()
 
 

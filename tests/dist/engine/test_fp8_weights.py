@@ -105,11 +105,11 @@ def counted(rank: int, world_size: int, reshard: bool) -> None:
     train(model, rank, steps, count)
     model.ledger.reset()
     train(model, rank, steps, count)
-    groups = [group for unit in model._root.units for group in unit.groups]
+    groups = [group for unit in model.fsdp_state.root.units for group in unit.groups]
     padded = dict.fromkeys(Role, 0)
     for group in groups:
         padded[group.layout.role] += group.layout.padded_numel(world_size)
-    units, gathers = len(model._root.units), 2 * count if reshard else 1
+    units, gathers = len(model.fsdp_state.root.units), 2 * count if reshard else 1
     ledger = model.ledger
     shards = {role: numel // world_size for role, numel in padded.items()}
     assert ledger.bytes["cast"] == steps * (5 * shards[Role.FP8] + 6 * shards[Role.COMPUTE])
@@ -127,13 +127,13 @@ def gather_bytes(rank: int, world_size: int) -> None:
     size = {Role.FP8: 1, Role.COMPUTE: 2}
     full = sum(
         group.layout.padded_numel(world_size) * size[group.layout.role]
-        for unit in model._root.units
+        for unit in model.fsdp_state.root.units
         for group in unit.groups
     )
     assert model.ledger.bytes["gather"] == full * (world_size - 1) // world_size
     weights = sum(
         slot.numel
-        for unit in model._root.units
+        for unit in model.fsdp_state.root.units
         for group in unit.groups
         if group.fp8
         for slot in group.layout.slots
@@ -216,7 +216,7 @@ def frozen(rank: int, world_size: int) -> None:
         model.ledger.reset()
         train(model, rank, 1)
         # Frozen FP8 weights were cast in the first step.
-        groups = [g for unit in model._root.units for g in unit.groups if g.trains or g.fp8 is None]
+        groups = [g for unit in model.fsdp_state.root.units for g in unit.groups if g.trains or g.fp8 is None]
         per_element = {Role.FP8: 5 if in_fp8 else 6, Role.COMPUTE: 6}
         expected = sum(per_element[g.layout.role] * g.layout.shard_numel(world_size) for g in groups)
         assert model.ledger.bytes["cast"] == expected
@@ -353,7 +353,7 @@ def test_a_load_into_a_frozen_weight_of_one_rank() -> None:
 def transposes(rank: int, world_size: int, options: dict[str, Any]) -> None:
     model = build(True, BF16, True, **options)
     train(model, rank, 1)
-    groups = [group for unit in model._root.units for group in unit.groups if group.fp8 is not None]
+    groups = [group for unit in model.fsdp_state.root.units for group in unit.groups if group.fp8 is not None]
     assert groups and not any(group.fp8.columnwise.is_allocated for group in groups)
 
 
@@ -367,7 +367,9 @@ def most_in_memory(rank: int, world_size: int, blocks: int) -> dict[str, int]:
     net = seeded(partial(Net, True, blocks=blocks))
     precision = Precision(compute=BF16, fp8_weights=RECIPE)
     model = auto_wrap(net, by_class(Block), precision=precision, optimize_backward_concat=True)
-    groups = [group for block in net.blocks for group in block._unit.groups if group.fp8 is not None]
+    groups = [
+        group for block in net.blocks for group in block.fsdp_state.unit.groups if group.fp8 is not None
+    ]
     assert len(groups) == blocks
     most = Counter[str]()
 

@@ -232,7 +232,10 @@ def skip(rank: int, world_size: int) -> None:
             grad = torch.zeros(sum(p.numel() for p in block.parameters()))
         dist.all_reduce(grad)
         ours = torch.cat(
-            [wrapped.flat_param.grad[s.offset : s.end] for s in wrapped._unit.trained[0].layout.slots]
+            [
+                wrapped.flat_param.grad[s.offset : s.end]
+                for s in wrapped.fsdp_state.unit.trained[0].layout.slots
+            ]
         )
         torch.testing.assert_close(ours, grad / world_size)
 

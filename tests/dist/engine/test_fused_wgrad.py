@@ -221,7 +221,7 @@ def accumulated(rank: int, world_size: int, compute: torch.dtype, count: int) ->
     others = [p.numel() for name, p in plain.named_parameters() if p.dim() == 1]
     size = compute.itemsize
     expected = sum(n * (4 + size) + (count - 1) * n * (8 + size) for n in others)
-    groups = [group for unit in model._root.units for group in unit.trained]
+    groups = [group for unit in model.fsdp_state.root.units for group in unit.trained]
     vectors = [sum(len(slot.shape) == 1 for slot in group.layout.slots) for group in groups]
     assert min(vectors) <= FEW < max(vectors)
     launches = count * sum(number if number <= FEW else 1 for number in vectors)

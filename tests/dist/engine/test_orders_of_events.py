@@ -156,7 +156,7 @@ def test_a_layer_inside_and_outside_a_checkpoint_is_reduced_once(recompute: tupl
 def reentrant_memory(rank: int, world_size: int, flag: bool) -> list[int]:
     """Units in memory when each block's norm has its gradient, with reentrant recomputation around blocks."""
     model, seen = build(optimize_backward_concat=flag), []
-    units = [m._unit for m in (model, *model.blocks)]
+    units = [m.fsdp_state.unit for m in (model, *model.blocks)]
 
     def count(*_: Any) -> None:
         seen.append(sum(not unit.is_sharded for unit in units))
@@ -245,7 +245,7 @@ def eval_failure(rank: int, world_size: int) -> None:
     with model.no_sync():
         model(first).backward()
     model.blocks[2].zero_grad()
-    kept = [m._unit.trained[0].main_grad.holds_gradients for m in (model, *model.blocks)]
+    kept = [m.fsdp_state.unit.trained[0].main_grad.holds_gradients for m in (model, *model.blocks)]
     assert kept == [True, True, True, False]
 
 

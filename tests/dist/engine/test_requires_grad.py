@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, param_groups
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.units import named_groups, root_of
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import Linear
 from tests.support.against_plain import assert_equal, plain_net
@@ -155,7 +155,7 @@ def unfreeze(rank: int, world_size: int, options: dict[str, Any], built: tuple[i
         assert_equal(grads, whole_grads(fresh))
         assert_equal(grads, {n: p.grad for n, p in plain.named_parameters() if p.grad is not None})
         for index, block in enumerate(model.blocks):
-            (group,) = block._unit.groups
+            (group,) = block.fsdp_state.unit.groups
             assert (group.master.flat.grad is None) == (index not in trained)
             assert index in trained or group.main_grad is None or not group.main_grad.holds_gradients
         for traffic in ("gather", "reduce"):
@@ -338,8 +338,8 @@ def test_frozen_units_hold_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
     for index in (1, 2, 3, 4, 5, 6):
         model.blocks[index].requires_grad_(False)
     launched = []
-    model._init_root()
-    reducer = model._root.reducer
+    root_of(model)
+    reducer = model.fsdp_state.root.reducer
     launch = reducer._launch
     reducer._launch = lambda unit: launched.append([g.name for g in unit if g.takes_part]) or launch(unit)
 
@@ -383,7 +383,7 @@ def grouped(rank: int, world_size: int, flag: bool) -> None:
         theirs.step()
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name])
-    (group,) = model.blocks[1]._unit.groups
+    (group,) = model.blocks[1].fsdp_state.unit.groups
     for portion in group.master.portions:
         portion.parameter.requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"portion of unit blocks\.1 was set to False by itself"):

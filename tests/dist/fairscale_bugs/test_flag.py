@@ -48,7 +48,7 @@ def memory_between_microbatches(rank: int, world_size: int, flag: bool) -> None:
     for index, block in enumerate(net.blocks):
         net.blocks[index] = FlatFSDP(block, reshard_after_forward=index != 1, **options)
     model = FlatFSDP(net, **options)
-    layout = model.blocks[1]._unit.trained[0].layout
+    layout = model.blocks[1].fsdp_state.unit.trained[0].layout
     only_kept = [0, 0, layout.padded_numel(world_size) * torch.bfloat16.itemsize, 0]
     masters = [shard.detach().clone() for shard in model.parameters()]
 

@@ -145,7 +145,7 @@ def has_parameters(stage: FlatStage) -> bool:
 
 
 def groups_of(stage: FlatStage) -> list[Any]:
-    return [group for _, wrapped in units_in(stage.submod) for group in wrapped._unit.trained]
+    return [group for _, wrapped in units_in(stage.submod) for group in wrapped.fsdp_state.unit.trained]
 
 
 def counted(rank: int, world_size: int, schedule: type, options: dict[str, Any]) -> None:

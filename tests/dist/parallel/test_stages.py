@@ -12,6 +12,7 @@ from torch.distributed.pipelining import Schedule1F1B
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.placement import Placement
+from flatfsdp.engine.units import root_of
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models import Llama
@@ -131,7 +132,7 @@ def stored_weights(rank: int, world_size: int) -> None:
             optimizer.step()
             optimizer.zero_grad()
         states.append(dict(model.state_dict()))
-        for group in (group for unit in model._init_root().units for group in unit.groups):
+        for group in (group for unit in root_of(model).units for group in unit.groups):
             assert group.fp8 is None or group.layout.placement is Placement.SPLIT
     assert equal(states[0], states[1]) and equal(states[0], states[2])
 

@@ -27,7 +27,7 @@ def stored(module: nn.Module) -> set[str]:
     model = FlatFSDP(module, precision=PRECISION)
     return {
         slot.name
-        for group in model._unit.groups
+        for group in model.fsdp_state.unit.groups
         for slot in group.layout.slots
         if group.layout.role is Role.FP8
     }
@@ -153,7 +153,7 @@ def test_overflow_saturates_and_nan_stays() -> None:
 def test_the_amax_of_an_offloaded_weight_is_taken_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands for a GPU."""
     model = FlatFSDP(nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION)
-    (group,) = (group for group in model._unit.groups if group.fp8 is not None)
+    (group,) = (group for group in model.fsdp_state.unit.groups if group.fp8 is not None)
     on_device = torch.empty(group.layout.padded_numel(1), dtype=torch.float8_e4m3fn, device="meta")
     weights = FP8Weights(group.layout, ALONE, on_device, torch.bfloat16, poison=False)
     taken: list[Tensor] = []

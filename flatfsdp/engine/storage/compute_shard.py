@@ -1,0 +1,139 @@
+"""`ComputeShard`: what is gathered of a group, and of which version of the master shard it is.
+
+In:   the master shard, which optimizers and loads write to.
+Out:  this rank's part in the dtype that the model computes in, or FP8 bytes with one scale a weight.
+Next: `group.py` gathers it into the flat buffer.
+
+    version of the master    changes with every in-place write
+    measured                 the version whose amaxes are taken (FP8 weights)
+    scaled                   the version whose scales are set (FP8 weights)
+    cast                     the version that the compute shard holds
+
+An optimizer that writes the compute shard, or takes the amaxes, along with the master says so by
+`portion_done`; otherwise that is done before the next gather.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatfsdp.engine.storage.fp8_weights import FP8Weights
+from flatfsdp.engine.storage.master import MasterShard, Version
+from flatfsdp.kernels.cast.scaling import Scales
+from flatfsdp.ledger import ByteLedger, span
+
+
+def compute_tensor(master: MasterShard, dtype: torch.dtype) -> Tensor:
+    """Memory for a compute shard, 1-D: the master shard's own if that needs no cast."""
+    flat = master.flat
+    if dtype == flat.dtype and not master.is_offloaded:
+        return flat.data
+    return torch.zeros(flat.shape, dtype=dtype, device=master.device)
+
+
+class ComputeShard:
+    """This rank's part of a group's parameters, as the model computes with them.
+
+    Args:
+        master: where the values come from.
+        tensor: 1-D, as long as the master shard.
+        fp8: scales and casts of weights that are stored in FP8; None for others.
+        built_frozen: whether the group was frozen when it was wrapped.
+    """
+
+    def __init__(
+        self, master: MasterShard, tensor: Tensor, fp8: FP8Weights | None, *, built_frozen: bool
+    ) -> None:
+        self.tensor = tensor
+        self.fp8 = fp8
+        self._master = master
+        self._is_cast_once_a_load = fp8 is not None and built_frozen
+        self._measured: Version | None = None
+        self._scaled: Version | None = None
+        self._cast: Version | None = None
+        self._done: dict[tuple[int, int], Version] = {}
+
+    @property
+    def version(self) -> Version:
+        """Version of the master shard; every in-place write changes it, as an optimizer step or a load does.
+
+        For FP8 weights that were built frozen it counts loads only, which all ranks make: if a write to one
+        rank's shard counted, that rank would ask for new scales alone.
+        """
+        return (self._master.generation, -1) if self._is_cast_once_a_load else self._master.version
+
+    @property
+    def has_own_memory(self) -> bool:
+        """Whether it is something else than the master shard."""
+        return self.tensor.data_ptr() != self._master.flat.data_ptr()
+
+    @property
+    def is_current(self) -> bool:
+        """Whether it, and a buffer gathered from it, still say what the master says."""
+        return self._cast == self.version
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the scales of FP8 weights are those of what the master holds now."""
+        return self._scaled == self.version
+
+    def expire(self) -> None:
+        """Forgets what it holds, even if no in-place write to the master was counted.
+
+        Not FP8 weights that were built frozen, which are cast once a load.
+        """
+        if not self._is_cast_once_a_load:
+            self._cast = self._scaled = self._measured = None
+
+    def measure(self, ledger: ByteLedger) -> None:
+        """Takes the amaxes of this rank's pieces of FP8 weights, if the optimizer has not done it."""
+        assert self.fp8 is not None
+        if self._measured != self.version:
+            ledger.add("measure", self.fp8.measure(self._master))
+            self._measured = self.version
+
+    def set_scales(self, scales: Scales) -> None:
+        """Sets the scales of the FP8 weights as the master holds them now."""
+        assert self.fp8 is not None
+        self.fp8.set_scales(scales)
+        self._scaled = self.version
+        self._cast = None
+
+    def amaxes_of(self, start: int, stop: int) -> list[tuple[int, int, Tensor]]:
+        """Runs in [start, stop) whose amaxes an optimizer takes as it updates them; see `FlatShard.runs`."""
+        assert self.fp8 is not None
+        self._measured = None
+        return self.fp8.runs(start, stop)
+
+    def portion_done(self, start: int, stop: int) -> None:
+        """Notes that an optimizer has updated a portion of the master shard and written what goes with it."""
+        version = self.version
+        self._done[start, stop] = version
+        if all(self._done.get((p.start, p.stop)) == version for p in self._master.portions):
+            if self.fp8 is None:
+                self._cast = version
+            else:
+                self._measured = version
+
+    def cast(self, ledger: ByteLedger, unit: str, microbatch: int) -> None:
+        """Casts the master shard, whatever was there.
+
+        Args:
+            unit: for labels of the profiler, as `microbatch` is.
+        """
+        master, shard = self._master.flat.detach(), self.tensor
+        if self._master.is_offloaded:
+            nbytes = master.numel() * master.element_size()
+            with span("upload", unit, microbatch, nbytes):
+                master = master.to(shard.device, non_blocking=True)
+            ledger.add("offload", nbytes)
+        if self.has_own_memory:
+            nbytes = master.numel() * (master.element_size() + shard.element_size())
+            with span("cast", unit, microbatch, nbytes):
+                if self.fp8 is None:
+                    shard.copy_(master)
+                else:
+                    self.fp8.cast(master, shard)
+            ledger.add("cast", nbytes)
+        self._cast = self.version
