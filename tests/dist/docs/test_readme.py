@@ -1,9 +1,9 @@
-"""Every Python block of the README runs as it is written, with small sizes in place of the large ones."""
+"""Every Python block of README.md and docs/ runs as it is written, in small sizes."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,31 +12,41 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
 import flatfsdp
+from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.fp8 import DelayedScaling
 from flatfsdp.layers import Embedding, LinearCrossEntropy, TransformerLayer
 from flatfsdp.models import PRESETS
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
 from tests.support.ranks import run_ranks
+from tests.unit.docs.pages import PAGES
 
-README = Path(__file__).parents[3] / "README.md"
-BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
 LARGE = {"4096, 16384, 32": "32, 64, 4"}
 
 
-def block_with(text: str) -> str:
-    """The one that contains `text`, smaller."""
-    (block,) = (block for block in BLOCKS if text in block)
-    for large, small in LARGE.items():
-        block = block.replace(large, small)
-    return block
+def blocks() -> dict[str, str]:
+    """By page and position."""
+    found = {}
+    for name, page in PAGES.items():
+        for index, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+            for large, small in LARGE.items():
+                block = block.replace(large, small)
+            found[f"{name} {index}"] = block
+    return found
+
+
+BLOCKS = blocks()
 
 
 def run(block: str, **names: Any) -> dict[str, Any]:
     """What the block has defined, which sees what the package exports and `names`."""
-    scope = {**vars(flatfsdp), "torch": torch, **names}
-    exec(compile(block, str(README), "exec"), scope)
-    return scope
+    return run_alone(block, **{**vars(flatfsdp), "torch": torch, **names})
+
+
+def run_alone(block: str, **names: Any) -> dict[str, Any]:
+    """What the block has defined, which sees `names` only."""
+    exec(compile(block, "a block of Python in the documentation", "exec"), names)
+    return names
 
 
 class FP8GPT(nn.Module):
@@ -64,50 +74,48 @@ def tokens_of(*shape: int) -> Tensor:
 CONFIG = GPTConfig(vocab=64, layers=2, hidden=32, heads=4, seq=16)
 
 
-def test_there_are_no_blocks_that_are_not_run() -> None:
-    assert len(BLOCKS) == 5
+def in_20_lines(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The README's, to which nothing is given."""
+    assert name.startswith("README.md")
+    found = run_alone(BLOCKS[name])
+    losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
+    assert len(losses) == 20 and losses[-1] < losses[0]
+    assert all(parameter.grad is None for parameter in found["model"].parameters())
 
 
-def test_files_that_it_names_exist() -> None:
-    named = re.findall(r"\]\(([^)#:]+)\)", README.read_text())
-    assert len(named) > 30
-    assert [name for name in named if not (README.parent / name).exists()] == []
-
-
-def test_the_first_block() -> None:
+def a_wrapped_model(name: str, _: pytest.CaptureFixture[str]) -> None:
     batches = [(tokens_of(2, 16), tokens_of(2, 16)) for _ in range(3)]
-    found = run(BLOCKS[0], GPT=GPT, Block=Block, config=CONFIG, batches=batches)
+    found = run(BLOCKS[name], GPT=GPT, Block=Block, config=CONFIG, batches=batches)
     assert all(parameter.grad is not None for parameter in found["model"].parameters())
 
 
-def test_20_lines() -> None:
+def first_steps(name: str, _: pytest.CaptureFixture[str]) -> None:
     text = Sampler(load_corpus(None), batch=4, seq=16, seed=0)
     config = GPTConfig(layers=2, hidden=32, heads=4, seq=16)
     names = {"GPT": GPT, "Block": Block, "config": config, "text": text}
-    found = run(block_with("for step in range(20)"), **names, rank=0, device=torch.device("cpu"))
+    found = run(BLOCKS[name], **names, rank=0, device=torch.device("cpu"))
     assert set(found["state"]) == set(GPT(config).state_dict())
 
 
-def test_fp8_layers() -> None:
+def fp8_layers(name: str, _: pytest.CaptureFixture[str]) -> None:
     batches = [(torch.randn(16, 2, 32), torch.randn(16, 2, 32)) for _ in range(3)]
-    found = run(block_with("TransformerLayer(4096"), batches=batches)
+    found = run(BLOCKS[name], batches=batches)
     assert found["model"].microbatch.is_last
     assert all(parameter.grad is not None for parameter in found["model"].parameters())
 
 
-def test_fp8_weights(capsys: pytest.CaptureFixture[str]) -> None:
+def fp8_weights(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     batches = [(tokens_of(16, 2), tokens_of(16, 2)) for _ in range(3)]
-    run(
-        block_with("fp8_weights=CurrentScaling()"),
-        GPT=FP8GPT,
-        TransformerLayer=TransformerLayer,
-        config=64,
-        batches=batches,
-    )
+    run(BLOCKS[name], GPT=FP8GPT, TransformerLayer=TransformerLayer, config=64, batches=batches)
     assert "fp8" in capsys.readouterr().out.lower()
 
 
-def parallel(rank: int, world_size: int, block: str) -> list[float]:
+def parallel_ranks(name: str, _: pytest.CaptureFixture[str]) -> None:
+    norms = run_ranks(4, norms_of_one_rank, BLOCKS[name])
+    assert all(0 < norm < float("inf") for of_rank in norms for norm in of_rank)
+
+
+def norms_of_one_rank(rank: int, world_size: int, block: str) -> list[float]:
     large, PRESETS["8b"] = PRESETS["8b"], PRESETS["tiny"]
     torch.manual_seed(0)
     tokens, targets = torch.randint(0, PRESETS["tiny"].vocab, (2, 8, 16))
@@ -124,6 +132,45 @@ def parallel(rank: int, world_size: int, block: str) -> list[float]:
     return [float(parameter.grad.norm()) for parameter in found["model"].parameters()]
 
 
-def test_parallel() -> None:
-    norms = run_ranks(4, parallel, block_with("make_mesh(pp=2, tp=2)"))
-    assert all(0 < norm < float("inf") for of_rank in norms for norm in of_rank)
+def fairscale_imports(name: str, _: pytest.CaptureFixture[str]) -> None:
+    found = run_alone(BLOCKS[name])
+    imported = re.search(r"^from flatfsdp.*?\((.*?)\)", BLOCKS[name], re.DOTALL | re.MULTILINE)
+    assert imported is not None
+    assert all(each in found for each in re.findall(r"\w+", imported[1]))
+
+
+def fairscale_shards(name: str, _: pytest.CaptureFixture[str]) -> None:
+    saved, model = (FullyShardedDataParallel(nn.Linear(4, 4)) for _ in range(2))
+    weights, metadata = [saved.local_state_dict()], [saved.local_metadata_dict()]
+    run(
+        BLOCKS[name],
+        FullyShardedDataParallel=FullyShardedDataParallel,
+        model=model,
+        weights_of_all_ranks=weights,
+        metadata_of_all_ranks=metadata,
+    )
+    for key, value in saved.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+
+
+RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
+    "text = Sampler(load_corpus(None)": in_20_lines,
+    "model(tokens, targets).backward()": a_wrapped_model,
+    "state = model.state_dict()": first_steps,
+    "TransformerLayer(32, 64, 4": fp8_layers,
+    "fp8_weights=CurrentScaling()": fp8_weights,
+    "make_mesh(pp=2, tp=2)": parallel_ranks,
+    "from flatfsdp.compat.fairscale import": fairscale_imports,
+    "consolidate_shard_weights": fairscale_shards,
+}
+"""What runs the block that contains a text, and looks at what it has done."""
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_block(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (test,) = (test for text, test in RUNS.items() if text in BLOCKS[name])
+    test(name, capsys)
+
+
+def test_every_run_has_a_block() -> None:
+    assert [text for text in RUNS if not any(text in block for block in BLOCKS.values())] == []

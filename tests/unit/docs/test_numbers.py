@@ -1,21 +1,23 @@
-"""The README's tables of measurements are those of the committed results, digit by digit."""
+"""The tables of measurements in README.md and docs/ are those of the committed results, digit by digit."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
 
-from tests.support.published import README, results, rows
+from tests.support.published import results, rows
+from tests.unit.docs.pages import DOCS, README, TEXT
 
+PROSE = " ".join(TEXT.split())
 ROWS = [
     [cell.strip() for cell in re.sub(r"[*`]", "", line).strip("|").split("|")]
-    for line in README.splitlines()
+    for line in TEXT.splitlines()
     if line.startswith("|")
 ]
 
 
 def assert_rows(expected: Iterable[tuple[str, ...]]) -> None:
-    """Each is the end of a row of the README."""
+    """Each is the end of a row of some page."""
     missing = [cells for cells in expected if not any(row[-len(cells) :] == [*cells] for row in ROWS)]
     assert not missing, "\n".join(" | ".join(cells) for cells in missing)
 
@@ -70,6 +72,17 @@ def test_steps() -> None:
     assert_rows(expected())
 
 
+def test_the_readmes_steps_are_those_of_the_docs() -> None:
+    """They are on two pages, of which `test_steps` would find the right one."""
+    _, table = README.read_text().split("| training step, ")
+    shown = [line for line in table.split("\n\n")[0].splitlines() if line.startswith("| ")]
+    lines = DOCS["performance.md"].read_text().splitlines()
+    assert len(shown) == 4
+    assert [line for line in shown if line not in lines] == []
+    ratio = rows("step-70b-l2-vocab-m16-keep.json")["flat-on"]["time_vs_fsdp2"]
+    assert f"two Llama-70B layers takes {ratio:.3f} of FSDP2's time" in README.read_text()
+
+
 def test_layers() -> None:
     one, two = rows("layer.json"), rows("tensor-parallel-70b-2.json")
     shown = (
@@ -91,7 +104,7 @@ def test_layers() -> None:
 
     assert_rows(expected())
     assert (
-        f"torchao 0.18 float8 tensorwise, torch.compile; rowwise {one['torchao-rowwise']['ms']:.2f}" in README
+        f"torchao 0.18 float8 tensorwise, torch.compile; rowwise {one['torchao-rowwise']['ms']:.2f}" in PROSE
     )
 
 
@@ -142,7 +155,7 @@ def test_kernels() -> None:
     ]
     assert_rows((cell,) for cell in cells)
     reached = [row["reached"] for row in found["kernels"] + found["wgrad"] if row["reached"] is not None]
-    assert all(reached) and f"All {len(reached)} rows reach their goal" in README
+    assert all(reached) and f"All {len(reached)} rows reach their goal" in PROSE
 
 
 def test_kernels_of_many_tokens() -> None:
@@ -152,9 +165,8 @@ def test_kernels_of_many_tokens() -> None:
             shares.setdefault(f"{row['kernel']} {row['variant']}", []).append(100 * row["share"])
     (norm,), (embedding,) = shares.pop("norm_forward LayerNorm, to FP8"), shares.pop("embedding_grad added")
     others = [share for of_sizes in shares.values() for share in of_sizes]
-    text = README.replace("\n", " ")
-    assert f"kernels have {min(others):.0f} to {max(others):.0f} %" in text
-    assert f"LayerNorm to FP8 {norm:.1f}, the embedding gradient {embedding:.0f}." in text
+    assert f"kernels have {min(others):.0f} to {max(others):.0f} %" in PROSE
+    assert f"LayerNorm to FP8 {norm:.1f}, the embedding gradient {embedding:.0f}." in PROSE
 
 
 def test_products() -> None:
@@ -167,6 +179,6 @@ def test_products() -> None:
 
 def test_convergence() -> None:
     bf16, *others = results("convergence.json")["rows"]
-    assert f"ends at a loss of {bf16['final_loss']:.3f} in bf16" in README
+    assert f"ends at a loss of {bf16['final_loss']:.3f} in bf16" in PROSE
     for row in others:
-        assert f"{100 * row['against_bf16']:+.2f} % with" in README.replace("\n", " "), row["precision"]
+        assert f"{100 * row['against_bf16']:+.2f} % with" in PROSE, row["precision"]
