@@ -1,8 +1,8 @@
-"""One Llama layer that N ranks share, in every way that `contract/tensor_parallel.py` measures.
+"""One Llama layer that N ranks share, in every way that `tensor_parallel.py` measures.
 
 In:   one whole layer in bf16, the same on every rank, an input and an output gradient.
 Out:  layers that are ready to run, each with this rank's part of the whole one's parameters.
-Next: `contract/tensor_parallel.py` times them and compares them with the whole layer.
+Next: `tensor_parallel.py` times them and compares them with the whole layer.
 
 Activations are [t, b, c]: the sequence is in front, so that no gather along it has to copy.  Shapes in names
 are as in `llama.py`.

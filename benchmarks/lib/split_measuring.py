@@ -1,8 +1,8 @@
-"""How `contract/tensor_parallel.py` times a layer that ranks share, and compares it with whole ones.
+"""How `tensor_parallel.py` times a layer that ranks share, and compares it with whole ones.
 
 In:   a `Job`, on every rank.
 Out:  a `Row` for each mode: times, traffic and errors, over all ranks.
-Next: `contract/tensor_parallel.py` shows them.
+Next: `tensor_parallel.py` shows them.
 """
 
 from __future__ import annotations

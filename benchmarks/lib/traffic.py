@@ -3,7 +3,7 @@
 In:   any code that communicates: through torch.distributed, as FlatFSDP does, through DTensor's functional
       collectives, or inside the products of torch.ops.symm_mem.
 Out:  calls and bytes of each kind.
-Next: `contract/tensor_parallel.py` counts one step of every layer.
+Next: `tensor_parallel.py` counts one step of every layer.
 
 Compiled code is not seen; count before it is compiled.
 """

@@ -1,4 +1,4 @@
-"""The README and the results that are committed with it."""
+"""The pages of the documentation, and the results that are committed with them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from tests.support.programs import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-README = (ROOT / "README.md").read_text()
+PAGES = "\n".join(page.read_text() for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))])
 
 
 def results(file: str) -> Any:

@@ -1,7 +1,7 @@
 """What goes wrong in fairscale's `optimize_backward_concat` (bugs B1 to B10), and does not here.
 
 fairscale is read at branch `ngoyal_changes_for_pp_fp8_jiecaoyu_free_fp16_shard`, where the flag lives; each
-test says what happens there.  `test_known_bugs_general.py` has its bugs that need no flag.
+test says what happens there.  `test_general.py` has its bugs that need no flag.
 """
 
 from __future__ import annotations

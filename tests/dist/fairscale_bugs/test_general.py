@@ -1,7 +1,7 @@
 """What goes wrong in fairscale's FSDP whatever its flag is (bugs P1 to P8), and does not here.
 
 fairscale is read at branch `ngoyal_changes_for_pp_fp8_jiecaoyu_free_fp16_shard`; each test says what happens
-there.  `test_known_bugs_flag.py` has the bugs of `optimize_backward_concat`.
+there.  `test_flag.py` has the bugs of `optimize_backward_concat`.
 """
 
 from __future__ import annotations

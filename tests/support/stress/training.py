@@ -2,7 +2,7 @@
 
 In:   a `Plan` (`plans.py`), whose model `models.py` builds.
 Out:  a `Verdict`.
-Next: `stress.py` judges many plans.
+Next: `search.py` judges many plans.
 """
 
 from __future__ import annotations

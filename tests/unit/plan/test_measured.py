@@ -30,7 +30,7 @@ from flatfsdp.policy import Precision
 from flatfsdp.profiling.timeline import load_spans, overlap_of
 from flatfsdp.profiling.trace import ATTENTION, COMMUNICATION, breakdown
 from tests.support.programs import ROOT
-from tests.support.published import README, RESULTS, results, rows
+from tests.support.published import PAGES, RESULTS, results, rows
 
 H200 = Machine()
 BF16 = Precision(compute=torch.bfloat16)
@@ -124,7 +124,7 @@ def test_the_readmes_table(layouts: dict[str, Job]) -> None:
     for file, engines in product(STEPS, (["flat-bf16-fused"], ["flat-fp8-delayed", "flat-fp8-current"])):
         found = [{**rows(file)[name], "peak_gib": [rows(file)[name]["peak_gib"]]} for name in engines]
         lines.append(line([planned_step(file, name) for name in engines], found, 0))
-    assert not (missing := [each for each in lines if each not in README]), "".join(missing)
+    assert not (missing := [each for each in lines if each not in PAGES]), "".join(missing)
 
 
 @pytest.mark.parametrize(
