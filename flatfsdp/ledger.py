@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from flatfsdp.torch_private import is_profiling
+
 Traffic = Literal[
     "cast",
     "measure",
@@ -72,6 +74,6 @@ class ByteLedger:
 
 def span(event: str, unit: str, microbatch: int, nbytes: int) -> AbstractContextManager[object]:
     """A profiler range such as `flatfsdp.all_gather blocks.3 mb=1 bytes=8192`; free when nothing profiles."""
-    if not torch.autograd._profiler_enabled():
+    if not is_profiling():
         return nullcontext()
     return torch.profiler.record_function(f"flatfsdp.{event} {unit} mb={microbatch} bytes={nbytes}")

@@ -52,6 +52,19 @@ def run_as_soon_as_ready(tensor: Tensor, depth: int) -> None:
         node = node.next_functions[0][0]
 
 
+def shares_memory(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
+    """Whether `tensor` is in this memory; a detached view is, too.
+
+    Sparse tensors, and those inside torch.vmap and torch.func.jvp, have no memory that one could ask for.
+    """
+    return torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata == storage._cdata
+
+
+def is_profiling() -> bool:
+    """Whether a profiler records now."""
+    return torch.autograd._profiler_enabled()
+
+
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the running backward is over, and drops it uncalled if that raises."""
     Variable._execution_engine.queue_callback(callback)

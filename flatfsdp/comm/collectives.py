@@ -26,9 +26,9 @@ def uses_nccl(ranks: Ranks, device: torch.device) -> bool:
     return ranks.group is not None and ranks.group._get_backend(device).name() == "nccl"
 
 
-def one_launch(ranks: Ranks, collectives: int) -> AbstractContextManager[None]:
+def one_launch(ranks: Ranks, device: torch.device, collectives: int) -> AbstractContextManager[None]:
     """Collectives of one kind inside become one launch with NCCL; gloo does one after the other."""
-    if collectives < 2 or ranks.group is None or str(dist.get_backend(ranks.group)) != "nccl":
+    if collectives < 2 or not uses_nccl(ranks, device):
         return nullcontext()
     return dist._coalescing_manager(ranks.group)
 
@@ -40,7 +40,7 @@ def all_gather(full: Tensor, shard: Tensor, ranks: Ranks) -> None:
 
 
 def all_gather_numbers(everyones: Tensor, own: Tensor, ranks: Ranks) -> None:
-    """As `all_gather`, of int64, which no backend has to take for bytes."""
+    """Gathers one int64 a rank; unlike `all_gather`, not as bytes."""
     _all_gather(everyones, own, group=ranks.group)
 
 
@@ -84,7 +84,7 @@ def start_all_reduce(addend: Tensor, ranks: Ranks) -> Pending:
 
 
 def gather(full: Tensor | None, shard: Tensor, ranks: Ranks) -> None:
-    """As `all_gather`, on the first rank only; the others pass None."""
+    """Gathers the shards on the first rank only; the others pass None for `full`."""
     parts = None if full is None else list(full.chunk(ranks.size))
     dist.gather(shard, parts, group=ranks.group, group_dst=0)
 

@@ -28,7 +28,7 @@ class Grid:
 
     @property
     def num_ranks(self) -> int:
-        """That the parameters of this tensor-parallel rank are spread over."""
+        """Number of ranks that the parameters of this tensor-parallel rank are spread over."""
         return self.shard.size * self.replicate.size
 
     @property

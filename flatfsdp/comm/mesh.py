@@ -168,7 +168,7 @@ def filled(sizes: dict[str, int], world_size: int) -> tuple[int, ...]:
 
 
 def _product(sizes: dict[str, int]) -> str:
-    """As pp 2 x tp 2, without ones."""
+    """Sizes above 1 in words, such as pp 2 x tp 2."""
     factors = [f"{name} {'?' if size == -1 else size}" for name, size in sizes.items() if size != 1]
     return " x ".join(factors) or "no parallelism"
 

@@ -31,7 +31,8 @@ class Ranks:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """
+        """The process group; None for a world of one.
+
         Raises:
             RuntimeError: once it is destroyed.
         """
@@ -47,7 +48,8 @@ class Ranks:
 
     @staticmethod
     def of(group: dist.ProcessGroup | None) -> Ranks:
-        """
+        """This process's place in `group`.
+
         Raises:
             TypeError: for something else, such as a DeviceMesh.
             ValueError: for a group that this rank is not in.
@@ -70,7 +72,8 @@ class Ranks:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """
+        """Refuses to be pickled with a group.
+
         Raises:
             TypeError: if they are pickled, for ranks of a group.
         """
@@ -83,7 +86,7 @@ class Ranks:
 
     @property
     def name(self) -> str:
-        """Of the process group, the same on all its ranks; empty for a world of one."""
+        """Name of the process group, the same on all its ranks; empty for a world of one."""
         return "" if self.group is None else self.group.group_name
 
     @property
@@ -92,7 +95,8 @@ class Ranks:
         return [] if self.group is None else dist.get_process_group_ranks(self.group)
 
     def require_apart(self, data_parallel: Ranks) -> None:
-        """
+        """Checks that no rank besides this one is in both.
+
         Raises:
             ValueError: if some rank besides this one is in both.
         """
@@ -177,7 +181,7 @@ class LateRanks(Ranks):
         vars(self)["_found"] = ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LateRanks:
-        """Of a layer whose copy is told by itself."""
+        """Ranks of a copied layer, which is told its group by itself."""
         other = memo[id(self)] = LateRanks(vars(self)["_layer"], self.size)
         vars(other).update(vars(self))
         return other

@@ -76,7 +76,7 @@ class RNGTracker:
 
     @classmethod
     def over(cls, ranks: Ranks) -> RNGTracker:
-        """Of ranks that may get their group later."""
+        """Tracker of ranks that may get their group later."""
         tracker = cls()
         tracker._ranks = ranks
         return tracker
@@ -106,7 +106,7 @@ class RNGTracker:
 
 
 def _cuda_generator(*, initialize: bool) -> torch.Generator | None:
-    """Of the current CUDA device; None if there is none, or if CUDA has not been used yet.
+    """Generator of the current CUDA device; None if there is none, or if CUDA has not been used yet.
 
     Args:
         initialize: use it, for what follows may.

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 
-class Lane:
+class SideStream:
     """A CUDA stream beside the compute stream; on CPU the calling thread itself, where all is in order.
 
-    A lane's work starts after the compute stream's work so far (`after_compute`), and the compute stream
-    waits for the lane's event before it uses or frees what the lane touched.  So memory may be allocated on
+    Its work starts after the compute stream's work so far (`after_compute`), and the compute stream
+    waits for its event before it uses or frees what it touched.  So memory may be allocated on
     either stream and freed on the other, nothing needs `record_stream`, and the host never waits.
     """
 
@@ -20,19 +20,19 @@ class Lane:
         self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def after_compute(self) -> AbstractContextManager[Any]:
-        """Kernels inside run on this lane, after everything the compute stream was given before this call."""
+        """Kernels inside run here, after everything the compute stream was given before this call."""
         if self._stream is None:
             return nullcontext()
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         return torch.cuda.stream(self._stream)
 
     def synchronize(self) -> None:
-        """Makes the host wait for the lane's work so far."""
+        """Makes the host wait for its work so far."""
         if self._stream is not None:
             self._stream.synchronize()
 
     def mark(self) -> torch.cuda.Event | None:
-        """An event after the lane's work so far."""
+        """An event after its work so far."""
         return None if self._stream is None else self._stream.record_event()
 
 

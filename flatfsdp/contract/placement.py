@@ -51,7 +51,7 @@ class Partition:
     sizes: tuple[int, ...]
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Of the tensor of which every rank has a part of this shape."""
+        """Shape of the whole tensor, of which every rank has a part of this shape."""
         return (*shape[: self.dim], sum(self.sizes), *shape[self.dim + 1 :])
 
     def ranks(self, shape: Sequence[int]) -> int:
@@ -68,7 +68,7 @@ class Partition:
 
 
 def partition_of(parameter: nn.Parameter, tensor: Ranks) -> Partition | None:
-    """As its layer has declared; None for a parameter that is not split, or over one rank.
+    """Partition that a layer has declared; None for a parameter that is not split, or over one rank.
 
     Args:
         tensor: the tensor-parallel ranks that FlatFSDP was given.
@@ -104,7 +104,8 @@ def is_shared(parameter: Tensor) -> bool:
 
 
 def check_placement(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
-    """
+    """Checks that a layer's marks and the ranks of FlatFSDP say the same.
+
     Args:
         tensor: the tensor-parallel ranks that FlatFSDP was given.
 
@@ -145,7 +146,8 @@ def _check_split(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
 
 
 def check_marks(path: str, owner: nn.Module) -> None:
-    """
+    """Checks that all parameters of a shared layer are marked.
+
     Raises:
         ValueError: if several ranks share a layer, and it has a parameter that does not say so.
     """

@@ -94,7 +94,8 @@ class TensorParallel:
         sequence_parallel: bool,
         overlap: bool = False,
     ) -> TensorParallel:
-        """
+        """What a layer's arguments of Transformer Engine's names mean.
+
         Args:
             tp_group: without it and with a tp_size, the ranks are found out later; see `Shared`.
             tp_size: of the group; may be left out (1) where the group is given.

@@ -73,7 +73,8 @@ def require_default_precision(parameters: dict[str, nn.Parameter]) -> None:
 
 
 def _require_plain(name: str, parameter: nn.Parameter) -> None:
-    """
+    """Checks that a parameter can be put into a flat buffer.
+
     Raises:
         ValueError: if it is something else than floating-point numbers in memory of its own.
     """

@@ -365,7 +365,7 @@ class FlatFSDP(UnitModule):
                 yield site.name, parameter
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FlatFSDP:
-        """As nn.Module's, with ordinary parameters wherever `fn` is called.  Collective."""
+        """Calls `fn` on every module, as nn.Module does, with ordinary parameters there.  Collective."""
         with self.summon_full_params(recurse=False):
             return super().apply(fn)
 

@@ -1,4 +1,4 @@
-"""Where a model's memory is: every buffer of the engine, who owns it, when it lives.
+"""Memory of a model: every buffer of the engine, who owns it, when it lives.
 
 In:   the units of one model.
 Out:  a `MemoryReport`, whose rows add up; `print` shows it as a table.
@@ -23,7 +23,7 @@ ALWAYS = "always"
 
 
 class Size(NamedTuple):
-    """Of one buffer.
+    """Length and dtype of one buffer.
 
     Attributes:
         placement: on tensor-parallel ranks; None without them.
@@ -137,7 +137,7 @@ def memory_report(
 
 
 def units_ahead(prefetch: Prefetch) -> int:
-    """That are gathered beside the one which computes, at most."""
+    """Largest number of units gathered ahead of the running one."""
     return max(prefetch.forward, prefetch.backward)
 
 
@@ -180,7 +180,7 @@ def report_of(
 
 
 def _sizes_of(group: FlatGroup) -> GroupSizes:
-    """Of what is there, and of what appears in a step."""
+    """Sizes of what a group has all the time, and of what appears in a step."""
     placement = None if group.grid.tensor.size == 1 else group.layout.placement
     shard = group.compute_shard
     master, columnwise = group.master, None if group.fp8 is None else group.fp8.columnwise
@@ -224,8 +224,8 @@ def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size | None]) -> 
 def _unsharded(
     buffer: str, owner: str, lives: str, units: Sequence[Sequence[Size | None]], ahead: int | None
 ) -> Iterator[Row]:
-    """Of the root all the time, and of a unit and those gathered ahead of it; of all units if they stay until
-    the last microbatch."""
+    """Rows of what the root has all the time, and a unit and those gathered ahead of it; of all units, if they
+    stay until the last microbatch."""
     for row in _rows(buffer, owner, lives, (size for unit in units for size in unit)):
         kind = (row.dtype, row.placement)
         each = [sum(size.nbytes for size in unit if size and size[1:] == kind) for unit in units]

@@ -1,4 +1,4 @@
-"""Where each parameter lives in a flat buffer: pure arithmetic, no communication, no storage.
+"""`FlatLayout`: the place of each parameter in a flat buffer: pure arithmetic, no communication, no storage.
 
 In:   the names, shapes and alignments of the parameters of one group (`FlatLayout.pack`).
 Out:  a frozen `FlatLayout` of `ParamSlot`s, the same on every rank.
@@ -38,7 +38,7 @@ class Role(Enum):
 
 
 class Align(Enum):
-    """Where a shard boundary may cut a slot."""
+    """Rule for where a shard boundary may cut a slot."""
 
     ELEMENTS = "elements"
     """On any multiple of 16 elements."""
@@ -93,7 +93,7 @@ class ParamSlot:
 
     @property
     def whole_shape(self) -> tuple[int, ...]:
-        """Of all tensor-parallel ranks together."""
+        """Shape over all tensor-parallel ranks together."""
         return self.shape if self.partition is None else self.partition.whole_shape(self.shape)
 
 
@@ -162,12 +162,12 @@ class FlatLayout:
 
     @property
     def role(self) -> Role:
-        """Of all slots; a buffer has one."""
+        """Role of all slots; a buffer has one."""
         return self.slots[0].role
 
     @property
     def placement(self) -> Placement:
-        """Of all slots, where FlatFSDP has packed them."""
+        """Placement of all slots, where FlatFSDP has packed them."""
         return self.slots[0].placement
 
     def shard_numel(self, num_shards: int) -> int:

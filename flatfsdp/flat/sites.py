@@ -1,4 +1,4 @@
-"""Where in a module tree parameters are registered, and the state-dict keys of these places.
+"""Parameter locations: where a module tree registers them, and the state-dict keys of these places.
 
 In:   a module; modules below it that are `Transparent` have no level in the keys.
 Out:  its `Site`s, in state-dict order.

@@ -137,7 +137,8 @@ class FlatStage(PipelineStage):
         self._known_schedule: weakref.ref[Schedule] | None = None
 
     def _check_place(self) -> None:
-        """
+        """Checks where the stage is in the pipeline.
+
         Raises:
             ValueError: if the stage belongs on another rank, whether stages go round and round over the ranks
                 or there and back.
@@ -410,7 +411,8 @@ def _calling_schedule() -> Schedule | None:
 
 
 def _refuse_splits(schedule: Schedule) -> None:
-    """
+    """Checks that a schedule runs whole backwards.
+
     Raises:
         NotImplementedError: if some rank has a backward for inputs and one for weights in `schedule`.
     """

@@ -1,4 +1,4 @@
-"""The same bits however long each stream takes: many trainings in one group, with delays on each lane.
+"""The same bits however long each stream takes: many trainings in one group, with delays on each stream.
 
 A stream that does not wait for another one, or memory that two of them share, shows as a difference.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp import Precision
-from flatfsdp.comm.streams import Lane
+from flatfsdp.comm.streams import SideStream
 from tests.support.gpu.models import BF16, SMALL, build, tokens, train
 from tests.support.models import Trace, repeatable, same_trace
 from tests.support.ranks import run_ranks
@@ -32,24 +32,24 @@ CYCLES = 2_000_000
 
 @contextmanager
 def delays(rank: int) -> Iterator[None]:
-    """Before and after what a lane does, and on the compute stream before it, in one of three cases each."""
+    """Before and after what a side stream does, and on the compute stream before it, each in a third of cases."""
     chance = random.Random(rank)
 
     def sleep() -> None:
         if chance.random() < 1 / 3:
             torch.cuda._sleep(chance.randrange(CYCLES))
 
-    after_compute = Lane.after_compute
+    after_compute = SideStream.after_compute
 
     @contextmanager
-    def delayed(lane: Lane) -> Iterator[None]:
+    def delayed(stream: SideStream) -> Iterator[None]:
         sleep()
-        with after_compute(lane):
+        with after_compute(stream):
             sleep()
             yield
             sleep()
 
-    with mock.patch.object(Lane, "after_compute", delayed):
+    with mock.patch.object(SideStream, "after_compute", delayed):
         yield
 
 

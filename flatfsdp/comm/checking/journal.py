@@ -65,7 +65,7 @@ def launch(
         RuntimeError: if another rank's launch is for something else; with NCCL, some launches later.
     """
     if identity is None or ranks.group is None or ranks.size == 1:
-        return one_launch(ranks, collectives)
+        return one_launch(ranks, device, collectives)
     return _journal_of(ranks, device).launch(identity)
 
 
@@ -164,7 +164,7 @@ def _alarm_in(rows: Sequence[Sequence[int]]) -> Difference | None:
     return next((Difference(*row[1:]) for row in rows if row[0] == HostJournal._ALARM), None)
 
 
-class Row(NamedTuple):
+class UnderWay(NamedTuple):
     """A launch under way, and where its numbers arrive.
 
     Attributes:
@@ -199,7 +199,7 @@ class DeviceJournal:
             self._rows = on_gpu(host, self._device).unbind()
             self._own = [row[ranks.rank : ranks.rank + 1] for row in self._rows]
         self._numbers = host.numpy()
-        self._under_way: deque[Row] = deque()
+        self._under_way: deque[UnderWay] = deque()
         self.stopped: str | None = None
         watch(self)
 
@@ -219,7 +219,7 @@ class DeviceJournal:
             group._end_coalescing(self._device)
         self._made += 1
         launch = self.launches.begin(identity.number)
-        self._under_way.append(Row(index, launch, identity.model, time.monotonic()))
+        self._under_way.append(UnderWay(index, launch, identity.model, time.monotonic()))
 
     def look(self, *, wait: bool) -> None:
         """Forgets launches that were alike on all ranks; raises RuntimeError for one that was not."""
@@ -253,10 +253,10 @@ class DeviceJournal:
                 return row.model if time.monotonic() - row.since > seconds else None
         return None
 
-    def _has_arrived(self, row: Row) -> bool:
+    def _has_arrived(self, row: UnderWay) -> bool:
         return bool(self._numbers[row.number].all())
 
-    def _difference_in(self, row: Row, *, is_over: bool) -> Difference | None:
+    def _difference_in(self, row: UnderWay, *, is_over: bool) -> Difference | None:
         """Two ranks that do not do the same, if it is known.
 
         Args:

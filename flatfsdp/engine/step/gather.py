@@ -11,12 +11,12 @@ from collections.abc import Sequence
 
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
-from flatfsdp.comm.streams import Lane
+from flatfsdp.comm.streams import SideStream
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.ledger import span
 
 
-def unshard(groups: Sequence[FlatGroup], lane: Lane, action: Action) -> None:
+def unshard(groups: Sequence[FlatGroup], stream: SideStream, action: Action) -> None:
     """Starts to gather the parameters of one unit, all groups in one launch; nothing if they are there, or on
     their way, and up to date.
 
@@ -31,13 +31,13 @@ def unshard(groups: Sequence[FlatGroup], lane: Lane, action: Action) -> None:
     ]
     if not missing and not untransposed:
         return
-    with lane.after_compute():
+    with stream.after_compute():
         for group in missing:
             group.update_shard()
         _gather(missing, action)
         for group in untransposed:
             group.transpose()
-    event = lane.mark()
+    event = stream.mark()
     for group in {*missing, *untransposed}:
         group.started(event)
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_reduce, reduce_scatter
-from flatfsdp.comm.streams import Lane, compute_waits_for
+from flatfsdp.comm.streams import SideStream, compute_waits_for
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.ledger import ByteLedger, span
 
@@ -41,11 +41,11 @@ gradients are being computed.  Bounds how many gradient buffers outlive their ba
 
 
 class _Reduction(NamedTuple):
-    """One unit's reduction, under way on the lane until the compute stream has waited for `done`."""
+    """One unit's reduction, under way on the stream until the compute stream has waited for `done`."""
 
     groups: Sequence[FlatGroup]
     kept: list[Tensor | None]
-    """What the lane still reads: memory of the compute stream, which would use it again at once."""
+    """What the stream still reads: memory of the compute stream, which would use it again at once."""
     reduced: list[Tensor]
     """One a group."""
     done: torch.cuda.Event | None
@@ -66,7 +66,7 @@ class Reducer:
     ) -> None:
         self._order = list(units)[::-1]
         self._device = device
-        self._lane = Lane(device)
+        self._stream = SideStream(device)
         self._ledger = ledger
         self._ready: set[int] = set()
         self._next = 0
@@ -140,10 +140,10 @@ class Reducer:
         # Allocated here, on the compute stream, which is where they are used in the end.
         shards = [self._shard_for(group, flat) for group, flat in zip(groups, flats, strict=True)]
         kept = [*flats, *shards, *(group.partial_grad for group in groups)]
-        with self._lane.after_compute():
+        with self._stream.after_compute():
             sums = self._reduce_scatter(groups, flats, shards)
             reduced = [self._completed(*each, is_last) for each in zip(groups, sums, strict=True)]
-        self._in_flight.append(_Reduction(groups, kept, reduced, self._lane.mark(), is_last))
+        self._in_flight.append(_Reduction(groups, kept, reduced, self._stream.mark(), is_last))
 
     def _shard_for(self, group: FlatGroup, flat: Tensor) -> Tensor:
         if group.grid.shard.size == 1:

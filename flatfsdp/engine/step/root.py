@@ -14,7 +14,7 @@ import torch
 from flatfsdp.comm.checking.identity import Action, ModelIdentity
 from flatfsdp.comm.checking.journal import look
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.comm.streams import Lane
+from flatfsdp.comm.streams import SideStream
 from flatfsdp.engine.step.backward import Backward
 from flatfsdp.engine.step.order import Forward, ForwardOrder
 from flatfsdp.engine.step.reduce import Reducer
@@ -57,7 +57,7 @@ class Root:
         self.microbatch = microbatch
         self.ledger = ledger
         self.order = ForwardOrder(prefetch)
-        self.gather_lane = Lane(device)
+        self.gather_stream = SideStream(device)
         self.reducer = Reducer([unit.groups for unit in units if unit.groups], device, ledger)
         self._weight_scales = weight_scales(self.groups, ledger)
         self._reduce_every = reduce_every
@@ -135,7 +135,7 @@ class Root:
     def _finish_uploads(self) -> None:
         """Lets the host write to offloaded shards again: the device has read them."""
         if any(group.master.is_offloaded for group in self.groups):
-            self.gather_lane.synchronize()
+            self.gather_stream.synchronize()
 
     @never_traced
     def fail_forward(self) -> None:

@@ -34,13 +34,13 @@ import torch
 from torch import Tensor
 
 from flatfsdp.comm.checking.identity import Action
-from flatfsdp.comm.streams import Lane
+from flatfsdp.comm.streams import SideStream
 from flatfsdp.engine.step.backward import Backward
 from flatfsdp.engine.step.gather import unshard
 from flatfsdp.engine.step.order import Forward, ForwardOrder, Ordered
 from flatfsdp.engine.step.reduce import Reducer
 from flatfsdp.engine.step.trained import follow_requires_grad, require_one_flag
-from flatfsdp.engine.step.writes import WriteWatch
+from flatfsdp.engine.step.writes import WriteCheck
 from flatfsdp.engine.storage.group import FlatGroup, ShardState
 from flatfsdp.engine.storage.master import Version
 from flatfsdp.flat.nested import map_tensors, tensors_in
@@ -55,7 +55,7 @@ class SharedByUnits(Protocol):
     order: ForwardOrder
     backward: Backward
     reducer: Reducer
-    gather_lane: Lane
+    gather_stream: SideStream
     forward_action: Action
 
     @property
@@ -86,7 +86,7 @@ class Unit:
         self._reshard_after_forward = reshard_after_forward
         self._contains_units = contains_units
         self.keep_as_root = True
-        self.writes = WriteWatch(self.groups)
+        self.writes = WriteCheck(self.groups)
         # By the backward that runs: one that reentrant checkpointing nests in another counts by itself.
         self._landed: defaultdict[int, set[tuple[FlatGroup, int]]] = defaultdict(set)
         self._reached_in: set[int] = set()
@@ -110,7 +110,7 @@ class Unit:
     # ---- parameters -------------------------------------------------------------------------------------
 
     def unshard(self, action: Action) -> None:
-        unshard(self.groups, self.root.gather_lane, action)
+        unshard(self.groups, self.root.gather_stream, action)
 
     def _wait(self) -> None:
         for group in self.groups:
@@ -197,7 +197,7 @@ class Unit:
         return outputs
 
     def _require_no_parameter(self, outputs: list[Tensor]) -> None:
-        """Who read one after it has been freed would crash."""
+        """Raises for a returned parameter: reading it after the free would crash."""
         for group in self.groups:
             if group.buffer is not None and any(map(group.buffer.holds, outputs)):
                 raise RuntimeError(

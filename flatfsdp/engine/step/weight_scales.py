@@ -27,7 +27,7 @@ from flatfsdp.ledger import ByteLedger
 
 
 def weight_scales(groups: Sequence[FlatGroup], ledger: ByteLedger) -> list[WeightScales]:
-    """Of all FP8 weights of one model: one for each set of ranks that some are sharded over."""
+    """Scales of all FP8 weights of one model: one object for each set of ranks that some are sharded over."""
     by_ranks: dict[Ranks, list[FlatGroup]] = {}
     for group in groups:
         if group.fp8 is not None:

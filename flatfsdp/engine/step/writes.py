@@ -19,7 +19,7 @@ from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.torch_private import never_traced
 
 
-class WriteWatch:
+class WriteCheck:
     """Compares the versions of a unit's parameters before and after its forward.
 
     A write through `.data` is not counted.

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flatfsdp.torch_private import shares_memory
+
 
 class FlatBuffer:
     """A flat tensor whose memory comes and goes while the tensor, and every view of it, stays.
@@ -43,11 +45,8 @@ class FlatBuffer:
         self.is_allocated = False
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is in this memory, which is there now; a detached view is, too.
-
-        Sparse tensors, and those inside torch.vmap and torch.func.jvp, have no memory that one could ask for.
-        """
-        return torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata == self._storage._cdata
+        """Whether `tensor` is in this memory, which is there now; a detached view is, too."""
+        return shares_memory(tensor, self._storage)
 
     def alias(self) -> Tensor:
         """The same memory with its own version counter, so that filling the buffer is no change to it."""

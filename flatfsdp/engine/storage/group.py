@@ -37,7 +37,7 @@ from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Weights
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.engine.storage.master import MasterShard, Version
 from flatfsdp.engine.storage.shown import Leaves, Views
-from flatfsdp.engine.storage.unreduced import Watch
+from flatfsdp.engine.storage.unreduced import UnreducedMarks
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import Role
 from flatfsdp.ledger import ByteLedger, span
@@ -105,7 +105,7 @@ class FlatGroup:
         self._partial_grad: Tensor | None = None
         self._partial_step = -1
         self._joined_step = -1
-        self._watch = Watch()
+        self._marks = UnreducedMarks()
 
         is_fp8 = self.layout.role is Role.FP8 and policy.precision.fp8_weights != "in_layers"
         dtype = FP8_DTYPE if is_fp8 else policy.precision.compute
@@ -219,7 +219,7 @@ class FlatGroup:
 
     @property
     def name(self) -> str:
-        """Of the unit, for labels and messages."""
+        """Name of the unit, for labels and messages."""
         return self.prefix.rstrip(".") or "root"
 
     @property
@@ -354,22 +354,22 @@ class FlatGroup:
     def watch_unreduced(self) -> None:
         """Notices from now on if an optimizer's `zero_grad()` is to drop what has been accumulated."""
         if self.takes_part:
-            self._watch.start(portion.parameter for portion in self.master.portions)
-            self.microbatch.call_at_end_of_step(self._watch.stop)
+            self._marks.start(portion.parameter for portion in self.master.portions)
+            self.microbatch.call_at_end_of_step(self._marks.stop)
 
     @property
     def has_unreduced(self) -> bool:
         """Whether gradients of this step have been accumulated and not yet reduced."""
-        return self._watch.is_on
+        return self._marks.is_on
 
     def drop_if_zeroed(self) -> None:
         """Drops what was accumulated if an optimizer's `zero_grad()` has been called since."""
-        if self._watch.were_zeroed:
+        if self._marks.were_zeroed:
             self.drop_unreduced()
 
     def drop_unreduced(self) -> None:
         """Drops what was accumulated and has not reached the master's gradient."""
-        self._watch.stop()
+        self._marks.stop()
         self.partial_grad = None
         self._joined_step = -1
         if self.main_grad is not None:

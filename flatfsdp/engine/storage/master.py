@@ -40,7 +40,7 @@ def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
 
 
 Version = tuple[int, int]
-"""Of a master shard's values; another one whenever they may have changed."""
+"""Version of a master shard; changes whenever its values may have changed."""
 
 
 class Portion(NamedTuple):
@@ -171,7 +171,7 @@ class MasterShard:
         self.generation += 1
 
     def store_from_rank0(self, full: Tensor | None) -> None:
-        """As `store`, of the buffer that the first rank of the grid has.  Collective."""
+        """Takes over the whole buffer that the first rank of the grid has.  Collective; see `store`."""
         with torch.no_grad():
             self.flat.copy_(self.scattered(full, self.flat.dtype))
         self.generation += 1
@@ -200,7 +200,7 @@ class MasterShard:
 
     @property
     def grad_attribute(self) -> Attribute[Tensor | None]:
-        """Where the portions have their reduced gradients."""
+        """Attribute of the portions that holds their reduced gradients."""
         return GRAD if self.grad_dtype == self.flat.dtype else MAIN_GRAD
 
     @property

@@ -85,7 +85,7 @@ class Leaves:
 
     @property
     def versions(self) -> list[int]:
-        """Of what the module has, in slot order: an in-place write to a parameter raises its own."""
+        """Version counters of the parameters, in slot order: an in-place write to one raises its own."""
         return [parameter._version for parameter in self._parameters]
 
     def show(self) -> None:
@@ -177,7 +177,7 @@ class Views:
 
     @property
     def versions(self) -> list[int]:
-        """Of what the module has, in slot order: an in-place write to one view raises those of all."""
+        """Version counters of the views, in slot order: an in-place write to one raises those of all."""
         return [self._leaf._version] * len(self._views)
 
     def show(self) -> None:

@@ -81,7 +81,7 @@ class _Watched(NamedTuple):
     version: int
 
 
-class Watch:
+class UnreducedMarks:
     """Watches `.grad` of some parameters, from the end of one backward to the next."""
 
     def __init__(self) -> None:
