@@ -194,6 +194,7 @@ def _forward_kernel(
     PAIRS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
+    """Apply the function to one tile."""
     across = tl.cdiv(cols, BLOCK_COLS)
     row = (tl.program_id(0) // across).to(tl.int64) * (2 * PAIRS)
     col = (tl.program_id(0) % across) * BLOCK_COLS
@@ -240,6 +241,7 @@ def _backward_kernel(
     STEPS: tl.constexpr,  # tiles of one program, one below the other
     SUM_PAIRS: tl.constexpr,  # rows of partial sums, as by `fold`
 ):
+    """Compute the gradient of STEPS tiles, one below the other, and its sums over rows."""
     across = tl.cdiv(cols, BLOCK_COLS)
     band = (tl.program_id(0) // across).to(tl.int64)
     col = (tl.program_id(0) % across) * BLOCK_COLS

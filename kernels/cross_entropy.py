@@ -95,6 +95,7 @@ def _statistics_kernel(
     IS_SHIFTED: tl.constexpr,
     STAGES: tl.constexpr,  # blocks of columns on their way from memory at a time
 ):
+    """Store the statistics of one token."""
     token = tl.program_id(0).to(tl.int64)
     begin = token * cols
     shift = (begin % VECTOR).to(tl.int32) if IS_SHIFTED else 0
@@ -175,6 +176,7 @@ def _grad_kernel(
     VECTOR: tl.constexpr,
     IS_SHIFTED: tl.constexpr,
 ):
+    """Store the gradient of a part of one token's logits."""
     token = tl.program_id(0) // across
     begin = token.to(tl.int64) * cols
     shift = (begin % VECTOR).to(tl.int32) if IS_SHIFTED else 0

@@ -154,6 +154,7 @@ def _forward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
+    """Store one tile of the result."""
     across = tl.cdiv(cols, BLOCK_COLS)
     row = (tl.program_id(0) // across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     first_col = (tl.program_id(0) % across) * BLOCK_COLS
@@ -187,6 +188,7 @@ def _backward_kernel(
     STEPS: tl.constexpr,  # tiles of one program, one below the other
     SUM_ROWS: tl.constexpr,  # rows of partial sums, as by `fold`
 ):
+    """Store the gradient of STEPS tiles, one below the other, and its sums over rows."""
     across = tl.cdiv(cols, BLOCK_COLS)
     band = (tl.program_id(0) // across).to(tl.int64)
     first_col = (tl.program_id(0) % across) * BLOCK_COLS

@@ -61,6 +61,7 @@ def _join_kernel(
     BLOCK_HEADS: tl.constexpr,  # heads of the projection that one program writes
     BLOCK_DIM: tl.constexpr,  # DIM, rounded up to a power of two
 ):
+    """Copy some heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     at_seq, at_batch = token // batch, token % batch
     query_ptr += at_seq * query_seq_stride + at_batch * query_batch_stride

@@ -74,6 +74,7 @@ def _rope_kernel(
     BLOCK_PAIRS: tl.constexpr,  # PAIRS, rounded up to a power of two
     BLOCK_TAIL: tl.constexpr,  # TAIL, likewise
 ):
+    """Turn some heads of one token."""
     at_seq = (tl.program_id(0) // batch).to(tl.int64)
     at_batch = (tl.program_id(0) % batch).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)

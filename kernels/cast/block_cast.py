@@ -206,6 +206,7 @@ def _vectors_kernel(
     PAIRS: tl.constexpr,  # half the rows of a tile: with a columnwise output, half of 128
     BLOCK: tl.constexpr,
 ):
+    """Cast one tile by blocks of 1x128."""
     band, block, rows_left, cols_left = _tile(rows, cols, 2 * PAIRS, BLOCK)
     row, col = band * 2 * PAIRS, block * BLOCK
     corner = row * cols + col
@@ -273,6 +274,7 @@ def _squares_kernel(
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Cast one tile, which is a block of 128x128."""
     band, block, rows_left, cols_left = _tile(rows, cols, BLOCK, BLOCK)
     row, col = band * BLOCK, block * BLOCK
     corner = row * cols + col

@@ -84,6 +84,7 @@ def _cast_kernel(
     PAIRS: tl.constexpr,  # half the rows of a tile, which one program takes
     BLOCK_COLS: tl.constexpr,  # columns of a tile
 ):
+    """Cast one tile, and sum its columns."""
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
     across = tl.cdiv(cols, BLOCK_COLS)
@@ -192,6 +193,7 @@ def _max_abs_kernel(
     numel,
     BLOCK: tl.constexpr,  # elements of one program
 ):
+    """Raise the amax by one block of x."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     record_amax(amax_ptr, tl.load(x_ptr + index, index < numel, 0.0).to(tl.float32))
 

@@ -46,6 +46,7 @@ def _column_sum_kernel(
     STAGES: tl.constexpr,  # tiles on their way from memory at a time
     SUM_ROWS: tl.constexpr,  # rows of partial sums, as by `fold`
 ):
+    """Sum one band of a slab of columns."""
     band = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     col_mask = col < cols

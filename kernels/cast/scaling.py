@@ -135,6 +135,7 @@ def _update_kernel(
     BLOCK_ROWS: tl.constexpr,  # LENGTH, rounded up to a power of two
     BLOCK_COLS: tl.constexpr,  # tensors of one program
 ):
+    """Roll the histories of some tensors and store their next scales."""
     index = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     mask = index < n
     row = tl.arange(0, BLOCK_ROWS)[:, None]
@@ -172,6 +173,7 @@ def _current_kernel(
     EXPONENT: tl.constexpr,  # mask of an FP32 number's exponent
     BLOCK: tl.constexpr,  # tensors of one program
 ):
+    """Store the scales of some tensors."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < n
     amax = tl.load(amax_ptr + index, mask, 1.0)

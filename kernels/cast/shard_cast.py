@@ -58,6 +58,7 @@ def _max_abs_many_kernel(
     ALIGNED: tl.constexpr,  # all addresses are multiples of 16
     BLOCK: tl.constexpr,  # elements of one program
 ):
+    """Raise an amax by one block of its tensor."""
     # From the end: what the optimizer wrote last, before this, is still in the cache.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     tensor = tensor_of_block(table_ptr, n, block, N_POW2)
@@ -155,6 +156,7 @@ def _cast_many_kernel(
     ALIGNED: tl.constexpr,  # all addresses are multiples of 16
     BLOCK: tl.constexpr,  # elements of one program
 ):
+    """Cast one block of one source."""
     block = tl.program_id(0)
     tensor = tensor_of_block(table_ptr, n, block, N_POW2)
     row_ptr = table_ptr + tensor

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 FIRST_CHOICE = (256, 128)
 FORWARD = {FIRST_CHOICE: 1.0, (176, 128): 1.03, (168, 128): 1.03, (128, 160): 1.02}
-"""Columns and rows of a tile -> speed of FP8 products with fast accumulation; the usual first choice is 1."""
+"""Columns and rows of a tile -> speed of FP8 GEMMs with fast accumulation; the usual first choice is 1."""
 LONG_SUMS = FORWARD | {(128, 160): 1.0}
-"""The same for sums over more than 4096: a small tile reads more for each product."""
+"""Speeds for sums over more than 4096, in which a small tile reads more for each product."""
 
 
 def preferred_tile(product: Product) -> str | None:
@@ -36,7 +36,7 @@ def preferred_tile(product: Product) -> str | None:
 def _of_forward(product: Product) -> str | None:
     """The tile with the shortest waves over all multiprocessors, if it is not the usual first choice.
 
-    Over 44 products of layers, 2048 to 16384 tokens, it takes 90 to 100 % of PyTorch's time, 97 % on average,
+    Over 44 GEMMs of layers, 2048 to 16384 tokens, it takes 90 to 100 % of PyTorch's time, 97 % on average,
     and 0.4 % more than the best tile of each.
     """
     speeds = FORWARD if product.inner <= 4096 else LONG_SUMS

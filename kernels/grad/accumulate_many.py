@@ -62,6 +62,7 @@ def _accumulate_many_kernel(
     ALIGNED: tl.constexpr,  # all addresses are multiples of 16
     BLOCK: tl.constexpr,  # elements of one program
 ):
+    """Write or add one block of one gradient."""
     block = tl.program_id(0)
     row_ptr = table_ptr + tensor_of_block(table_ptr, n, block, N_POW2)
     start = (block - tl.load(row_ptr)) * BLOCK

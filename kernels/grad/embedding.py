@@ -151,6 +151,7 @@ def _embedding_kernel(
     BLOCK_IDS: tl.constexpr,  # sorted ids that are looked at together
     IS_EARLY: tl.constexpr,  # launched by PDL: wait for the kernel before
 ):
+    """Write or add a part of one row, if the program's token is the first of its id; otherwise do nothing."""
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
     across = tl.cdiv(cols, BLOCK_COLS)

@@ -183,6 +183,7 @@ def _clear_kernel(
     IS_EARLY: tl.constexpr,  # launched by PDL: wait for the kernel before
     BLOCK: tl.constexpr,  # counters of one program
 ):
+    """Clear counters of arrivals."""
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # they wait for what is written here
@@ -192,18 +193,18 @@ def _clear_kernel(
 
 @jit
 def _row_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    summed_ptr,
-    mean_ptr,
-    rstd_ptr,
-    out_ptr,
-    rowwise_ptr,
-    columnwise_ptr,
-    scale_ptr,
-    amax_ptr,
+    x_ptr,  # input [rows, COLS], FP32, fp16 or bf16
+    residual_ptr,  # added to x first [rows, COLS], x's dtype, or None
+    weight_ptr,  # [COLS], FP32, fp16 or bf16
+    bias_ptr,  # [COLS], FP32, fp16 or bf16, or None
+    summed_ptr,  # x + residual [rows, COLS], x's dtype; None without a residual
+    mean_ptr,  # mean of each row [rows], FP32; None for RMSNorm, which subtracts none
+    rstd_ptr,  # reciprocal standard deviation of each row [rows], FP32
+    out_ptr,  # y [rows, COLS], x's dtype; None: not written, like the next two
+    rowwise_ptr,  # y scaled [rows, COLS], FP8
+    columnwise_ptr,  # its transpose [COLS, rows], FP8
+    scale_ptr,  # scale of the FP8 outputs, one FP32 number, or None without them
+    amax_ptr,  # raised to max |y|, one FP32 number, or None
     arrived_ptr,  # programs that have normalized their rows of each band [bands], int32; None: no transpose
     rows,
     eps,  # added to the variance
@@ -222,8 +223,7 @@ def _row_kernel(
 ):
     """Normalize some rows, or transpose a tile of those that other programs have normalized.
 
-    Pointers that are not explained here are those of `NormTensors`.  With a columnwise output there is always
-    a rowwise one, which may be temporary.
+    With a columnwise output there is always a rowwise one, which may be temporary.
     """
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()

@@ -11,32 +11,20 @@ from flatfsdp.kernels.shared.triton import jit, tl
 
 
 class NormTensors(NamedTuple):
-    """Tensors of a norm's forward, in the order in which its kernels take them, as `x_ptr` and so on."""
+    """Tensors of a norm's forward, in the order in which the kernels of `rows.py` and `wide.py` take them."""
 
     x: Tensor
-    """Input [rows, cols], FP32, fp16 or bf16."""
     residual: Tensor | None
-    """[rows, cols] in x's dtype, added to x before."""
     weight: Tensor
-    """[cols], FP32, fp16 or bf16."""
     bias: Tensor | None
-    """[cols], FP32, fp16 or bf16."""
     summed: Tensor | None
-    """Output: x + residual in x's dtype; None without a residual."""
     mean: Tensor | None
-    """Output: mean of each row [rows], FP32; None for RMSNorm, which subtracts none."""
     rstd: Tensor
-    """Output: reciprocal standard deviation of each row [rows], FP32."""
     out: Tensor | None
-    """Output: y [rows, cols] in x's dtype; None: not written, like the next two."""
     rowwise: Tensor | None
-    """Output: y scaled [rows, cols], FP8."""
     columnwise: Tensor | None
-    """Output: its transpose [cols, rows], FP8."""
     scale: Tensor | None
-    """Scale of the FP8 outputs, one FP32 number."""
     amax: Tensor | None
-    """Raised to max |y|, one FP32 number."""
 
 
 @jit

@@ -224,6 +224,7 @@ def _kernel(
     WARPS: gl.constexpr,  # warps of a program
     IS_EARLY: gl.constexpr,  # launched by PDL: wait for the kernel before
 ):
+    """Normalize, cast and transpose 32 rows at a time, as the head of this file says."""
     # A warp has 128 pairs of all eight rows at a time; later, 16 words of columns and 32 rows.
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, WARPS], [1, 0])
     BY_COLUMNS: gl.constexpr = gl.BlockedLayout([4, 1], [2, 16], [1, WARPS], [0, 1])

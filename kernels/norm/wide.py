@@ -1,6 +1,6 @@
 """A norm of rows too wide for registers: a program reads its band of rows twice.
 
-Statistics are of merged blocks (Chan et al., 1979).  The kernel's pointers are those of `NormTensors`.
+Statistics are of merged blocks (Chan et al., 1979).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ def wide_tile(dtype: torch.dtype, cols: int) -> Tile:
 
 @jit
 def _wide_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    summed_ptr,
-    mean_ptr,
-    rstd_ptr,
-    out_ptr,
-    rowwise_ptr,
-    columnwise_ptr,
-    scale_ptr,
-    amax_ptr,
+    x_ptr,  # input [rows, COLS], FP32, fp16 or bf16
+    residual_ptr,  # added to x first [rows, COLS], x's dtype, or None
+    weight_ptr,  # [COLS], FP32, fp16 or bf16
+    bias_ptr,  # [COLS], FP32, fp16 or bf16, or None
+    summed_ptr,  # x + residual [rows, COLS], x's dtype; None without a residual
+    mean_ptr,  # mean of each row [rows], FP32; None for RMSNorm, which subtracts none
+    rstd_ptr,  # reciprocal standard deviation of each row [rows], FP32
+    out_ptr,  # y [rows, COLS], x's dtype; None: not written, like the next two
+    rowwise_ptr,  # y scaled [rows, COLS], FP8
+    columnwise_ptr,  # its transpose [COLS, rows], FP8
+    scale_ptr,  # scale of the FP8 outputs, one FP32 number, or None without them
+    amax_ptr,  # raised to max |y|, one FP32 number, or None
     rows,
     eps,  # added to the variance
     COLS: tl.constexpr,  # columns of x

@@ -217,7 +217,7 @@ def field(place, ROW: tl.constexpr):
 
 @jit
 def number(place, ROW: tl.constexpr):
-    """The same of a row that holds the bits of FP32 numbers."""
+    """A number of this run, from a row of the table that holds the bits of FP32 numbers."""
     return field(place, ROW).to(tl.int32).to(tl.float32, bitcast=True)
 
 

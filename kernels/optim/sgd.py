@@ -139,6 +139,7 @@ def _sgd_kernel(
     BLOCK: tl.constexpr,  # elements of one program
     ALIGNED: tl.constexpr,  # all tensors but amaxes start at multiples of 16 bytes
 ):
+    """Update one block of one run."""
     place, left = place_of_program(table_ptr, n, N_POW2, BLOCK)
     if left >= BLOCK:
         # Without a mask that differs between elements, loads are as wide as they can be.

@@ -245,6 +245,7 @@ def _sum_bands_kernel(
     BLOCK_ROWS: tl.constexpr,  # bands that are read at a time
     BLOCK_COLS: tl.constexpr,  # columns of one program
 ):
+    """Add up all bands of some columns of one matrix."""
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
     matrix = tl.program_id(1).to(tl.int64)
