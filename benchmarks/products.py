@@ -113,15 +113,15 @@ def _ways(a: Tensor, b: Tensor, split: bool, sweep: bool) -> Iterator[tuple[str,
         return
     sizes = (a.shape[0], b.shape[0], a.shape[1])
     product = cublas_lt.Product(*sizes, a.dtype, b.dtype, BF16, split_accumulator=split)
-    for tile in cublas_lt.Plan(a.device, product).offered_tiles():
+    for tile in cublas_lt.PreparedMatmul(a.device, product).offered_tiles():
         with patch.object(cublas_lt, "preferred_tile", return_value=tile):
-            plan = cublas_lt.Plan(a.device, product)
-        yield tile, partial(_run, plan, a, b, one)
+            matmul = cublas_lt.PreparedMatmul(a.device, product)
+        yield tile, partial(_run, matmul, a, b, one)
 
 
-def _run(plan: cublas_lt.Plan, a: Tensor, b: Tensor, one: Tensor) -> Tensor:
+def _run(matmul: cublas_lt.PreparedMatmul, a: Tensor, b: Tensor, one: Tensor) -> Tensor:
     out = a.new_empty(a.shape[0], b.shape[0], dtype=BF16)
-    plan.run(out, a, b, (one, one))
+    matmul.run(out, a, b, (one, one))
     return out
 
 

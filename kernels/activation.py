@@ -15,6 +15,14 @@ The gradient is dy * f'(x); for x = [a | b] it is [dy * b * f'(a) | dy * f(a)]. 
 Bytes per element of y, with p bytes per element and g = 2 for gated functions, else 1:
     forward   g p read; p written in high precision, 1 for each FP8 form
     backward  (1 + g) p read; g p written in high precision, g for each FP8 form; column sums add little
+
+Constexprs that kernels here share:
+
+    KIND                    f, a key of `SIGMOID_SLOPE`, or "gelu", "sigmoid", "relu", "srelu"
+    IS_GATED                x is [a | b]
+    SLOPE_OF_INNER, CUBIC   2 sqrt(2/pi) and 0.044715 of gelu
+    WHOLE                   rows are a multiple of WHOLE_ROWS: write the transpose in wide stores
+    PAIRS, BLOCK_COLS       half the rows of a tile, and its columns in dy or y
 """
 
 from __future__ import annotations
@@ -41,7 +49,7 @@ from flatfsdp.kernels.shared.outputs import (
 )
 from flatfsdp.kernels.shared.pairs import WHOLE_ROWS, larger_magnitude, load_row_pairs, store_pairs
 from flatfsdp.kernels.shared.tiles import Tile, find
-from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 GATED = {
     "geglu": "gelu",
@@ -58,12 +66,16 @@ SIGMOID_SLOPE = {"silu": 1.0, "qgelu": 1.702}
 
 
 class ActivationBackward(NamedTuple):
-    """Gradient of the input; None where not asked for.  `column_sum` is [cols] of the input."""
+    """Gradient of the input x [rows, cols], in each form that was asked for; otherwise None."""
 
     dx: Tensor | None
+    """[rows, cols] in x's dtype."""
     rowwise: Tensor | None
+    """FP8 [rows, cols]."""
     columnwise: Tensor | None
+    """FP8 [cols, rows]."""
     column_sum: Tensor | None
+    """[cols], the sums over rows."""
 
 
 def forward_tile(dtype: torch.dtype, cols: int, is_gated: bool, is_transposed: bool) -> Tile:
@@ -141,7 +153,7 @@ def _share(exponent):
 
 @jit
 def _value_and_slope(x, KIND: tl.constexpr, SLOPE_OF_INNER: tl.constexpr, CUBIC: tl.constexpr):
-    """f(x) and f'(x)."""
+    """f(x) and f'(x), FP32."""
     log2_e: tl.constexpr = 1.4426950408889634
     if KIND == "gelu":
         share = _share(x * (-log2_e * SLOPE_OF_INNER - log2_e * SLOPE_OF_INNER * CUBIC * x * x))
@@ -166,14 +178,14 @@ def _value_and_slope(x, KIND: tl.constexpr, SLOPE_OF_INNER: tl.constexpr, CUBIC:
 
 @jit
 def _forward_kernel(
-    x_ptr,
-    out_ptr,
-    rowwise_ptr,
-    columnwise_ptr,
-    scale_ptr,
-    amax_ptr,
+    x_ptr,  # input [rows, cols], or [rows, 2 * cols] if gated, FP32, fp16 or bf16
+    out_ptr,  # y [rows, cols], x's dtype; None: not written, like the next two and the amax
+    rowwise_ptr,  # y scaled [rows, cols], FP8
+    columnwise_ptr,  # its transpose [cols, rows], FP8
+    scale_ptr,  # scale of the FP8 forms, one FP32 number; None: 1
+    amax_ptr,  # raised to max |y|, one FP32 number
     rows,
-    cols,
+    cols,  # of y
     KIND: tl.constexpr,
     IS_GATED: tl.constexpr,
     SLOPE_OF_INNER: tl.constexpr,
@@ -182,6 +194,7 @@ def _forward_kernel(
     PAIRS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
+    """Apply the function to one tile."""
     across = tl.cdiv(cols, BLOCK_COLS)
     row = (tl.program_id(0) // across).to(tl.int64) * (2 * PAIRS)
     col = (tl.program_id(0) % across) * BLOCK_COLS
@@ -207,16 +220,16 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    dy_ptr,
-    x_ptr,
-    dx_ptr,
-    rowwise_ptr,
-    columnwise_ptr,
-    band_sums_ptr,
-    scale_ptr,
-    amax_ptr,
+    dy_ptr,  # gradient of y [rows, cols], FP32, fp16 or bf16
+    x_ptr,  # input of the forward [rows, width], dy's dtype; width is cols, or 2 * cols if gated
+    dx_ptr,  # gradient of x [rows, width], x's dtype; None: not written, like the next three and the amax
+    rowwise_ptr,  # dx scaled [rows, width], FP8
+    columnwise_ptr,  # its transpose [width, rows], FP8
+    band_sums_ptr,  # sums over the rows of each program [bands, width], FP32
+    scale_ptr,  # scale of the FP8 forms, one FP32 number; None: 1
+    amax_ptr,  # raised to max |dx|, one FP32 number
     rows,
-    cols,
+    cols,  # of dy
     KIND: tl.constexpr,
     IS_GATED: tl.constexpr,
     SLOPE_OF_INNER: tl.constexpr,
@@ -224,10 +237,11 @@ def _backward_kernel(
     WHOLE: tl.constexpr,
     PAIRS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    STAGES: tl.constexpr,
-    STEPS: tl.constexpr,
-    SUM_PAIRS: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles on their way from memory at a time
+    STEPS: tl.constexpr,  # tiles of one program, one below the other
+    SUM_PAIRS: tl.constexpr,  # rows of partial sums, as by `fold`
 ):
+    """Compute the gradient of STEPS tiles, one below the other, and its sums over rows."""
     across = tl.cdiv(cols, BLOCK_COLS)
     band = (tl.program_id(0) // across).to(tl.int64)
     col = (tl.program_id(0) % across) * BLOCK_COLS
@@ -281,8 +295,8 @@ def _backward_kernel(
 
 
 @for_each_shape
-def _forward(rows: int, cols: int, kind: str, is_gated: bool, tile: Tile) -> Launch:
-    return Launch(
+def _prepared_forward(rows: int, cols: int, kind: str, is_gated: bool, tile: Tile) -> PreparedKernel:
+    return PreparedKernel(
         _forward_kernel,
         (cdiv(rows, tile.rows) * cdiv(cols, tile.cols),),
         *(rows, cols, kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC),
@@ -292,9 +306,11 @@ def _forward(rows: int, cols: int, kind: str, is_gated: bool, tile: Tile) -> Lau
 
 
 @for_each_shape
-def _backward(rows: int, cols: int, kind: str, is_gated: bool, tile: Tile, vector: int) -> Launch:
+def _prepared_backward(
+    rows: int, cols: int, kind: str, is_gated: bool, tile: Tile, vector: int
+) -> PreparedKernel:
     bands = cdiv(rows, tile.rows * tile.steps)
-    return Launch(
+    return PreparedKernel(
         _backward_kernel,
         (bands * cdiv(cols, tile.cols),),
         *(rows, cols, kind, is_gated, TWO_ROOT_TWO_OVER_PI, CUBIC),
@@ -316,7 +332,7 @@ def forward_launch(
 ) -> None:
     rows, cols = x.shape[0], x.shape[1] // (2 if is_gated else 1)
     tile = forward_tile(x.dtype, cols, is_gated, columnwise is not None)
-    _forward(rows, cols, kind, is_gated, tile)(x, out, rowwise, columnwise, scale, amax)
+    _prepared_forward(rows, cols, kind, is_gated, tile)(x, out, rowwise, columnwise, scale, amax)
 
 
 def backward_launch(
@@ -336,7 +352,7 @@ def backward_launch(
     band_sums = None
     if column_sum is not None:
         band_sums = new_bands(column_sum, cdiv(rows, tile.rows * tile.steps))
-    start = _backward(rows, cols, kind, is_gated, tile, vector_of(x, rowwise))
+    start = _prepared_backward(rows, cols, kind, is_gated, tile, vector_of(x, rowwise))
     start(dy, x, dx, rowwise, columnwise, band_sums, scale, amax)
     if band_sums is not None and column_sum is not None:
         sum_bands(band_sums, column_sum)
@@ -368,7 +384,7 @@ def activation_forward(
     rowwise: bool = True,
     columnwise: bool = False,
 ) -> Outputs:
-    """Applies an activation function.
+    """Apply an activation function.
 
     Args:
         x: [rows, cols], or [rows, 2 * cols] for gated functions; FP32, FP16 or bf16, contiguous.

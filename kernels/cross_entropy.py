@@ -17,6 +17,14 @@ A row with infinity or NaN has NaN as its sum, and `max` then says nothing; a pa
 -infinity has the lowest FP32 number as its maximum and 0 as its sum, so that other parts decide.
 
 Bytes per element, logits of p bytes: p for the statistics, 2 p for the gradient, in place or not.
+
+Arguments that both kernels share:
+
+    logits_ptr    this part's logits [tokens, cols], FP32, fp16 or bf16
+    targets_ptr   id of each token's target in the whole vocabulary [tokens], int64
+    first         id of the first column
+    VECTOR        elements in 16 bytes
+    IS_SHIFTED    rows begin within 16 bytes: read them in whole vectors, see `is_shifted`
 """
 
 from __future__ import annotations
@@ -32,10 +40,11 @@ from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
 from flatfsdp.kernels.shared.triton import cdiv, jit, on_device_of, tl
 
 LOWEST = torch.finfo(torch.float32).min
+"""Lowest FP32 number: the maximum of a row without a number above -infinity."""
 
 
 def tile(kernel: str, dtype: torch.dtype, cols: int) -> Tile:
-    """A row, or a part of it."""
+    """A row's tile, or one of a part of it."""
     block = find(kernel, dtype, cols)
     width = min(block.cols, max(256, power_of_two(cols)))
     return block._replace(cols=width, warps=min(block.warps, width // 256))
@@ -63,13 +72,13 @@ def statistics_reference(logits: Tensor, targets: Tensor, first: int, out: Tenso
 
 @jit
 def _exp(x):
-    """One instruction and a product; `tl.exp` takes five, for results below 1e-38."""
+    """e^x in one instruction and a product; `tl.exp` takes five, for results below 1e-38."""
     return tl.exp2(x * 1.4426950408889634)
 
 
 @jit
 def _is_read(at, end, VECTOR: tl.constexpr, IS_SHIFTED: tl.constexpr):
-    """Elements before the end of a row, or those of vectors that begin before it."""
+    """Mask of the elements before the end of a row, or of those whose vectors begin before it."""
     return (at // VECTOR * VECTOR if IS_SHIFTED else at) < end
 
 
@@ -77,15 +86,16 @@ def _is_read(at, end, VECTOR: tl.constexpr, IS_SHIFTED: tl.constexpr):
 def _statistics_kernel(
     logits_ptr,
     targets_ptr,
-    out_ptr,
+    out_ptr,  # max, sum and target of each token [3, tokens], FP32
     tokens,
     cols,
     first,
-    BLOCK_COLS: tl.constexpr,
+    BLOCK_COLS: tl.constexpr,  # columns that a program, which takes a whole row, reads at a time
     VECTOR: tl.constexpr,
     IS_SHIFTED: tl.constexpr,
-    STAGES: tl.constexpr,
+    STAGES: tl.constexpr,  # blocks of columns on their way from memory at a time
 ):
+    """Store the statistics of one token."""
     token = tl.program_id(0).to(tl.int64)
     begin = token * cols
     shift = (begin % VECTOR).to(tl.int32) if IS_SHIFTED else 0
@@ -152,20 +162,21 @@ def grad_reference(
 
 @jit
 def _grad_kernel(
-    out_ptr,
+    out_ptr,  # gradient [tokens, cols], the logits' dtype; may be the logits themselves
     logits_ptr,
     targets_ptr,
-    largest_ptr,
-    log_sum_ptr,
-    scale_ptr,
+    largest_ptr,  # max of the whole vocabulary [tokens], FP32
+    log_sum_ptr,  # log(sum) of the whole vocabulary [tokens], FP32
+    scale_ptr,  # gradient of each token's loss [tokens], FP32
     cols,
     first,
-    ignore_index,
-    across,
-    BLOCK_COLS: tl.constexpr,
+    ignore_index,  # tokens with this target get 0
+    across,  # programs of a row
+    BLOCK_COLS: tl.constexpr,  # columns of one program
     VECTOR: tl.constexpr,
     IS_SHIFTED: tl.constexpr,
 ):
+    """Store the gradient of a part of one token's logits."""
     token = tl.program_id(0) // across
     begin = token.to(tl.int64) * cols
     shift = (begin % VECTOR).to(tl.int32) if IS_SHIFTED else 0
@@ -229,7 +240,7 @@ _grad = operator(
 
 
 class Statistics(NamedTuple):
-    """FP32 [tokens] each: what a part of the vocabulary adds to the loss."""
+    """Statistics of a part of the vocabulary, FP32 [tokens] each, from which the loss is made."""
 
     max: Tensor
     sum: Tensor
@@ -237,12 +248,12 @@ class Statistics(NamedTuple):
 
     @property
     def loss(self) -> Tensor:
-        """Where the part is the whole."""
+        """The loss of each token, if the part is the whole vocabulary."""
         return (self.max - self.target) + self.sum.log()
 
 
 def cross_entropy_statistics(logits: Tensor, targets: Tensor, *, first: int = 0) -> Tensor:
-    """FP32 [3, tokens]: maximum, sum and target logit of each token, as in `Statistics`.
+    """Maximum, sum and target logit of each token, FP32 [3, tokens], in the order of `Statistics`.
 
     Args:
         logits: FP32, fp16 or bf16 [tokens, vocabulary], or a part of the columns; contiguous.

@@ -10,6 +10,14 @@ p * 2^16, rounded.  CPU and GPU hence drop the same elements.  A call uses up `c
 
 Bytes per element of p bytes: 3 p forward (2 p without residual), 2 p backward.  Eight elements share one
 Philox call of ten rounds: with a word for each of them, arithmetic and not memory is the limit.
+
+Arguments that both kernels share:
+
+    threshold                 16 random bits from here on keep an element, uint32
+    factor                    1 / (1 - p)
+    seed, offset              Philox key, and the counter of the first elements, int64
+    rows, cols                size of x and dy
+    BLOCK_ROWS, BLOCK_COLS    size of a tile; columns are a multiple of 8
 """
 
 from __future__ import annotations
@@ -25,9 +33,9 @@ from flatfsdp.kernels.shared.tiles import find
 from flatfsdp.kernels.shared.triton import cdiv, jit, on_device_of, tl
 
 WORDS = 4
-"""That Philox makes of a counter."""
+"""Words that Philox makes of a counter."""
 ELEMENTS = 2 * WORDS
-"""That share a counter."""
+"""Elements that share a counter."""
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -36,7 +44,7 @@ LOW_HALF = 0xFFFF
 
 
 class DropoutBackward(NamedTuple):
-    """dx [rows, cols] in dy's dtype; dbias FP32 [cols], None if not asked for."""
+    """Gradients: dx [rows, cols] in dy's dtype; dbias FP32 [cols], None if not asked for."""
 
     dx: Tensor
     dbias: Tensor | None
@@ -48,7 +56,7 @@ def counters(rows: int, cols: int) -> int:
 
 
 def threshold(p: float) -> int:
-    """Of 16 random bits; from here on an element is kept."""
+    """The least of 16 random bits, as a number, with which an element is kept."""
     return min(round(p * 2**16), 2**16 - 1)
 
 
@@ -69,7 +77,7 @@ def philox(seed: int, counter: Tensor) -> Tensor:
 
 
 def keep_mask(like: Tensor, p: float, seed: int, offset: int) -> Tensor:
-    """Which elements of `like`, [rows, cols], are kept; plain PyTorch, bool."""
+    """Mask of the elements of `like`, [rows, cols], that are kept, in plain PyTorch; bool."""
     rows, cols = like.shape
     words = philox(seed, offset + torch.arange(counters(rows, cols), device=like.device))
     halves = torch.stack([words & LOW_HALF, words >> 16], -1)
@@ -95,7 +103,10 @@ def backward_reference(
 
 @jit
 def _philox(seed, counter):
-    """Bit for bit tl.randint4x; one product of 64 bits takes the place of two of 32, upper and lower half."""
+    """Four words of each counter, uint32, bit for bit those of tl.randint4x.
+
+    One product of 64 bits takes the place of two of 32, upper and lower half.
+    """
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
     c2 = tl.zeros_like(c0)
@@ -110,7 +121,7 @@ def _philox(seed, counter):
 
 @jit
 def _two_bits(words, threshold, AT: tl.constexpr):
-    """Whether the lower and the upper half are large enough, at bits AT and AT + 1."""
+    """Two bits, AT and AT + 1: whether a word's lower half and its upper half reach the threshold."""
     # A half that is shifted to the top compares like the half alone; what is below it makes no difference.
     limit = threshold << 16
     return ((words << 16) >= limit).to(tl.int32) << AT | (words >= limit).to(tl.int32) << AT + 1
@@ -118,7 +129,7 @@ def _two_bits(words, threshold, AT: tl.constexpr):
 
 @jit
 def _keep(seed, offset, threshold, row, first_col, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Mask of a tile; `first_col` is a multiple of 8."""
+    """Mask of the elements of a tile that are kept; `row` are indices, `first_col` is a multiple of 8."""
     group = first_col // 8 + tl.arange(0, BLOCK_COLS // 8)
     counter = offset + row[:, None] * tl.cdiv(cols, 8) + group[None, :]
     w0, w1, w2, w3 = _philox(seed, counter)
@@ -130,10 +141,10 @@ def _keep(seed, offset, threshold, row, first_col, cols, BLOCK_ROWS: tl.constexp
 
 @jit
 def _forward_kernel(
-    x_ptr,
-    bias_ptr,
-    residual_ptr,
-    out_ptr,
+    x_ptr,  # input [rows, cols], FP32, fp16 or bf16
+    bias_ptr,  # [cols], x's dtype, or None
+    residual_ptr,  # [rows, cols], x's dtype, or None
+    out_ptr,  # result [rows, cols], x's dtype
     threshold: tl.uint32,
     factor,
     seed: tl.int64,
@@ -143,6 +154,7 @@ def _forward_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
+    """Store one tile of the result."""
     across = tl.cdiv(cols, BLOCK_COLS)
     row = (tl.program_id(0) // across).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     first_col = (tl.program_id(0) % across) * BLOCK_COLS
@@ -161,9 +173,9 @@ def _forward_kernel(
 
 @jit
 def _backward_kernel(
-    dy_ptr,
-    dx_ptr,
-    band_sums_ptr,
+    dy_ptr,  # gradient of the result [rows, cols], FP32, fp16 or bf16
+    dx_ptr,  # gradient of x [rows, cols], dy's dtype
+    band_sums_ptr,  # sums over the rows of each program [bands, cols], FP32; None: not wanted
     threshold: tl.uint32,
     factor,
     seed: tl.int64,
@@ -172,10 +184,11 @@ def _backward_kernel(
     cols,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
-    STAGES: tl.constexpr,
-    STEPS: tl.constexpr,
-    SUM_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles on their way from memory at a time
+    STEPS: tl.constexpr,  # tiles of one program, one below the other
+    SUM_ROWS: tl.constexpr,  # rows of partial sums, as by `fold`
 ):
+    """Store the gradient of STEPS tiles, one below the other, and its sums over rows."""
     across = tl.cdiv(cols, BLOCK_COLS)
     band = (tl.program_id(0) // across).to(tl.int64)
     first_col = (tl.program_id(0) % across) * BLOCK_COLS
@@ -240,7 +253,7 @@ _dropout_backward = operator(
 def dropout_forward(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, *, seed: int, offset: int
 ) -> Tensor:
-    """residual + dropout(x + bias), [rows, cols] in x's dtype.
+    """Compute residual + dropout(x + bias), [rows, cols] in x's dtype.
 
     Args:
         x: [rows, cols], FP32, FP16 or bf16, contiguous.

@@ -27,7 +27,7 @@ from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.fp8.recipe import DelayedScaling
-from flatfsdp.kernels.cast.scaling import Scales, one_by_one, spread, update_scales
+from flatfsdp.kernels.cast.scaling import Scales, align_inverses, one_by_one, update_scales
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class Arena:
         # Loading a checkpoint writes to `scale` and leaves another version behind.
         if self._version != self.scale._version:
             with torch.inference_mode(False):
-                self._scales = one_by_one(spread(Scales(self.scale.clone(), self.scale.reciprocal())))
+                self._scales = one_by_one(align_inverses(Scales(self.scale.clone(), self.scale.reciprocal())))
             self._version = self.scale._version
         return self._scales
 
@@ -119,7 +119,7 @@ class Arena:
             margin=recipe.margin,
             power_of_two=recipe.power_of_two_scales,
         )
-        self._scales = one_by_one(spread(scales))
+        self._scales = one_by_one(align_inverses(scales))
         self.scale.copy_(scales.scale)
         self._version = self.scale._version
 

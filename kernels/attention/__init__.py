@@ -1,1 +1,1 @@
-"""Rotary embeddings, and heads joined into one tensor."""
+"""Rotary embeddings (`rope.py`), and query, key and value joined into one tensor (`join.py`)."""

@@ -1,4 +1,4 @@
-"""Query, key and value, or their gradients, into one joint projection [.., .., (heads + 2 groups) * dim].
+"""Query, key and value, or their gradients, joined into one projection [.., .., (heads + 2 groups) * dim].
 
     interleaved        each group of heads has its queries, its key, its value:  [q.. k v] [q.. k v] ...
     not interleaved    all queries, all keys, all values:                        [Q; K; V]
@@ -17,11 +17,11 @@ from torch import Tensor
 
 from flatfsdp.kernels.shared.ops import operator
 from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
-from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 
 def tile(dtype: torch.dtype, heads: int, dim: int) -> Tile:
-    """Heads of one token, all of their elements."""
+    """The tile of one program: heads of one token, with all of their elements."""
     block, width = find("join_heads", dtype, heads * dim), power_of_two(dim)
     return block._replace(rows=min(power_of_two(heads), max(1, block.cols // width)), cols=width)
 
@@ -40,13 +40,13 @@ def reference(out: Tensor, query: Tensor, key: Tensor, value: Tensor, interleave
 
 @jit
 def _join_kernel(
-    out_ptr,
-    query_ptr,
-    key_ptr,
-    value_ptr,
-    batch,
-    heads,
-    groups,
+    out_ptr,  # joint projection [seq, batch, heads + 2 groups, DIM], any dtype
+    query_ptr,  # [seq, batch, heads, DIM], same dtype; strides below are in elements, and 1 in DIM
+    key_ptr,  # [seq, batch, groups, DIM], same dtype
+    value_ptr,  # [seq, batch, groups, DIM], same dtype
+    batch,  # size of the second dimension
+    heads,  # of the query
+    groups,  # heads of key and of value
     query_seq_stride,
     query_batch_stride,
     query_head_stride,
@@ -56,11 +56,12 @@ def _join_kernel(
     value_seq_stride,
     value_batch_stride,
     value_head_stride,
-    DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_DIM: tl.constexpr,
+    DIM: tl.constexpr,  # elements of a head
+    INTERLEAVED: tl.constexpr,  # order heads by group, each with its key and value
+    BLOCK_HEADS: tl.constexpr,  # heads of the projection that one program writes
+    BLOCK_DIM: tl.constexpr,  # DIM, rounded up to a power of two
 ):
+    """Copy some heads of one token."""
     token = tl.program_id(0).to(tl.int64)
     at_seq, at_batch = token // batch, token % batch
     query_ptr += at_seq * query_seq_stride + at_batch * query_batch_stride
@@ -95,20 +96,21 @@ def launch(out: Tensor, query: Tensor, key: Tensor, value: Tensor, interleaved: 
     strides = (*_strides(query), *_strides(key), *_strides(value))
     groups = key.shape[2]
     block = tile(query.dtype, query.shape[2] + 2 * groups, query.shape[3])
-    _launch(query.shape, groups, strides, interleaved, block)(out, query, key, value)
+    _prepared(query.shape, groups, strides, interleaved, block)(out, query, key, value)
 
 
 @for_each_shape
-def _launch(
+def _prepared(
     shape: tuple[int, ...], groups: int, strides: tuple[int, ...], interleaved: bool, block: Tile
-) -> Launch:
-    """
+) -> PreparedKernel:
+    """The kernel for one shape and layout.
+
     Args:
-        shape: of the query.
-        strides: as `_strides` gives them, of query, key and value.
+        shape: the query's.
+        strides: those of query, key and value, as `_strides` gives them.
     """
     seq, batch, heads, dim = shape
-    return Launch(
+    return PreparedKernel(
         _join_kernel,
         (seq * batch, cdiv(heads + 2 * groups, block.rows)),
         *(batch, heads, groups, *strides, dim, interleaved, block.rows, block.cols),
@@ -117,7 +119,7 @@ def _launch(
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Of all dimensions but the last; 0 where it does not matter, so that it is a multiple of anything."""
+    """Strides of the first three dimensions; 0 where it does not matter, which is a multiple of anything."""
     return [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
 
 
@@ -129,7 +131,7 @@ _join_heads = operator(
 
 
 def join_heads(query: Tensor, key: Tensor, value: Tensor, *, interleaved: bool) -> Tensor:
-    """Copies three tensors of heads side by side, [a, b, (heads + 2 groups) * dim], contiguous.
+    """Copy three tensors of heads side by side, [a, b, (heads + 2 groups) * dim], contiguous.
 
     Args:
         query: [a, b, heads, dim], where a and b are sequence and batch in either order; any dtype, any

@@ -19,11 +19,11 @@ from torch import Tensor
 from flatfsdp.kernels.shared.ops import operator
 from flatfsdp.kernels.shared.outputs import HIGH_DTYPES, check_like
 from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
-from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 
 def tile(dtype: torch.dtype, heads: int, pairs: int) -> Tile:
-    """Heads of one token, all of their pairs."""
+    """The tile of one program: heads of one token, with all of their pairs."""
     block, width = find("rope", dtype, heads * pairs), power_of_two(pairs)
     rows = min(power_of_two(heads), max(1, block.cols // width))
     return block._replace(rows=rows, cols=width, warps=min(block.warps, max(1, rows * width // 512)))
@@ -54,11 +54,11 @@ def reference(
 
 @jit
 def _rope_kernel(
-    x_ptr,
-    out_ptr,
-    cos_ptr,
-    sin_ptr,
-    batch,
+    x_ptr,  # input [seq, batch, heads, dim], FP32, fp16 or bf16; strides below are in elements, and 1 in dim
+    out_ptr,  # result, like x; may be x itself
+    cos_ptr,  # cosine of each position and pair [seq, PAIRS], FP32
+    sin_ptr,  # sine, likewise
+    batch,  # size of the second dimension
     heads,
     x_seq_stride,
     x_batch_stride,
@@ -66,14 +66,15 @@ def _rope_kernel(
     out_seq_stride,
     out_batch_stride,
     out_head_stride,
-    PAIRS: tl.constexpr,
-    TAIL: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    INVERSE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr,
-    BLOCK_PAIRS: tl.constexpr,
-    BLOCK_TAIL: tl.constexpr,
+    PAIRS: tl.constexpr,  # pairs of a head that turn
+    TAIL: tl.constexpr,  # elements behind them that are copied; 0 in place
+    INTERLEAVED: tl.constexpr,  # pairs are neighbours; otherwise halves
+    INVERSE: tl.constexpr,  # turn back
+    BLOCK_HEADS: tl.constexpr,  # heads of one token that one program takes
+    BLOCK_PAIRS: tl.constexpr,  # PAIRS, rounded up to a power of two
+    BLOCK_TAIL: tl.constexpr,  # TAIL, likewise
 ):
+    """Turn some heads of one token."""
     at_seq = (tl.program_id(0) // batch).to(tl.int64)
     at_batch = (tl.program_id(0) % batch).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
@@ -129,25 +130,26 @@ def launch(
     strides = (*source.stride()[:3], *target.stride()[:3])
     form = (pairs, tail, interleaved, inverse)
     block = tile(source.dtype, heads, pairs)
-    _rope_launch(seq, batch, heads, strides, form, block)(source, target, cos, sin)
+    _prepared(seq, batch, heads, strides, form, block)(source, target, cos, sin)
 
 
 @for_each_shape
-def _rope_launch(
+def _prepared(
     seq: int,
     batch: int,
     heads: int,
     strides: tuple[int, ...],
     form: tuple[int, int, bool, bool],
     block: Tile,
-) -> Launch:
-    """
+) -> PreparedKernel:
+    """The kernel for one shape and layout.
+
     Args:
-        strides: of sequence, batch and heads, of what is read and what is written.
+        strides: those of sequence, batch and heads, first of what is read and then of what is written.
         form: pairs, elements behind them, whether they are interleaved, whether angles are negative.
     """
     tail = form[1]
-    return Launch(
+    return PreparedKernel(
         _rope_kernel,
         (seq * batch, cdiv(heads, block.rows)),
         *(batch, heads, *strides, *form, block.rows, block.cols, power_of_two(tail)),
@@ -173,7 +175,7 @@ def rope(
     inverse: bool = False,
     in_place: bool = False,
 ) -> Tensor:
-    """Turns queries or keys by their positions, or their gradients back.
+    """Turn queries or keys by their positions, or their gradients back.
 
     Args:
         x: [seq, batch, heads, dim], or [batch, seq, heads, dim] if `batch_first`; FP32, FP16 or bf16; of its

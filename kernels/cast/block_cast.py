@@ -1,4 +1,4 @@
-"""To FP8 with one scale for each block, in both layouts of the GEMM, in one pass.
+"""Casts to FP8 with one scale for each block, in both layouts of the GEMM, in one pass.
 
     amax      = max(max |x| over a block, epsilon)
     scale     = 448 / amax, floored to a power of two if asked; 1 if amax is 0, infinity or NaN
@@ -19,6 +19,17 @@ The last block of a row or column may be smaller.  Scales are laid out as cuBLAS
 As Transformer Engine's Float8BlockScaling, after DeepSeek-V3 (2024).
 
 Bytes per element, x of p bytes: p + 1 for each layout; scales add 4 / 128 each, or nothing to speak of.
+
+`_vectors_kernel` casts by blocks of 1x128, `_squares_kernel` by blocks of 128x128.  Arguments of both:
+
+    x_ptr                input [rows, cols], FP32, fp16 or bf16
+    rowwise_ptr          q [rows, cols], E4M3; None with its scales if this layout is not asked for
+    columnwise_ptr       q transposed [cols, rows], E4M3; the same holds
+    epsilon_bits         the bits of epsilon, the least amax, as int32
+    POWER_OF_TWO         floor scales to powers of two
+    LARGEST, FLT_MAX     largest numbers of E4M3 and of FP32
+    WHOLE                rows are a multiple of WHOLE_ROWS, so that the transpose is written in wide stores
+    BLOCK                128, the columns of a tile, and the rows of one with 128x128 blocks
 """
 
 from __future__ import annotations
@@ -30,7 +41,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.kernels.shared.ops import operator
-from flatfsdp.kernels.shared.outputs import check_input, magnitude
+from flatfsdp.kernels.shared.outputs import check_input, magnitude_bits
 from flatfsdp.kernels.shared.pairs import (
     WHOLE_ROWS,
     larger_magnitude,
@@ -42,7 +53,7 @@ from flatfsdp.kernels.shared.triton import cdiv, jit, on_device_of, tl
 
 BLOCK = 128
 SCALE_PADDING = 4
-"""cuBLASLt reads the scales of 128x128 blocks in groups of this many along a row."""
+"""Group in which cuBLASLt reads the scales of 128x128 blocks along a row."""
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
@@ -56,11 +67,12 @@ Block = Literal["1x128", "128x128"]
 
 
 class BlockCast(NamedTuple):
-    """What `block_cast` was asked for; the rest is None."""
+    """Results of `block_cast`; None where not asked for."""
 
     rowwise: Tensor | None
     """E4M3 [rows, cols]."""
     rowwise_scale_inv: Tensor | None
+    """FP32, laid out as the head of this file says; so is that of `columnwise`."""
     columnwise: Tensor | None
     """E4M3 [cols, rows]."""
     columnwise_scale_inv: Tensor | None
@@ -88,10 +100,10 @@ def _largest_in_blocks(values: Tensor, height: int) -> Tensor:
     return padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, height)).amax((1, 3))
 
 
-def of_elements(of_blocks: Tensor, height: int, like: Tensor) -> Tensor:
-    """One number for each element of `like`."""
-    spread = of_blocks.repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
-    return spread[: like.shape[0], : like.shape[1]]
+def expand_blocks(of_blocks: Tensor, height: int, like: Tensor) -> Tensor:
+    """One number for each element of `like`, from one for each block of `height` rows and 128 columns."""
+    expanded = of_blocks.repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
+    return expanded[: like.shape[0], : like.shape[1]]
 
 
 def vectors_reference(
@@ -106,7 +118,7 @@ def vectors_reference(
     for values, out, inv in ((x.float(), rowwise, rowwise_inv), (x.float().t(), columnwise, columnwise_inv)):
         if out is not None and inv is not None:
             scale = _scale_of(_largest_in_blocks(values, 1), power_of_two, epsilon)
-            out.copy_(_quantized(values, of_elements(scale, 1, values)))
+            out.copy_(_quantized(values, expand_blocks(scale, 1, values)))
             inv.copy_((1 / scale).t())
 
 
@@ -121,27 +133,33 @@ def squares_reference(
 ) -> None:
     values = x.float()
     scale = _scale_of(_largest_in_blocks(values, BLOCK), power_of_two, epsilon)
-    q = _quantized(values, of_elements(scale, BLOCK, values))
-    for out, inv, is_turned in ((rowwise, rowwise_inv, False), (columnwise, columnwise_inv, True)):
+    q = _quantized(values, expand_blocks(scale, BLOCK, values))
+    for out, inv, is_transposed in ((rowwise, rowwise_inv, False), (columnwise, columnwise_inv, True)):
         if out is not None and inv is not None:
-            out.copy_(q.t() if is_turned else q)
-            blocks = scale.t() if is_turned else scale
+            out.copy_(q.t() if is_transposed else q)
+            blocks = scale.t() if is_transposed else scale
             inv[:, : blocks.shape[1]] = 1 / blocks
 
 
 def vector_warps(dtype: torch.dtype) -> int:
-    """Of a tile of 1x128 blocks in both layouts: few, as each warp computes scales for all of its columns."""
+    """Warps for 1x128 blocks in both layouts: few, as each warp computes scales for all of its columns."""
     return 4 if dtype.itemsize == 2 else 8
 
 
 def _bits(value: float) -> int:
-    """Of an FP32 number."""
+    """The bits of an FP32 number, as int32."""
     return struct.unpack("i", struct.pack("f", value))[0]
 
 
 @jit
-def _scales(largest, epsilon_bits, LARGEST: tl.constexpr, FLT_MAX: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """Scales and their inverses, from the largest magnitudes, FP32."""
+def _scales(
+    largest,  # largest magnitude of each block, FP32
+    epsilon_bits,
+    LARGEST: tl.constexpr,
+    FLT_MAX: tl.constexpr,
+    POWER_OF_TWO: tl.constexpr,
+):
+    """Scales and their inverses, FP32."""
     bits = tl.maximum(largest.to(tl.int32, bitcast=True), epsilon_bits)
     is_usable = (bits > 0) & (bits < 0x7F800000)
     if POWER_OF_TWO:
@@ -161,7 +179,11 @@ def _scales(largest, epsilon_bits, LARGEST: tl.constexpr, FLT_MAX: tl.constexpr,
 
 @jit
 def _tile(rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's tile: its indices among tiles, and how much of the matrix is left from its corner on."""
+    """This program's tile of [BLOCK_ROWS, BLOCK].
+
+    Its row and column among tiles, int64, and how many rows and columns the matrix has from its corner on,
+    int32.
+    """
     across = tl.cdiv(cols, BLOCK)
     band, block = (tl.program_id(0) // across).to(tl.int64), (tl.program_id(0) % across).to(tl.int64)
     return band, block, (rows - band * BLOCK_ROWS).to(tl.int32), (cols - block * BLOCK).to(tl.int32)
@@ -171,9 +193,9 @@ def _tile(rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
 def _vectors_kernel(
     x_ptr,
     rowwise_ptr,
-    rowwise_inv_ptr,
+    rowwise_inv_ptr,  # inverse scales [ceil(cols / 128), rows], FP32
     columnwise_ptr,
-    columnwise_inv_ptr,
+    columnwise_inv_ptr,  # inverse scales [ceil(rows / 128), cols], FP32
     rows,
     cols,
     epsilon_bits,
@@ -181,9 +203,10 @@ def _vectors_kernel(
     LARGEST: tl.constexpr,
     FLT_MAX: tl.constexpr,
     WHOLE: tl.constexpr,
-    PAIRS: tl.constexpr,
+    PAIRS: tl.constexpr,  # half the rows of a tile: with a columnwise output, half of 128
     BLOCK: tl.constexpr,
 ):
+    """Cast one tile by blocks of 1x128."""
     band, block, rows_left, cols_left = _tile(rows, cols, 2 * PAIRS, BLOCK)
     row, col = band * 2 * PAIRS, block * BLOCK
     corner = row * cols + col
@@ -237,13 +260,13 @@ def vectors_launch(
 def _squares_kernel(
     x_ptr,
     rowwise_ptr,
-    rowwise_inv_ptr,
+    rowwise_inv_ptr,  # inverse scales [ceil(rows / 128), rowwise_inv_stride], FP32
     columnwise_ptr,
-    columnwise_inv_ptr,
+    columnwise_inv_ptr,  # inverse scales [ceil(cols / 128), columnwise_inv_stride], FP32
     rows,
     cols,
-    rowwise_inv_stride,
-    columnwise_inv_stride,
+    rowwise_inv_stride,  # ceil(cols / 128), padded to a multiple of SCALE_PADDING
+    columnwise_inv_stride,  # ceil(rows / 128), padded alike
     epsilon_bits,
     POWER_OF_TWO: tl.constexpr,
     LARGEST: tl.constexpr,
@@ -251,11 +274,12 @@ def _squares_kernel(
     WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Cast one tile, which is a block of 128x128."""
     band, block, rows_left, cols_left = _tile(rows, cols, BLOCK, BLOCK)
     row, col = band * BLOCK, block * BLOCK
     corner = row * cols + col
     upper, lower = load_row_pairs(x_ptr + corner, cols, rows_left, cols_left, BLOCK // 2, BLOCK)
-    largest = tl.max(magnitude(larger_magnitude(upper, lower))).to(tl.float32, bitcast=True)
+    largest = tl.max(magnitude_bits(larger_magnitude(upper, lower))).to(tl.float32, bitcast=True)
     scale, scale_inv = _scales(largest, epsilon_bits, LARGEST, FLT_MAX, POWER_OF_TWO)
     upper, lower = upper * scale, lower * scale
     if rowwise_ptr is not None:
@@ -308,7 +332,7 @@ def block_cast(
     power_of_two: bool = True,
     epsilon: float = 0.0,
 ) -> BlockCast:
-    """Casts `x` to E4M3 with a scale for each block.
+    """Cast `x` to E4M3 with a scale for each block.
 
     Args:
         x: bf16, fp16 or FP32 [rows, cols], contiguous; there may be no rows.
@@ -347,13 +371,15 @@ def block_cast(
 
 
 def _vector_scales(x: Tensor, rows: int, cols: int) -> Tensor:
-    """The transpose of what is returned, which is contiguous."""
+    """Scales of 1x128 blocks, contiguous: the transpose of what `block_cast` returns."""
     return x.new_empty(cdiv(cols, BLOCK), rows, dtype=torch.float32)
 
 
 def _square_scales(x: Tensor, rows: int, cols: int) -> Tensor:
+    """Scales of 128x128 blocks, with zeros in the padding."""
     return x.new_zeros(cdiv(rows, BLOCK), padded_blocks(cols), dtype=torch.float32)
 
 
 def padded_blocks(size: int) -> int:
+    """Number of 128s that hold `size`, padded as cuBLASLt reads scales."""
     return cdiv(cdiv(size, BLOCK), SCALE_PADDING) * SCALE_PADDING

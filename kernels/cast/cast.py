@@ -1,4 +1,4 @@
-"""To FP8 in one pass: both layouts of the GEMM, the amax, and the column sums that a bias gradient is.
+"""Casts to FP8 in one pass: both layouts of the GEMM, the amax, and column sums for the bias gradient.
 
     q          = clamp(float(x) * scale, -max, max) to FP8, round to nearest even; NaN stays NaN
     rowwise    = q                  [rows, cols]
@@ -38,14 +38,14 @@ from flatfsdp.kernels.shared.pairs import (
     read_row_pairs,
     store_column_sums,
     store_pairs,
-    widened,
+    to_fp32,
 )
 from flatfsdp.kernels.shared.tiles import Tile, find
-from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 
 class Cast(NamedTuple):
-    """What `cast` was asked for; the rest is None."""
+    """Results of `cast`; None where not asked for."""
 
     rowwise: Tensor | None
     """FP8 [rows, cols]."""
@@ -71,19 +71,20 @@ def reference(
 
 @jit
 def _cast_kernel(
-    x_ptr,
-    scale_ptr,
-    rowwise_ptr,
-    columnwise_ptr,
-    amax_ptr,
-    band_sums_ptr,
+    x_ptr,  # input [rows, cols], FP32, fp16 or bf16
+    scale_ptr,  # what x is multiplied by, one FP32 number
+    rowwise_ptr,  # q [rows, cols], FP8; None: not written, like the next three
+    columnwise_ptr,  # q transposed [cols, rows], FP8
+    amax_ptr,  # raised to max |x|, one FP32 number
+    band_sums_ptr,  # sums over the rows of each tile [ceil(rows / (2 * PAIRS)), cols], FP32
     rows,
     cols,
-    IS_EARLY: tl.constexpr,
-    WHOLE: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    IS_EARLY: tl.constexpr,  # launched by PDL: wait for the kernel before
+    WHOLE: tl.constexpr,  # rows are a multiple of WHOLE_ROWS: write the transpose in wide stores
+    PAIRS: tl.constexpr,  # half the rows of a tile, which one program takes
+    BLOCK_COLS: tl.constexpr,  # columns of a tile
 ):
+    """Cast one tile, and sum its columns."""
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
     across = tl.cdiv(cols, BLOCK_COLS)
@@ -94,8 +95,8 @@ def _cast_kernel(
     upper, lower = read_row_pairs(x_ptr + row * cols + col, cols, rows_left, cols_left, PAIRS, BLOCK_COLS)
     if band_sums_ptr is not None:
         store_column_sums(upper, lower, band_sums_ptr + band * cols + col, cols_left)
-    upper = widened(upper)
-    lower = widened(lower)
+    upper = to_fp32(upper)
+    lower = to_fp32(lower)
     if amax_ptr is not None:
         record_amax(amax_ptr, larger_magnitude(upper, lower))
     store_pairs(
@@ -105,8 +106,8 @@ def _cast_kernel(
 
 
 @for_each_shape
-def _cast_launch(rows: int, cols: int, tile: Tile, is_early: bool) -> Launch:
-    return Launch(
+def _prepared_cast(rows: int, cols: int, tile: Tile, is_early: bool) -> PreparedKernel:
+    return PreparedKernel(
         _cast_kernel,
         (cdiv(rows, tile.rows) * cdiv(cols, tile.cols),),
         *(rows, cols, is_early, rows % WHOLE_ROWS == 0, tile.rows // 2, tile.cols),
@@ -126,7 +127,7 @@ def launch(
     rows, cols = x.shape
     tile = find("cast" if column_sum is None else "cast, sum", x.dtype, cols)
     band_sums = None if column_sum is None else new_bands(column_sum, cdiv(rows, tile.rows))
-    start = _cast_launch(rows, cols, tile, starts_early(x.device))
+    start = _prepared_cast(rows, cols, tile, starts_early(x.device))
     start(x, scale, rowwise, columnwise, amax, band_sums)
     if band_sums is not None and column_sum is not None:
         sum_bands(band_sums, column_sum)
@@ -150,7 +151,7 @@ def cast(
     columnwise: bool = False,
     column_sum: torch.dtype | None = None,
 ) -> Cast:
-    """Casts `x` to FP8, in the layouts that the coming GEMMs read.
+    """Cast `x` to FP8, in the layouts that the coming GEMMs read.
 
     Args:
         x: bf16, fp16 or FP32 [rows, cols], contiguous.
@@ -159,7 +160,7 @@ def cast(
         amax: FP32, one element, never negative; raised in place to max |x| if that is larger.
         rowwise: return q [rows, cols].
         columnwise: return q transposed [cols, rows].
-        column_sum: return the sums over rows, [cols] in this dtype, of x before scaling; None: do not.
+        column_sum: dtype of the sums over rows, [cols], of x before scaling; None: return none.
 
     Raises:
         ValueError: if a shape or dtype does not fit, or neither layout is asked for.
@@ -186,18 +187,24 @@ def max_abs_reference(x: Tensor, amax: Tensor) -> None:
 
 
 @jit
-def _max_abs_kernel(x_ptr, amax_ptr, numel, BLOCK: tl.constexpr):
+def _max_abs_kernel(
+    x_ptr,  # input [numel], FP32, fp16 or bf16
+    amax_ptr,  # raised to max |x|, one FP32 number
+    numel,
+    BLOCK: tl.constexpr,  # elements of one program
+):
+    """Raise the amax by one block of x."""
     index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     record_amax(amax_ptr, tl.load(x_ptr + index, index < numel, 0.0).to(tl.float32))
 
 
 @for_each_shape
-def _max_abs_launch(numel: int, tile: Tile) -> Launch:
-    return Launch(_max_abs_kernel, (cdiv(numel, tile.cols),), numel, tile.cols, **tile.options)
+def _prepared_max_abs(numel: int, tile: Tile) -> PreparedKernel:
+    return PreparedKernel(_max_abs_kernel, (cdiv(numel, tile.cols),), numel, tile.cols, **tile.options)
 
 
 def max_abs_launch(x: Tensor, amax: Tensor) -> None:
-    _max_abs_launch(x.numel(), find("max_abs", x.dtype, x.shape[1]))(x, amax)
+    _prepared_max_abs(x.numel(), find("max_abs", x.dtype, x.shape[1]))(x, amax)
 
 
 _max_abs = operator(

@@ -1,4 +1,4 @@
-"""Sums over the rows of a matrix, which the gradient of a bias is.
+"""Sums over the rows of a matrix, such as the gradient of a bias.
 
     out = sum over rows of float(x)          added up in FP32
 
@@ -17,14 +17,14 @@ from torch import Tensor
 from flatfsdp.kernels.shared.ops import operator
 from flatfsdp.kernels.shared.outputs import check_input, fold, new_bands, rows_at_once, sum_bands, vector_of
 from flatfsdp.kernels.shared.tiles import Tile, find
-from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 PROGRAMS = 128
-"""As many as keep the memory busy."""
+"""Number of programs that keeps the memory busy."""
 
 
 def division(rows: int, cols: int, tile: Tile) -> tuple[int, int]:
-    """Bands of a slab of columns, at least one, and the tiles of each."""
+    """The number of bands into which a slab of columns is cut, at least one, and of tiles in a band."""
     tiles, slabs = cdiv(rows, tile.rows), max(1, cdiv(cols, tile.cols))
     steps = max(1, cdiv(tiles, max(1, PROGRAMS // slabs)))
     return max(1, cdiv(tiles, steps)), steps
@@ -36,16 +36,17 @@ def reference(x: Tensor, out: Tensor) -> None:
 
 @jit
 def _column_sum_kernel(
-    x_ptr,
-    out_ptr,
+    x_ptr,  # input [rows, cols], FP32, fp16 or bf16
+    out_ptr,  # sums of each band [bands, cols]: FP32, or the result's dtype if there is one band
     rows,
     cols,
-    steps,
-    BLOCK_ROWS: tl.constexpr,
+    steps,  # tiles in a band, which one program sums
+    BLOCK_ROWS: tl.constexpr,  # size of a tile
     BLOCK_COLS: tl.constexpr,
-    STAGES: tl.constexpr,
-    SUM_ROWS: tl.constexpr,
+    STAGES: tl.constexpr,  # tiles on their way from memory at a time
+    SUM_ROWS: tl.constexpr,  # rows of partial sums, as by `fold`
 ):
+    """Sum one band of a slab of columns."""
     band = tl.program_id(1).to(tl.int64)
     col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     col_mask = col < cols
@@ -59,8 +60,8 @@ def _column_sum_kernel(
 
 
 @for_each_shape
-def _launch(rows: int, cols: int, bands: int, steps: int, tile: Tile, vector: int) -> Launch:
-    return Launch(
+def _prepared(rows: int, cols: int, bands: int, steps: int, tile: Tile, vector: int) -> PreparedKernel:
+    return PreparedKernel(
         _column_sum_kernel,
         (cdiv(cols, tile.cols), bands),
         *(rows, cols, steps, tile.rows, tile.cols, tile.stages, rows_at_once(tile, vector)),
@@ -73,7 +74,7 @@ def launch(x: Tensor, out: Tensor) -> None:
     tile = find("column_sum", x.dtype, cols)
     bands, steps = division(rows, cols, tile)
     sums = out if bands == 1 else new_bands(out, bands)
-    _launch(rows, cols, bands, steps, tile, vector_of(x))(x, sums)
+    _prepared(rows, cols, bands, steps, tile, vector_of(x))(x, sums)
     if bands > 1:
         sum_bands(sums, out)
 
@@ -82,7 +83,7 @@ _column_sum = operator("column_sum_(Tensor x, Tensor(a!) out) -> ()", reference=
 
 
 def column_sum(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The sums over rows, [cols]; 0 if there are no rows.
+    """Sums over rows, [cols]; 0 if there are no rows.
 
     Args:
         x: bf16, fp16 or FP32 [rows, cols], contiguous.

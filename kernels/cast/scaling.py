@@ -26,25 +26,27 @@ import torch
 from torch import Tensor
 
 from flatfsdp.kernels.shared.ops import operator
-from flatfsdp.kernels.shared.tiles import Tile
-from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+from flatfsdp.kernels.shared.outputs import magnitude_bits
+from flatfsdp.kernels.shared.tiles import Tile, power_of_two
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 FLT_MAX = torch.finfo(torch.float32).max
 EXPONENT = 0x7F800000
-"""Bits of an FP32 number without its mantissa: the largest power of two below."""
+"""Mask of an FP32 number's exponent, which leaves the largest power of two that is not above it."""
 BLOCK = 128
+"""Tensors of one program in current scaling."""
 
 
 class Scales(NamedTuple):
-    """FP32 [n] each; `scale_inv` is 1 / scale."""
+    """Scales of n tensors, FP32 [n], and `scale_inv`, 1 / scale."""
 
     scale: Tensor
     scale_inv: Tensor
 
 
 def update_tile(length: int) -> Tile:
-    """Whole histories, 32 numbers per thread, and at least one 32-byte sector of each row."""
-    rows = 1 << (length - 1).bit_length()
+    """A tile of whole histories: 32 numbers per thread, and at least one 32-byte sector of each row."""
+    rows = power_of_two(length)
     return Tile(rows, max(8, min(128, 8192 // rows)), 8)
 
 
@@ -57,7 +59,7 @@ def _write_scales(
     scale: Tensor,
     scale_inv: Tensor,
 ) -> None:
-    """Plain PyTorch; `otherwise` is the scale where the amax is of no use."""
+    """Write scales and inverses in plain PyTorch; `otherwise` is the scale where the amax is of no use."""
     candidate = fp8_max / amax * factor
     candidate = torch.where(candidate.isinf(), FLT_MAX, candidate)
     if power_of_two:
@@ -94,17 +96,18 @@ def current_reference(
 
 @jit
 def _store_scales(
-    amax,
-    fp8_max,
-    factor,
-    otherwise,
-    scale_ptr,
-    scale_inv_ptr,
-    mask,
-    POWER_OF_TWO: tl.constexpr,
-    FLT_MAX: tl.constexpr,
-    EXPONENT: tl.constexpr,
+    amax,  # amaxes of a block of tensors, FP32
+    fp8_max,  # largest number of each tensor's FP8 format, FP32
+    factor,  # what all scales are multiplied by
+    otherwise,  # scale where the amax is 0, infinity or NaN
+    scale_ptr,  # pointers to each tensor's scale, FP32
+    scale_inv_ptr,  # pointers to its inverse, FP32
+    mask,  # tensors of the block that exist
+    POWER_OF_TWO: tl.constexpr,  # floor scales to powers of two
+    FLT_MAX: tl.constexpr,  # largest FP32 number
+    EXPONENT: tl.constexpr,  # mask of an FP32 number's exponent
 ):
+    """Store the scales that amaxes give, and their inverses."""
     # Triton's `/` is not IEEE division on a GPU.
     candidate = tl.minimum(tl.div_rn(fp8_max, amax) * factor, FLT_MAX)
     if POWER_OF_TWO:
@@ -117,21 +120,22 @@ def _store_scales(
 
 @jit
 def _update_kernel(
-    history_ptr,
-    old_scale_ptr,
-    fp8_max_ptr,
-    scale_ptr,
-    scale_inv_ptr,
-    n,
-    inverse_margin,
-    LENGTH: tl.constexpr,
-    MOST_RECENT: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr,
-    FLT_MAX: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    history_ptr,  # amaxes [LENGTH, n], FP32, rolled in place; row 0 is the running amax
+    old_scale_ptr,  # scales until now [n], FP32
+    fp8_max_ptr,  # largest number of each tensor's FP8 format [n], FP32
+    scale_ptr,  # next scales [n], FP32
+    scale_inv_ptr,  # their inverses [n], FP32
+    n,  # number of tensors
+    inverse_margin,  # 2^-margin, which scales are multiplied by
+    LENGTH: tl.constexpr,  # rows of the history
+    MOST_RECENT: tl.constexpr,  # take the running amax in place of the largest in the history
+    POWER_OF_TWO: tl.constexpr,  # floor scales to powers of two
+    FLT_MAX: tl.constexpr,  # largest FP32 number
+    EXPONENT: tl.constexpr,  # mask of an FP32 number's exponent
+    BLOCK_ROWS: tl.constexpr,  # LENGTH, rounded up to a power of two
+    BLOCK_COLS: tl.constexpr,  # tensors of one program
 ):
+    """Roll the histories of some tensors and store their next scales."""
     index = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     mask = index < n
     row = tl.arange(0, BLOCK_ROWS)[:, None]
@@ -140,9 +144,7 @@ def _update_kernel(
     latest = tl.load(history_ptr + index, mask, 0.0)
     amax = latest
     if not MOST_RECENT:
-        # As integers, magnitudes are in order, with NaN above infinity.
-        magnitude = history.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-        amax = tl.max(magnitude, axis=0).to(tl.float32, bitcast=True)
+        amax = tl.max(magnitude_bits(history), axis=0).to(tl.float32, bitcast=True)
     amax = tl.where(latest != 0, amax, 0.0)
     tl.debug_barrier()  # rows are written that other threads have read
     rolls = mask & (latest != 0)
@@ -160,17 +162,18 @@ def _update_kernel(
 
 @jit
 def _current_kernel(
-    amax_ptr,
-    fp8_max_ptr,
-    scale_ptr,
-    scale_inv_ptr,
-    n,
-    epsilon,
-    POWER_OF_TWO: tl.constexpr,
-    FLT_MAX: tl.constexpr,
-    EXPONENT: tl.constexpr,
-    BLOCK: tl.constexpr,
+    amax_ptr,  # amax of each tensor [n], FP32
+    fp8_max_ptr,  # largest number of each tensor's FP8 format [n], FP32
+    scale_ptr,  # scales [n], FP32
+    scale_inv_ptr,  # their inverses [n], FP32
+    n,  # number of tensors
+    epsilon,  # least amax
+    POWER_OF_TWO: tl.constexpr,  # floor scales to powers of two
+    FLT_MAX: tl.constexpr,  # largest FP32 number
+    EXPONENT: tl.constexpr,  # mask of an FP32 number's exponent
+    BLOCK: tl.constexpr,  # tensors of one program
 ):
+    """Store the scales of some tensors."""
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < n
     amax = tl.load(amax_ptr + index, mask, 1.0)
@@ -192,14 +195,16 @@ def update_launch(
     margin: float,
     power_of_two: bool,
 ) -> None:
-    start = _update_launch(*history.shape, most_recent, margin, power_of_two)
+    start = _prepared_update(*history.shape, most_recent, margin, power_of_two)
     start(history, old_scale, fp8_max, scale, scale_inv)
 
 
 @for_each_shape
-def _update_launch(length: int, n: int, most_recent: bool, margin: float, power_of_two: bool) -> Launch:
+def _prepared_update(
+    length: int, n: int, most_recent: bool, margin: float, power_of_two: bool
+) -> PreparedKernel:
     tile = update_tile(length)
-    return Launch(
+    return PreparedKernel(
         _update_kernel,
         (cdiv(n, tile.cols),),
         *(n, 2.0**-margin, length, most_recent, power_of_two, FLT_MAX, EXPONENT, tile.rows, tile.cols),
@@ -210,12 +215,14 @@ def _update_launch(length: int, n: int, most_recent: bool, margin: float, power_
 def current_launch(
     amax: Tensor, fp8_max: Tensor, scale: Tensor, scale_inv: Tensor, epsilon: float, power_of_two: bool
 ) -> None:
-    _current_launch(amax.numel(), epsilon, power_of_two)(amax, fp8_max, scale, scale_inv)
+    _prepared_current(amax.numel(), epsilon, power_of_two)(amax, fp8_max, scale, scale_inv)
 
 
 @for_each_shape
-def _current_launch(n: int, epsilon: float, power_of_two: bool) -> Launch:
-    return Launch(_current_kernel, (cdiv(n, BLOCK),), n, epsilon, power_of_two, FLT_MAX, EXPONENT, BLOCK)
+def _prepared_current(n: int, epsilon: float, power_of_two: bool) -> PreparedKernel:
+    return PreparedKernel(
+        _current_kernel, (cdiv(n, BLOCK),), n, epsilon, power_of_two, FLT_MAX, EXPONENT, BLOCK
+    )
 
 
 _update_scales = operator(
@@ -241,7 +248,7 @@ def update_scales(
     margin: float = 0.0,
     power_of_two: bool = True,
 ) -> Scales:
-    """Rolls the histories of n tensors, in place, and returns their next scales.
+    """Roll the histories of n tensors, in place, and return their next scales.
 
     Args:
         history: FP32 [L, n]; row 0 holds the amax since the last update.
@@ -285,14 +292,14 @@ def current_scales(
     return result
 
 
-def spread(scales: Scales) -> Scales:
-    """The same, with every inverse at a multiple of 16 bytes, as cuBLASLt wants it."""
+def align_inverses(scales: Scales) -> Scales:
+    """The same scales, with every inverse at a multiple of 16 bytes, as cuBLASLt wants it."""
     inverses = scales.scale_inv.new_empty(scales.scale_inv.numel(), 4)[:, 0]
     return Scales(scales.scale, inverses.copy_(scales.scale_inv))
 
 
 def one_by_one(scales: Scales) -> tuple[Scales, ...]:
-    """Those of each tensor, FP32 [1], in one go: n slices take ten times as long on the host.
+    """Scales of each tensor, FP32 [1], in one go: n slices take ten times as long on the host.
 
     Nobody may write to them: autograd does not know that they are views, which makes them cheaper still.
     """

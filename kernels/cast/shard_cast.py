@@ -1,4 +1,4 @@
-"""Shards of many FP32 weights to FP8, one scale a weight: the amax of each, then the cast, one launch each.
+"""Casts of many weights' shards to FP8, one scale a weight: amaxes, then the cast, each in one launch.
 
 For each of n tensors, `rounded(x)` being float(x to bf16), or to whatever a layer computes in:
 
@@ -26,14 +26,14 @@ from flatfsdp.kernels.shared.outputs import (
     FP8_DTYPES,
     HIGH_DTYPES,
     check_like,
-    magnitude,
+    magnitude_bits,
     raise_amax,
     saturate,
     write_outputs,
 )
 from flatfsdp.kernels.shared.tables import are_aligned, first_blocks, kept_table, tensor_of_block
 from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
-from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl, triton_dtype
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl, triton_dtype
 
 
 def max_abs_reference(amax: Tensor, tensors: list[Tensor], through: torch.dtype) -> None:
@@ -43,20 +43,22 @@ def max_abs_reference(amax: Tensor, tensors: list[Tensor], through: torch.dtype)
 
 @jit
 def _max_abs_block(tensor_ptr, offset, mask):
-    return tl.max(magnitude(tl.load(tensor_ptr + offset, mask, 0.0).to(tl.float32)))
+    """The `magnitude_bits` of the largest element in a block."""
+    return tl.max(magnitude_bits(tl.load(tensor_ptr + offset, mask, 0.0).to(tl.float32)))
 
 
 @jit
 def _max_abs_many_kernel(
-    amax_ptr,
-    table_ptr,
-    n,
-    N_POW2: tl.constexpr,
-    DTYPE: tl.constexpr,
-    THROUGH: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    amax_ptr,  # amax of each tensor [n], FP32, raised in place
+    table_ptr,  # [3, n], int64: number of each tensor's first block, address, elements
+    n,  # number of tensors
+    N_POW2: tl.constexpr,  # n, rounded up to a power of two
+    DTYPE: tl.constexpr,  # dtype of the tensors
+    THROUGH: tl.constexpr,  # dtype that elements are rounded to first
+    ALIGNED: tl.constexpr,  # all addresses are multiples of 16
+    BLOCK: tl.constexpr,  # elements of one program
 ):
+    """Raise an amax by one block of its tensor."""
     # From the end: what the optimizer wrote last, before this, is still in the cache.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     tensor = tensor_of_block(table_ptr, n, block, N_POW2)
@@ -75,7 +77,7 @@ def _max_abs_many_kernel(
         largest = _max_abs_block(tensor_ptr, offset, offset < numel)
     # Rounding keeps the order, so that the largest can be rounded rather than each.
     rounded = largest.to(tl.float32, bitcast=True).to(THROUGH).to(tl.float32)
-    raise_amax(amax_ptr + tensor, magnitude(rounded))
+    raise_amax(amax_ptr + tensor, magnitude_bits(rounded))
 
 
 def max_abs_launch(amax: Tensor, tensors: list[Tensor], through: torch.dtype) -> None:
@@ -84,15 +86,15 @@ def max_abs_launch(amax: Tensor, tensors: list[Tensor], through: torch.dtype) ->
     starts, blocks = first_blocks([cdiv(size, tile.cols) for size in sizes])
     fields = [starts, [tensor.data_ptr() for tensor in tensors], sizes]
     dtype, n = tensors[0].dtype, len(tensors)
-    start = _max_abs_launch(blocks, n, dtype, through, are_aligned(fields[1]), tile)
+    start = _prepared_max_abs(blocks, n, dtype, through, are_aligned(fields[1]), tile)
     start(amax, kept_table(fields, amax.device))
 
 
 @for_each_shape
-def _max_abs_launch(
+def _prepared_max_abs(
     blocks: int, n: int, dtype: torch.dtype, through: torch.dtype, aligned: bool, tile: Tile
-) -> Launch:
-    return Launch(
+) -> PreparedKernel:
+    return PreparedKernel(
         _max_abs_many_kernel,
         (blocks,),
         *(n, power_of_two(n), triton_dtype(dtype), triton_dtype(through), aligned, tile.cols),
@@ -108,7 +110,7 @@ _max_abs_many = operator(
 
 
 def max_abs_many(tensors: Sequence[Tensor], amax: Tensor, *, through: torch.dtype) -> None:
-    """Raises each amax to the largest magnitude in its tensor, in place: one launch on CUDA.
+    """Raise each amax to the largest magnitude in its tensor, in place: one launch on CUDA.
 
     Bit for bit what `cast.max_abs` does with `tensor.to(through)`, one by one.
 
@@ -136,6 +138,7 @@ def cast_reference(scale: Tensor, sources: list[Tensor], targets: list[Tensor], 
 
 @jit
 def _cast_block(source_ptr, target_ptr, scale, offset, mask, THROUGH: tl.constexpr):
+    """Cast a block, at `offset` from both pointers."""
     source = tl.load(source_ptr + offset, mask, 0.0).to(tl.float32)
     scaled = source.to(THROUGH).to(tl.float32) * scale
     tl.store(target_ptr + offset, saturate(scaled, target_ptr.dtype.element_ty), mask)
@@ -143,16 +146,17 @@ def _cast_block(source_ptr, target_ptr, scale, offset, mask, THROUGH: tl.constex
 
 @jit
 def _cast_many_kernel(
-    scale_ptr,
-    table_ptr,
-    n,
-    N_POW2: tl.constexpr,
-    SOURCE: tl.constexpr,
-    TARGET: tl.constexpr,
-    THROUGH: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    scale_ptr,  # scale of each tensor [n], FP32
+    table_ptr,  # [4, n], int64: number of each tensor's first block, source, target, elements
+    n,  # number of tensors
+    N_POW2: tl.constexpr,  # n, rounded up to a power of two
+    SOURCE: tl.constexpr,  # dtype of the sources
+    TARGET: tl.constexpr,  # dtype of the targets, an FP8 format
+    THROUGH: tl.constexpr,  # dtype that elements are rounded to first
+    ALIGNED: tl.constexpr,  # all addresses are multiples of 16
+    BLOCK: tl.constexpr,  # elements of one program
 ):
+    """Cast one block of one source."""
     block = tl.program_id(0)
     tensor = tensor_of_block(table_ptr, n, block, N_POW2)
     row_ptr = table_ptr + tensor
@@ -184,13 +188,15 @@ def cast_launch(scale: Tensor, sources: list[Tensor], targets: list[Tensor], thr
         sizes,
     ]
     dtypes = (sources[0].dtype, targets[0].dtype, through)
-    start = _cast_launch(blocks, len(sources), dtypes, are_aligned(*fields[1:3]), tile)
+    start = _prepared_cast(blocks, len(sources), dtypes, are_aligned(*fields[1:3]), tile)
     start(scale, kept_table(fields, scale.device))
 
 
 @for_each_shape
-def _cast_launch(blocks: int, n: int, dtypes: tuple[torch.dtype, ...], aligned: bool, tile: Tile) -> Launch:
-    return Launch(
+def _prepared_cast(
+    blocks: int, n: int, dtypes: tuple[torch.dtype, ...], aligned: bool, tile: Tile
+) -> PreparedKernel:
+    return PreparedKernel(
         _cast_many_kernel,
         (blocks,),
         *(n, power_of_two(n), *map(triton_dtype, dtypes), aligned, tile.cols),
@@ -208,7 +214,7 @@ _cast_many = operator(
 def cast_many(
     sources: Sequence[Tensor], targets: Sequence[Tensor], scale: Tensor, *, through: torch.dtype
 ) -> None:
-    """Casts each source to its FP8 target, in place: one launch on CUDA.
+    """Cast each source to its FP8 target, in place: one launch on CUDA.
 
     Bit for bit what `cast.cast` makes of `source.to(through)`, one by one.
 

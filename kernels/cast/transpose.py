@@ -3,6 +3,13 @@
     out = q transposed    [cols, rows]
 
 Bytes per element: 2.  A scale belongs to the whole tensor, so moving bytes is exact.
+
+Arguments that kernels here share:
+
+    q_ptr                     matrix [rows, cols], FP8 as bytes
+    out_ptr                   its transpose [cols, rows], FP8 as bytes
+    WHOLE                     rows of both start at multiples of 16 bytes (`is_whole`): move pairs of bytes
+    BLOCK_ROWS, BLOCK_COLS    size of a tile, which one program transposes
 """
 
 from __future__ import annotations
@@ -23,7 +30,7 @@ from flatfsdp.kernels.shared.tables import (
     tensor_of_block,
 )
 from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
-from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 
 def transpose_reference(q: Tensor, out: Tensor) -> None:
@@ -36,13 +43,13 @@ def transpose_tile(
     out_ptr,
     rows,
     cols,
-    top,
-    left,
+    top,  # index of the tile's first row, int64 and even
+    left,  # index of its first column, int64 and even
     WHOLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
-    """Bytes of the tile at (top, left), both int64 and even; `WHOLE` as by `is_whole`."""
+    """Transpose the tile at (top, left)."""
     if WHOLE:
         _transpose_pairs(q_ptr, out_ptr, rows, cols, top, left, BLOCK_ROWS, BLOCK_COLS)
     else:
@@ -53,7 +60,7 @@ def transpose_tile(
 def _transpose_pairs(
     q_ptr, out_ptr, rows, cols, top, left, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
 ):
-    """Bytes of two rows become 16-bit pairs, which the hardware transposes (ldmatrix)."""
+    """Transpose a tile in pairs of two rows' bytes: 16 bits, which the hardware transposes (ldmatrix)."""
     pairs = tl.multiple_of(rows // 2, 8)
     pair = (top // 2 + tl.arange(0, BLOCK_ROWS // 2))[:, None]
     col = (left + tl.arange(0, BLOCK_COLS))[None, :]
@@ -68,6 +75,7 @@ def _transpose_pairs(
 def _transpose_bytes(
     q_ptr, out_ptr, rows, cols, top, left, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
 ):
+    """Transpose a tile byte by byte."""
     row = (top + tl.arange(0, BLOCK_ROWS))[:, None]
     col = (left + tl.arange(0, BLOCK_COLS))[None, :]
     mask = (row < rows) & (col < cols)
@@ -81,11 +89,12 @@ def _transpose_block(
     out_ptr,
     rows,
     cols,
-    block,
+    block,  # number of the tile, row by row
     WHOLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
+    """Transpose one of the tiles of a matrix."""
     across = tl.cdiv(cols, BLOCK_COLS)
     top = (block // across).to(tl.int64) * BLOCK_ROWS
     left = (block % across).to(tl.int64) * BLOCK_COLS
@@ -96,19 +105,22 @@ def _transpose_block(
 def _transpose_kernel(
     q_ptr, out_ptr, rows, cols, WHOLE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
 ):
+    """Transpose one matrix."""
     # From the end: what was written last, before this, is still in the cache.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     _transpose_block(q_ptr, out_ptr, rows, cols, block, WHOLE, BLOCK_ROWS, BLOCK_COLS)
 
 
 @for_each_shape
-def _transpose_launch(rows: int, cols: int, tile: Tile, whole: bool) -> Launch:
+def _prepared_transpose(rows: int, cols: int, tile: Tile, whole: bool) -> PreparedKernel:
     programs = cdiv(rows, tile.rows) * cdiv(cols, tile.cols)
-    return Launch(_transpose_kernel, (programs,), rows, cols, whole, tile.rows, tile.cols, **tile.options)
+    return PreparedKernel(
+        _transpose_kernel, (programs,), rows, cols, whole, tile.rows, tile.cols, **tile.options
+    )
 
 
 def transpose_launch(q: Tensor, out: Tensor) -> None:
-    start = _transpose_launch(*q.shape, find("transpose", q.dtype, q.shape[1]), is_whole(q, out))
+    start = _prepared_transpose(*q.shape, find("transpose", q.dtype, q.shape[1]), is_whole(q, out))
     start(q.view(torch.uint8), out.view(torch.uint8))
 
 
@@ -136,13 +148,14 @@ def transpose_many_reference(like: Tensor, sources: list[Tensor], targets: list[
 
 @jit
 def _transpose_many_kernel(
-    table_ptr,
-    n,
-    N_POW2: tl.constexpr,
+    table_ptr,  # [5, n], int64: number of each matrix's first tile, addresses of q and out, rows, cols
+    n,  # number of matrices
+    N_POW2: tl.constexpr,  # n, rounded up to a power of two
     WHOLE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLS: tl.constexpr,
 ):
+    """Transpose many matrices."""
     block = tl.program_id(0)
     row_ptr = table_ptr + tensor_of_block(table_ptr, n, block, N_POW2)
     q_ptr = tl.load(row_ptr + n).to(tl.pointer_type(tl.uint8))
@@ -170,14 +183,14 @@ def transpose_many_launch(like: Tensor, sources: list[Tensor], targets: list[Ten
         [rows for rows, _ in shapes],
         [cols for _, cols in shapes],
     ]
-    start = _transpose_many_launch(blocks, len(sources), are_aligned(*fields[1:]), tile)
+    start = _prepared_transpose_many(blocks, len(sources), are_aligned(*fields[1:]), tile)
     start(kept_table(fields, like.device))
 
 
 @for_each_shape
-def _transpose_many_launch(blocks: int, n: int, whole: bool, tile: Tile) -> Launch:
+def _prepared_transpose_many(blocks: int, n: int, whole: bool, tile: Tile) -> PreparedKernel:
     numbers = (n, power_of_two(n), whole, tile.rows, tile.cols)
-    return Launch(_transpose_many_kernel, (blocks,), *numbers, **tile.options)
+    return PreparedKernel(_transpose_many_kernel, (blocks,), *numbers, **tile.options)
 
 
 # `like` is there for the dispatch, which looks at the first argument.
@@ -189,7 +202,7 @@ _transpose_many = operator(
 
 
 def transpose_many(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Transposes many FP8 matrices in one launch, such as all weights of a unit after their all-gather.
+    """Transpose many FP8 matrices in one launch, such as all weights of a unit after their all-gather.
 
     Addresses and shapes go to the device in a table (see `kept_table`) rather than as arguments: one
     compiled kernel then serves every list, and nothing waits for the device.
@@ -218,7 +231,7 @@ def transpose_many(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def is_whole(q: Tensor, out: Tensor) -> bool:
-    """Every row of both starts at a multiple of the widest load, as in all that an FP8 GEMM takes."""
+    """Whether every row of both starts at a multiple of the widest load, as in all that an FP8 GEMM takes."""
     return is_aligned(q, out) and all(size % LOAD_BYTES == 0 for size in q.shape)
 
 

@@ -1,4 +1,4 @@
-"""Products of FP8 matrices with a scale for each block, as `block_cast` makes them.
+"""GEMMs of FP8 matrices with a scale for each block, as `block_cast` makes them.
 
     out = A B^T  with  A = a * a_scale_inv,  B = b * b_scale_inv, each element with the scale of its block
 
@@ -18,16 +18,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatfsdp.kernels.cast.block_cast import BLOCK, DTYPE, of_elements, padded_blocks
+from flatfsdp.kernels.cast.block_cast import BLOCK, DTYPE, expand_blocks, padded_blocks
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT, check_operands, flops
 from flatfsdp.kernels.shared.ops import operator
 from flatfsdp.kernels.shared.triton import cdiv, on_device_of
 
 
 def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
-    """FP32 [rows, cols] of what `block_cast` made; exact if scales are powers of two."""
+    """The FP32 numbers [rows, cols] of a result of `block_cast`; exact if scales are powers of two."""
     height = 1 if scale_inv.shape[0] == q.shape[0] else BLOCK
-    return q.float() * of_elements(scale_inv, height, q)
+    return q.float() * expand_blocks(scale_inv, height, q)
 
 
 def reference(a: Tensor, b: Tensor, a_scale_inv: Tensor, b_scale_inv: Tensor, out: Tensor) -> None:
@@ -66,7 +66,7 @@ _block_scaled_mm = operator(
 def block_scaled_mm(
     a: Tensor, a_scale_inv: Tensor, b: Tensor, b_scale_inv: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
-    """A B^T of two matrices in E4M3, [M, N] in `out_dtype`.
+    """Multiply two matrices in E4M3: A B^T, [M, N] in `out_dtype`.
 
     Args:
         a: E4M3 [M, K], contiguous; M is a multiple of 16 and may be 0.

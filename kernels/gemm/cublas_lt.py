@@ -1,8 +1,8 @@
-"""cuBLASLt through nvmath-python: one algorithm for each product, chosen once and kept.
+"""cuBLASLt through nvmath-python: one algorithm for each GEMM, chosen once and kept.
 
-In:   device, sizes and dtypes of a product.
-Out:  a `Plan`, or None: without nvmath-python, or without an algorithm.
-Next: `gemm.py` and `wgrad.py` run it, or else PyTorch's own product.
+In:   device, sizes and dtypes of a GEMM, a `Product`.
+Out:  a `PreparedMatmul`, or None: without nvmath-python, or without an algorithm.
+Next: `gemm.py` and `wgrad.py` run it, or else PyTorch's own GEMM.
 
 PyTorch asks cuBLASLt for an algorithm in every call, which is half of its time on the host, and takes the
 first choice, which on an H200 is not always the fastest: `tiles.py` knows others.
@@ -27,14 +27,15 @@ from flatfsdp.kernels.shared.outputs import FP8_DTYPES
 _log = logging.getLogger(__name__)
 
 ADDRESS_ALIGNMENT = 16
-"""Bytes that addresses of all matrices, and lengths of their rows, are multiples of."""
+"""Bytes of which addresses of all matrices, and lengths of their rows, are multiples."""
 MAX_WORKSPACE = 32 << 20
+"""Bytes of temporary memory that an algorithm may use."""
 MAX_CANDIDATES = 64
-"""Algorithms that cuBLASLt is asked for where its first choice will not do."""
+"""Number of algorithms that cuBLASLt is asked for where its first choice will not do."""
 
 
 class Product(NamedTuple):
-    """out [rows, cols] = a b, or out += a b, summed over `inner`.
+    """A GEMM: out [rows, cols] = a b, or out += a b, summed over `inner`.
 
     Attributes:
         a_along, b_along: whether the operand is read along the sum: `a` is [rows, inner] and `b`
@@ -60,13 +61,13 @@ class Product(NamedTuple):
 
     @property
     def sums_once(self) -> bool:
-        """Without split-K, so that each element has one FP32 sum, to which `out` may be added once."""
+        """Whether it must not use split-K, so that `out` is added once to one FP32 sum of each element."""
         return self.out_dtype == torch.float32
 
 
 @cache
 def bindings() -> Any:
-    """nvmath's module of cuBLASLt's functions, or None without nvmath-python; says once which it is."""
+    """The nvmath module of cuBLASLt's functions, or None without nvmath-python; logs once which it is."""
     try:
         cublas_lt = importlib.import_module("nvmath.bindings.cublasLt")
     except ImportError as error:
@@ -100,30 +101,30 @@ _ADDRESS_OF_ZERO, _ADDRESS_OF_ONE = ctypes.addressof(_ZERO), ctypes.addressof(_O
 
 @cache
 def _handle(device: torch.device) -> int:
-    """cuBLASLt's context on the current device, `device`; kept until the process ends."""
+    """The cuBLASLt context on the current device, `device`; kept until the process ends."""
     return bindings().create()
 
 
 @lru_cache(maxsize=4096)
-def plan_of(device: torch.device, product: Product) -> Plan | None:
-    """The one plan of this product, or None if it does not run."""
+def prepared_matmul(device: torch.device, product: Product) -> PreparedMatmul | None:
+    """The one `PreparedMatmul` of this product, or None if it does not run."""
     # FP32 is left to PyTorch, which knows whether TF32 is allowed.
     if product.a_dtype == torch.float32 or 0 in product[:3] or bindings() is None:
         return None
-    plan = Plan(device, product)
-    if plan.is_possible:
-        return plan
+    matmul = PreparedMatmul(device, product)
+    if matmul.is_possible:
+        return matmul
     _log.info("%s: cuBLASLt has no algorithm%s", product, " without split-K" * product.sums_once)
     return None
 
 
 def is_readable(operand: Tensor) -> bool:
-    """Whether a plan can read this matrix, or bias, where it lies."""
+    """Whether cuBLASLt can read this matrix, or bias, where it lies."""
     return operand.is_contiguous() and operand.data_ptr() % ADDRESS_ALIGNMENT == 0
 
 
-class Plan:
-    """One product on one device: descriptors, layouts, algorithm; made once.
+class PreparedMatmul:
+    """One GEMM on one device: descriptors, layouts and the algorithm, made once and run many times.
 
     cuBLASLt thinks in columns first, so it computes the transpose, [cols, rows] = B^T A: its first operand
     is `b` and its second one `a`.
@@ -171,25 +172,27 @@ class Plan:
         weakref.finalize(self, _destroy, lt, self._operation, layouts).atexit = False
 
     def _layout(self, dtype: torch.dtype, rows: int, cols: int) -> int:
-        """Of a matrix [rows, cols], columns first, without gaps."""
+        """The layout of a matrix [rows, cols], columns first, without gaps."""
         return self._lt.matrix_layout_create(_CUDA_TYPES[dtype], rows, cols, rows)
 
     def _describe(self, name: int, value: Any) -> None:
+        """Set an attribute of the descriptor."""
         self._lt.matmul_desc_set_attribute(
             self._operation, name, ctypes.addressof(value), ctypes.sizeof(value)
         )
 
     def _point_at(self, tensors: list[Tensor]) -> None:
+        """Set where scales and bias are."""
         self._addresses[:] = [tensor.data_ptr() for tensor in tensors]
         for name, address in self._pointers:
             self._lt.matmul_desc_set_attribute(self._operation, name, address, 8)
 
     def _choose_algorithm(self, product: Product) -> Any:
-        """For any beta and any buffer: with the preferred tile, or else cuBLASLt's first choice; None if it
-        has none.
+        """The algorithm for any beta and any buffer; None if cuBLASLt has none.
 
-        For few outputs and a long sum cuBLASLt may know no algorithm without split-K if asked for no other,
-        and yet name some among many of all kinds.
+        It has the preferred tile, or else is cuBLASLt's first choice.  For few outputs and a long sum
+        cuBLASLt may know no algorithm without split-K if asked for no other, and yet name some among many of
+        all kinds.
         """
         lt = self._lt
         tile = preferred_tile(product)
@@ -206,16 +209,17 @@ class Plan:
         return None
 
     def offered_tiles(self) -> list[str]:
-        """Of algorithms without split-K, best first by cuBLASLt's reckoning."""
+        """Tiles of the algorithms without split-K, best first by cuBLASLt's reckoning."""
         found = self._heuristics(self._lt.ReductionScheme.MASK, MAX_CANDIDATES)
         tiles = dict.fromkeys(self._tile(one) for one in found if self._sums_once(one))
         return [self._lt.MatmulTile(tile).name for tile in tiles]
 
     def _tile(self, found: Any) -> int:
+        """The tile of an algorithm, by its number in cuBLASLt."""
         return self._configured(found, self._lt.MatmulAlgoConfigAttribute.TILE_ID)
 
     def _heuristics(self, reduction_schemes: int, wanted: int) -> list[Any]:
-        """What cuBLASLt recommends, best first.
+        """Algorithms that cuBLASLt recommends, best first.
 
         Alignments are the least that is allowed rather than those of the first call's buffers.
         """
@@ -262,6 +266,7 @@ class Plan:
         return splits <= 1 and scheme == schemes.NONE
 
     def _configured(self, found: Any, name: int) -> int:
+        """An attribute of an algorithm."""
         value, written = ctypes.c_int32(0), ctypes.c_size_t(0)
         self._lt.matmul_algo_config_get_attribute(
             found.ptr, name, ctypes.addressof(value), ctypes.sizeof(value), ctypes.addressof(written)
@@ -278,13 +283,14 @@ class Plan:
         *,
         adds: bool = False,
     ) -> None:
-        """Writes or `adds` to `out`, contiguous and at a multiple of `ADDRESS_ALIGNMENT` like all operands.
+        """Write or add to `out`, contiguous and at a multiple of `ADDRESS_ALIGNMENT` like all operands.
 
         Args:
             scale_invs: what `a` and `b` are to be multiplied with, in FP8.
+            adds: add to `out`; otherwise what it holds is not read.
         """
         size = self._workspace_size
-        # Not kept: the allocator knows what each stream still uses, and plans run on any stream.
+        # Not kept: the allocator knows what each stream still uses, and this runs on any stream.
         workspace = torch.empty(size, dtype=torch.uint8, device=self._device) if size else None
         pointed_at = [] if scale_invs is None else [scale_invs[1], scale_invs[0]]
         if bias is not None:
@@ -313,7 +319,7 @@ class Plan:
 
 
 def _destroy(lt: Any, operation: int, layouts: tuple[int, ...]) -> None:
-    """Of a plan that was least recently used.  What it started does not need them any more."""
+    """Free the descriptors of one that was least recently used; GEMMs that it started do not need them."""
     lt.matmul_desc_destroy(operation)
     for layout in layouts:
         lt.matrix_layout_destroy(layout)

@@ -1,4 +1,4 @@
-"""The FP8 products of a linear layer's forward and of its input's gradient.
+"""FP8 GEMMs of a linear layer's forward and of its input's gradient.
 
     out = a b^T * (a_scale_inv * b_scale_inv) + bias
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatfsdp.kernels.gemm.cublas_lt import Product, is_readable, plan_of
+from flatfsdp.kernels.gemm.cublas_lt import Product, is_readable, prepared_matmul
 from flatfsdp.kernels.shared.ops import operator
 from flatfsdp.kernels.shared.outputs import FP8_DTYPES, HIGH_DTYPES, check_scalar
 from flatfsdp.kernels.shared.triton import on_device_of
@@ -28,7 +28,7 @@ FP8_PAIRS = {(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)}
 """Formats of the two operands of an FP8 GEMM."""
 
 ALIGNMENT = 16
-"""FP8 GEMMs take sizes that are multiples of it, and addresses, in bytes, that are."""
+"""FP8 GEMMs take sizes, and addresses in bytes, that are multiples of it."""
 
 
 def reference(
@@ -56,7 +56,7 @@ def launch(
 ) -> None:
     inside = bias if out.dtype != torch.float32 else None
     with on_device_of(out):
-        plan = None
+        matmul = None
         if is_readable(a) and is_readable(b) and (inside is None or is_readable(inside)):
             rows, cols = out.shape
             product = Product(
@@ -69,9 +69,9 @@ def launch(
                 split_accumulator=split_accumulator,
                 has_bias=inside is not None,
             )
-            plan = plan_of(out.device, product)
-        if plan is not None:
-            plan.run(out, a, b, (a_scale_inv, b_scale_inv), inside)
+            matmul = prepared_matmul(out.device, product)
+        if matmul is not None:
+            matmul.run(out, a, b, (a_scale_inv, b_scale_inv), inside)
         else:
             torch._scaled_mm(
                 a,
@@ -88,6 +88,7 @@ def launch(
 
 
 def flops(a: tuple[int, int], b: tuple[int, int], *others: object, **named: object) -> int:
+    """Operations of the GEMM, from the shapes of its operands."""
     return 2 * a[0] * a[1] * b[0]
 
 
@@ -110,7 +111,7 @@ def scaled_mm(
     out_dtype: torch.dtype,
     split_accumulator: bool,
 ) -> Tensor:
-    """a b^T of two FP8 matrices, [M, N] in `out_dtype`.
+    """Multiply two FP8 matrices: a b^T, [M, N] in `out_dtype`.
 
     Args:
         a: FP8 [M, K], contiguous; M may be 0.
@@ -137,7 +138,8 @@ def scaled_mm(
 
 
 def check_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> None:
-    """
+    """Check the operands of an FP8 GEMM.
+
     Raises:
         ValueError: if `a` [M, K] and `b` [N, K] are no operands of an FP8 GEMM with such a result.
     """

@@ -1,4 +1,4 @@
-"""Which tile of the result is the fastest for a product on an H200, where cuBLASLt's first choice is not.
+"""Tiles of the result that are faster for a GEMM on an H200 than cuBLASLt's first choice.
 
 Rules, and no autotuning at run time, so that every run and every rank adds up in one order.  They come from
 timing what cuBLASLt offers, as `benchmarks/products.py --sweep` does; benchmarks/LOG.md has figures.
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 FIRST_CHOICE = (256, 128)
 FORWARD = {FIRST_CHOICE: 1.0, (176, 128): 1.03, (168, 128): 1.03, (128, 160): 1.02}
-"""Columns and rows of a tile -> speed of FP8 products with fast accumulation; the usual first choice is 1."""
+"""Columns and rows of a tile -> speed of FP8 GEMMs with fast accumulation; the usual first choice is 1."""
 LONG_SUMS = FORWARD | {(128, 160): 1.0}
-"""The same for sums over more than 4096: a small tile reads more for each product."""
+"""Speeds for sums over more than 4096, in which a small tile reads more for each product."""
 
 
 def preferred_tile(product: Product) -> str | None:
-    """By its name in cuBLASLt; None: its first choice."""
+    """The name in cuBLASLt of the tile to ask for; None leaves it to cuBLASLt."""
     if product.out_dtype == torch.float32:
         return _of_weight_gradient(product)
     # With split accumulators the first choice is within 2 % of the best.
@@ -34,9 +34,9 @@ def preferred_tile(product: Product) -> str | None:
 
 
 def _of_forward(product: Product) -> str | None:
-    """The one with the shortest waves of tiles over all multiprocessors, if it is not the usual first choice.
+    """The tile with the shortest waves over all multiprocessors, if it is not the usual first choice.
 
-    Over 44 products of layers, 2048 to 16384 tokens, it takes 90 to 100 % of PyTorch's time, 97 % on average,
+    Over 44 GEMMs of layers, 2048 to 16384 tokens, it takes 90 to 100 % of PyTorch's time, 97 % on average,
     and 0.4 % more than the best tile of each.
     """
     speeds = FORWARD if product.inner <= 4096 else LONG_SUMS
@@ -51,7 +51,7 @@ def _of_forward(product: Product) -> str | None:
 
 
 def _of_weight_gradient(product: Product) -> str | None:
-    """And of all that has FP32 results.  Measured with beta = 1, over shapes of layers, 1024 to 8192 tokens.
+    """The tile for FP32 results, measured with beta = 1 over shapes of layers, 1024 to 8192 tokens.
 
     cuBLASLt foresees neither that the epilogue reads and writes FP32 nor the clock that a GPU keeps up.  In
     16 bits 128 x 160 takes 1 to 9 % less time at 8192 tokens and 20 to 28 % less at 1024; for FP8 the first

@@ -28,7 +28,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flatfsdp.kernels.gemm.cublas_lt import ADDRESS_ALIGNMENT, Plan, Product, is_readable, plan_of
+from flatfsdp.kernels.gemm.cublas_lt import (
+    ADDRESS_ALIGNMENT,
+    PreparedMatmul,
+    Product,
+    is_readable,
+    prepared_matmul,
+)
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT, FP8_PAIRS, scaled_mm
 from flatfsdp.kernels.grad.accumulate import accumulate
 from flatfsdp.kernels.shared.ops import operator
@@ -46,9 +52,9 @@ def launch(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
         product = Product(
             rows, cols, dy.shape[0], dy.dtype, x.dtype, torch.float32, a_along=False, b_along=False
         )
-        plan = plan_of(target.device, product)
-        if plan is not None:
-            _run(plan, target, _readable(dy), _readable(x), None, first)
+        matmul = prepared_matmul(target.device, product)
+        if matmul is not None:
+            _run(matmul, target, _readable(dy), _readable(x), None, first)
         elif dy.dtype == torch.float32:
             accumulate(target, torch.mm(dy.t(), x), first=first)
         else:
@@ -56,6 +62,7 @@ def launch(target: Tensor, dy: Tensor, x: Tensor, first: bool) -> None:
 
 
 def flops(target: tuple[int, int], dy: tuple[int, int], *others: object, **named: object) -> int:
+    """Operations of the GEMM, from the shapes of the target and of one operand."""
     return 2 * target[1] * dy[0] * dy[1]
 
 
@@ -102,9 +109,9 @@ def launch_fp8(
             torch.float32,
             split_accumulator=split_accumulator,
         )
-        plan = plan_of(target.device, product)
-        if plan is not None:
-            _run(plan, target, dy_t, x_t, (dy_scale_inv, x_scale_inv), first)
+        matmul = prepared_matmul(target.device, product)
+        if matmul is not None:
+            _run(matmul, target, dy_t, x_t, (dy_scale_inv, x_scale_inv), first)
             return
     grad = scaled_mm(
         dy_t,
@@ -128,19 +135,24 @@ _wgrad_fp8 = operator(
 
 
 def _run(
-    plan: Plan, target: Tensor, dy: Tensor, x: Tensor, scale_invs: tuple[Tensor, Tensor] | None, first: bool
+    matmul: PreparedMatmul,
+    target: Tensor,
+    dy: Tensor,
+    x: Tensor,
+    scale_invs: tuple[Tensor, Tensor] | None,
+    first: bool,
 ) -> None:
-    """Through a temporary where a plan cannot write to the target."""
+    """Run the GEMM, through a temporary where cuBLASLt cannot write to the target."""
     if target.data_ptr() % ADDRESS_ALIGNMENT:
         product = torch.empty_like(target)
-        plan.run(product, dy, x, scale_invs)
+        matmul.run(product, dy, x, scale_invs)
         accumulate(target, product, first=first)
     else:
-        plan.run(target, dy, x, scale_invs, adds=not first)
+        matmul.run(target, dy, x, scale_invs, adds=not first)
 
 
 def _readable(operand: Tensor) -> Tensor:
-    """As it is, or, where a plan cannot read it, copied: expanded gradients, slices at odd offsets."""
+    """The operand, or a copy where cuBLASLt cannot read it: expanded gradients, slices at odd offsets."""
     return operand if is_readable(operand) else operand.clone(memory_format=torch.contiguous_format)
 
 
@@ -154,7 +166,7 @@ def wgrad(
     x_scale_inv: Tensor | None = None,
     split_accumulator: bool = True,
 ) -> None:
-    """Writes (`first`) or adds the weight gradient dy^T x to `target`, in place.
+    """Write (`first`) or add the weight gradient dy^T x to `target`, in place.
 
     Args:
         target: FP32 [out, in], contiguous; usually a slot of the unit's flat gradient buffer.
@@ -193,9 +205,9 @@ def wgrad_unfused(
     x_scale_inv: Tensor | None = None,
     split_accumulator: bool = True,
 ) -> None:
-    """As `wgrad`, in two passes: the same GEMM into an FP32 temporary, which is then copied or added.
+    """Do the same in two passes: the GEMM into an FP32 temporary, which is then copied or added.
 
-    What a gradient is that was not fused, and what the fused one is compared with, bit for bit.
+    This is a gradient that was not fused, with which the fused one is compared, bit for bit.
     """
     product = torch.empty_like(target)
     wgrad(

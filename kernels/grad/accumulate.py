@@ -1,4 +1,4 @@
-"""One microbatch's gradient into the FP32 accumulator.
+"""Addition of one microbatch's gradient to the FP32 accumulator, in plain PyTorch.
 
     target  = widen(grad)             the first time  (nothing is zeroed beforehand, and -0.0 stays -0.0)
     target += widen(grad)             later           (one rounding, in the target's dtype)
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def accumulate(target: Tensor, grad: Tensor, *, first: bool) -> None:
-    """Writes (`first`) or adds `grad` to `target` in place; same shape, target's dtype at least as wide."""
+    """Write (`first`) or add `grad` to `target` in place; same shape, target's dtype at least as wide."""
     if first:
         target.copy_(grad)
     else:

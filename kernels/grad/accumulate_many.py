@@ -1,4 +1,4 @@
-"""Gradients of many parameters into their slices of the flat FP32 buffer, in one launch.
+"""Addition of many parameters' gradients to their slices of the flat FP32 buffer, in one launch.
 
 For each of n tensors, as `accumulate` does for one:
 
@@ -22,9 +22,10 @@ from flatfsdp.kernels.grad.accumulate import accumulate
 from flatfsdp.kernels.shared.ops import operator
 from flatfsdp.kernels.shared.tables import are_aligned, first_blocks, kept_table, tensor_of_block
 from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
-from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Dtypes of gradients; the table holds their index here."""
 
 
 def reference(like: Tensor, targets: list[Tensor], grads: list[Tensor], first: list[bool]) -> None:
@@ -33,7 +34,16 @@ def reference(like: Tensor, targets: list[Tensor], grads: list[Tensor], first: l
 
 
 @jit
-def _accumulate_block(target_ptr, wide_ptr, narrow_ptr, dtype, is_first, offset, mask):
+def _accumulate_block(
+    target_ptr,  # target, FP32
+    wide_ptr,  # gradient, read as FP32 if it is
+    narrow_ptr,  # the same address, read as 16-bit numbers if it is bf16 or fp16
+    dtype,  # of the gradient, as an index into DTYPES
+    is_first,  # 1: overwrite the target, 0: add
+    offset,  # of the block's elements in the tensor
+    mask,  # elements of the block that the tensor has
+):
+    """Write or add one block of a gradient."""
     wide = tl.load(wide_ptr + offset, mask & (dtype == 0), 0.0)
     narrow = tl.load(narrow_ptr + offset, mask & (dtype != 0), 0)
     as_bf16 = narrow.to(tl.bfloat16, bitcast=True).to(tl.float32)
@@ -45,7 +55,14 @@ def _accumulate_block(target_ptr, wide_ptr, narrow_ptr, dtype, is_first, offset,
 
 
 @jit
-def _accumulate_many_kernel(table_ptr, n, N_POW2: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def _accumulate_many_kernel(
+    table_ptr,  # [6, n], int64: number of first block, target, gradient, elements, index in DTYPES, is_first
+    n,  # number of tensors
+    N_POW2: tl.constexpr,  # n, rounded up to a power of two
+    ALIGNED: tl.constexpr,  # all addresses are multiples of 16
+    BLOCK: tl.constexpr,  # elements of one program
+):
+    """Write or add one block of one gradient."""
     block = tl.program_id(0)
     row_ptr = table_ptr + tensor_of_block(table_ptr, n, block, N_POW2)
     start = (block - tl.load(row_ptr)) * BLOCK
@@ -82,13 +99,13 @@ def launch(like: Tensor, targets: list[Tensor], grads: list[Tensor], first: list
         [DTYPES.index(grad.dtype) for grad in grads],
         [int(is_first) for is_first in first],
     ]
-    start = _launch(blocks, len(targets), are_aligned(*fields[1:3]), tile)
+    start = _prepared(blocks, len(targets), are_aligned(*fields[1:3]), tile)
     start(kept_table(fields, like.device))
 
 
 @for_each_shape
-def _launch(blocks: int, n: int, aligned: bool, tile: Tile) -> Launch:
-    return Launch(
+def _prepared(blocks: int, n: int, aligned: bool, tile: Tile) -> PreparedKernel:
+    return PreparedKernel(
         _accumulate_many_kernel, (blocks,), *(n, power_of_two(n), aligned, tile.cols), **tile.options
     )
 
@@ -102,7 +119,7 @@ _accumulate_many = operator(
 
 
 def accumulate_many(targets: Sequence[Tensor], grads: Sequence[Tensor], first: Sequence[bool]) -> None:
-    """Writes or adds each gradient to its target, in place: one launch on CUDA.
+    """Write or add each gradient to its target, in place: one launch on CUDA.
 
     Bit for bit what `accumulate` does one by one.
 

@@ -1,4 +1,4 @@
-"""Gradient of an embedding into its FP32 accumulator, without a gradient of the size of the table.
+"""Gradient of an embedding, added to its FP32 accumulator without a gradient of the table's size.
 
     sum of row r = dy[t1] + dy[t2] + ...         FP32, over the tokens whose id is r, in their order
     target[r]    = sum                           the first time; rows without tokens become 0
@@ -25,16 +25,16 @@ from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
 from flatfsdp.kernels.shared.triton import cdiv, jit, on_device_of, tl
 
 ID_DTYPES = (torch.int64, torch.int32)
-RUN = 32
+BLOCK_IDS = 32
 """Sorted ids that are looked at together, for the end of a run of equal ones."""
 MOST_RANKED = 16384
-"""Tokens; the pairs of more would take longer than a sort."""
+"""Most tokens that are sorted by a count; the pairs of more would take longer than a sort."""
 LARGEST_ID = 2**19 - 2
-"""Ids from -1 up to here are FP32 numbers so far apart that no rounding confuses them; see `_rank_kernel`."""
+"""Largest id that a count sorts: FP32 numbers tell ids from -1 to here apart, see `_rank_kernel`."""
 
 
 def tile(dtype: torch.dtype, cols: int) -> Tile:
-    """A row, or a part of it."""
+    """A row's tile, or one of a part of it."""
     block = find("embedding_grad", dtype, cols)
     width = min(block.cols, max(32, power_of_two(cols)))
     return block._replace(cols=width, warps=min(block.warps, max(1, width // 256)))
@@ -65,16 +65,16 @@ def _number(ids, shift):
 
 @jit
 def _rank_kernel(
-    ids_ptr,
-    sorted_ptr,
-    tokens_ptr,
-    n,
-    BLOCK_TOKENS: tl.constexpr,
-    BLOCK_OTHERS: tl.constexpr,
-    STEPS: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    ids_ptr,  # id of each token [n], int64 or int32
+    sorted_ptr,  # ids in ascending order [n], int32
+    tokens_ptr,  # tokens of the sorted ids [n], int32
+    n,  # number of tokens
+    BLOCK_TOKENS: tl.constexpr,  # tokens that one program places
+    BLOCK_OTHERS: tl.constexpr,  # tokens that they are compared with at a time
+    STEPS: tl.constexpr,  # such blocks in an unrolled round
+    IS_EARLY: tl.constexpr,  # launched by PDL: wait for the kernel before
 ):
-    """Stores each id, and its token, at the place that it has when sorted.
+    """Store each id, and its token, at the place that it has when sorted.
 
     A pair costs one instruction, a multiplication and addition.  `scale` is 0.5 divided by what lies half-way
     between the number of an id and that of the next smaller one.  Numbers of smaller ids times `scale` are
@@ -125,12 +125,12 @@ def sort_ids(ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 @jit
-def _end_of_run(ids_ptr, begin, n, row, RUN: tl.constexpr):
-    """Where the ids after `begin` that equal `row` end; they are sorted."""
+def _end_of_run(ids_ptr, begin, n, row, BLOCK_IDS: tl.constexpr):
+    """The index after the last of the sorted ids that follow `begin` and equal `row`."""
     end = begin + 1
-    equal = RUN
-    while equal == RUN:
-        index = end + tl.arange(0, RUN)
+    equal = BLOCK_IDS
+    while equal == BLOCK_IDS:
+        index = end + tl.arange(0, BLOCK_IDS)
         equal = tl.sum((tl.load(ids_ptr + index, index < n, -1) == row).to(tl.int32))
         end += equal
     return end
@@ -138,19 +138,20 @@ def _end_of_run(ids_ptr, begin, n, row, RUN: tl.constexpr):
 
 @jit
 def _embedding_kernel(
-    target_ptr,
-    dy_ptr,
-    ids_ptr,
-    tokens_ptr,
-    n,
-    padding_idx,
+    target_ptr,  # gradient of the table [vocabulary, cols], FP32
+    dy_ptr,  # gradient of the result [n, cols], FP32, fp16 or bf16
+    ids_ptr,  # ids in ascending order [n], int32
+    tokens_ptr,  # tokens of the sorted ids [n]: int32, or int64 from PyTorch's sort
+    n,  # number of tokens
+    padding_idx,  # id that gives nothing; -1: there is none
     cols,
-    FIRST: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    STAGES: tl.constexpr,
-    RUN: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    FIRST: tl.constexpr,  # overwrite the rows of the target; otherwise add to them
+    BLOCK_COLS: tl.constexpr,  # columns of one program; each sorted id has programs of its own
+    STAGES: tl.constexpr,  # tokens on their way from memory at a time
+    BLOCK_IDS: tl.constexpr,  # sorted ids that are looked at together
+    IS_EARLY: tl.constexpr,  # launched by PDL: wait for the kernel before
 ):
+    """Write or add a part of one row, if the program's token is the first of its id; otherwise do nothing."""
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
     across = tl.cdiv(cols, BLOCK_COLS)
@@ -168,7 +169,7 @@ def _embedding_kernel(
         # The first token by itself: most ids occur once, and nothing then waits for the end of their run.
         total = tl.load(dy_ptr + token * cols + col, mask, 0.0).to(tl.float32)
         if row == tl.load(ids_ptr + begin + 1, begin + 1 < n, -1):
-            for at in tl.range(begin + 1, _end_of_run(ids_ptr, begin, n, row, RUN), num_stages=STAGES):
+            for at in tl.range(begin + 1, _end_of_run(ids_ptr, begin, n, row, BLOCK_IDS), num_stages=STAGES):
                 token = tl.load(tokens_ptr + at).to(tl.int64)
                 total += tl.load(dy_ptr + token * cols + col, mask, 0.0).to(tl.float32)
         tl.store(at_row, total if FIRST else old + total, mask)
@@ -183,7 +184,7 @@ def launch(target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None, fir
     with on_device_of(target):
         _embedding_kernel[(n * cdiv(cols, block.cols),)](
             *(target, dy, sorted_ids, tokens, n, -1 if padding_idx is None else padding_idx),
-            *(cols, first, block.cols, block.stages, RUN, is_early),
+            *(cols, first, block.cols, block.stages, BLOCK_IDS, is_early),
             **block.options,
             launch_pdl=is_early,
         )
@@ -199,7 +200,7 @@ _embedding_grad = operator(
 def embedding_grad(
     target: Tensor, dy: Tensor, ids: Tensor, *, first: bool, padding_idx: int | None = None
 ) -> None:
-    """Writes (`first`) or adds the gradient of an embedding's weight to `target`, in place.
+    """Write (`first`) or add the gradient of an embedding's weight to `target`, in place.
 
     Args:
         target: FP32 [vocabulary, hidden], contiguous.

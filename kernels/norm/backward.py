@@ -11,6 +11,15 @@ need another 2 p: their weight gradients do not fit into registers beside dx and
 
 Weight gradients are added up in FP32 and deterministic: each program sums the rows it owns, and `sum_bands`
 adds up the programs.  How many programs there are depends on the shape only.
+
+Arguments that both kernels share:
+
+    dy_ptr, x_ptr             gradient of the result, and x [rows, COLS], of one dtype, FP32, fp16 or bf16
+    mean_ptr, rstd_ptr        statistics of each row [rows], FP32; no mean (None) for RMSNorm
+    dweight_ptr, dbias_ptr    sums of each program [programs, COLS], FP32; None: not wanted
+    rows_per_program          rows that one program takes, a multiple of BLOCK_ROWS
+    COLS                      columns of x
+    STAGES                    tiles on their way from memory at a time
 """
 
 from __future__ import annotations
@@ -23,28 +32,31 @@ from torch import Tensor
 from flatfsdp.kernels.shared.ops import operator
 from flatfsdp.kernels.shared.outputs import HIGH_DTYPES, check_input, check_like, new_bands, sum_bands
 from flatfsdp.kernels.shared.tiles import MULTIPROCESSORS, Tile, find, power_of_two
-from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 WIDEST_FUSED = 8192
 """Columns up to which one kernel yields dx and the weight gradients."""
 SHARED_MEMORY = 227 << 10
-"""Bytes that a program may have on Hopper."""
+"""Bytes of shared memory that a program may have on Hopper."""
 REGISTERS = 65536
-"""Of a multiprocessor."""
+"""Registers of a multiprocessor."""
 SUM_PROGRAMS = 16
 """Bands of rows for weight gradients by a kernel of their own."""
 
 
 class NormBackward(NamedTuple):
-    """dx [rows, cols] in x's dtype, dweight and dbias [cols] in the weight's; dbias is None for RMSNorm."""
+    """Results of `norm_backward`."""
 
     dx: Tensor
+    """[rows, cols] in x's dtype."""
     dweight: Tensor
+    """[cols] in the weight's dtype."""
     dbias: Tensor | None
+    """[cols] in the weight's dtype; None for RMSNorm."""
 
 
 def row_tile(dtype: torch.dtype, cols: int) -> Tile:
-    """Whole rows, narrow ones more at a time."""
+    """A tile of whole rows; of narrow ones more at a time."""
     tile = find("norm_backward", dtype, cols)
     width = max(16, power_of_two(cols))
     rows = max(1, tile.rows * tile.cols // width)
@@ -54,7 +66,7 @@ def row_tile(dtype: torch.dtype, cols: int) -> Tile:
 
 
 def programs_of(tile: Tile) -> int:
-    """As many as run at once, with at most 128 registers for each thread."""
+    """The number of programs that run at once, with at most 128 registers for each thread."""
     return MULTIPROCESSORS * max(1, REGISTERS // (32 * tile.warps * (tile.registers or 128)))
 
 
@@ -86,7 +98,7 @@ def reference(
 
 @jit
 def _normalized(x_ptr, mean_ptr, rstd, row, row_mask, index, mask):
-    """Where masked, whatever comes of 0: it is multiplied by gradients that are 0."""
+    """A tile of z, FP32; whatever comes of 0 where masked, as it is multiplied by gradients that are 0."""
     value = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
     if mean_ptr is not None:
         value -= tl.load(mean_ptr + row, row_mask, 0.0)[:, None]
@@ -95,7 +107,7 @@ def _normalized(x_ptr, mean_ptr, rstd, row, row_mask, index, mask):
 
 @jit
 def _sums(first, second):
-    """Of the columns of two tiles: one exchange between threads instead of two."""
+    """Sums of each row of two tiles, with one exchange between threads instead of two."""
     return tl.split(tl.sum(tl.join(first, second), axis=1))
 
 
@@ -103,21 +115,22 @@ def _sums(first, second):
 def _backward_kernel(
     dy_ptr,
     x_ptr,
-    weight_ptr,
+    weight_ptr,  # [COLS], FP32, fp16 or bf16
     mean_ptr,
     rstd_ptr,
-    d_residual_ptr,
-    dx_ptr,
+    d_residual_ptr,  # gradient to add to dx [rows, COLS], x's dtype, or None
+    dx_ptr,  # gradient of x [rows, COLS], x's dtype
     dweight_ptr,
     dbias_ptr,
     rows,
     rows_per_program,
     COLS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    ZERO_CENTERED: tl.constexpr,  # the gain is 1 + weight
+    BLOCK_ROWS: tl.constexpr,  # rows of a tile
+    BLOCK_COLS: tl.constexpr,  # its columns: COLS, rounded up to a power of two
     STAGES: tl.constexpr,
 ):
+    """Compute dx of some rows, and the weight gradients that they give unless `dweight_ptr` is None."""
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_COLS)
     col_mask = col < COLS
@@ -167,10 +180,11 @@ def _weight_kernel(
     rows,
     rows_per_program,
     COLS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,  # rows of a tile
+    BLOCK_COLS: tl.constexpr,  # its columns, which one program takes
     STAGES: tl.constexpr,
 ):
+    """Compute the weight gradients that some rows give, in some columns."""
     program = tl.program_id(1)
     col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     col_mask = col < COLS
@@ -206,23 +220,25 @@ def launch(
 ) -> None:
     rows, cols = x.shape
     tile = row_tile(x.dtype, cols)
-    rows_each = _shared(rows, tile.rows, programs_of(tile))
+    rows_each = _rows_each(rows, tile.rows, programs_of(tile))
     is_fused = cols <= WIDEST_FUSED
     of_sums = find("norm_backward, sum", x.dtype, cols)
-    sum_rows = rows_each if is_fused else _shared(rows, of_sums.rows, SUM_PROGRAMS)
+    sum_rows = rows_each if is_fused else _rows_each(rows, of_sums.rows, SUM_PROGRAMS)
     bands = new_bands(weight_grads, cdiv(rows, sum_rows))
     dweight, dbias = bands[0], bands[1] if mean is not None else None
     inside = (dweight, dbias) if is_fused else (None, None)
-    start = _backward_launch(rows, rows_each, cols, zero_centered, tile)
+    start = _prepared_backward(rows, rows_each, cols, zero_centered, tile)
     start(dy, x, weight, mean, rstd, d_residual, dx, *inside)
     if not is_fused:
-        _weight_launch(rows, sum_rows, cols, of_sums)(dy, x, mean, rstd, dweight, dbias)
+        _prepared_weight(rows, sum_rows, cols, of_sums)(dy, x, mean, rstd, dweight, dbias)
     sum_bands(bands, weight_grads)
 
 
 @for_each_shape
-def _backward_launch(rows: int, rows_each: int, cols: int, zero_centered: bool, tile: Tile) -> Launch:
-    return Launch(
+def _prepared_backward(
+    rows: int, rows_each: int, cols: int, zero_centered: bool, tile: Tile
+) -> PreparedKernel:
+    return PreparedKernel(
         _backward_kernel,
         (cdiv(rows, rows_each),),
         *(rows, rows_each, cols, zero_centered, tile.rows, tile.cols, tile.stages),
@@ -231,8 +247,8 @@ def _backward_launch(rows: int, rows_each: int, cols: int, zero_centered: bool, 
 
 
 @for_each_shape
-def _weight_launch(rows: int, rows_each: int, cols: int, tile: Tile) -> Launch:
-    return Launch(
+def _prepared_weight(rows: int, rows_each: int, cols: int, tile: Tile) -> PreparedKernel:
+    return PreparedKernel(
         _weight_kernel,
         (cdiv(cols, tile.cols), cdiv(rows, rows_each)),
         *(rows, rows_each, cols, tile.rows, tile.cols, tile.stages),
@@ -240,8 +256,8 @@ def _weight_launch(rows: int, rows_each: int, cols: int, tile: Tile) -> Launch:
     )
 
 
-def _shared(rows: int, block: int, programs: int) -> int:
-    """Rows for each of that many programs at most, in whole blocks."""
+def _rows_each(rows: int, block: int, programs: int) -> int:
+    """Rows of one program, in whole blocks, where there are `programs` at most."""
     return block * max(1, cdiv(rows, block * programs))
 
 

@@ -12,8 +12,8 @@ al., 1979), so that a large mean costs no digits.
 Bytes per element of p bytes: p read, 2 p more with a residual, p written in high precision, 1 for each FP8
 form.
 
-`norm_rows` is the kernel for whole rows, `norm_transposed` one for many rows that are to be transposed, and
-`norm_wide` one for rows too wide for registers.
+`rows.py` has the kernel for whole rows, `transposed.py` one for many rows that are to be transposed, and
+`wide.py` one for rows too wide for registers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WIDEST_ROW = 16384
 
 
 class NormForward(NamedTuple):
-    """Results of `norm_forward`; None where not asked for."""
+    """Results of `norm_forward`, which says what they are; None where not asked for."""
 
     out: Tensor | None
     rowwise: Tensor | None
@@ -133,7 +133,7 @@ def norm_forward(
     rowwise: bool = True,
     columnwise: bool = False,
 ) -> NormForward:
-    """Normalizes the rows of x, or of x + residual.
+    """Normalize the rows of x, or of x + residual.
 
     Args:
         x: [rows, cols], FP32, FP16 or bf16, contiguous; so is `residual`, of x's dtype.

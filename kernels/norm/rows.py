@@ -3,7 +3,7 @@
 For a columnwise output there are other programs between those, each of which transposes a tile of rowwise
 bytes, from the L2 cache, when all rows of the tile's band have arrived: 5 bytes an element in place of 4 for
 bf16, of which memory sees 4.  (To transpose by itself, a program would have to hold 32 rows, as memory takes
-no less than 32 bytes at a time: `norm_transposed` does, where it can.)  They come some bands later and so
+no less than 32 bytes at a time: `transposed.py` does, where it can.)  They come some bands later and so
 rarely wait.  They wait for programs of smaller numbers only, and a GPU starts programs in the order of their
 numbers, which the scans of NVIDIA's CUB rely on, too: none waits for ever.
 """
@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 
 from flatfsdp.kernels.cast.transpose import is_whole, transpose_tile
-from flatfsdp.kernels.norm.tensors import NormTensors, load_gain, load_summed, load_wide
+from flatfsdp.kernels.norm.tensors import NormTensors, load_fp32, load_gain, load_summed
 from flatfsdp.kernels.shared.outputs import record_amax, starts_early
 from flatfsdp.kernels.shared.pairs import larger_magnitude
 from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
-from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 CLEARED = 256
 """Counters of arrivals that one program clears."""
@@ -27,27 +27,27 @@ KEPT = "evict_last"
 """How the L2 cache treats rowwise bytes that will be transposed."""
 
 
-def row_tile(dtype: torch.dtype, cols: int, *, rms: bool, is_turned: bool) -> Tile:
-    """Whole rows; narrow ones more at a time, in fewer steps.
+def row_tile(dtype: torch.dtype, cols: int, *, rms: bool, is_transposed: bool) -> Tile:
+    """A tile of whole rows; of narrow ones more at a time, in fewer steps.
 
     Args:
-        is_turned: whether other programs transpose.
+        is_transposed: whether other programs transpose.
     """
     kernel = "rms_norm" if rms else "layer_norm"
-    tile = find(f"{kernel}, transpose" if is_turned else kernel, dtype, cols)
+    tile = find(f"{kernel}, transpose" if is_transposed else kernel, dtype, cols)
     width = max(16, power_of_two(cols))
     times = max(1, tile.cols // width)
     return tile._replace(rows=tile.rows * times, cols=width, steps=max(1, tile.steps // times))
 
 
-class Turning(NamedTuple):
-    """How programs transpose what others have normalized.
+class TransposeWork(NamedTuple):
+    """Work of the programs that transpose what others have normalized.
 
     Attributes:
         band: rows that are transposed together: as many bytes of a column are stored side by side.
-        bytes: of each thread.
-        warps: under way between rows and their transpose, so that it need not wait.  An H200 holds up to 8448
-            at a time, and fewer of a kernel with many registers.
+        bytes: bytes that each thread transposes.
+        warps: warps that are under way between rows and their transpose, so that it need not wait.  An H200
+            holds up to 8448 at a time, and fewer of a kernel with many registers.
     """
 
     band: int
@@ -55,27 +55,28 @@ class Turning(NamedTuple):
     warps: int
 
 
-TURNING = Turning(band=64, bytes=64, warps=6144)
-SLIM_TURNING = Turning(band=128, bytes=128, warps=4224)
-"""For programs of few warps, if there are many: as many bytes of a program, and half as many programs."""
+TRANSPOSE_WORK = TransposeWork(band=64, bytes=64, warps=6144)
+SLIM_TRANSPOSE_WORK = TransposeWork(band=128, bytes=128, warps=4224)
+"""Work of programs with few warps, if there are many: as many bytes of a program, half as many programs."""
 SLIM_WARPS = 4
-"""Of a program, at most, for `SLIM_TURNING`."""
+"""Most warps of a program for `SLIM_TRANSPOSE_WORK`."""
 MANY_ELEMENTS = 2**25
-"""From here on there are enough programs for `SLIM_TURNING`."""
+"""Least number of elements for which there are enough programs for `SLIM_TRANSPOSE_WORK`."""
 
 
-def turning(rows: int, cols: int, tile: Tile) -> Turning:
+def transpose_work(rows: int, cols: int, tile: Tile) -> TransposeWork:
+    """The work of the programs that transpose [rows, cols]."""
     is_slim = tile.warps <= SLIM_WARPS and rows * cols >= MANY_ELEMENTS
-    return SLIM_TURNING if is_slim else TURNING
+    return SLIM_TRANSPOSE_WORK if is_slim else TRANSPOSE_WORK
 
 
-class Mix(NamedTuple):
-    """How programs that transpose follow those that normalize.
+class Schedule(NamedTuple):
+    """Order of the programs, in which those that transpose a band follow those that normalize it.
 
     Attributes:
-        programs: of both kinds.
+        programs: number of all programs, of both kinds.
         band: rows that are transposed together.
-        cols: of the tile that one program transposes.
+        cols: columns of the tile that one program transposes.
         delay: bands between a band's rows and its transpose.
     """
 
@@ -85,29 +86,30 @@ class Mix(NamedTuple):
     delay: int = 0
 
 
-def mix(rows: int, cols: int, tile: Tile, *, is_turned: bool) -> Mix:
+def schedule(rows: int, cols: int, tile: Tile, *, is_transposed: bool) -> Schedule:
+    """The order of all programs for [rows, cols]; without a transpose all of them normalize."""
     rows_each = tile.rows * tile.steps
-    if not is_turned:
-        return Mix(cdiv(rows, rows_each), rows_each)
-    turns = turning(rows, cols, tile)
-    band = max(turns.band, rows_each)
-    turned_cols = max(1, turns.bytes * 32 * tile.warps // band)
-    programs = band // rows_each + cdiv(cols, turned_cols)
+    if not is_transposed:
+        return Schedule(cdiv(rows, rows_each), rows_each)
+    work = transpose_work(rows, cols, tile)
+    band = max(work.band, rows_each)
+    transpose_cols = max(1, work.bytes * 32 * tile.warps // band)
+    programs = band // rows_each + cdiv(cols, transpose_cols)
     bands = cdiv(rows, band)
-    delay = min(bands, cdiv(turns.warps, programs * tile.warps))
-    return Mix((bands + delay) * programs, band, turned_cols, delay)
+    delay = min(bands, cdiv(work.warps, programs * tile.warps))
+    return Schedule((bands + delay) * programs, band, transpose_cols, delay)
 
 
 @jit
 def _peaks(value, VECTOR: tl.constexpr):
-    """The largest magnitudes in a column of `value` and its neighbours, [cols / VECTOR]."""
+    """The largest magnitudes of a tile in every VECTOR neighbouring columns, [cols / VECTOR]."""
     of_columns = tl.reduce(value, 0, larger_magnitude)
     return tl.reduce(tl.reshape(of_columns, [value.shape[1] // VECTOR, VECTOR]), 1, larger_magnitude)
 
 
 @jit
 def _normalize(
-    first,
+    first,  # index of the program's first row
     x_ptr,
     residual_ptr,
     weight_ptr,
@@ -129,7 +131,7 @@ def _normalize(
     STEPS: tl.constexpr,
     ROWWISE_POLICY: tl.constexpr,
 ):
-    """What one program does with its rows, of which `first` is the first."""
+    """Normalize the rows of one program; other arguments are those of `_row_kernel`."""
     col = tl.arange(0, BLOCK_COLS)
     # None where there is nothing to mask: masks cost an instruction an element, at several places.
     col_mask = None if COLS == BLOCK_COLS else col < COLS
@@ -138,7 +140,7 @@ def _normalize(
     if STEPS > 1:
         gain = load_gain(weight_ptr, col, col_mask, ZERO_CENTERED)
         if bias_ptr is not None:
-            bias = load_wide(bias_ptr + col, col_mask, "evict_last")
+            bias = load_fp32(bias_ptr + col, col_mask, "evict_last")
     if scale_ptr is not None:
         scale = tl.load(scale_ptr)
     largest = tl.zeros([BLOCK_COLS // vector], tl.float32)
@@ -151,7 +153,7 @@ def _normalize(
         if STEPS == 1:
             gain = load_gain(weight_ptr, col, col_mask, ZERO_CENTERED)
             if bias_ptr is not None:
-                bias = load_wide(bias_ptr + col, col_mask, "evict_last")
+                bias = load_fp32(bias_ptr + col, col_mask, "evict_last")
         if mean_ptr is not None:
             mean = tl.sum(value, axis=1) / COLS
             tl.store(mean_ptr + row, mean)
@@ -175,7 +177,13 @@ def _normalize(
 
 
 @jit
-def _clear_kernel(arrived_ptr, n, IS_EARLY: tl.constexpr, BLOCK: tl.constexpr):
+def _clear_kernel(
+    arrived_ptr,  # counters [n], int32, set to 0
+    n,
+    IS_EARLY: tl.constexpr,  # launched by PDL: wait for the kernel before
+    BLOCK: tl.constexpr,  # counters of one program
+):
+    """Clear counters of arrivals."""
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()  # they wait for what is written here
@@ -185,41 +193,45 @@ def _clear_kernel(arrived_ptr, n, IS_EARLY: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def _row_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    summed_ptr,
-    mean_ptr,
-    rstd_ptr,
-    out_ptr,
-    rowwise_ptr,
-    columnwise_ptr,
-    scale_ptr,
-    amax_ptr,
-    arrived_ptr,
+    x_ptr,  # input [rows, COLS], FP32, fp16 or bf16
+    residual_ptr,  # added to x first [rows, COLS], x's dtype, or None
+    weight_ptr,  # [COLS], FP32, fp16 or bf16
+    bias_ptr,  # [COLS], FP32, fp16 or bf16, or None
+    summed_ptr,  # x + residual [rows, COLS], x's dtype; None without a residual
+    mean_ptr,  # mean of each row [rows], FP32; None for RMSNorm, which subtracts none
+    rstd_ptr,  # reciprocal standard deviation of each row [rows], FP32
+    out_ptr,  # y [rows, COLS], x's dtype; None: not written, like the next two
+    rowwise_ptr,  # y scaled [rows, COLS], FP8
+    columnwise_ptr,  # its transpose [COLS, rows], FP8
+    scale_ptr,  # scale of the FP8 outputs, one FP32 number, or None without them
+    amax_ptr,  # raised to max |y|, one FP32 number, or None
+    arrived_ptr,  # programs that have normalized their rows of each band [bands], int32; None: no transpose
     rows,
-    eps,
-    COLS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    STAGES: tl.constexpr,
-    STEPS: tl.constexpr,
-    ROWWISE_POLICY: tl.constexpr,
-    BAND: tl.constexpr,
-    TURNED_COLS: tl.constexpr,
-    DELAY: tl.constexpr,
-    WHOLE: tl.constexpr,
-    IS_EARLY: tl.constexpr,
+    eps,  # added to the variance
+    COLS: tl.constexpr,  # columns of x
+    ZERO_CENTERED: tl.constexpr,  # the gain is 1 + weight
+    BLOCK_ROWS: tl.constexpr,  # rows that a program normalizes at a time
+    BLOCK_COLS: tl.constexpr,  # COLS, rounded up to a power of two
+    STAGES: tl.constexpr,  # such blocks of rows on their way from memory at a time
+    STEPS: tl.constexpr,  # such blocks of one program
+    ROWWISE_POLICY: tl.constexpr,  # how the L2 cache treats rowwise bytes
+    BAND: tl.constexpr,  # rows that are transposed together, as in `Schedule`
+    TRANSPOSE_COLS: tl.constexpr,  # columns of them that one program transposes
+    DELAY: tl.constexpr,  # bands between a band's rows and its transpose
+    WHOLE: tl.constexpr,  # rows of both FP8 outputs start at multiples of 16 bytes, as by `is_whole`
+    IS_EARLY: tl.constexpr,  # launched by PDL: wait for the kernel before
 ):
+    """Normalize some rows, or transpose a tile of those that other programs have normalized.
+
+    With a columnwise output there is always a rowwise one, which may be temporary.
+    """
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
     rows_each: tl.constexpr = STEPS * BLOCK_ROWS
     normalizing: tl.constexpr = BAND // rows_each
-    turning: tl.constexpr = 0 if columnwise_ptr is None else (COLS + TURNED_COLS - 1) // TURNED_COLS
-    band = (tl.program_id(0) // (normalizing + turning)).to(tl.int64)
-    place = tl.program_id(0) % (normalizing + turning)
+    transposing: tl.constexpr = 0 if columnwise_ptr is None else (COLS + TRANSPOSE_COLS - 1) // TRANSPOSE_COLS
+    band = (tl.program_id(0) // (normalizing + transposing)).to(tl.int64)
+    place = tl.program_id(0) % (normalizing + transposing)
     first = band * BAND + place * rows_each
     if (place < normalizing) & (first < rows):
         _normalize(
@@ -239,50 +251,54 @@ def _row_kernel(
                 arrived = tl.atomic_add(arrived_ptr + band, 0, sem="acquire")
             transpose_tile(
                 *(rowwise_ptr.to(tl.pointer_type(tl.uint8)), columnwise_ptr.to(tl.pointer_type(tl.uint8))),
-                *(rows, COLS, band * BAND, (place - normalizing) * TURNED_COLS, WHOLE, BAND, TURNED_COLS),
+                *(rows, COLS, band * BAND, (place - normalizing) * TRANSPOSE_COLS),
+                *(WHOLE, BAND, TRANSPOSE_COLS),
             )
 
 
 def launch(tensors: NormTensors, eps: float, zero_centered: bool) -> None:
     x, columnwise = tensors.x, tensors.columnwise
     rows, cols = x.shape
-    tile = row_tile(x.dtype, cols, rms=tensors.mean is None, is_turned=columnwise is not None)
-    parts, is_early = mix(rows, cols, tile, is_turned=columnwise is not None), starts_early(x.device)
+    tile = row_tile(x.dtype, cols, rms=tensors.mean is None, is_transposed=columnwise is not None)
+    order = schedule(rows, cols, tile, is_transposed=columnwise is not None)
+    is_early = starts_early(x.device)
     arrived, is_aligned = None, False
     if columnwise is not None:
         rowwise = columnwise.new_empty(rows, cols) if tensors.rowwise is None else tensors.rowwise
         tensors = tensors._replace(rowwise=rowwise)
-        bands = cdiv(rows, parts.band)
+        bands = cdiv(rows, order.band)
         arrived = x.new_empty(bands, dtype=torch.int32)
-        _clear_launch(bands, is_early)(arrived)
+        _prepared_clear(bands, is_early)(arrived)
         is_aligned = is_whole(rowwise, columnwise)
     policy = "" if columnwise is None else KEPT
-    start = _row_launch(rows, eps, cols, zero_centered, tile, policy, parts, is_aligned, is_early)
+    start = _prepared_rows(rows, eps, cols, zero_centered, tile, policy, order, is_aligned, is_early)
     start(*tensors, arrived)
 
 
 @for_each_shape
-def _clear_launch(bands: int, is_early: bool) -> Launch:
-    return Launch(_clear_kernel, (cdiv(bands, CLEARED),), bands, is_early, CLEARED, launch_pdl=is_early)
+def _prepared_clear(bands: int, is_early: bool) -> PreparedKernel:
+    return PreparedKernel(
+        _clear_kernel, (cdiv(bands, CLEARED),), bands, is_early, CLEARED, launch_pdl=is_early
+    )
 
 
 @for_each_shape
-def _row_launch(
+def _prepared_rows(
     rows: int,
     eps: float,
     cols: int,
     zero_centered: bool,
     tile: Tile,
     policy: str,
-    parts: Mix,
+    order: Schedule,
     is_aligned: bool,
     is_early: bool,
-) -> Launch:
-    return Launch(
+) -> PreparedKernel:
+    return PreparedKernel(
         _row_kernel,
-        (parts.programs,),
+        (order.programs,),
         *(rows, eps, cols, zero_centered, tile.rows, tile.cols, tile.stages, tile.steps),
-        *(policy, parts.band, parts.cols, parts.delay, is_aligned, is_early),
+        *(policy, order.band, order.cols, order.delay, is_aligned, is_early),
         **tile.options,
         launch_pdl=is_early,
     )

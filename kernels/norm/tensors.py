@@ -1,4 +1,4 @@
-"""What the kernels of a norm share: their tensors, and loads."""
+"""Tensors and loads that the kernels of a norm's forward share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from flatfsdp.kernels.shared.pairs import widened
+from flatfsdp.kernels.shared.pairs import to_fp32
 from flatfsdp.kernels.shared.triton import jit, tl
 
 
 class NormTensors(NamedTuple):
-    """Of a norm's forward, in the order in which its kernels take them; `norm_forward` says what they are."""
+    """Tensors of a norm's forward, in the order in which the kernels of `rows.py` and `wide.py` take them."""
 
     x: Tensor
     residual: Tensor | None
@@ -28,29 +28,33 @@ class NormTensors(NamedTuple):
 
 
 @jit
-def load_wide(pointers, mask, POLICY: tl.constexpr):
-    """FP32, and 0 where masked."""
+def load_fp32(pointers, mask, POLICY: tl.constexpr):
+    """Load numbers of any dtype as FP32; 0 where masked, if there is a mask.
+
+    POLICY says how the cache treats them ("": as usual).
+    """
     if mask is None:
         value = tl.load(pointers, eviction_policy=POLICY)
     else:
         value = tl.load(pointers, mask, 0.0, eviction_policy=POLICY)
-    return widened(value)
+    return to_fp32(value)
 
 
 @jit
 def load_summed(x_ptr, residual_ptr, summed_ptr, index, mask, POLICY: tl.constexpr):
-    """x, or x + residual rounded to x's dtype and stored; as FP32."""
-    x = load_wide(x_ptr + index, mask, POLICY)
+    """Load x, or x + residual, which is rounded to x's dtype and stored; as FP32."""
+    x = load_fp32(x_ptr + index, mask, POLICY)
     if residual_ptr is not None:
-        total = (x + load_wide(residual_ptr + index, mask, POLICY)).to(summed_ptr.dtype.element_ty)
+        total = (x + load_fp32(residual_ptr + index, mask, POLICY)).to(summed_ptr.dtype.element_ty)
         tl.store(summed_ptr + index, total, mask)
-        x = widened(total)
+        x = to_fp32(total)
     return x
 
 
 @jit
 def load_gain(weight_ptr, col, mask, ZERO_CENTERED: tl.constexpr):
-    weight = load_wide(weight_ptr + col, mask, "evict_last")
+    """Load the weight, or 1 + weight if it is zero-centered, as FP32."""
+    weight = load_fp32(weight_ptr + col, mask, "evict_last")
     if ZERO_CENTERED:
         weight += 1.0
     return weight

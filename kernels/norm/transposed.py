@@ -14,8 +14,7 @@ they would be more than half of what moves there.  The L2 cache is asked to keep
 neighbouring programs store the rest.
 
 Bytes per element: 4 for bf16, of which memory sees 4.  It is written in Gluon, Triton's language of explicit
-layouts, which has no interpreter; what does not fit here goes to the kernels of `norm_forward`, of which it
-is one.
+layouts, which has no interpreter; what does not fit here goes to the other kernels of `norm_forward`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from flatfsdp.kernels.shared.outputs import starts_early
 from flatfsdp.kernels.shared.tiles import MULTIPROCESSORS
 from flatfsdp.kernels.shared.triton import (
     POINTER_ALIGNMENT,
-    Launch,
+    PreparedKernel,
     async_copy,
     cdiv,
     for_each_shape,
@@ -41,17 +40,17 @@ from flatfsdp.kernels.shared.triton import (
 
 WARPS = 8
 ROWS = 32
-"""That a program takes at a time."""
+"""Rows that a program takes at a time."""
 WIDTHS = (2048, 4096)
-"""Columns, of which a program keeps 48 bytes each in shared memory."""
+"""Numbers of columns that it takes; a program keeps 48 bytes of each column in shared memory."""
 LEAST_BUSY = 0.9
-"""Share of the multiprocessors, at least, that have something to do until the end."""
+"""Least share of the multiprocessors that have something to do until the end."""
 MOST_ELEMENTS = 2**31
-"""Their places are 32-bit numbers."""
+"""Most elements of x: their indices are 32-bit numbers."""
 
 
 def fits(tensors: NormTensors) -> bool:
-    """Whether this kernel can take them, and is faster than `norm_rows`."""
+    """Whether this kernel can take these tensors, and is faster than that of `rows.py`."""
     x, columnwise = tensors.x, tensors.columnwise
     if columnwise is None or tensors.residual is not None or tensors.out is not None:
         return False
@@ -62,6 +61,7 @@ def fits(tensors: NormTensors) -> bool:
 
 
 def is_good_shape(rows: int, cols: int) -> bool:
+    """Whether this kernel can take the shape, and keeps enough multiprocessors busy."""
     rounds = cdiv(rows // ROWS, MULTIPROCESSORS)
     are_busy = rows // ROWS >= LEAST_BUSY * rounds * MULTIPROCESSORS
     return are_busy and cols in WIDTHS and rows % ROWS == 0 and 0 < rows * cols <= MOST_ELEMENTS
@@ -69,7 +69,7 @@ def is_good_shape(rows: int, cols: int) -> bool:
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    """Most other GPUs have half the shared memory, or less."""
+    """Whether the device is a Hopper GPU; most others have half the shared memory, or less."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -79,12 +79,13 @@ def _is_taken(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 @gluon_jit
 def _even(pairs):
-    """The first of two bf16 numbers in a word, as FP32."""
+    """The first of two bf16 numbers in an int32 word, as FP32."""
     return (pairs << 16).to(gl.float32, bitcast=True)
 
 
 @gluon_jit
 def _odd(pairs):
+    """The second of them, as FP32."""
     return (pairs & -65536).to(gl.float32, bitcast=True)
 
 
@@ -129,8 +130,16 @@ def _pick(low, high, WHICH: gl.constexpr):
 
 
 @gluon_jit
-def _start_reading(slots, x_ptr, first, is_there, row, pair, PAIRS: gl.constexpr):
-    """The sweep whose first row is `first`, if it is there."""
+def _start_reading(
+    slots,  # shared memory for each part of a row, [8, pairs] of int32 words
+    x_ptr,  # x as int32 words, each of a pair of bf16 numbers
+    first,  # index of the sweep's first row
+    is_there,  # whether the sweep is: otherwise nothing is read
+    row,  # the sweep's rows, beyond `first`
+    pair,  # indices of pairs in the first part of a row
+    PAIRS: gl.constexpr,  # pairs in a row of x
+):
+    """Start the copy of a sweep's rows to shared memory."""
     at = x_ptr + first * PAIRS + (row[:, None] * PAIRS + pair[None, :])
     mask = (row >= 0)[:, None] & (pair >= 0)[None, :] & is_there
     for part in gl.static_range(len(slots)):
@@ -142,18 +151,20 @@ def _start_reading(slots, x_ptr, first, is_there, row, pair, PAIRS: gl.constexpr
 
 @gluon_jit
 def _unpacked(parts):
-    """The even numbers of each part, and then the odd ones."""
+    """The even numbers of each part, and then the odd ones, as FP32."""
     return [_even(pairs) for pairs in parts] + [_odd(pairs) for pairs in parts]
 
 
 @gluon_jit
 def _load_weights(ptr, pair, parts):
+    """A vector [cols] of bf16 numbers in the order of `_unpacked`."""
     at = ptr.to(gl.pointer_type(gl.int32), bitcast=True) + pair
     return _unpacked([gl.load(at + part * pair.shape[0]) for part in parts])
 
 
 @gluon_jit
 def _mean(values, COLS: gl.constexpr):
+    """The mean of each row, of which `values` are the parts."""
     total = values[0]
     for i in gl.static_range(1, len(values)):
         total += values[i]
@@ -162,6 +173,7 @@ def _mean(values, COLS: gl.constexpr):
 
 @gluon_jit
 def _weighted(value, gain, bias, ZERO_CENTERED: gl.constexpr):
+    """A part of the rows, times the gain, plus the bias unless it is None."""
     value *= (gain + 1.0 if ZERO_CENTERED else gain)[None, :]
     if bias is not None:
         value += bias[None, :]
@@ -169,8 +181,14 @@ def _weighted(value, gain, bias, ZERO_CENTERED: gl.constexpr):
 
 
 @gluon_jit
-def _store_columns(pairs, columnwise_ptr, rows, LAYOUT: gl.constexpr, SHARED: gl.constexpr):
-    """Turns the bytes of 32 rows, `pairs` [4, 8, pairs] of four sweeps; the pointer is to the corner."""
+def _store_columns(
+    pairs,  # shared memory [4, 8, pairs], int16: pairs of FP8 bytes of four sweeps
+    columnwise_ptr,  # where these rows and columns begin in y transposed, as int32 words
+    rows,  # rows of x
+    LAYOUT: gl.constexpr,  # layout of words in registers
+    SHARED: gl.constexpr,  # layout of the same bytes, as words, in shared memory
+):
+    """Transpose the bytes of 32 rows and store them."""
     words: gl.constexpr = pairs.shape[2] // 2
     sweeps = pairs._reinterpret(gl.int32, [4, 8, words], SHARED)
     w = gl.arange(0, 8, layout=gl.SliceLayout(1, LAYOUT))
@@ -190,22 +208,23 @@ def _store_columns(pairs, columnwise_ptr, rows, LAYOUT: gl.constexpr, SHARED: gl
 
 @gluon_jit
 def _kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    mean_ptr,
-    rstd_ptr,
-    rowwise_ptr,
-    columnwise_ptr,
-    scale_ptr,
-    amax_ptr,
-    rows,
-    eps,
-    COLS: gl.constexpr,
-    ZERO_CENTERED: gl.constexpr,
-    WARPS: gl.constexpr,
-    IS_EARLY: gl.constexpr,
+    x_ptr,  # input [rows, COLS], bf16
+    weight_ptr,  # [COLS], bf16
+    bias_ptr,  # [COLS], bf16, or None
+    mean_ptr,  # mean of each row [rows], FP32; None for RMSNorm, which subtracts none
+    rstd_ptr,  # reciprocal standard deviation of each row [rows], FP32
+    rowwise_ptr,  # y scaled [rows, COLS], E4M3; None: not written
+    columnwise_ptr,  # its transpose [COLS, rows], E4M3
+    scale_ptr,  # what y is multiplied by, one FP32 number
+    amax_ptr,  # raised to max |y|, one FP32 number, or None
+    rows,  # a multiple of 32
+    eps,  # added to the variance
+    COLS: gl.constexpr,  # one of `WIDTHS`
+    ZERO_CENTERED: gl.constexpr,  # the gain is 1 + weight
+    WARPS: gl.constexpr,  # warps of a program
+    IS_EARLY: gl.constexpr,  # launched by PDL: wait for the kernel before
 ):
+    """Normalize, cast and transpose 32 rows at a time, as the head of this file says."""
     # A warp has 128 pairs of all eight rows at a time; later, 16 words of columns and 32 rows.
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, WARPS], [1, 0])
     BY_COLUMNS: gl.constexpr = gl.BlockedLayout([4, 1], [2, 16], [1, WARPS], [0, 1])
@@ -227,7 +246,7 @@ def _kernel(
     # A buffer for each part of a row: what goes to one need not wait for what is read of another.
     parts = (0,) if PAIRS == WIDTH else (0, 1)
     slots = [gl.allocate_shared_memory(gl.int32, [8, WIDTH], PLAIN) for _ in parts]
-    turning = [gl.allocate_shared_memory(gl.int16, [4, 8, WIDTH], PAIRS_APART) for _ in parts]
+    written = [gl.allocate_shared_memory(gl.int16, [4, 8, WIDTH], PAIRS_APART) for _ in parts]
     begin = gl.program_id(0) * 32
     stride = gl.num_programs(0) * 32
     _start_reading(slots, x_ptr, begin, True, row, pair, PAIRS)
@@ -262,10 +281,10 @@ def _kernel(
                 q = _to_fp8(even * scale, odd * scale)
                 if rowwise_ptr is not None:
                     gl.store(to + part * WIDTH, q)
-                turning[part].index(sweep).store(q)
+                written[part].index(sweep).store(q)
         for part in gl.static_range(len(parts)):
             corner = columnwise_ptr + part * (WIDTH // 2) * rows + top // 4
-            _store_columns(turning[part], corner, rows, BY_COLUMNS, WORDS_APART)
+            _store_columns(written[part], corner, rows, BY_COLUMNS, WORDS_APART)
     if amax_ptr is not None:
         bits = gl.max(gl.max(largest.to(gl.int32, bitcast=True) & 0x7FFFFFFF, 1), 0)
         gl.atomic_max(amax_ptr.to(gl.pointer_type(gl.int32), bitcast=True), bits, sem="relaxed")
@@ -273,13 +292,13 @@ def _kernel(
 
 def launch(tensors: NormTensors, eps: float, zero_centered: bool) -> None:
     x, _, weight, bias, _, mean, rstd, _, *outputs = tensors
-    _launch(*x.shape, eps, zero_centered, starts_early(x.device))(x, weight, bias, mean, rstd, *outputs)
+    _prepared(*x.shape, eps, zero_centered, starts_early(x.device))(x, weight, bias, mean, rstd, *outputs)
 
 
 @for_each_shape
-def _launch(rows: int, cols: int, eps: float, zero_centered: bool, is_early: bool) -> Launch:
+def _prepared(rows: int, cols: int, eps: float, zero_centered: bool, is_early: bool) -> PreparedKernel:
     rounds = cdiv(rows // ROWS, MULTIPROCESSORS)
-    return Launch(
+    return PreparedKernel(
         _kernel,
         (cdiv(rows // ROWS, rounds),),
         *(rows, eps, cols, zero_centered, WARPS, is_early),

@@ -7,40 +7,41 @@ from __future__ import annotations
 
 import torch
 
-from flatfsdp.kernels.norm.tensors import NormTensors, load_gain, load_summed, load_wide
+from flatfsdp.kernels.norm.tensors import NormTensors, load_fp32, load_gain, load_summed
 from flatfsdp.kernels.shared.outputs import record_amax, store_outputs
 from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
-from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 
 def wide_tile(dtype: torch.dtype, cols: int) -> Tile:
+    """A band of rows, and the columns of it that are read at a time."""
     tile = find("wide_norm", dtype, cols)
     return tile._replace(cols=min(tile.cols, max(16, power_of_two(cols))))
 
 
 @jit
 def _wide_kernel(
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    bias_ptr,
-    summed_ptr,
-    mean_ptr,
-    rstd_ptr,
-    out_ptr,
-    rowwise_ptr,
-    columnwise_ptr,
-    scale_ptr,
-    amax_ptr,
+    x_ptr,  # input [rows, COLS], FP32, fp16 or bf16
+    residual_ptr,  # added to x first [rows, COLS], x's dtype, or None
+    weight_ptr,  # [COLS], FP32, fp16 or bf16
+    bias_ptr,  # [COLS], FP32, fp16 or bf16, or None
+    summed_ptr,  # x + residual [rows, COLS], x's dtype; None without a residual
+    mean_ptr,  # mean of each row [rows], FP32; None for RMSNorm, which subtracts none
+    rstd_ptr,  # reciprocal standard deviation of each row [rows], FP32
+    out_ptr,  # y [rows, COLS], x's dtype; None: not written, like the next two
+    rowwise_ptr,  # y scaled [rows, COLS], FP8
+    columnwise_ptr,  # its transpose [COLS, rows], FP8
+    scale_ptr,  # scale of the FP8 outputs, one FP32 number, or None without them
+    amax_ptr,  # raised to max |y|, one FP32 number, or None
     rows,
-    eps,
-    COLS: tl.constexpr,
-    ZERO_CENTERED: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
-    STAGES: tl.constexpr,
+    eps,  # added to the variance
+    COLS: tl.constexpr,  # columns of x
+    ZERO_CENTERED: tl.constexpr,  # the gain is 1 + weight
+    BLOCK_ROWS: tl.constexpr,  # rows of one program
+    BLOCK_COLS: tl.constexpr,  # columns of them that are read at a time
+    STAGES: tl.constexpr,  # such blocks on their way from memory at a time, in the first pass
 ):
-    """A band of rows, block by block, twice; the second time backwards, from what the cache holds."""
+    """Read a band of rows block by block, for statistics, and again backwards, as the cache holds the end."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = row < rows
     mean = tl.zeros([BLOCK_ROWS], tl.float32)
@@ -73,11 +74,11 @@ def _wide_kernel(
         col = (blocks - 1 - done) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
         col_mask = col < COLS
         mask = row_mask[:, None] & col_mask[None, :]
-        value = load_wide(again_ptr + row[:, None] * COLS + col[None, :], mask, "evict_first")
+        value = load_fp32(again_ptr + row[:, None] * COLS + col[None, :], mask, "evict_first")
         value = (value - mean[:, None]) * rstd[:, None]
         value *= load_gain(weight_ptr, col, col_mask, ZERO_CENTERED)[None, :]
         if bias_ptr is not None:
-            value += load_wide(bias_ptr + col, col_mask, "evict_last")[None, :]
+            value += load_fp32(bias_ptr + col, col_mask, "evict_last")[None, :]
         if amax_ptr is not None:
             inside = tl.where(mask, tl.abs(value), 0.0)
             largest = tl.maximum(largest, inside, propagate_nan=tl.PropagateNan.ALL)
@@ -88,12 +89,12 @@ def _wide_kernel(
 
 def launch(tensors: NormTensors, eps: float, zero_centered: bool) -> None:
     rows, cols = tensors.x.shape
-    _wide_launch(rows, eps, cols, zero_centered, wide_tile(tensors.x.dtype, cols))(*tensors)
+    _prepared(rows, eps, cols, zero_centered, wide_tile(tensors.x.dtype, cols))(*tensors)
 
 
 @for_each_shape
-def _wide_launch(rows: int, eps: float, cols: int, zero_centered: bool, tile: Tile) -> Launch:
-    return Launch(
+def _prepared(rows: int, eps: float, cols: int, zero_centered: bool, tile: Tile) -> PreparedKernel:
+    return PreparedKernel(
         _wide_kernel,
         (cdiv(rows, tile.rows),),
         *(rows, eps, cols, zero_centered, tile.rows, tile.cols, tile.stages),

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter, 2019) over many runs of parameters, with what the next forward needs of them.
+"""AdamW (Loshchilov and Hutter, 2019) over many runs of parameters, with their copies for the next forward.
 
 For each element, in FP32, with step t and a scale s of all gradients (clipping, the inverse of a loss scale):
 
@@ -33,24 +33,23 @@ from flatfsdp.kernels.optim.runs import (
     Run,
     check_runs,
     elements,
+    launch_runs,
     load_grad,
     number,
     place_of_program,
     store_rounded,
-    table_of,
     write_rounded,
 )
 from flatfsdp.kernels.shared.ops import operator
-from flatfsdp.kernels.shared.tiles import find, power_of_two
-from flatfsdp.kernels.shared.triton import jit, on_device_of, tl, triton_dtype
+from flatfsdp.kernels.shared.triton import jit, tl, triton_dtype
 
 
 class Numbers(NamedTuple):
-    """What the formula needs of the hyperparameters, computed on the host.
+    """Numbers of the formula, which the host computes from the hyperparameters.
 
     Attributes:
         rest1, rest2: 1 - beta1 and 1 - beta2.
-        rate, eps: both with the bias corrections, rate and eps' above.
+        rate, eps: rate and eps' above, which hold the bias corrections.
         decay: lr * weight_decay.
     """
 
@@ -62,7 +61,7 @@ class Numbers(NamedTuple):
 
     @staticmethod
     def of(lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> Numbers:
-        """`step` counts updates and is 1 for the first."""
+        """The numbers of a step; `step` counts updates and is 1 for the first."""
         root = math.sqrt(1 - betas[1] ** step)
         rate = lr * root / (1 - betas[0] ** step)
         return Numbers(1 - betas[0], 1 - betas[1], rate, eps * root, lr * weight_decay)
@@ -97,7 +96,7 @@ def _update(
     numbers: Numbers,
     grad_scale: Tensor | None,
 ) -> None:
-    """One run, in FP32 at least."""
+    """Update one run in plain PyTorch, in FP32 at least."""
     wide = torch.promote_types(param.dtype, torch.float32)
     g, m, v, old = (tensor.to(wide) for tensor in (grad, exp_avg, exp_avg_sq, param))
     if grad_scale is not None:
@@ -122,6 +121,8 @@ def _update_block(
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
+    """Update one block; arguments are those of `_adamw_kernel`, and `place` and `mask` as in `runs.py`."""
+    # Rows of the table: 2 param, 3 grad, 6 to 10 `Numbers`, 11 exp_avg, 12 exp_avg_sq.
     param_ptr = elements(place, 2, tl.float32, BLOCK, ALIGNED)
     m_ptr = elements(place, 11, MOMENT, BLOCK, ALIGNED)
     v_ptr = elements(place, 12, MOMENT, BLOCK, ALIGNED)
@@ -143,16 +144,17 @@ def _update_block(
 
 @jit
 def _adamw_kernel(
-    table_ptr,
-    n,
-    grad_scale_ptr,
-    N_POW2: tl.constexpr,
-    GRAD: tl.constexpr,
-    MOMENT: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    table_ptr,  # the runs [13, n], int64, as in `runs.py`
+    n,  # number of runs
+    grad_scale_ptr,  # what all gradients are multiplied by, one FP32 number; None: nothing
+    N_POW2: tl.constexpr,  # n, rounded up to a power of two
+    GRAD: tl.constexpr,  # dtype of the gradients
+    MOMENT: tl.constexpr,  # dtype of both moments
+    DTYPE: tl.constexpr,  # dtype of the copies, and of rounding for an amax; None: no run has either
+    BLOCK: tl.constexpr,  # elements of one program
+    ALIGNED: tl.constexpr,  # all tensors but amaxes start at multiples of 16 bytes
 ):
+    """Update one block of one run."""
     place, left = place_of_program(table_ptr, n, N_POW2, BLOCK)
     if left >= BLOCK:
         # Without a mask that differs between elements, loads are as wide as they can be.
@@ -176,19 +178,12 @@ def launch(
     dtype: torch.dtype | None,
 ) -> None:
     columns = Columns(params, grads, [exp_avgs, exp_avg_sqs], numbers, computes, amaxes)
-    if not columns.fits_a_kernel:
+    if columns.fits_a_kernel:
+        dtypes = [triton_dtype(kind) for kind in (grads[0].dtype, exp_avgs[0].dtype, dtype)]
+        launch_runs(_adamw_kernel, "adamw", columns, grad_scale, dtypes)
+    else:
         rounded = computes, amaxes, grad_scale, dtype
         reference(like, params, grads, exp_avgs, exp_avg_sqs, numbers, *rounded)
-        return
-    tile = find("adamw", torch.float32, 1)
-    table, n = table_of(columns, tile.cols), len(params)
-    dtypes = [triton_dtype(kind) for kind in (grads[0].dtype, exp_avgs[0].dtype, dtype)]
-    with on_device_of(like):
-        _adamw_kernel[(table.blocks,)](
-            *(table.rows, n, grad_scale, power_of_two(n), *dtypes, tile.cols, table.aligned),
-            **tile.options,
-            enable_fp_fusion=False,
-        )
 
 
 # `like` is there for the dispatch, which looks at the first argument.
@@ -202,12 +197,12 @@ _adamw = operator(
 
 
 def adamw(runs: Sequence[Run], *, grad_scale: Tensor | None = None, dtype: torch.dtype | None = None) -> None:
-    """One step for all runs, in place: one launch on CUDA.
+    """Take one step for all runs, in place: one launch on CUDA.
 
     Args:
         runs: with states [exp_avg, exp_avg_sq] and `Numbers`.  All of one dtype per field.
         grad_scale: FP32, one element on the runs' device; multiplies every gradient.
-        dtype: of the copies, and that values are rounded to for an amax; needed if a run has either.
+        dtype: dtype of the copies, to which values are rounded for an amax; needed if a run has either.
 
     Raises:
         ValueError: if a tensor's dtype, shape or device does not fit.

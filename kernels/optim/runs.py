@@ -1,4 +1,4 @@
-"""What the optimizers' kernels share: many runs of parameters in one launch.
+"""Runs of parameters, of which an optimizer's kernel updates many in one launch.
 
 A run is a stretch of memory that is updated alike: an ordinary parameter, a portion of a flat shard, or one
 weight's part of it.  Beside the parameter it may have what the next forward needs of the new values, rounded
@@ -12,24 +12,38 @@ All about the runs travels in one table (`device_table`), a column for each, wit
     0 first block   1 elements   addresses: 2 param   3 grad   4 compute   5 amax   (0 for none)
     6 ...           the bits of the optimizer's FP32 numbers, then the addresses of its states
 
-so one compiled kernel serves lists of any length.
+so one compiled kernel serves lists of any length.  A program updates one block of one run; it finds its
+`place` by `place_of_program`, and by it what the table holds for this run.
+
+In:   a list of `Run`, which an operator takes as `Columns` and a kernel as a `Table`.
+Next: `adamw.py` and `sgd.py`, which have the formulas.
+
+Arguments that functions of kernels share:
+
+    place      (address of the run's column in the table, n, the program's first element in the run)
+    ROW        row of the table, as above
+    mask       elements of the block that the run has
+    GRAD       dtype of the gradients;  DTYPE  dtype of the copies, None without copies and amaxes
+    BLOCK      elements of one program
+    ALIGNED    all tensors but amaxes start at multiples of 16 bytes
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from flatfsdp.kernels.shared.outputs import HIGH_DTYPES, check_scalar, magnitude, raise_amax
+from flatfsdp.kernels.shared.outputs import HIGH_DTYPES, check_scalar, magnitude_bits, raise_amax
 from flatfsdp.kernels.shared.tables import device_table, first_blocks, is_aligned, tensor_of_block
-from flatfsdp.kernels.shared.triton import cdiv, jit, tl
+from flatfsdp.kernels.shared.tiles import find, power_of_two
+from flatfsdp.kernels.shared.triton import cdiv, jit, on_device_of, tl
 
 
 class Run(NamedTuple):
-    """Elements that are updated alike; all tensors but `amax` of one shape, and all on one device.
+    """A stretch of elements that are updated alike; all tensors but `amax` of one shape, all on one device.
 
     Attributes:
         param: updated in place.  The kernels are for contiguous FP32; anything else takes plain PyTorch.
@@ -49,7 +63,7 @@ class Run(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Runs as operators take them: a list for each field, and empty tensors for None."""
+    """Runs as operators take them: a list for each field of `Run`, and empty tensors for None."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -60,6 +74,7 @@ class Columns(NamedTuple):
 
     @staticmethod
     def of(runs: Sequence[Run]) -> Columns:
+        """The columns of a list of runs that is not empty."""
         none = runs[0].param.new_empty(0)
         return Columns(
             [run.param for run in runs],
@@ -72,17 +87,19 @@ class Columns(NamedTuple):
 
     @property
     def tensors(self) -> list[list[Tensor]]:
-        """All whose elements go with those of the parameters, in the order of the table."""
+        """Lists of tensors of the parameters' shapes, in the order of the table."""
         return [self.params, self.grads, self.computes, *self.states]
 
     @property
     def fits_a_kernel(self) -> bool:
+        """Whether parameters are FP32, and all tensors contiguous and of a dtype that kernels read."""
         is_plain = all(t.dtype in HIGH_DTYPES and t.is_contiguous() for row in self.tensors for t in row)
         return is_plain and all(param.dtype == torch.float32 for param in self.params)
 
 
 def check_runs(runs: Sequence[Run], grad_scale: Tensor | None, dtype: torch.dtype | None) -> None:
-    """
+    """Check the runs of one call.
+
     Raises:
         ValueError: if the tensors of a run do not fit each other, or two runs differ in dtypes or device.
     """
@@ -115,7 +132,7 @@ def check_runs(runs: Sequence[Run], grad_scale: Tensor | None, dtype: torch.dtyp
 
 
 def write_rounded(param: Tensor, compute: Tensor, amax: Tensor, dtype: torch.dtype | None) -> None:
-    """The copy and the amax of new values in plain PyTorch; empty tensors are not written."""
+    """Write the copy and the amax of new values in plain PyTorch; empty tensors are not written."""
     if dtype is None or not param.numel():
         return
     rounded = param.to(dtype)
@@ -130,8 +147,8 @@ class Table(NamedTuple):
     """Runs as kernels take them.
 
     Attributes:
-        rows: int64 [rows, n], on the device.
-        blocks: programs that it takes.
+        rows: int64 [rows, n], on the device, laid out as the head of this file says.
+        blocks: programs that update all of them.
         aligned: whether everything starts at a multiple of the widest load.
     """
 
@@ -141,7 +158,7 @@ class Table(NamedTuple):
 
 
 def table_of(columns: Columns, block: int) -> Table:
-    """`block` is the elements that a program takes."""
+    """The table of runs; `block` is the number of elements that a program takes."""
     starts, blocks = first_blocks([cdiv(param.numel(), block) for param in columns.params])
     of_elements = [[tensor.data_ptr() for tensor in row] for row in columns.tensors]
     bits = torch.tensor(columns.numbers, dtype=torch.float32, device="cpu").view(torch.int32)
@@ -157,10 +174,34 @@ def table_of(columns: Columns, block: int) -> Table:
     return Table(device_table(rows, columns.params[0].device), blocks, aligned)
 
 
+def launch_runs(
+    kernel: Any, name: str, columns: Columns, grad_scale: Tensor | None, constants: Sequence[Any]
+) -> None:
+    """Start an optimizer's kernel on all runs.
+
+    Args:
+        kernel: takes (table, n, grad_scale, N_POW2, *constants, BLOCK, ALIGNED).
+        name: the kernel's in the table of tiles.
+        constants: what the kernel's constexprs between these are, such as Triton's dtypes of the gradients.
+    """
+    tile = find(name, torch.float32, 1)
+    table, n = table_of(columns, tile.cols), len(columns.params)
+    with on_device_of(columns.params[0]):
+        kernel[(table.blocks,)](
+            *(table.rows, n, grad_scale, power_of_two(n), *constants, tile.cols, table.aligned),
+            **tile.options,
+            enable_fp_fusion=False,  # no product and sum become one operation, as in the reference
+        )
+
+
 @jit
-def place_of_program(table_ptr, n, N_POW2: tl.constexpr, BLOCK: tl.constexpr):
-    """Where this program works: its column of the table, n, and its first element in that run.  And how many
-    elements the run has from there."""
+def place_of_program(
+    table_ptr,  # as the head of this file says [rows, n], int64
+    n,  # number of runs
+    N_POW2: tl.constexpr,  # n, rounded up to a power of two
+    BLOCK: tl.constexpr,
+):
+    """The program's `place`, and how many elements the run has from there."""
     block = tl.program_id(0)
     run_ptr = table_ptr + tensor_of_block(table_ptr, n, block, N_POW2)
     start = (block - tl.load(run_ptr)) * BLOCK
@@ -169,18 +210,20 @@ def place_of_program(table_ptr, n, N_POW2: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def field(place, ROW: tl.constexpr):
+    """What the table holds for this run: an int64."""
     run_ptr, n, _ = place
     return tl.load(run_ptr + ROW * n)
 
 
 @jit
 def number(place, ROW: tl.constexpr):
+    """A number of this run, from a row of the table that holds the bits of FP32 numbers."""
     return field(place, ROW).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @jit
 def elements(place, ROW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointers to the program's elements of the tensor whose address is in this row."""
+    """Pointers to the program's block of the tensor whose address is in this row; DTYPE is its dtype."""
     first = field(place, ROW).to(tl.pointer_type(DTYPE)) + place[2]
     if ALIGNED:
         # What Triton finds out by itself about arguments, but not about what is loaded.
@@ -189,8 +232,9 @@ def elements(place, ROW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
 
 
 @jit
-def load_grad(place, mask, grad_scale_ptr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    grad = tl.load(elements(place, 3, DTYPE, BLOCK, ALIGNED), mask, 0.0).to(tl.float32)
+def load_grad(place, mask, grad_scale_ptr, GRAD: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
+    """The gradient of the program's block in FP32, times the scale of all gradients."""
+    grad = tl.load(elements(place, 3, GRAD, BLOCK, ALIGNED), mask, 0.0).to(tl.float32)
     if grad_scale_ptr is not None:
         grad *= tl.load(grad_scale_ptr)
     return grad
@@ -198,10 +242,10 @@ def load_grad(place, mask, grad_scale_ptr, DTYPE: tl.constexpr, BLOCK: tl.conste
 
 @jit
 def store_rounded(place, param, mask, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
-    """The copy and the amax of new values, where the run has them."""
+    """Store the copy and the amax of new values, FP32, where the run has them."""
     if DTYPE is not None:
         rounded = param.to(DTYPE)
         tl.store(elements(place, 4, DTYPE, BLOCK, ALIGNED), rounded, mask & (field(place, 4) != 0))
         if field(place, 5) != 0:
-            largest = tl.max(magnitude(tl.where(mask, rounded.to(tl.float32), 0.0)))
+            largest = tl.max(magnitude_bits(tl.where(mask, rounded.to(tl.float32), 0.0)))
             raise_amax(field(place, 5).to(tl.pointer_type(tl.int32)), largest)

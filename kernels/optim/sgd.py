@@ -1,4 +1,4 @@
-"""SGD with momentum over many runs of parameters, with what the next forward needs of them.
+"""SGD with momentum over many runs of parameters, with their copies for the next forward.
 
 For each element, in FP32, with a scale s for all gradients (clipping, the inverse of a loss scale):
 
@@ -29,20 +29,19 @@ from flatfsdp.kernels.optim.runs import (
     Run,
     check_runs,
     elements,
+    launch_runs,
     load_grad,
     number,
     place_of_program,
     store_rounded,
-    table_of,
     write_rounded,
 )
 from flatfsdp.kernels.shared.ops import operator
-from flatfsdp.kernels.shared.tiles import find, power_of_two
-from flatfsdp.kernels.shared.triton import jit, on_device_of, tl, triton_dtype
+from flatfsdp.kernels.shared.triton import jit, tl, triton_dtype
 
 
 class Numbers(NamedTuple):
-    """What the formula needs of the hyperparameters.
+    """Numbers of the formula, from the hyperparameters.
 
     Attributes:
         rest: 1 - dampening.
@@ -82,7 +81,7 @@ def _update(
     grad_scale: Tensor | None,
     nesterov: bool,
 ) -> None:
-    """One run, in FP32 at least."""
+    """Update one run in plain PyTorch, in FP32 at least."""
     wide = torch.promote_types(param.dtype, torch.float32)
     old, g = param.to(wide), grad.to(wide)
     if grad_scale is not None:
@@ -107,6 +106,8 @@ def _update_block(
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
+    """Update one block; arguments are those of `_sgd_kernel`, and `place` and `mask` as in `runs.py`."""
+    # Rows of the table: 2 param, 3 grad, 6 to 10 `Numbers`, 11 momentum buffer.
     param_ptr = elements(place, 2, tl.float32, BLOCK, ALIGNED)
     lr, weight_decay = number(place, 6), number(place, 7)
     param = tl.load(param_ptr, mask, 0.0)
@@ -127,17 +128,18 @@ def _update_block(
 
 @jit
 def _sgd_kernel(
-    table_ptr,
-    n,
-    grad_scale_ptr,
-    N_POW2: tl.constexpr,
-    GRAD: tl.constexpr,
-    BUFFER: tl.constexpr,
-    NESTEROV: tl.constexpr,
-    DTYPE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ALIGNED: tl.constexpr,
+    table_ptr,  # the runs [12, n], or [11, n] without momentum, int64, as in `runs.py`
+    n,  # number of runs
+    grad_scale_ptr,  # what all gradients are multiplied by, one FP32 number; None: nothing
+    N_POW2: tl.constexpr,  # n, rounded up to a power of two
+    GRAD: tl.constexpr,  # dtype of the gradients
+    BUFFER: tl.constexpr,  # dtype of the momentum buffers; None: there are none
+    NESTEROV: tl.constexpr,  # take Nesterov's momentum
+    DTYPE: tl.constexpr,  # dtype of the copies, and of rounding for an amax; None: no run has either
+    BLOCK: tl.constexpr,  # elements of one program
+    ALIGNED: tl.constexpr,  # all tensors but amaxes start at multiples of 16 bytes
 ):
+    """Update one block of one run."""
     place, left = place_of_program(table_ptr, n, N_POW2, BLOCK)
     if left >= BLOCK:
         # Without a mask that differs between elements, loads are as wide as they can be.
@@ -161,19 +163,12 @@ def launch(
     dtype: torch.dtype | None,
 ) -> None:
     columns = Columns(params, grads, [buffers] if buffers else [], numbers, computes, amaxes)
-    if not columns.fits_a_kernel:
+    if columns.fits_a_kernel:
+        buffer = triton_dtype(buffers[0].dtype if buffers else None)
+        constants = [triton_dtype(grads[0].dtype), buffer, nesterov, triton_dtype(dtype)]
+        launch_runs(_sgd_kernel, "sgd", columns, grad_scale, constants)
+    else:
         reference(like, params, grads, buffers, numbers, computes, amaxes, grad_scale, nesterov, dtype)
-        return
-    tile = find("sgd", torch.float32, 1)
-    table, n = table_of(columns, tile.cols), len(params)
-    buffer = triton_dtype(buffers[0].dtype if buffers else None)
-    dtypes = [triton_dtype(grads[0].dtype), buffer, nesterov, triton_dtype(dtype)]
-    with on_device_of(like):
-        _sgd_kernel[(table.blocks,)](
-            *(table.rows, n, grad_scale, power_of_two(n), *dtypes, tile.cols, table.aligned),
-            **tile.options,
-            enable_fp_fusion=False,
-        )
 
 
 # `like` is there for the dispatch, which looks at the first argument.
@@ -192,13 +187,13 @@ def sgd(
     nesterov: bool = False,
     dtype: torch.dtype | None = None,
 ) -> None:
-    """One step for all runs, in place: one launch on CUDA.
+    """Take one step for all runs, in place: one launch on CUDA.
 
     Args:
         runs: with states [momentum buffer], or none in all runs, and `Numbers`.  All of one dtype per field.
         grad_scale: FP32, one element on the runs' device; multiplies every gradient.
-        nesterov: of all runs; needs momentum.
-        dtype: of the copies, and that values are rounded to for an amax; needed if a run has either.
+        nesterov: take Nesterov's momentum, for all runs; needs buffers.
+        dtype: dtype of the copies, to which values are rounded for an amax; needed if a run has either.
 
     Raises:
         ValueError: if a tensor's dtype, shape or device does not fit.

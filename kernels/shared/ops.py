@@ -24,13 +24,13 @@ def operator(
     launch: Callable[..., None],
     flops: Callable[..., int] | None = None,
 ) -> Callable[..., None]:
-    """Registers `flatfsdp::<name>` and returns the function to call it with.
+    """Register `flatfsdp::<name>` and return the function to call it with.
 
     Args:
         schema: such as "scale_(Tensor(a!) out, Tensor x, float factor) -> ()".
         reference: plain PyTorch; runs on the CPU, and is what the kernel is tested against.
         launch: starts the Triton kernel; runs on CUDA.
-        flops: of a matrix product, from the shapes of its arguments: what FlopCounterMode counts.
+        flops: for a GEMM, its operations from the shapes of its arguments: what FlopCounterMode counts.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
@@ -46,7 +46,7 @@ def operator(
         if type(first) is not Tensor or torch.compiler.is_compiling() or _get_current_dispatch_mode():
             registered(first, *args)
         elif torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(first.device.type):
-            # A backward may run inside torch.autocast, which would round FP32 operands of matrix products.
+            # A backward may run inside torch.autocast, which would round FP32 operands of GEMMs.
             with torch.autocast(first.device.type, enabled=False):
                 call(first, *args)
         elif first.is_cuda:

@@ -1,7 +1,7 @@
-"""What fused kernels write: the result in the activations' dtype, in FP8, or both; and the amax of it.
+"""Outputs of fused kernels: the result in the activations' dtype, in FP8, or both; and the amax of it.
 
 Rowwise FP8 is [rows, cols]; columnwise FP8 is its transpose, [cols, rows] and contiguous, as Hopper's FP8
-matrix products take K-major operands only.  Both hold the same bytes.  Cast and amax take the FP32 value,
+GEMMs take K-major operands only.  Both hold the same bytes.  Cast and amax take the FP32 value,
 before it is rounded to the activations' dtype, as in Transformer Engine's fused kernels:
 
     q = clamp(value * scale, -limit, limit) as FP8;  NaN stays NaN
@@ -20,22 +20,26 @@ import torch
 from torch import Tensor
 
 from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
-from flatfsdp.kernels.shared.triton import Launch, cdiv, for_each_shape, jit, tl
+from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 HIGH_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Outputs(NamedTuple):
-    """The three forms of one result; None where not asked for."""
+    """The three forms of one result [rows, cols]; None where not asked for."""
 
     out: Tensor | None
+    """[rows, cols] in the activations' dtype."""
     rowwise: Tensor | None
+    """FP8 [rows, cols]."""
     columnwise: Tensor | None
+    """FP8 [cols, rows]."""
 
 
 def check_input(name: str, x: Tensor) -> None:
-    """
+    """Check an input of a kernel.
+
     Raises:
         ValueError: if `x` is not a contiguous matrix, or is neither FP32, FP16 nor bf16.
     """
@@ -49,7 +53,8 @@ def check_input(name: str, x: Tensor) -> None:
 def check_like(
     name: str, tensor: Tensor | None, x: Tensor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """
+    """Check a tensor that goes with `x`; None passes.
+
     Raises:
         ValueError: if `tensor` is not contiguous, on x's device, and of this shape and dtype.
     """
@@ -64,7 +69,8 @@ def check_like(
 
 
 def check_scalar(name: str, tensor: Tensor | None, x: Tensor) -> None:
-    """
+    """Check a scale or an amax; None passes.
+
     Raises:
         ValueError: if `tensor` is not one FP32 number on x's device.
     """
@@ -88,12 +94,12 @@ def allocate_outputs(
     rowwise: bool,
     columnwise: bool,
 ) -> Outputs:
-    """Allocates what is asked for, for a result of [x.shape[0], cols].
+    """Allocate the forms that are asked for, of a result [x.shape[0], cols].
 
     Args:
         scale: FP32, one element; needed with `dtype`.
         amax: FP32, one element, or None to record none.
-        dtype: of the FP8 outputs; None for none, and then `rowwise` does not count.
+        dtype: dtype of the FP8 outputs; None for none, and then `rowwise` does not count.
         high_precision: whether the result is wanted in x's dtype, too.
 
     Raises:
@@ -126,7 +132,7 @@ def write_outputs(
     scale: Tensor | None,
     amax: Tensor | None,
 ) -> None:
-    """Plain PyTorch; `value` is FP32 [rows, cols]."""
+    """Write each form that is not None, in plain PyTorch; `value` is FP32 [rows, cols]."""
     if amax is not None and value.numel():
         # torch.maximum and torch.amax keep NaN.
         amax.copy_(torch.maximum(amax, value.abs().amax()))
@@ -145,32 +151,46 @@ def write_outputs(
 
 @jit
 def saturate(value, DTYPE: tl.constexpr):
-    """FP32 to FP8; NaN stays NaN."""
+    """FP32 cast to FP8, saturated at its largest number; NaN stays NaN."""
     limit: tl.constexpr = 57344.0 if DTYPE.is_fp8e5() else 448.0
     return tl.clamp(value, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
 
 
 @jit
-def magnitude(value):
-    """The bits of |value|: those of non-negative floats order like integers, with NaN above infinity."""
+def magnitude_bits(value):
+    """The bits of |value|, FP32, as int32: in the order of the magnitudes, with NaN above infinity."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @jit
 def raise_amax(amax_ptr, largest):
-    """By a magnitude; an integer maximum does not depend on the order of programs."""
+    """Raise an FP32 amax to `largest`, from `magnitude_bits`.
+
+    A maximum of integers does not depend on the order of programs.
+    """
     tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32), bitcast=True), largest, sem="relaxed")
 
 
 @jit
 def record_amax(amax_ptr, value):
-    """Masked elements of `value` must be 0."""
-    raise_amax(amax_ptr, tl.max(magnitude(value)))
+    """Raise an FP32 amax to max |value|, FP32; masked elements must be 0."""
+    raise_amax(amax_ptr, tl.max(magnitude_bits(value)))
 
 
 @jit
-def store_outputs(value, row, col, rows, cols, mask, out_ptr, rowwise_ptr, columnwise_ptr, scale_ptr):
-    """Stores an FP32 tile in each form whose pointer is not None; `row` are int64 indices."""
+def store_outputs(
+    value,  # tile, FP32
+    row,  # indices of the tile's rows, int64
+    col,  # indices of the tile's columns
+    rows,  # size of the whole result
+    cols,
+    mask,  # elements of the tile that lie inside the result
+    out_ptr,  # result [rows, cols], any dtype; None: not written, like the next two
+    rowwise_ptr,  # scaled result [rows, cols], FP8
+    columnwise_ptr,  # its transpose [cols, rows], FP8
+    scale_ptr,  # scale of the FP8 forms, one FP32 number; None: neither is written
+):
+    """Store a tile in each form whose pointer is not None."""
     index = row[:, None] * cols + col[None, :]
     if out_ptr is not None:
         tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask)
@@ -181,45 +201,51 @@ def store_outputs(value, row, col, rows, cols, mask, out_ptr, rowwise_ptr, colum
         if columnwise_ptr is not None:
             # Without the clamp, which the GPU's conversion does itself, and by a conversion of its own: ptxas
             # (12.8, 12.9; Triton issue 11111) loses bytes of FP8 pairs that are both stored and transposed.
-            turned = tl.trans(scaled.to(columnwise_ptr.dtype.element_ty))
-            tl.store(columnwise_ptr + col[:, None].to(tl.int64) * rows + row[None, :], turned, tl.trans(mask))
+            transposed = tl.trans(scaled.to(columnwise_ptr.dtype.element_ty))
+            at = columnwise_ptr + col[:, None].to(tl.int64) * rows + row[None, :]
+            tl.store(at, transposed, tl.trans(mask))
 
 
 @jit
 def fold(value, ROWS: tl.constexpr):
-    """Sums of every ROWS-th row of a tile, [ROWS, cols]; `rows_at_once` of them are in different threads."""
+    """Partial column sums of a tile, [ROWS, cols]: row r sums the tile's rows r, r + ROWS, and so on.
+
+    With `rows_at_once` for ROWS, a thread adds up what it holds, and no numbers are exchanged.
+    """
     return tl.sum(tl.reshape(value, [value.shape[0] // ROWS, ROWS, value.shape[1]]), axis=0)
 
 
 def rows_at_once(tile: Tile, vector: int) -> int:
-    """Rows of a tile that the threads of a program hold side by side, with `vector` elements each."""
+    """Number of a tile's rows that a program's threads cover together, with `vector` neighbours each."""
     return min(tile.rows, max(1, 32 * tile.warps * vector // tile.cols))
 
 
 def vector_of(x: Tensor, *others: Tensor | None) -> int:
-    """Elements side by side in a thread: 16 bytes of the narrowest tensor."""
+    """The number of neighbouring elements that a thread holds: 16 bytes of the narrowest tensor."""
     return 16 // min(tensor.element_size() for tensor in (x, *others) if tensor is not None)
 
 
 @cache
 def starts_early(device: torch.device) -> bool:
-    """Whether a kernel can be launched while the one before it still ends: on Hopper and later GPUs.
+    """Whether kernels use programmatic dependent launch (PDL), as on Hopper and later GPUs.
 
-    It has to wait for the last writes (`gdc_wait`) before it reads what they wrote.
+    A kernel is then launched (`launch_pdl`) while the one before it still ends.  It has to wait for the last
+    writes (`gdc_wait`) before it reads what they wrote; its constexpr for that is IS_EARLY.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @jit
 def _sum_bands_kernel(
-    bands_ptr,
-    out_ptr,
+    bands_ptr,  # sums of each band [matrices, bands, cols], FP32
+    out_ptr,  # sums over the bands [matrices, cols], any dtype
     bands,
     cols,
-    IS_EARLY: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLS: tl.constexpr,
+    IS_EARLY: tl.constexpr,  # launched by PDL: wait for the kernel before
+    BLOCK_ROWS: tl.constexpr,  # bands that are read at a time
+    BLOCK_COLS: tl.constexpr,  # columns of one program
 ):
+    """Add up all bands of some columns of one matrix."""
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
     matrix = tl.program_id(1).to(tl.int64)
@@ -234,21 +260,21 @@ def _sum_bands_kernel(
 
 
 def new_bands(out: Tensor, n: int) -> Tensor:
-    """For the sums of n bands, which `sum_bands` will add up to `out`, [.., cols]: FP32 [.., n, cols]."""
+    """A buffer FP32 [.., n, cols] for the sums of n bands, which `sum_bands` adds up to `out` [.., cols]."""
     return out.new_empty(*out.shape[:-1], n, out.shape[-1], dtype=torch.float32)
 
 
 def sum_bands(bands: Tensor, out: Tensor) -> None:
-    """Sums FP32 [.., n, cols] over n into [.., cols] of any dtype, both contiguous."""
+    """Sum FP32 [.., n, cols] over n into [.., cols] of any dtype, both contiguous."""
     n, cols = bands.shape[-2:]
     matrices, tile = out.numel() // cols if cols else 0, find("sum_bands", bands.dtype, cols)
-    _sum_bands(matrices, n, cols, tile, starts_early(bands.device))(bands, out)
+    _prepared_sum(matrices, n, cols, tile, starts_early(bands.device))(bands, out)
 
 
 @for_each_shape
-def _sum_bands(matrices: int, bands: int, cols: int, tile: Tile, is_early: bool) -> Launch:
+def _prepared_sum(matrices: int, bands: int, cols: int, tile: Tile, is_early: bool) -> PreparedKernel:
     rows = min(tile.rows, power_of_two(bands))
-    return Launch(
+    return PreparedKernel(
         _sum_bands_kernel,
         (cdiv(cols, tile.cols), matrices),
         *(bands, cols, is_early, rows, tile.cols),

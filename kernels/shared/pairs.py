@@ -8,8 +8,14 @@ instructions.
 What is stored by rows is converted apart: ptxas (12.8, 12.9; Triton issue 11111) loses bytes of FP8 pairs
 that are both stored and transposed.  Conversions on the GPU saturate by themselves, and keep NaN.
 
-Pointers are to a tile's corner; `rows_left` and `cols_left`, 32 bits, say how much of the matrix there is
-from there on.
+Arguments that functions here share:
+
+    ptr                    the tile's first element in the matrix, unless said otherwise
+    rows, cols             size of the whole matrix, not of the tile
+    rows_left, cols_left   rows and columns of the matrix from the tile's corner on, int32
+    upper, lower           the tile's even and odd rows, [pairs, cols] each, FP32 unless said otherwise
+    PAIRS, COLS            half the rows of a tile, and its columns
+    WHOLE                  whether WHOLE_ROWS divides `rows`, so that the transpose is written in wide stores
 """
 
 from __future__ import annotations
@@ -27,8 +33,8 @@ def larger_magnitude(left, right):
 
 
 @jit
-def widened(x):
-    """To FP32; bf16 by its bits, as Triton's own conversion takes three instructions for two numbers."""
+def to_fp32(x):
+    """A tensor cast to FP32; bf16 by its bits, as Triton's cast takes three instructions for two numbers."""
     if x.dtype == tl.bfloat16:
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -36,7 +42,7 @@ def widened(x):
 
 @jit
 def read_row_pairs(ptr, cols, rows_left, cols_left, PAIRS: tl.constexpr, COLS: tl.constexpr):
-    """Upper and lower rows, as they are stored, of a tile of [rows, cols]; zeros where there is nothing."""
+    """Upper and lower rows of a tile, in the matrix's dtype; zeros where there is nothing."""
     row = 2 * tl.arange(0, PAIRS)[:, None]
     col = tl.arange(0, COLS)[None, :]
     at = ptr + row * cols + col
@@ -47,14 +53,14 @@ def read_row_pairs(ptr, cols, rows_left, cols_left, PAIRS: tl.constexpr, COLS: t
 
 @jit
 def load_row_pairs(ptr, cols, rows_left, cols_left, PAIRS: tl.constexpr, COLS: tl.constexpr):
-    """The same in FP32."""
+    """Upper and lower rows of a tile, in FP32; zeros where there is nothing."""
     upper, lower = read_row_pairs(ptr, cols, rows_left, cols_left, PAIRS, COLS)
-    return widened(upper), widened(lower)
+    return to_fp32(upper), to_fp32(lower)
 
 
 @jit
 def store_column_sums(upper, lower, ptr, cols_left):
-    """Stores FP32 sums over the rows of a tile, which is as it was read.
+    """Store sums over the rows of a tile, FP32, at `ptr`; upper and lower are of the dtype that was read.
 
     16-bit numbers are added by a matrix product with ones, which is exact but for its FP32 additions: the
     sums of a column then need no exchange between threads.
@@ -70,7 +76,7 @@ def store_column_sums(upper, lower, ptr, cols_left):
 
 @jit
 def store_row_pairs(upper, lower, ptr, cols, rows_left, cols_left):
-    """Stores FP32 in a tile of [rows, cols], of any dtype."""
+    """Store a tile in a matrix [rows, cols] of any dtype."""
     row = 2 * tl.arange(0, upper.shape[0])[:, None]
     col = tl.arange(0, upper.shape[1])[None, :]
     at = ptr + row * cols + col
@@ -81,9 +87,9 @@ def store_row_pairs(upper, lower, ptr, cols, rows_left, cols_left):
 
 @jit
 def store_transposed(upper, lower, ptr, rows, rows_left, cols_left, WHOLE: tl.constexpr):
-    """Stores FP32 in a tile of the transpose [cols, rows], FP8.
+    """Store a tile in the transpose [cols, rows], FP8, in which `ptr` is to the tile's corner.
 
-    `WHOLE` if WHOLE_ROWS divides `rows`; it has to divide the tile's height, too.
+    If `WHOLE`, WHOLE_ROWS has to divide the tile's height, too.
     """
     pair = tl.arange(0, upper.shape[0])[None, :]
     col = tl.arange(0, upper.shape[1])[:, None]
@@ -103,24 +109,19 @@ def store_transposed(upper, lower, ptr, rows, rows_left, cols_left, WHOLE: tl.co
 def store_pairs(
     upper,
     lower,
-    row,
-    col,
+    row,  # index of the tile's first row, int64
+    col,  # index of its first column
     rows,
     cols,
     rows_left,
     cols_left,
-    out_ptr,
-    rowwise_ptr,
-    columnwise_ptr,
-    scale,
+    out_ptr,  # result [rows, cols], any dtype; None: not written, like the next two
+    rowwise_ptr,  # scaled result [rows, cols], FP8
+    columnwise_ptr,  # its transpose [cols, rows], FP8
+    scale,  # number that the FP8 forms are multiplied by
     WHOLE: tl.constexpr,
 ):
-    """Stores FP32 in the tile at (row, col) of each form whose pointer is not None; those in FP8 are scaled.
-
-    Args:
-        row: int64.
-        out_ptr, rowwise_ptr, columnwise_ptr: [rows, cols], the same in FP8, and the FP8 transpose.
-    """
+    """Store a tile in each form whose pointer is not None."""
     corner = row * cols + col
     if out_ptr is not None:
         store_row_pairs(upper, lower, out_ptr + corner, cols, rows_left, cols_left)

@@ -34,10 +34,10 @@ def device_table(fields: Sequence[Sequence[int]], device: torch.device) -> Tenso
 
 
 def kept_table(fields: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """As `device_table`, and kept: in a training loop the same tensors are at the same addresses again, and
-    to make a table takes the host longer than to launch a kernel.
+    """A `device_table` that is kept for later calls with the same fields.
 
-    Each stream has its own, because nobody else waits for the copy.
+    In a training loop the same tensors are at the same addresses again, and to make a table takes the host
+    longer than to launch a kernel.  Each stream has its own, because nobody else waits for the copy.
 
     Raises:
         RuntimeError: if a table would have to be made while a CUDA graph is captured.
@@ -58,12 +58,13 @@ def _kept_table(fields: tuple[tuple[int, ...], ...], device: torch.device, strea
 
 
 def first_blocks(counts: Sequence[int]) -> tuple[list[int], int]:
-    """Where each tensor's blocks start if all are numbered in one row, and how many there are."""
+    """The number of each tensor's first block, if all blocks are numbered in one row, and their count."""
     ends = list(running_sums(counts))
     return [0, *ends[:-1]], ends[-1]
 
 
 def is_aligned(*tensors: Tensor) -> bool:
+    """Whether all tensors start at multiples of the widest load."""
     return are_aligned([tensor.data_ptr() for tensor in tensors])
 
 
@@ -73,7 +74,12 @@ def are_aligned(*rows: Sequence[int]) -> bool:
 
 
 @jit
-def tensor_of_block(first_blocks_ptr, n, block, N_POW2: tl.constexpr):
+def tensor_of_block(
+    first_blocks_ptr,  # number of each tensor's first block [n], int64: the first row of a table
+    n,  # number of tensors
+    block,  # number of a block
+    N_POW2: tl.constexpr,  # n, rounded up to a power of two
+):
     """The index of the tensor to which a block belongs."""
     index = tl.arange(0, N_POW2)
     start = tl.load(first_blocks_ptr + index, index < n, 0)

@@ -1,4 +1,4 @@
-"""How memory-bound kernels divide their work: one table, found by measuring on an H200.
+"""Tiles by which memory-bound kernels divide their work: one table, found by measuring on an H200.
 
 A table and no autotuning at run time: every run and every rank launches the same kernels, so that sums over
 rows have the same bits and nobody waits for a rank that still searches.  `benchmarks/tune.py` measures
@@ -13,18 +13,18 @@ from typing import NamedTuple
 import torch
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200."""
+"""Streaming multiprocessors (SMs) of an H100 or H200."""
 
 
 class Tile(NamedTuple):
-    """What one program works on.
+    """The part of a tensor that one program works on.
 
     Attributes:
-        rows, cols: of a tile; a kernel that takes whole rows keeps to rows * cols and chooses `cols` itself.
-        warps: of a program.
+        rows, cols: size of a tile; a kernel for whole rows keeps to rows * cols and chooses `cols` itself.
+        warps: number of warps in a program.
         stages: tiles on their way from memory at a time, in kernels that go through several.
         steps: tiles that a program takes, one below the other.
-        registers: of a thread at most; None leaves it to the compiler.
+        registers: most that a thread may use; None leaves it to the compiler.
     """
 
     rows: int
@@ -36,7 +36,7 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, int | None]:
-        """For the launch."""
+        """Launch options of Triton."""
         return {"num_warps": self.warps, "maxnreg": self.registers}
 
 
@@ -107,5 +107,5 @@ def find(kernel: str, dtype: torch.dtype, cols: int) -> Tile:
 
 
 def power_of_two(value: int) -> int:
-    """The next one, 1 at least."""
+    """The least power of two that is not below `value`; 1 at least."""
     return 1 << max(0, value - 1).bit_length()

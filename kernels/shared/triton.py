@@ -36,28 +36,28 @@ _HERE = nullcontext()
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Launches inside go to the tensor's device; the interpreter runs kernels on CPU tensors."""
+    """A context in which launches go to the tensor's device; the interpreter runs kernels on CPU tensors."""
     if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
         return _HERE
     return torch.cuda.device(tensor.device)
 
 
 POINTER_ALIGNMENT = 16
-"""Bytes.  Triton compiles another variant where the address of an argument is no multiple of it."""
+"""Bytes; where the address of an argument is no multiple of it, Triton compiles another variant."""
 
 
-class Launch:
-    """A kernel with its grid, its numbers and its options, to be started with one list of tensors or another.
+class PreparedKernel:
+    """A kernel with its grid, its numbers and its options, which a call starts with tensors.
 
     Triton looks at every argument of every call to find the variant that it has compiled for such ones, which
     takes twice as long as the launch itself.  Here numbers are the same in all calls, and of tensors only
     dtypes and addresses are looked at.
 
     Args:
-        kernel: takes tensors, or None in place of them, and then numbers.
-        grid: programs in each of one to three dimensions.
-        numbers: sizes, and whatever else is no tensor.
-        options: such as num_warps.
+        kernel: a @jit kernel that takes tensors first, or None in place of one, and then numbers.
+        grid: number of programs in each of one to three dimensions.
+        numbers: all other arguments in their order: sizes, scalars, constexprs.
+        options: launch options, such as num_warps.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **options: Any) -> None:
@@ -68,7 +68,7 @@ class Launch:
         self._variants: dict[tuple[Any, ...], Callable[..., None]] = {}
 
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
-        """Starts it on the device of `first`, where all tensors are, in the current stream."""
+        """Start it on the device of `first`, where all tensors are, in the current stream."""
         if not first.is_cuda:
             self._find_and_start(first, *others)
             return
@@ -92,32 +92,33 @@ class Launch:
             self._variants[variant] = compiled[self._grid]
 
     def _find_and_start(self, *tensors: Tensor | None) -> Any:
-        """As Triton does it; returns what it has compiled, and None in the interpreter."""
+        """Let Triton start it; returns what Triton has compiled, and None in the interpreter."""
         return self._kernel[self._grid](*tensors, *self._numbers, **self._options)
 
 
 for_each_shape = lru_cache(maxsize=4096)
-"""Keeps what a function makes of sizes and a tile, such as a `Launch`.
+"""Decorator that keeps what a function makes of sizes and a tile, such as a `PreparedKernel`.
 
 The tile has to be an argument, looked up in every call: benchmarks/tune.py changes the table.
 """
 
 
 TRITON_NAMES = {torch.float8_e4m3fn: "float8e4nv", torch.float8_e5m2: "float8e5"}
-"""Where Triton's name for a dtype is not torch's."""
+"""Triton's names for the dtypes that torch calls otherwise."""
 
 
 def triton_dtype(dtype: torch.dtype | None) -> Any:
-    """Kernels see the dtypes of arguments, but not of what lies behind addresses in a table."""
+    """Triton's dtype, as a constexpr: kernels see dtypes of arguments, but not of what a table points to."""
     return None if dtype is None else getattr(tl, TRITON_NAMES.get(dtype, str(dtype).removeprefix("torch.")))
 
 
 def cdiv(value: int, divisor: int) -> int:
+    """The quotient, rounded up: host code's `tl.cdiv`."""
     return -(-value // divisor)
 
 
 __all__ = [
-    "Launch",
+    "PreparedKernel",
     "async_copy",
     "cdiv",
     "for_each_shape",

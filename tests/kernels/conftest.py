@@ -31,10 +31,9 @@ def device() -> str:
 
 @pytest.fixture
 def fresh_choices() -> Iterator[None]:
-    """Choices, handles and plans are kept per process; tests with this make their own."""
-    cached = [
-        fn for fn in (cublas_lt.plan_of, cublas_lt._handle, cublas_lt.bindings) if hasattr(fn, "cache_clear")
-    ]
+    """Choices, handles and prepared GEMMs are kept per process; tests with this make their own."""
+    kept = (cublas_lt.prepared_matmul, cublas_lt._handle, cublas_lt.bindings)
+    cached = [fn for fn in kept if hasattr(fn, "cache_clear")]
     for fn in cached:
         fn.cache_clear()
     yield

@@ -22,7 +22,7 @@ from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.fp8.recipe import CurrentScaling
-from flatfsdp.kernels.cast.scaling import Scales, current_scales, spread
+from flatfsdp.kernels.cast.scaling import Scales, align_inverses, current_scales
 from flatfsdp.ledger import ByteLedger
 
 
@@ -77,7 +77,7 @@ class WeightScales:
             epsilon=recipe.amax_epsilon,
             power_of_two=recipe.power_of_two_scales,
         )
-        scale, scale_inv = spread(scales)
+        scale, scale_inv = align_inverses(scales)
         sizes = [each.amax.numel() for each in weights]
         for group, own, own_inv in zip(self._groups, scale.split(sizes), scale_inv.split(sizes), strict=True):
             if not group.compute_shard.has_scales:

@@ -165,10 +165,10 @@ def test_what_cublas_lt_is_told(
         bias = torch.randint(-4, 5, (N,)).to(dtype) if with_bias else None
         out = scaled_mm(a, b, *invs, bias=bias, out_dtype=dtype, split_accumulator=True)
         assert torch.equal(out, exact(a, b, invs, bias).to(dtype))
-    assert fake.betas == [0, 0, 0] and fake.calls["heuristic"] == 1, "one plan for all of them"
+    assert fake.betas == [0, 0, 0] and fake.calls["heuristic"] == 1, "one algorithm for all of them"
 
 
-def test_the_accumulator_the_bias_and_the_number_of_rows_are_part_of_the_plan(fake: FakeCublasLt) -> None:
+def test_the_accumulator_the_bias_and_the_number_of_rows_are_part_of_the_product(fake: FakeCublasLt) -> None:
     a, b, bias = integers(M, K, E4M3), integers(N, K, E4M3), torch.zeros(N).bfloat16()
     invs = torch.tensor(1.0), torch.tensor(1.0)
     for rows, added, split in ((M, None, True), (M, None, False), (M, bias, True), (M - 1, None, True)):
@@ -179,7 +179,7 @@ def test_the_accumulator_the_bias_and_the_number_of_rows_are_part_of_the_plan(fa
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2], ids=["a", "b", "bias"])
-def test_what_a_plan_cannot_read_is_left_to_torch(fake: FakeCublasLt, moved: int) -> None:
+def test_what_cublas_lt_cannot_read_is_left_to_torch(fake: FakeCublasLt, moved: int) -> None:
     tensors = [integers(64, K, E4M3), integers(N, K, E4M3), integers(1, N, torch.bfloat16)[0]]
     flat = torch.empty(tensors[moved].numel() + 1, dtype=tensors[moved].dtype)
     tensors[moved] = flat[1:].view_as(tensors[moved]).copy_(tensors[moved])
@@ -190,13 +190,13 @@ def test_what_a_plan_cannot_read_is_left_to_torch(fake: FakeCublasLt, moved: int
     assert not fake.calls
 
 
-def test_a_plan_that_goes_takes_its_descriptors_with_it(fake: FakeCublasLt) -> None:
+def test_a_prepared_matmul_that_goes_takes_its_descriptors_with_it(fake: FakeCublasLt) -> None:
     product = cublas_lt.Product(M, N, K, E4M3, E4M3, torch.bfloat16)
     before = {number for number, thing in fake.things.items() if thing != "handle"}
-    plan = cublas_lt.Plan(torch.device("cpu"), product)
+    matmul = cublas_lt.PreparedMatmul(torch.device("cpu"), product)
     described = [thing for thing in fake.things.values() if isinstance(thing, dict) and "TRANSA" in thing]
-    assert plan.is_possible and len(described) == 1
-    del plan
+    assert matmul.is_possible and len(described) == 1
+    del matmul
     left = [fake.things[number] for number in fake.things.keys() - before]
     assert not [thing for thing in left if isinstance(thing, dict) and "TRANSA" in thing]
     assert not [thing for thing in left if isinstance(thing, tuple) and thing[0] in (E4M3, torch.bfloat16)]

@@ -135,7 +135,7 @@ CALLS = pytest.mark.parametrize("call", [fp8_call, bf16_call])
 
 
 @CALLS
-def test_a_plan_is_made_once_and_has_one_algorithm(fake: FakeCublasLt, call: Any) -> None:
+def test_a_matmul_is_prepared_once_and_has_one_algorithm(fake: FakeCublasLt, call: Any) -> None:
     tensors, scales = call()
     for run in (wgrad, wgrad_unfused):
         for first in (True, False):
@@ -144,7 +144,7 @@ def test_a_plan_is_made_once_and_has_one_algorithm(fake: FakeCublasLt, call: Any
     assert len(set(fake.algorithms_run)) == 1 and fake.betas == [0, 1, 0, 0]
 
 
-def test_the_accumulator_is_part_of_the_plan(fake: FakeCublasLt) -> None:
+def test_the_accumulator_is_part_of_the_product(fake: FakeCublasLt) -> None:
     tensors, scales = fp8_call()
     for split_accumulator in (True, False, True):
         wgrad(*tensors, first=True, split_accumulator=split_accumulator, **scales)
@@ -213,7 +213,7 @@ def test_without_nvmath_the_product_is_added_and_the_log_says_so_once(
     assert "FP32 temporary" in message and "nvmath" in message
 
 
-def test_fp32_is_added_and_needs_no_plan(fake: FakeCublasLt) -> None:
+def test_fp32_is_added_and_needs_no_cublas_lt(fake: FakeCublasLt) -> None:
     ours, expected = (torch.full((7, 19), torch.nan) for _ in range(2))
     for first in (True, False):
         dy, x = torch.randn(33, 7), torch.randn(33, 19)

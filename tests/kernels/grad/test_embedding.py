@@ -200,7 +200,7 @@ def test_it_compiles_for_hopper_with_wide_accesses(first: bool) -> None:
         },
         {
             **{"FIRST": first, "BLOCK_COLS": tile.cols, "STAGES": tile.stages},
-            **{"RUN": embedding.RUN, "IS_EARLY": True},
+            **{"BLOCK_IDS": embedding.BLOCK_IDS, "IS_EARLY": True},
         },
         num_warps=tile.warps,
         aligned=("cols",),

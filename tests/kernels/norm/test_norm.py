@@ -202,17 +202,20 @@ def test_fp8_and_amax_are_of_the_fp32_result(
 
 
 @pytest.mark.parametrize(
-    ("turning", "bands", "delay"),
-    [(norm_rows.TURNING, 4, 1), (norm_rows.TURNING, 4, 99), (norm_rows.SLIM_TURNING, 3, 2)],
+    ("work", "bands", "delay"),
+    [
+        *((norm_rows.TRANSPOSE_WORK, 4, 1), (norm_rows.TRANSPOSE_WORK, 4, 99)),
+        (norm_rows.SLIM_TRANSPOSE_WORK, 3, 2),
+    ],
 )
 def test_transposes_wait_for_all_rows_of_their_band(
-    turning: norm_rows.Turning, bands: int, delay: int, device: str, monkeypatch: pytest.MonkeyPatch
+    work: norm_rows.TransposeWork, bands: int, delay: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows, cols = bands * turning.band + 32, 96
-    programs = turning.band // 2 + 1  # of a band: normalizing, transposing
+    rows, cols = bands * work.band + 32, 96
+    programs = work.band // 2 + 1  # of a band: normalizing, transposing
     monkeypatch.setattr(norm_rows, "find", lambda *_: Tile(2, 128, 4))
-    monkeypatch.setattr(norm_rows, "TURNING", turning._replace(warps=delay * programs * 4))
-    assert norm_rows.mix(rows, cols, Tile(2, 128, 4), is_turned=True).delay == min(delay, bands + 1)
+    monkeypatch.setattr(norm_rows, "TRANSPOSE_WORK", work._replace(warps=delay * programs * 4))
+    assert norm_rows.schedule(rows, cols, Tile(2, 128, 4), is_transposed=True).delay == min(delay, bands + 1)
     x, weight = torch.randn(rows, cols, device=device), torch.randn(cols, device=device)
     options: dict[str, Any] = {"dtype": torch.float8_e4m3fn, "scale": torch.ones(1, device=device)}
     for _ in range(2):
@@ -224,13 +227,13 @@ def test_transposes_wait_for_all_rows_of_their_band(
 
 def test_only_many_programs_of_few_warps_transpose_large_tiles() -> None:
     for rows, rms, expected in (
-        (8192, False, norm_rows.SLIM_TURNING),
-        (8191, False, norm_rows.TURNING),
-        (8192, True, norm_rows.TURNING),
+        (8192, False, norm_rows.SLIM_TRANSPOSE_WORK),
+        (8191, False, norm_rows.TRANSPOSE_WORK),
+        (8192, True, norm_rows.TRANSPOSE_WORK),
     ):
-        tile = norm_rows.row_tile(torch.bfloat16, 4096, rms=rms, is_turned=True)
-        assert norm_rows.turning(rows, 4096, tile) == expected
-        assert norm_rows.mix(rows, 4096, tile, is_turned=True).band == expected.band
+        tile = norm_rows.row_tile(torch.bfloat16, 4096, rms=rms, is_transposed=True)
+        assert norm_rows.transpose_work(rows, 4096, tile) == expected
+        assert norm_rows.schedule(rows, 4096, tile, is_transposed=True).band == expected.band
 
 
 def test_amax_only_grows(way: Way, device: str) -> None:
@@ -386,25 +389,26 @@ def check_compiled(
 
 @pytest.mark.parametrize("cols", [1024, 4096, 8192, 16384])
 @pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm, residual"])
-@pytest.mark.parametrize("is_turned", [False, True], ids=["rows", "transposed"])
-def test_whole_rows_compile_for_hopper(cols: int, rms: bool, is_turned: bool) -> None:
-    tile = norm_rows.row_tile(torch.bfloat16, cols, rms=rms, is_turned=is_turned)
-    mix = norm_rows.mix(8192, cols, tile, is_turned=is_turned)
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["rows", "transposed"])
+def test_whole_rows_compile_for_hopper(cols: int, rms: bool, is_transposed: bool) -> None:
+    tile = norm_rows.row_tile(torch.bfloat16, cols, rms=rms, is_transposed=is_transposed)
+    order = norm_rows.schedule(8192, cols, tile, is_transposed=is_transposed)
+    policy = norm_rows.KEPT if is_transposed else ""
     absent = {"bias_ptr", "mean_ptr"} if rms else {"residual_ptr", "summed_ptr"}
-    absent |= set() if is_turned else {"columnwise_ptr", "arrived_ptr"}
+    absent |= set() if is_transposed else {"columnwise_ptr", "arrived_ptr"}
     constants = {
-        **{"COLS": cols, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "WHOLE": is_turned},
-        **{"STAGES": tile.stages, "STEPS": tile.steps, "ROWWISE_POLICY": norm_rows.KEPT if is_turned else ""},
-        **{"BAND": mix.band, "TURNED_COLS": mix.cols, "DELAY": mix.delay, "IS_EARLY": True},
+        **{"COLS": cols, "BLOCK_ROWS": tile.rows, "BLOCK_COLS": tile.cols, "WHOLE": is_transposed},
+        **{"STAGES": tile.stages, "STEPS": tile.steps, "ROWWISE_POLICY": policy},
+        **{"BAND": order.band, "TRANSPOSE_COLS": order.cols, "DELAY": order.delay, "IS_EARLY": True},
     }
     is_staged = tile.stages > 1 and tile.steps > 1
     compiled = check_compiled(
         *("norm.rows", "_row_kernel", ROWS, absent, constants, tile.warps),
         loads="cp.async.cg.shared.global" if is_staged else "ld.global.v4.b32",
     )
-    assert "ldmatrix" in compiled.ptx or not is_turned
-    assert ("atom.global.gpu.release" in compiled.ptx) == is_turned
-    assert ("ld.global.gpu.acquire" in compiled.ptx) == is_turned
+    assert "ldmatrix" in compiled.ptx or not is_transposed
+    assert ("atom.global.gpu.release" in compiled.ptx) == is_transposed
+    assert ("ld.global.gpu.acquire" in compiled.ptx) == is_transposed
 
 
 def test_the_clearing_of_counters_compiles_for_hopper() -> None:

@@ -1,5 +1,7 @@
-"""`Launch` starts what Triton has compiled for such tensors, and asks Triton for all others; it is made anew
-for another tile."""
+"""`PreparedKernel` starts what Triton has compiled for such tensors, and asks Triton for all others.
+
+It is made anew for another tile.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from flatfsdp.kernels import activation
 from flatfsdp.kernels.attention import join, rope
 from flatfsdp.kernels.cast import cast, column_sum
 from flatfsdp.kernels.shared.tiles import Tile
-from flatfsdp.kernels.shared.triton import Launch
+from flatfsdp.kernels.shared.triton import PreparedKernel
 
 
 @dataclass
 class OnGPU:
-    """What `Launch` asks of a tensor."""
+    """What `PreparedKernel` asks of a tensor."""
 
     address: int
     dtype: torch.dtype = torch.float32
@@ -77,7 +79,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("one_gpu")
 def test_a_second_call_starts_what_the_first_has_compiled() -> None:
     kernel = Kernel()
-    start = Launch(kernel, (5, 3), 17, "kind", num_warps=8)
+    start = PreparedKernel(kernel, (5, 3), 17, "kind", num_warps=8)
     first, second = OnGPU(64), OnGPU(128)
     start(first, None, second)
     start(second, None, OnGPU(16))
@@ -94,7 +96,7 @@ def test_a_second_call_starts_what_the_first_has_compiled() -> None:
 )
 def test_other_dtypes_are_another_variant(other: tuple[Any, ...]) -> None:
     kernel = Kernel()
-    start = Launch(kernel, (1,))
+    start = PreparedKernel(kernel, (1,))
     for tensors in ((OnGPU(64), OnGPU(128)), other, other, (OnGPU(64), OnGPU(128))):
         start(*tensors)
     assert [who for who, *_ in kernel.calls] == ["triton", "triton", "compiled", "compiled"]
@@ -103,7 +105,7 @@ def test_other_dtypes_are_another_variant(other: tuple[Any, ...]) -> None:
 @pytest.mark.usefixtures("one_gpu")
 def test_addresses_between_multiples_of_16_are_other_variants() -> None:
     kernel = Kernel()
-    start = Launch(kernel, (1,))
+    start = PreparedKernel(kernel, (1,))
     aligned, other = OnGPU(64), OnGPU(72)
     pairs = ((aligned, other), (aligned, aligned), (other, aligned), (other, other))
     for tensors in (*pairs, *pairs):
@@ -114,7 +116,7 @@ def test_addresses_between_multiples_of_16_are_other_variants() -> None:
 @pytest.mark.usefixtures("one_gpu")
 def test_each_device_has_its_own() -> None:
     kernel = Kernel()
-    start = Launch(kernel, (1,))
+    start = PreparedKernel(kernel, (1,))
     for device in (0, 1, 1, 0):
         start(OnGPU(64, device=device))
     assert [(who, rest[-1]) for who, *rest in kernel.calls] == [
@@ -128,7 +130,7 @@ def test_each_device_has_its_own() -> None:
 @pytest.mark.usefixtures("one_gpu")
 def test_the_interpreter_compiles_nothing() -> None:
     kernel = Kernel(compiles=False)
-    start = Launch(kernel, (1,))
+    start = PreparedKernel(kernel, (1,))
     for tensor in (OnGPU(64), OnGPU(64), OnGPU(64, is_cuda=False)):
         start(tensor)
     assert [who for who, *_ in kernel.calls] == ["triton"] * 3
