@@ -39,7 +39,7 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Row:
+class MemoryRow:
     """Buffers of one kind, dtype and placement on this rank.
 
     Attributes:
@@ -73,7 +73,7 @@ class MemoryReport:
         peak: the sum of `at_a_time`.  Activations come on top.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[MemoryRow, ...]
 
     @property
     def static(self) -> int:
@@ -211,20 +211,20 @@ def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> 
                     yield Size(value.numel(), value.dtype)
 
 
-def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size | None]) -> Iterator[Row]:
+def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size | None]) -> Iterator[MemoryRow]:
     """One a dtype and placement, of buffers that all live at the same time."""
     by_kind: dict[tuple[torch.dtype, Placement | None], list[int]] = {}
     for size in sizes:
         if size is not None:
             by_kind.setdefault(size[1:], []).append(size.nbytes)
     for (dtype, placement), found in by_kind.items():
-        yield Row(buffer, owner, dtype, len(found), sum(found), sum(found), lives, placement)
+        yield MemoryRow(buffer, owner, dtype, len(found), sum(found), sum(found), lives, placement)
 
 
 def _unsharded(
     buffer: str, owner: str, lives: str, units: Sequence[Sequence[Size | None]], ahead: int | None
-) -> Iterator[Row]:
-    """Rows of what the root has all the time, and a unit and those gathered ahead of it; of all units, if they
+) -> Iterator[MemoryRow]:
+    """Rows of what the root has all the time, and a unit and those gathered ahead; of all units, if they
     stay until the last microbatch."""
     for row in _rows(buffer, owner, lives, (size for unit in units for size in unit)):
         kind = (row.dtype, row.placement)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatfsdp.kernels.optim.adamw import Numbers, adamw
 from flatfsdp.kernels.optim.runs import Run
-from flatfsdp.optim.fused import Due, FusedOptimizer, Kind
+from flatfsdp.optim.fused import Due, FusedOptimizer, LaunchKey
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -115,5 +115,5 @@ class AdamW(FusedOptimizer):
         )
         return [state[name] for name in MOMENTS], numbers, False
 
-    def _update(self, runs: Sequence[Run], kind: Kind, grad_scale: Tensor | None) -> None:
+    def _update(self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None) -> None:
         adamw(runs, grad_scale=grad_scale, dtype=kind.rounding)

@@ -24,7 +24,7 @@ from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim.clip import clip_coefficient, norm_over_ranks, pipeline_of
 
 
-class Kind(NamedTuple):
+class LaunchKey(NamedTuple):
     """What runs that go into one launch have in common.
 
     Attributes:
@@ -95,7 +95,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """Counts the step: the states (new ones the first time), numbers and variant of the formula."""
 
     @abstractmethod
-    def _update(self, runs: Sequence[Run], kind: Kind, grad_scale: Tensor | None) -> None:
+    def _update(self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None) -> None:
         """Launches the kernel."""
 
     # ---- torch.optim.Optimizer --------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
                 loss = closure()
         due = list(self._due())
         coefficient = self._clip(due)
-        by_kind: dict[Kind, list[Run]] = {}
+        by_kind: dict[LaunchKey, list[Run]] = {}
         for one in due:
             kind, runs = self._runs(one)
             by_kind.setdefault(kind, []).extend(runs)
@@ -201,13 +201,13 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         )
         return clip_coefficient(self.grad_norm, self.max_grad_norm)
 
-    def _runs(self, due: Due) -> tuple[Kind, Iterable[Run]]:
+    def _runs(self, due: Due) -> tuple[LaunchKey, Iterable[Run]]:
         states, numbers, variant = self._advance(due)
         values, grad, shard = due.parameter.detach(), due.grad, due.shard
         if values.is_contiguous():
             grad = grad.contiguous()
         tensors = [values, grad, *states]
-        kind = Kind(
+        kind = LaunchKey(
             values.device,
             tuple(tensor.dtype for tensor in tensors),
             all(tensor.is_contiguous() for tensor in tensors),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.kernels.optim.sgd import Numbers, sgd
-from flatfsdp.optim.fused import Due, FusedOptimizer, Kind
+from flatfsdp.optim.fused import Due, FusedOptimizer, LaunchKey
 
 BUFFER = "momentum_buffer"
 
@@ -85,5 +85,5 @@ class SGD(FusedOptimizer):
         numbers = Numbers(lr, group["weight_decay"], momentum, 1 - group["dampening"], float(is_first))
         return [state[BUFFER]], numbers, group["nesterov"]
 
-    def _update(self, runs: Sequence[Run], kind: Kind, grad_scale: Tensor | None) -> None:
+    def _update(self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None) -> None:
         sgd(runs, grad_scale=grad_scale, nesterov=kind.variant, dtype=kind.rounding)

@@ -178,7 +178,7 @@ def launch(
     dtype: torch.dtype | None,
 ) -> None:
     columns = Columns(params, grads, [exp_avgs, exp_avg_sqs], numbers, computes, amaxes)
-    if columns.fits_a_kernel:
+    if columns.fits_a_kernel and exp_avgs[0].dtype == exp_avg_sqs[0].dtype:
         dtypes = [triton_dtype(kind) for kind in (grads[0].dtype, exp_avgs[0].dtype, dtype)]
         launch_runs(_adamw_kernel, "adamw", columns, grad_scale, dtypes)
     else:

@@ -32,7 +32,7 @@ CYCLES = 2_000_000
 
 @contextmanager
 def delays(rank: int) -> Iterator[None]:
-    """Before and after what a side stream does, and on the compute stream before it, each in a third of cases."""
+    """Sleeps around what a side stream does, and before it on the compute stream, in one of three cases."""
     chance = random.Random(rank)
 
     def sleep() -> None:
