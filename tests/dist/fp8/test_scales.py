@@ -21,12 +21,12 @@ from tests.support.fp8_layers import (
     Stack,
     assert_same_state,
     fp8_state,
-    relative_error,
     seeded,
     snapshot,
 )
 from tests.support.fp8_training import batch, build, counted_reductions, same_on_all_ranks
 from tests.support.models import same
+from tests.support.plain_layers import error
 from tests.support.ranks import on_ranks, run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
@@ -236,7 +236,7 @@ def test_bf16_compute_and_fp8_products(rank: int, flag: bool) -> None:
                 loss = model(batch(rank)).float().square().mean()
             loss.backward()
         grads.append(torch.cat([p.grad for p in model.parameters()]))
-    assert 1e-3 < relative_error(*grads) < 0.15
+    assert 1e-3 < error(*grads) < 0.15
 
 
 @FLAGS
