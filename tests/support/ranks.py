@@ -25,6 +25,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -154,7 +155,8 @@ class Pool:
 
     def run(self, case: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         for pipe in self._pipes:
-            pipe.send((case, args))
+            with suppress(ConnectionError):  # of a rank that has died, which is found out below
+                pipe.send((case, args))
         results: list[Any] = [None] * len(self._pipes)
         errors: list[str | None] = [None] * len(self._pipes)
         deadline = time.monotonic() + timeout
@@ -166,7 +168,7 @@ class Pool:
                 continue
             try:
                 ok, value = pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionError):
                 errors[rank] = "the process died"
                 continue
             if ok:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -54,3 +55,16 @@ def test_ranks_that_fail_alike_have_one_traceback() -> None:
     with pytest.raises(pytest.fail.Exception, match="--- rank 0, 1 ---") as failure:
         _is_the_first(unexpected=0)
     assert str(failure.value).count("Traceback") == 1
+
+
+@on_ranks(2)
+def _ends(rank: int) -> None:
+    if rank == 1:
+        os._exit(1)
+
+
+def test_a_rank_that_dies_is_named_and_the_next_test_has_new_ones() -> None:
+    with pytest.raises(pytest.fail.Exception, match="--- rank 1 ---\nthe process died"):
+        _ends()
+    with pytest.raises(pytest.fail.Exception, match="assert \\[1, 7\\]"):
+        _is_the_first(expected=[0, 7])
