@@ -18,7 +18,7 @@ from flatfsdp.optim import AdamW
 from flatfsdp.parallel import ParallelMesh
 from tests.support.llamas import mesh_of
 from tests.support.models import same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,17 +71,6 @@ def train(model: FlatFSDP, mesh: ParallelMesh) -> list[Tensor]:
     return found + [p.detach().clone() for p in model.parameters()]
 
 
-def off_and_on(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    mesh = mesh_of(pp=1, tp=2)
-    off, on, again = (
-        train(build(mesh, optimize_backward_concat=flag, poison_on_free=True, **options), mesh)
-        for flag in (False, True, True)
-    )
-    assert all(each.isfinite().all() for each in on)
-    assert same(on, again), "again"
-    assert same(off, on)
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -93,11 +82,20 @@ def off_and_on(rank: int, world_size: int, options: dict[str, Any]) -> None:
     ],
     ids=["bf16", "fp8-every", "stored-zero2", "offload", "replicated"],
 )
+@on_ranks(4, backend="nccl")
 def test_the_flag_changes_no_bit(options: dict[str, Any]) -> None:
-    run_ranks(4, off_and_on, options, backend="nccl")
+    mesh = mesh_of(pp=1, tp=2)
+    off, on, again = (
+        train(build(mesh, optimize_backward_concat=flag, poison_on_free=True, **options), mesh)
+        for flag in (False, True, True)
+    )
+    assert all(each.isfinite().all() for each in on)
+    assert same(on, again), "again"
+    assert same(off, on)
 
 
-def stored(rank: int, world_size: int) -> None:
+@on_ranks(4, backend="nccl")
+def test_weights_stored_in_fp8_are_the_same_bits() -> None:
     mesh = mesh_of(pp=1, tp=2)
     runs = [
         train(build(mesh, CurrentScaling(), precision=precision, optimize_backward_concat=True), mesh)
@@ -106,12 +104,10 @@ def stored(rank: int, world_size: int) -> None:
     assert same(*runs)
 
 
-def test_weights_stored_in_fp8_are_the_same_bits() -> None:
-    run_ranks(4, stored, backend="nccl")
-
-
-def saved_and_loaded(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(4, backend="nccl")
+def test_a_checkpoint_is_read_by_another_arrangement(tmp_path: Path) -> None:
     """Written by DP 2 x TP 2, read by TP 4, and by DP 4."""
+    folder = str(tmp_path)
     mesh = mesh_of(pp=1, tp=2)
     model = build(mesh, DelayedScaling(), precision=BF16)
     optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -130,7 +126,3 @@ def saved_and_loaded(rank: int, world_size: int, folder: str) -> None:
             assert not isinstance(value, Tensor) or torch.equal(found[name], value), name
         for name, state in checkpoint.full_optimizer_state_dict(other, resumed)["state"].items():
             assert torch.equal(state["exp_avg"], moments[name]["exp_avg"]), name
-
-
-def test_a_checkpoint_is_read_by_another_arrangement(tmp_path: Path) -> None:
-    run_ranks(4, saved_and_loaded, str(tmp_path), backend="nccl")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from flatfsdp import Precision, auto_wrap, by_class, checkpoint, microbatches
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from tests.support.gpu.models import BF16, SMALL, build, tokens, train
 from tests.support.models import repeatable, same, same_trace
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,8 +24,12 @@ NEEDS_FOUR = pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs fou
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
-def offloaded(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@FLAGS
+@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+@on_ranks(1, 2, backend="nccl")
+def test_cpu_offload_changes_no_bit(rank: int, precision: Precision, flag: bool) -> None:
     """With SGD, whose arithmetic is the same on both devices, offloading changes no bit."""
+    options = {"precision": precision, "optimize_backward_concat": flag}
     batches = tokens(SMALL, rank, 3)
     finals = []
     for cpu_offload in (False, True):
@@ -50,16 +53,14 @@ def offloaded(rank: int, world_size: int, options: dict[str, Any]) -> None:
     assert model.ledger.bytes["offload"] == 2 * 4 * numel, "each shard up and its gradient down, once a step"
 
 
-@FLAGS
-@pytest.mark.parametrize("world_size", [1, 2])
+@NEEDS_FOUR
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
 @pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
-def test_cpu_offload_changes_no_bit(precision: Precision, world_size: int, flag: bool) -> None:
-    options = {"precision": precision, "optimize_backward_concat": flag}
-    run_ranks(world_size, offloaded, options, backend="nccl")
-
-
+@on_ranks(4, backend="nccl")
 @repeatable()
-def hybrid(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
+def test_hybrid_sharding(rank: int, precision: Precision, reshard: bool, sync: str) -> None:
+    options = {"precision": precision, "reshard_after_forward": reshard, "grad_sync": sync}
     mesh = dist.init_device_mesh("cuda", (2, 2))
     batches = tokens(SMALL, rank, 3)
     models = [build(mesh=mesh, optimize_backward_concat=flag, **options) for flag in (False, True)]
@@ -69,35 +70,23 @@ def hybrid(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, boo
     for batch in microbatches(model, batches):
         model(batch, batch).backward()
     held = sum(p.numel() for p in model.parameters())
-    backwards = len(batches) if options["grad_sync"] == "every" else 1
+    backwards = len(batches) if sync == "every" else 1
     # FP32, two ranks inside and two across: half of what the row holds, and what this rank holds.
     assert model.ledger.bytes["reduce"] == backwards * 4 * held
     assert model.ledger.bytes["all_reduce"] == 4 * held
-    return same_trace(*traces)
+    equal = same_trace(*traces)
+    assert all(equal.values()), equal
 
 
 @NEEDS_FOUR
-@pytest.mark.parametrize("sync", ["last", "every"])
-@pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
-@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
-def test_hybrid_sharding(precision: Precision, reshard: bool, sync: str) -> None:
-    options = {"precision": precision, "reshard_after_forward": reshard, "grad_sync": sync}
-    for equal in run_ranks(4, hybrid, options, backend="nccl"):
-        assert all(equal.values()), equal
-
-
-def hybrid_like_plain_sharding(rank: int, world_size: int) -> None:
+@on_ranks(4, backend="nccl")
+def test_hybrid_sharding_trains_like_plain_sharding(rank: int) -> None:
     """The mean over rows and columns is the mean over all ranks, up to the order of a sum."""
     batches = tokens(SMALL, rank, 2)
     flat = train(build(), batches)
     grid = train(build(mesh=dist.init_device_mesh("cuda", (2, 2))), batches)
     losses, expected = torch.stack(grid.losses), torch.stack(flat.losses)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
-
-
-@NEEDS_FOUR
-def test_hybrid_sharding_trains_like_plain_sharding() -> None:
-    run_ranks(4, hybrid_like_plain_sharding, backend="nccl")
 
 
 def save(rank: int, world_size: int, folder: str) -> None:
@@ -140,7 +129,8 @@ def test_checkpoints_move_between_world_sizes(tmp_path: Path) -> None:
             run_ranks(world_size, load, str(tmp_path), form, backend="nccl")
 
 
-def summoned(rank: int, world_size: int) -> None:
+@on_ranks(2, backend="nccl")
+def test_rank_0_writes_for_all(rank: int) -> None:
     model = build(optimize_backward_concat=True)
     with model.summon_full_params(rank0_only=True, offload_to_cpu=True):
         if rank == 0:
@@ -150,11 +140,8 @@ def summoned(rank: int, world_size: int) -> None:
         assert model.head.weight.is_cuda and bool((model.head.weight == 0.5).all())
 
 
-def test_rank_0_writes_for_all() -> None:
-    run_ranks(2, summoned, backend="nccl")
-
-
-def scaled(rank: int, world_size: int) -> None:
+@on_ranks(2, backend="nccl")
+def test_a_gradient_scaler_finds_a_scale_together(rank: int, world_size: int) -> None:
     model = build(precision=Precision(compute=torch.float16), optimize_backward_concat=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = ShardedGradScaler(init_scale=2.0**60, growth_interval=100)
@@ -175,11 +162,9 @@ def scaled(rank: int, world_size: int) -> None:
     assert model.flat_param.isfinite().all()
 
 
-def test_a_gradient_scaler_finds_a_scale_together() -> None:
-    run_ranks(2, scaled, backend="nccl")
-
-
-def without_host_waits(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2, backend="nccl")
+def test_a_step_never_waits_for_the_device(rank: int, flag: bool) -> None:
     """Nothing in a step makes the host wait for the device."""
     model = build(precision=BF16, optimize_backward_concat=flag)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
@@ -194,12 +179,16 @@ def without_host_waits(rank: int, world_size: int, flag: bool) -> None:
     torch.cuda.set_sync_debug_mode("default")
 
 
-@FLAGS
-def test_a_step_never_waits_for_the_device(flag: bool) -> None:
-    run_ranks(2, without_host_waits, flag, backend="nccl")
+def init_plain(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02)
+        else:
+            nn.init.ones_(parameter)
 
 
-def from_meta(rank: int, world_size: int) -> None:
+@on_ranks(2, backend="nccl")
+def test_a_meta_model_is_built_unit_by_unit(rank: int) -> None:
     """Peak memory while wrapping: this rank's half of the model, and little more than one unit beside it."""
     config = GPTConfig(layers=16, hidden=1024, heads=16, seq=128)
     torch.manual_seed(0)
@@ -212,15 +201,3 @@ def from_meta(rank: int, world_size: int) -> None:
     (batch,) = tokens(config, rank, 1)
     assert model(batch, batch).isfinite()
     assert peak < 0.7 * 4 * model.ledger.parameters
-
-
-def init_plain(module: nn.Module) -> None:
-    for parameter in module.parameters(recurse=False):
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.02)
-        else:
-            nn.init.ones_(parameter)
-
-
-def test_a_meta_model_is_built_unit_by_unit() -> None:
-    run_ranks(2, from_meta, backend="nccl")

@@ -15,7 +15,7 @@ from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import LayerNormMLP
 from flatfsdp.optim import AdamW
 from tests.support.gpu.models import WORLD_SIZES
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -94,10 +94,7 @@ def trained(rank: int, cpu_offload: bool) -> list[Tensor]:
     return [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def trained_alike(rank: int, world_size: int) -> bool:
-    return all(map(torch.equal, trained(rank, cpu_offload=False), trained(rank, cpu_offload=True)))
-
-
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_cpu_offload_changes_no_bit(world_size: int) -> None:
-    assert all(run_ranks(world_size, trained_alike, backend="nccl"))
+@on_ranks(backend="nccl")
+def test_cpu_offload_changes_no_bit(rank: int) -> None:
+    assert all(map(torch.equal, trained(rank, cpu_offload=False), trained(rank, cpu_offload=True)))

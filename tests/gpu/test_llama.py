@@ -13,7 +13,7 @@ from flatfsdp.models import LlamaConfig
 from flatfsdp.models.pipeline import ScheduleName
 from tests.support.llamas import SmallPipeline, in_one_process, mesh_of
 from tests.support.models import same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -25,7 +25,9 @@ LARGER = LlamaConfig(4, 1024, 2816, heads=8, kv_heads=4, vocab=4096, seq=512)
 BF16 = Precision(compute=torch.bfloat16)
 
 
-def off_and_on(rank: int, world_size: int, tp: int) -> None:
+@TP
+@on_ranks(4, backend="nccl")
+def test_the_flag_changes_no_bit(tp: int) -> None:
     mesh = mesh_of(pp=2, tp=tp)
     for schedule in SCHEDULES:
         for options in (
@@ -46,11 +48,8 @@ def off_and_on(rank: int, world_size: int, tp: int) -> None:
 
 
 @TP
-def test_the_flag_changes_no_bit(tp: int) -> None:
-    run_ranks(4, off_and_on, tp, backend="nccl")
-
-
-def as_one_process(rank: int, world_size: int, tp: int) -> None:
+@on_ranks(4, backend="nccl")
+def test_fp32_gradients_are_those_of_one_gpu(tp: int) -> None:
     mesh = mesh_of(pp=2, tp=tp)
     losses, grads = in_one_process(mesh.dp_rank, mesh.dp_size, "cuda")
     for schedule in SCHEDULES:
@@ -59,8 +58,3 @@ def as_one_process(rank: int, world_size: int, tp: int) -> None:
             torch.testing.assert_close(torch.stack(found.losses), torch.stack(losses), rtol=1e-5, atol=0)
         for name, grad in found.first_grads.items():
             assert (grad - grads[name]).norm() / grads[name].norm() < 1e-4, name
-
-
-@TP
-def test_fp32_gradients_are_those_of_one_gpu(tp: int) -> None:
-    run_ranks(4, as_one_process, tp, backend="nccl")

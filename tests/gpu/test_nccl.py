@@ -14,7 +14,7 @@ from flatfsdp import Precision, Prefetch, auto_wrap, by_class, microbatches
 from flatfsdp.models.gpt import GPT, MLP
 from tests.support.gpu.models import BF16, SMALL, WIDE, WORLD_SIZES, build, tokens, train
 from tests.support.models import repeatable, same, same_trace
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,8 +22,13 @@ pytestmark = [
 ]
 
 
+@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"shard": False}], ids=str)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@on_ranks(backend="nccl")
 @repeatable()
-def flags_agree(rank: int, world_size: int, options: dict[str, Any]) -> bool:
+def test_flag_on_equals_flag_off(rank: int, options: dict[str, Any], precision: Precision) -> None:
+    options = {"precision": precision, **options}
     batches = tokens(SMALL, rank, 3)
     reference = train(build(**options), batches)
     variants: list[dict[str, Any]] = [
@@ -33,15 +38,9 @@ def flags_agree(rank: int, world_size: int, options: dict[str, Any]) -> bool:
         {"poison_on_free": True, "prefetch": Prefetch(0, 0)},
     ]
     traces = [train(build(optimize_backward_concat=True, **options, **v), batches) for v in variants]
-    return all(all(same_trace(reference, trace).values()) for trace in traces)
-
-
-@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"shard": False}], ids=str)
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_flag_on_equals_flag_off(world_size: int, options: dict[str, Any], precision: Precision) -> None:
-    options = {"precision": precision, **options}
-    assert run_ranks(world_size, flags_agree, options, backend="nccl") == [True] * world_size
+    for variant, trace in zip(variants, traces, strict=True):
+        equal = same_trace(reference, trace)
+        assert all(equal.values()), (variant, equal)
 
 
 @repeatable()
@@ -89,7 +88,8 @@ def test_fp32_equals_fairscale_bit_for_bit_on_two_ranks(reshard: bool) -> None:
         assert all(result.values()), result
 
 
-def traced_backward(rank: int, world_size: int) -> dict[str, Any]:
+@on_ranks(2, backend="nccl")
+def test_trace_shows_no_concat_and_overlapped_reductions() -> None:
     """Kernel intervals of a step, after two of warm-up; the model itself concatenates nothing."""
     model = auto_wrap(
         nn.Sequential(*(MLP(WIDE) for _ in range(WIDE.layers))),
@@ -115,17 +115,6 @@ def traced_backward(rank: int, world_size: int) -> dict[str, Any]:
     reductions = [e.time_range for e in kernels if "ReduceScatter" in e.name]
     compute = [e.time_range for e in kernels if "nccl" not in e.name.lower() and "flatfsdp" not in e.name]
     overlapped = sum(max(0.0, min(r.end, c.end) - max(r.start, c.start)) for r in reductions for c in compute)
-    return {
-        "concats": [e.name for e in events if e.name in ("aten::cat", "SplitWithSizesBackward0")],
-        "reductions": len(reductions),
-        "us": sum(r.end - r.start for r in reductions),
-        "overlapped_us": overlapped,
-    }
-
-
-def test_trace_shows_no_concat_and_overlapped_reductions() -> None:
-    for seen in run_ranks(2, traced_backward, backend="nccl"):
-        assert seen["concats"] == []
-        assert seen["reductions"] == WIDE.layers
-        assert seen["overlapped_us"] > 0.5 * seen["us"], seen
-        print(seen)
+    assert [e.name for e in events if e.name in ("aten::cat", "SplitWithSizesBackward0")] == []
+    assert len(reductions) == WIDE.layers
+    assert overlapped > 0.5 * sum(r.end - r.start for r in reductions)

@@ -11,7 +11,7 @@ from flatfsdp import Precision, microbatches
 from flatfsdp.optim import SGD, AdamW
 from tests.support.gpu.models import BF16, SMALL, build, tokens
 from tests.support.models import repeatable, same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -40,7 +40,9 @@ def trained(
     return losses, [parameter.detach().cpu() for parameter in model.parameters()]
 
 
-def against_pytorch(rank: int, world_size: int, precision: Precision) -> None:
+@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+@on_ranks(WORLD_SIZE, backend="nccl")
+def test_it_trains_as_pytorchs_adamw_does(rank: int, precision: Precision) -> None:
     ours, theirs = (
         trained(rank, lambda p, kind=kind: kind(p, lr=1e-3), precision=precision)[0]
         for kind in (AdamW, torch.optim.AdamW)
@@ -49,33 +51,14 @@ def against_pytorch(rank: int, world_size: int, precision: Precision) -> None:
     torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
-def test_it_trains_as_pytorchs_adamw_does(precision: Precision) -> None:
-    run_ranks(WORLD_SIZE, against_pytorch, precision, backend="nccl")
-
-
-def told(rank: int, world_size: int, reshard: bool) -> bool:
+@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
+@on_ranks(WORLD_SIZE, backend="nccl")
+def test_the_optimizer_writes_the_copy_that_the_engine_would(rank: int, reshard: bool) -> None:
     results = [
         trained(rank, AdamW, is_told=is_told, precision=BF16, reshard_after_forward=reshard)
         for is_told in (True, False)
     ]
-    return all(same(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
-def test_the_optimizer_writes_the_copy_that_the_engine_would(reshard: bool) -> None:
-    assert all(run_ranks(WORLD_SIZE, told, reshard, backend="nccl"))
-
-
-def offloaded(rank: int, world_size: int, kind: Any, options: dict[str, Any]) -> bool:
-    """A limit that no norm reaches: its last bits depend on the device."""
-    results = [
-        trained(
-            rank, lambda p: kind(p, max_grad_norm=1e6, **options), precision=BF16, cpu_offload=cpu_offload
-        )
-        for cpu_offload in (False, True)
-    ]
-    return all(same(a, b) for a, b in zip(*results, strict=True))
+    assert all(same(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -83,5 +66,13 @@ def offloaded(rank: int, world_size: int, kind: Any, options: dict[str, Any]) ->
     [(AdamW, {"lr": 1e-3, "weight_decay": 0.1}), (SGD, {"lr": 0.125, "momentum": 0.9})],
     ids=["AdamW", "SGD"],
 )
-def test_a_step_on_the_host_has_the_same_bits(kind: Any, options: dict[str, Any]) -> None:
-    assert all(run_ranks(WORLD_SIZE, offloaded, kind, options, backend="nccl"))
+@on_ranks(WORLD_SIZE, backend="nccl")
+def test_a_step_on_the_host_has_the_same_bits(rank: int, kind: Any, options: dict[str, Any]) -> None:
+    """A limit that no norm reaches: its last bits depend on the device."""
+    results = [
+        trained(
+            rank, lambda p: kind(p, max_grad_norm=1e6, **options), precision=BF16, cpu_offload=cpu_offload
+        )
+        for cpu_offload in (False, True)
+    ]
+    assert all(same(a, b) for a, b in zip(*results, strict=True))

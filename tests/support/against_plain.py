@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP
@@ -93,3 +94,11 @@ def gradient_buffers(model: FlatFSDP, others: list[Tensor]) -> int:
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in fp32_tensors()}
     known = {t.untyped_storage()._cdata for t in others}
     return sum(s.nbytes() in sizes for address, s in storages.items() if address not in known)
+
+
+def average(net: nn.Module) -> None:
+    """What data parallelism does to a plain model's gradients."""
+    for parameter in net.parameters():
+        if parameter.grad is not None and dist.get_world_size() > 1:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()

@@ -141,11 +141,6 @@ def fp8_state(module: nn.Module) -> dict[str, Tensor]:
     return {key: value for key, value in snapshot(module).items() if ".fp8_" in f".{key}"}
 
 
-def relative_error(ours: Tensor, exact: Tensor) -> float:
-    """Frobenius norms."""
-    return ((ours.double() - exact.double()).norm() / exact.double().norm()).item()
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Also where both are NaN."""
     return a.dtype == b.dtype == torch.float32 and torch.equal(a.view(torch.int32), b.view(torch.int32))

@@ -1,25 +1,41 @@
-"""Pools of ranks that live for a whole test file, so that one test costs milliseconds.
+"""Tests that run on several ranks, in pools that live for a whole test file: one test costs milliseconds.
 
-`run_ranks(4, case, *args)` calls `case(rank, 4, *args)` on each of four processes inside an initialised
-process group and returns their results in rank order.  `case` is a top-level function of a test module.
-An exception on any rank is raised here with the tracebacks of all; ranks that are still in a collective
-then, or that do not answer in time, are killed and the next call starts a fresh pool.
+A test that runs on each of two ranks, inside an initialised process group, and asserts there:
+
+    @pytest.mark.parametrize("reshard", [True, False])
+    @on_ranks(2)
+    def test_clipping(rank: int, world_size: int, reshard: bool) -> None: ...
+
+Where the results of ranks are compared, or several tests share a case, `run_ranks(4, case, *args)` calls
+`case(rank, 4, *args)` on each of four and returns their results in rank order.
+
+What ranks run are top-level functions of a test module, which they import, and arguments are pickled.  An
+exception on any rank fails the test with the tracebacks of all; ranks that are still in a collective then, or
+that do not answer in time, are killed and the next call starts a fresh pool.
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib
+import inspect
 import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+from _pytest.assertion import install_importhook
+from _pytest.config import get_config
 
 from flatfsdp.launch import fork_server
 
@@ -31,7 +47,64 @@ class RankFailure(AssertionError):  # noqa: N818 - a failed assertion, on some r
 
     def __init__(self, errors: list[str | None]) -> None:
         self.errors = errors
-        super().__init__("\n".join(f"--- rank {r} ---\n{e}" for r, e in enumerate(errors) if e))
+        ranks: dict[str, list[str]] = {}
+        for rank, error in enumerate(errors):
+            if error:
+                ranks.setdefault(error, []).append(str(rank))
+        super().__init__("\n".join(f"--- rank {', '.join(r)} ---\n{error}" for error, r in ranks.items()))
+
+
+Test = Callable[..., None]
+
+
+def on_ranks(*world_sizes: int, **options: Any) -> Callable[[Test], Test]:
+    """Runs a test on every rank of a process group, with its fixtures and parameters.
+
+    The test is given its `rank` and the `world_size` if it has parameters of these names.
+
+    Args:
+        world_sizes: several make a test each; none leaves `world_size` to the test's own parametrization.
+        options: those of `run_ranks`.
+    """
+
+    def decorated(test: Test) -> Test:
+        case = _Body(test.__module__, test.__qualname__, frozenset(inspect.signature(test).parameters))
+        asked = case.parameters - {"rank", "world_size"}
+        if len(world_sizes) != 1:
+            asked |= {"world_size"}
+
+        @functools.wraps(test)
+        def launch(**arguments: Any) -> None:
+            world_size = arguments.pop("world_size", None) or world_sizes[0]
+            try:
+                run_ranks(world_size, case, arguments, **options)
+            except RankFailure as failure:
+                # Only what happened on the ranks; the way there is the same for all tests.
+                raise pytest.fail.Exception(str(failure), pytrace=False) from None
+
+        # What pytest gives the launcher.
+        launch.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in sorted(asked)]
+        )
+        if len(world_sizes) > 1:
+            return pytest.mark.parametrize("world_size", world_sizes)(launch)
+        return launch
+
+    return decorated
+
+
+@dataclass(frozen=True)
+class _Body:
+    """The function under `on_ranks`, which a rank finds by the name that now is the launcher's."""
+
+    module: str
+    name: str
+    parameters: frozenset[str]
+
+    def __call__(self, rank: int, world_size: int, arguments: dict[str, Any]) -> None:
+        test = getattr(importlib.import_module(self.module), self.name).__wrapped__
+        given = {"rank": rank, "world_size": world_size}
+        test(**{name: given[name] for name in self.parameters & given.keys()}, **arguments)
 
 
 def run_ranks(
@@ -82,7 +155,8 @@ class Pool:
 
     def run(self, case: Callable[..., Any], args: tuple[Any, ...], timeout: float) -> list[Any]:
         for pipe in self._pipes:
-            pipe.send((case, args))
+            with suppress(ConnectionError):  # of a rank that has died, which is found out below
+                pipe.send((case, args))
         results: list[Any] = [None] * len(self._pipes)
         errors: list[str | None] = [None] * len(self._pipes)
         deadline = time.monotonic() + timeout
@@ -94,7 +168,7 @@ class Pool:
                 continue
             try:
                 ok, value = pipe.recv()
-            except EOFError:
+            except (EOFError, ConnectionError):
                 errors[rank] = "the process died"
                 continue
             if ok:
@@ -116,6 +190,7 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: st
     torch.set_num_threads(1)
     # What the fork server has imported stays for good: no collection, and no test, needs to look at it.
     gc.freeze()
+    _explain_assertions()
     if backend == "nccl":
         # cuBLAS reads it when CUDA starts; `repeatable` in `models.py` needs it.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -134,5 +209,18 @@ def _serve(pipe: Connection, rank: int, world_size: int, backend: str, store: st
         try:
             result = case(rank, world_size, *args)
             pipe.send((True, result))
-        except BaseException:  # pytest.fail raises one
-            pipe.send((False, traceback.format_exc()))
+        except BaseException as error:  # pytest.fail raises one
+            pipe.send((False, _traceback(error)))
+
+
+def _explain_assertions() -> None:
+    """Assertions of test modules that this rank imports show their values, as in pytest's own process."""
+    install_importhook(get_config())
+
+
+def _traceback(error: BaseException) -> str:
+    """Without the frames of this file."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None and frame.tb_frame.f_code.co_filename == __file__:
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame))

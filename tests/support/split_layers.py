@@ -19,7 +19,7 @@ from flatfsdp.fp8 import DelayedScaling, autocast
 from flatfsdp.layers import LayerNormMLP, Linear
 from flatfsdp.matmul import products
 from flatfsdp.matmul.exchange import Exchange
-from tests.support.fp8_layers import relative_error
+from tests.support.plain_layers import error
 
 SEQUENCE, BATCH = 16, 4
 WIDTH, OUT, FFN, HEADS = 64, 96, 128, 8
@@ -148,8 +148,8 @@ def assert_all_close(checks: Sequence[tuple[Tensor, Tensor, float, str]]) -> Non
 def _difference(ours: Tensor, exact: Tensor, tolerance: float, what: str) -> str | None:
     if ours.shape != exact.shape:
         return f"{what}: shape {tuple(ours.shape)}, not {tuple(exact.shape)}"
-    error = relative_error(ours, exact)
-    return None if error <= tolerance else f"{what}: relative error {error:.2e}"
+    off = error(ours, exact)
+    return None if off <= tolerance else f"{what}: relative error {off:.2e}"
 
 
 def compare(

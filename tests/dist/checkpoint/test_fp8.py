@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +14,7 @@ from flatfsdp.fp8 import DelayedScaling, autocast
 from tests.support.fp8_layers import SHORT, Block, Stack, assert_same_state, fp8_state, seeded, snapshot
 from tests.support.fp8_training import batch, build, same_on_all_ranks, train
 from tests.support.models import same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 def save_and_load(kind: str, model: FlatFSDP, other: FlatFSDP, folder: str) -> None:
@@ -48,24 +48,24 @@ KINDS = ["full", "from_rank0", "sharded", "local"]
 
 @pytest.mark.parametrize("ran_before", ["", "same", "other-length"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_resume_is_the_uninterrupted_run(kind: str, ran_before: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(2, resumed, kind, ran_before, folder, (SHORT, SHORT))
+def test_resume_is_the_uninterrupted_run(kind: str, ran_before: str, tmp_path: Path) -> None:
+    run_ranks(2, resumed, kind, ran_before, str(tmp_path), (SHORT, SHORT))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [2, 9])
-def test_resume_with_another_history_length(kind: str, length: int) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(2, resumed, kind, "", folder, (SHORT, DelayedScaling(amax_history_len=length)))
+def test_resume_with_another_history_length(kind: str, length: int, tmp_path: Path) -> None:
+    run_ranks(2, resumed, kind, "", str(tmp_path), (SHORT, DelayedScaling(amax_history_len=length)))
 
 
-def without_state(rank: int, world_size: int, kind: str, folder: str) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_a_checkpoint_without_fp8_state(rank: int, kind: str, tmp_path: Path) -> None:
     """A checkpoint from before FP8 into a model that has run with it, and the other way round."""
     before, model = build(seed=9), build()
     before(batch(rank))
     train(model, rank)
-    save_and_load(kind, before, model, folder)
+    save_and_load(kind, before, model, str(tmp_path))
     state = before.state_dict()
     assert_same_state({k: v for k, v in model.state_dict().items() if k in state}, state)
     train(model, rank)
@@ -73,24 +73,14 @@ def without_state(rank: int, world_size: int, kind: str, folder: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_checkpoint_without_fp8_state(kind: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(2, without_state, kind, folder)
-
-
-def stale_cache(rank: int, world_size: int, kind: str, folder: str) -> None:
+@on_ranks(2)
+def test_loading_drops_weights_that_were_cast_before(rank: int, kind: str, tmp_path: Path) -> None:
     model, other = build(), build(seed=9)
     train(model, rank)
     train(other, rank)
-    save_and_load(kind, model, other, folder)
+    save_and_load(kind, model, other, str(tmp_path))
     with pytest.raises(RuntimeError, match="is_first_microbatch=True"), autocast(recipe=SHORT):
         other(batch(rank), False)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_loading_drops_weights_that_were_cast_before(kind: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(2, stale_cache, kind, folder)
 
 
 def write(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
@@ -106,14 +96,15 @@ def read(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
     return snapshot(model)
 
 
-def test_another_number_of_ranks_reads_what_two_have_written() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        written = run_ranks(2, write, folder)
-        for found in (*run_ranks(1, read, folder), *run_ranks(3, read, folder)):
-            assert_same_state(written[0], found)
+def test_another_number_of_ranks_reads_what_two_have_written(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    written = run_ranks(2, write, folder)
+    for found in (*run_ranks(1, read, folder), *run_ranks(3, read, folder)):
+        assert_same_state(written[0], found)
 
 
-def into_plain(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_plain_and_wrapped_models_read_each_other(rank: int) -> None:
     """The plain model, and back into another wrapped one."""
     model = build()
     train(model, rank)
@@ -126,7 +117,3 @@ def into_plain(rank: int, world_size: int) -> None:
     before = fp8_state(plain)
     rewrapped = auto_wrap(plain, by_class(Block), precision=Precision(buffer=torch.bfloat16))
     assert_same_state(fp8_state(rewrapped), before)
-
-
-def test_plain_and_wrapped_models_read_each_other() -> None:
-    run_ranks(2, into_plain)

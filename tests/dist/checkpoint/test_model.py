@@ -17,7 +17,7 @@ import flatfsdp
 from flatfsdp import FlatFSDP, checkpoint
 from tests.support.checkpoints import FORMS, Model, adamw, equal, full_state, load_form, step, wrapped
 from tests.support.models import Block
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 
 def save(rank: int, world_size: int, folder: str, grouped: bool) -> None:
@@ -70,7 +70,9 @@ def test_a_sharded_checkpoint_is_an_ordinary_one(tmp_path: Path) -> None:
     assert torch.equal(plain["optimizer"]["state"]["cube"]["exp_avg_sq"], moments)
 
 
-def to_fsdp2_and_back(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(3)
+def test_fsdp2_reads_ours_and_we_read_its(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     torch.manual_seed(0)
     model = nn.Sequential(Block(), Block())
     saved = {name: value.clone() for name, value in model.state_dict().items()}
@@ -88,11 +90,9 @@ def to_fsdp2_and_back(rank: int, world_size: int, folder: str) -> None:
     assert equal(dict(flat.state_dict()), {name: 2 * value for name, value in saved.items()})
 
 
-def test_fsdp2_reads_ours_and_we_read_its(tmp_path: Path) -> None:
-    run_ranks(3, to_fsdp2_and_back, str(tmp_path))
-
-
-def save_async(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_asynchronous_saving(tmp_path: Path) -> None:
+    folder = str(tmp_path)
     model = wrapped(0)
     state = checkpoint.sharded_state_dict(model)
     done = dist.checkpoint.async_save(
@@ -110,10 +110,6 @@ def save_async(rank: int, world_size: int, folder: str) -> None:
     other = wrapped(1)
     dist.checkpoint.load(checkpoint.sharded_state_dict(other), checkpoint_id=folder)
     assert equal(dict(checkpoint.full_state_dict(other)), dict(before))
-
-
-def test_asynchronous_saving(tmp_path: Path) -> None:
-    run_ranks(2, save_async, str(tmp_path))
 
 
 def local(
@@ -209,8 +205,11 @@ def mesh_of(world_size: int) -> dict[str, Any]:
     return {"mesh": dist.init_device_mesh("cpu", (2, world_size // 2))}
 
 
-def on_a_mesh(rank: int, world_size: int, folder: str, grouped: bool) -> None:
+@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "three groups"])
+@on_ranks(4)
+def test_sharded_checkpoints_of_hybrid_sharding(world_size: int, tmp_path: Path, grouped: bool) -> None:
     """Sharded inside rows, replicated across them: saved, loaded, and trained on."""
+    folder = str(tmp_path)
     model = wrapped(0, **mesh_of(world_size))
     optimizer = adamw(model, grouped)
     step(model, optimizer, 0)
@@ -223,13 +222,10 @@ def on_a_mesh(rank: int, world_size: int, folder: str, grouped: bool) -> None:
     assert equal(full_state(model, optimizer), full_state(other, resumed))
 
 
-@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "three groups"])
-def test_sharded_checkpoints_of_hybrid_sharding(tmp_path: Path, grouped: bool) -> None:
-    run_ranks(4, on_a_mesh, str(tmp_path), grouped)
-
-
-def experts(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_experts_are_not_lost_silently(rank: int, world_size: int, tmp_path: Path) -> None:
     """A unit that each rank has to itself would overwrite the other rank's in a common checkpoint."""
+    folder = str(tmp_path)
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
     expert = FlatFSDP(nn.Linear(4, 4), alone)
     model = FlatFSDP(nn.Sequential(expert, nn.Linear(4, 4)))
@@ -241,10 +237,6 @@ def experts(rank: int, world_size: int, folder: str) -> None:
     ):
         with pytest.raises(ValueError, match="spread over 1 ranks and others over 2"):
             save()
-
-
-def test_experts_are_not_lost_silently(tmp_path: Path) -> None:
-    run_ranks(2, experts, str(tmp_path))
 
 
 def test_names_of_several_roots_and_of_several_paths() -> None:

@@ -14,10 +14,13 @@ import flatfsdp
 from flatfsdp import FlatFSDP, Precision, checkpoint
 from tests.support.checkpoints import FORMS, Model, adamw, equal, full_state, load_form, step, wrapped
 from tests.support.models import Block
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
-def optimizer_like_plain(rank: int, world_size: int, flag: bool, grouped: bool) -> None:
+@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "three groups"])
+@on_ranks(1, 3)
+def test_optimizer_state_and_groups_are_those_of_the_plain_model(grouped: bool, flag: bool) -> None:
     """The gathered state is that of torch's optimizer over the plain model's parameters."""
     model = wrapped(0, flag)
     optimizer = adamw(model, grouped)
@@ -50,16 +53,8 @@ def optimizer_like_plain(rank: int, world_size: int, flag: bool, grouped: bool) 
         assert ours_group["weight_decay"] == group["weight_decay"] and ours_group["lr"] == group["lr"]
 
 
-@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "three groups"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_optimizer_state_and_groups_are_those_of_the_plain_model(
-    world_size: int, grouped: bool, flag: bool
-) -> None:
-    run_ranks(world_size, optimizer_like_plain, flag, grouped)
-
-
-def bf16_masters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_training_goes_on_as_if_never_stopped() -> None:
     """States in the shards' own dtype, and gradients in main_grad."""
     model = wrapped(0, precision=Precision(param=torch.bfloat16, compute=torch.bfloat16))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9))
@@ -76,11 +71,8 @@ def bf16_masters(rank: int, world_size: int) -> None:
     assert equal(full_state(model, optimizer), full_state(other, fresh))
 
 
-def test_training_goes_on_as_if_never_stopped() -> None:
-    run_ranks(2, bf16_masters)
-
-
-def regrouped(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_every_portion_counts_its_own_steps() -> None:
     """One state for several portions: each counts its own steps, and what was saved stays as it was."""
     model, other = wrapped(0), wrapped(1)
     optimizer, resumed = adamw(model, False), adamw(other, True)
@@ -99,12 +91,8 @@ def regrouped(rank: int, world_size: int) -> None:
         assert set(steps) == {3.0}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_every_portion_counts_its_own_steps(world_size: int) -> None:
-    run_ranks(world_size, regrouped)
-
-
-def states_that_do_not_fit(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_states_that_do_not_fit_raise_on_every_rank(rank: int) -> None:
     model = wrapped(0)
     optimizer = adamw(model, False)
     step(model, optimizer, 0)
@@ -127,12 +115,10 @@ def states_that_do_not_fit(rank: int, world_size: int) -> None:
     assert equal(full_state(model, optimizer), before)
 
 
-def test_states_that_do_not_fit_raise_on_every_rank() -> None:
-    run_ranks(2, states_that_do_not_fit)
-
-
-def unfrozen(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_layer_that_is_unfrozen_joins_without_state(tmp_path: Path) -> None:
     """A layer that was frozen joins, as a group of its own; the others go on with their state."""
+    folder = str(tmp_path)
     model = wrapped(0)
     optimizer = adamw(model, False)
     step(model, optimizer, 0)
@@ -165,12 +151,10 @@ def unfrozen(rank: int, world_size: int, folder: str) -> None:
     assert [int(state[name]["step"]) for name in ("frozen.bias", "head.bias")] == [1, 2]
 
 
-def test_a_layer_that_is_unfrozen_joins_without_state(tmp_path: Path) -> None:
-    run_ranks(2, unfrozen, str(tmp_path))
-
-
-def tensor_rate(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_tensor_learning_rate_is_saved(tmp_path: Path) -> None:
     """A learning rate that is a tensor, as capturable optimizers have."""
+    folder = str(tmp_path)
     model = wrapped(0)
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.25))
     step(model, optimizer, 0)
@@ -180,12 +164,10 @@ def tensor_rate(rank: int, world_size: int, folder: str) -> None:
     assert resumed.param_groups[0]["lr"] == 0.25
 
 
-def test_a_tensor_learning_rate_is_saved(tmp_path: Path) -> None:
-    run_ranks(2, tensor_rate, str(tmp_path))
-
-
-def resumed_with_padding(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(3)
+def test_ranks_with_padding_only_resume_as_the_others(rank: int, tmp_path: Path) -> None:
     """Of 20 elements in shards of 16 the last rank has none."""
+    folder = str(tmp_path)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
 
     def trained(model: FlatFSDP, optimizer: torch.optim.Optimizer, steps: int) -> None:
@@ -214,7 +196,3 @@ def resumed_with_padding(rank: int, world_size: int, folder: str) -> None:
         states = (o.state_dict()["state"][0] for o in (optimizer, its_optimizer))
         ours, theirs = (dict(sorted(state.items())) for state in states)
         assert equal(ours, theirs), form
-
-
-def test_ranks_with_padding_only_resume_as_the_others(tmp_path: Path) -> None:
-    run_ranks(3, resumed_with_padding, str(tmp_path))

@@ -15,7 +15,7 @@ import flatfsdp
 from flatfsdp import FlatFSDP, checkpoint
 from tests.support.checkpoints import FORMS, equal, load_form, step
 from tests.support.models import Block
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tp_models import ParallelNet, build_tp, tp_mesh
 
 NO_DECAY = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
@@ -207,13 +207,11 @@ def test_stages_are_one_checkpoint(tmp_path: Path, interleaved: bool) -> None:
     run_ranks(1, load_whole, str(tmp_path), expected)
 
 
-def same_names(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(4)
+def test_stages_of_the_same_names_are_refused(tmp_path: Path) -> None:
+    folder = str(tmp_path / "nothing")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     model = FlatFSDP(Stage([mesh.get_local_rank("pp")], named=False), mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"two stages have a parameter .blocks\.0\.norm\.weight."):
         checkpoint.save(folder, model)
     assert not Path(folder).exists()
-
-
-def test_stages_of_the_same_names_are_refused(tmp_path: Path) -> None:
-    run_ranks(4, same_names, str(tmp_path / "nothing"))

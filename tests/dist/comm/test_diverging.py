@@ -19,7 +19,7 @@ from flatfsdp.flat.nested import tensors_in
 from tests.support.diverging.plans import Block, Divergence, Plan, What
 from tests.support.diverging.search import BACKEND_ERRORS, PATIENCE, WORDS, Tally, judged
 from tests.support.diverging.training import Report, Route, Sharded, build, check_on_rank
-from tests.support.ranks import run_ranks, stop_pools
+from tests.support.ranks import on_ranks, run_ranks, stop_pools
 from tests.support.stress.models import BATCH
 
 ZEROS = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
@@ -186,7 +186,9 @@ class Droppable(nn.Module):
         return hidden.square().mean()
 
 
-def drops_one(rank: int, world_size: int, form: Form) -> None:
+@pytest.mark.parametrize("form", ["tuple", "list", "dict"])
+@on_ranks(2, 3, patience=PATIENCE)
+def test_a_block_may_return_what_contains_its_input(rank: int, world_size: int, form: Form) -> None:
     torch.manual_seed(0)
     plain = Droppable(form)
     model = auto_wrap(copy.deepcopy(plain), by_class(Dropped))
@@ -200,12 +202,6 @@ def drops_one(rank: int, world_size: int, form: Form) -> None:
     ours = model.state_dict()
     for name, expected in plain.state_dict().items():
         torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5, msg=name)
-
-
-@pytest.mark.parametrize("form", ["tuple", "list", "dict"])
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_a_block_may_return_what_contains_its_input(ranks: int, form: Form) -> None:
-    run_ranks(ranks, drops_one, form, patience=PATIENCE)
 
 
 # ---- replicas -------------------------------------------------------------------------------------------

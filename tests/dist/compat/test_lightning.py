@@ -17,7 +17,7 @@ from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import convert
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from tests.support.models import Trace, grads_of, same, same_trace
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 lightning = pytest.importorskip("flatfsdp.compat.lightning", reason="needs Lightning Fabric")
 
@@ -104,7 +104,9 @@ def train_with_fabric(fabric: Any, flat: FlatFSDP, *, by_hand: bool = False) -> 
     return trace(flat, flat_optimizer, losses, grads)
 
 
-def ways(rank: int, world_size: int) -> list[dict[str, bool]]:
+@on_ranks(1, 2)
+def test_fabric_gives_the_same_bits(rank: int, world_size: int) -> None:
+    """Also with the flag off, and with compiled blocks."""
     expected = train_plainly(build(), rank)
     found = [
         train_with_fabric(start(rank, world_size), build()),
@@ -112,14 +114,8 @@ def ways(rank: int, world_size: int) -> list[dict[str, bool]]:
         train_with_fabric(start(rank, world_size), build(flag=False)),
         train_with_fabric(start(rank, world_size), build(compiled=True)),
     ]
-    return [same_trace(each, expected) for each in found]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_fabric_gives_the_same_bits(world_size: int) -> None:
-    """Also with the flag off, and with compiled blocks."""
-    for of_rank in run_ranks(world_size, ways):
-        assert of_rank == [dict.fromkeys(Trace._fields, True)] * 4
+    of_rank = [same_trace(each, expected) for each in found]
+    assert of_rank == [dict.fromkeys(Trace._fields, True)] * 4
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------
@@ -151,7 +147,9 @@ class Run:
         return [*trace(self.flat, self.optimizer, [], []).parameters, schedule]
 
 
-def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+@on_ranks(1, 2)
+def test_a_run_goes_on_from_its_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "checkpoint"
     through, first, second = (Run(rank, world_size) for _ in range(3))
     through.train(4)
     first.train(2)
@@ -167,36 +165,27 @@ def resumed(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
     with pytest.raises(KeyError, match="no epoch; it has"):
         partly.fabric.load(folder, {"net": partly.flat, "epoch": 0})
     partly.fabric.load(folder, {"net": partly.flat, "epoch": 0}, strict=False)
-    return {
+    found = {
         "state": is_read,
         "resumed": same(second.result(), through.result()),
         "read by the engine": same(list(engine_only.parameters()), first.result()[:-1]),
         "the model alone": same(list(partly.flat.parameters()), first.result()[:-1]),
         "what is left": rest["step"] == 2 and set(rest) == {"step", "scheduler"},
     }
+    assert all(found.values()), found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_run_goes_on_from_its_checkpoint(world_size: int, tmp_path: Path) -> None:
-    for found in run_ranks(world_size, resumed, tmp_path / "deep" / "checkpoint"):
-        assert all(found.values()), found
-
-
-def interrupted(rank: int, world_size: int, folder: Path) -> list[bool]:
-    """Whether there is a checkpoint before and after another one could not be written over it."""
+@on_ranks(1)
+def test_what_is_half_overwritten_is_no_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Its step would not be that of its parameters."""
     run = Run(rank, world_size)
-    run.fabric.save(folder, run.state)
-    found = [(folder / ".metadata").exists()]
+    run.fabric.save(tmp_path, run.state)
+    assert (tmp_path / ".metadata").exists()
     run.train(1)
     full = OSError("no space left")
     with mock.patch.object(checkpoint, "save", side_effect=full), pytest.raises(OSError, match="no space"):
-        run.fabric.save(folder, run.state)
-    return [*found, (folder / ".metadata").exists()]
-
-
-def test_what_is_half_overwritten_is_no_checkpoint(tmp_path: Path) -> None:
-    """Its step would not be that of its parameters."""
-    assert run_ranks(1, interrupted, tmp_path) == [[True, False]]
+        run.fabric.save(tmp_path, run.state)
+    assert not (tmp_path / ".metadata").exists()
 
 
 def loads_plain_file(rank: int, world_size: int, file: Path) -> bool:
@@ -214,21 +203,19 @@ def test_the_state_dict_of_a_plain_model_can_be_loaded(tmp_path: Path) -> None:
 # ---- other calls ----------------------------------------------------------------------------------------
 
 
-def clips_values(rank: int, world_size: int) -> list[float]:
+@on_ranks(2)
+def test_gradients_are_clipped_by_value(rank: int, world_size: int) -> None:
     run = Run(rank, world_size)
     model, optimizer = run.state["model"], run.state["optimizer"]
     run.fabric.backward(loss_of(model, batches_of(0, rank)[0]))
     largest = [max(grad.abs().max().item() for grad in grads_of(run.flat))]
     run.fabric.clip_gradients(model, optimizer, clip_val=1e-3)
-    return [*largest, max(grad.abs().max().item() for grad in grads_of(run.flat))]
+    before, after = [*largest, max(grad.abs().max().item() for grad in grads_of(run.flat))]
+    assert before > 2e-3 and after == pytest.approx(1e-3)
 
 
-def test_gradients_are_clipped_by_value() -> None:
-    for before, after in run_ranks(2, clips_values):
-        assert before > 2e-3 and after == pytest.approx(1e-3)
-
-
-def misuse(rank: int, world_size: int, folder: Path) -> None:
+@on_ranks(2)
+def test_misuse_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="no option find_unused_parameters"):
         lightning.FlatFSDPStrategy(find_unused_parameters=True)
     with pytest.raises(ValueError, match=r"precision='bf16-mixed'.*wrap the model with precision="):
@@ -251,14 +238,10 @@ def misuse(rank: int, world_size: int, folder: Path) -> None:
 
     model = build()
     with pytest.raises(ValueError, match="the state has 0 and 0"):
-        fabric.save(folder, {"step": 1})
+        fabric.save(tmp_path, {"step": 1})
     with pytest.raises(ValueError, match="the state has 2 and 0"):
-        fabric.save(folder, {"model": model, "other": build()})
+        fabric.save(tmp_path, {"model": model, "other": build()})
     with pytest.raises(ValueError, match="the state has 0 and 0"):
-        fabric.load(folder)
+        fabric.load(tmp_path)
     with pytest.raises(NotImplementedError, match="saves whole models"):
-        fabric.save(folder, {"model": model}, filter={"model": lambda name, value: True})
-
-
-def test_misuse_is_named(tmp_path: Path) -> None:
-    run_ranks(2, misuse, tmp_path)
+        fabric.save(tmp_path, {"model": model}, filter={"model": lambda name, value: True})

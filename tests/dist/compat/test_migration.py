@@ -34,7 +34,7 @@ from tests.support.fairscale_programs import (
     trained,
 )
 from tests.support.models import VOCAB, WIDTH, Net, data
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["flag off", "flag on"])
 
@@ -243,19 +243,17 @@ def batchnorm_step(rank: int, world_size: int, options: dict[str, Any]) -> State
     return model.state_dict()
 
 
-def batchnorm_in_mixed_precision(rank: int, world_size: int) -> list[torch.dtype]:
+@on_ranks(2)
+def test_batchnorm_stays_in_fp32_in_mixed_precision(rank: int) -> None:
     options = {"mixed_precision": True, "compute_dtype": torch.bfloat16}
     model: Any = made(with_batchnorm, names_of("flatfsdp"), torch.device("cpu"), options)
     norm = model.module.stem[1]
     inputs: list[torch.dtype] = []
     norm.register_forward_pre_hook(lambda m, args: inputs.append(args[0].dtype))
     model(next(data(rank, 1, 1))[0]).backward()
-    return [*inputs, norm.compute_dtype, norm.running_mean.dtype, model.compute_dtype]
-
-
-def test_batchnorm_stays_in_fp32_in_mixed_precision() -> None:
-    expected = [torch.bfloat16, torch.float32, torch.float32, torch.bfloat16]
-    assert run_ranks(2, batchnorm_in_mixed_precision) == [expected, expected]
+    assert inputs == [torch.bfloat16]
+    assert norm.compute_dtype == norm.running_mean.dtype == torch.float32
+    assert model.compute_dtype == torch.bfloat16
 
 
 # ---- groups and scaling ---------------------------------------------------------------------------------
@@ -296,7 +294,8 @@ def test_units_may_have_other_groups_than_their_root() -> None:
     assert run_ranks(2, experts) == [(True, [1], [False, True]), (True, None, [False, True])]
 
 
-def groups(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_groups_can_be_read() -> None:
     """What programs read: a group that was passed, or the one that parameters are sharded over."""
     api = names_of("flatfsdp")
     every = torch.distributed.group.WORLD
@@ -306,12 +305,10 @@ def groups(rank: int, world_size: int) -> None:
         assert model.process_group is every and model.process_group_reduce_scatter is expected
 
 
-def test_groups_can_be_read() -> None:
-    run_ranks(2, groups)
-
-
-def scaled(rank: int, world_size: int, overflow: bool) -> tuple[bool, float]:
-    """Whether the weight changed, and the scale afterwards.  What overflows is in the first rank's shard."""
+@pytest.mark.parametrize("overflow", [False, True])
+@on_ranks(2)
+def test_all_ranks_skip_a_step_that_overflowed_on_one(rank: int, overflow: bool) -> None:
+    """What overflows is in the first rank's shard."""
     api = names_of("flatfsdp")
     torch.manual_seed(0)
     layer = nn.Linear(WIDTH, 64, bias=False)
@@ -326,13 +323,8 @@ def scaled(rank: int, world_size: int, overflow: bool) -> tuple[bool, float]:
     assert bool(model.flat_param.grad.isfinite().all()) == (not overflow or rank == 1)
     scaler.step(optimizer)
     scaler.update()
-    return not torch.equal(model.state_dict()["weight"], before), scaler.get_scale()
-
-
-@pytest.mark.parametrize("overflow", [False, True])
-def test_all_ranks_skip_a_step_that_overflowed_on_one(overflow: bool) -> None:
-    expected = (False, 2.0**7) if overflow else (True, 2.0**9)
-    assert run_ranks(2, scaled, overflow) == [expected, expected]
+    assert torch.equal(model.state_dict()["weight"], before) == overflow
+    assert scaler.get_scale() == (2.0**7 if overflow else 2.0**9)
 
 
 # ---- beside fairscale itself ----------------------------------------------------------------------------

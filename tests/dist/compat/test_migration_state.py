@@ -27,7 +27,7 @@ from tests.support.fairscale_programs import (
     tied_and_frozen,
     train,
 )
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 # ---- models ---------------------------------------------------------------------------------------------
 
@@ -37,7 +37,8 @@ def test_state_dicts_are_saved_and_loaded() -> None:
         assert all(result.values()), result
 
 
-def missing_key(rank: int, world_size: int) -> str:
+@on_ranks(2)
+def test_a_state_dict_that_does_not_fit_is_reported_by_name() -> None:
     model = made(by_hand, names_of("flatfsdp"), torch.device("cpu"), {})
     state = model.state_dict()
     del state["blocks.1.up.weight"]
@@ -46,13 +47,9 @@ def missing_key(rank: int, world_size: int) -> str:
     assert (reported.missing_keys, reported.unexpected_keys) == (["blocks.1.up.weight"], ["extra"])
     with pytest.raises(RuntimeError) as error:
         model.load_state_dict(state)
-    return str(error.value)
-
-
-def test_a_state_dict_that_does_not_fit_is_reported_by_name() -> None:
-    for message in run_ranks(2, missing_key):
-        assert 'Missing key(s) in state_dict: "blocks.1.up.weight"' in message
-        assert 'Unexpected key(s) in state_dict: "extra"' in message
+    message = str(error.value)
+    assert 'Missing key(s) in state_dict: "blocks.1.up.weight"' in message
+    assert 'Unexpected key(s) in state_dict: "extra"' in message
 
 
 @pytest.mark.parametrize("build", [by_hand, tied_and_frozen])
@@ -130,7 +127,8 @@ def test_optimizer_state_moves_to_other_numbers_of_ranks(build: Build) -> None:
                 torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
-def loads_what_does_not_fit(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_optimizer_state_that_does_not_fit_is_refused(rank: int) -> None:
     api, cpu = names_of("flatfsdp"), torch.device("cpu")
     model: Any = made(by_hand, api, cpu, {})
     optimizer = adam(model.parameters())
@@ -148,10 +146,6 @@ def loads_what_does_not_fit(rank: int, world_size: int) -> None:
     groups = [{"params": [p]} for p in model.parameters()]
     with pytest.raises(AssertionError, match="full_optimizer_state_dict"):
         model.gather_full_optim_state_dict(torch.optim.SGD(groups, lr=0.1))
-
-
-def test_optimizer_state_that_does_not_fit_is_refused() -> None:
-    run_ranks(2, loads_what_does_not_fit)
 
 
 # ---- whole parameters -----------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from flatfsdp import FlatFSDP, Precision, Prefetch, auto_wrap, by_class, microbatches
 from flatfsdp.engine.storage.group import ShardState
 from tests.support.models import Block, Net, build, data, grads_of, same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
@@ -32,7 +32,9 @@ def unsharded(model: FlatFSDP) -> list[bool]:
     return [g.state is not ShardState.SHARDED and g.buffer.is_allocated for g in groups(model)]
 
 
-def main_grad_lifetime(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2)
+def test_the_fp32_buffer_lives_from_first_gradient_to_reduction(rank: int, flag: bool) -> None:
     model = build(optimize_backward_concat=flag)
     assert allocated_grads(model) == 0, "after construction"
     tokens = next(data(rank, 1, 1))[0]
@@ -50,12 +52,19 @@ def main_grad_lifetime(rank: int, world_size: int, flag: bool) -> None:
     assert allocated_grads(model) == 0, "after the reducing backward"
 
 
+NONE, ROOT, ALL = [False] * 4, [True] + [False] * 3, [True] * 4
+
+
 @FLAGS
-def test_the_fp32_buffer_lives_from_first_gradient_to_reduction(flag: bool) -> None:
-    run_ranks(2, main_grad_lifetime, flag)
-
-
-def parameter_lifetime(rank: int, world_size: int, flag: bool, reshard: bool) -> list[list[bool]]:
+@pytest.mark.parametrize(
+    ("reshard", "expected"),
+    [(True, [NONE, ROOT, NONE, ROOT, NONE]), (False, [NONE, ALL, ALL, ALL, NONE])],
+    ids=["zero3", "zero2"],
+)
+@on_ranks(2)
+def test_parameters_are_freed_as_the_policy_says_also_without_sync(
+    rank: int, flag: bool, reshard: bool, expected: list[list[bool]]
+) -> None:
     model = build(optimize_backward_concat=flag, reshard_after_forward=reshard)
     tokens = next(data(rank, 1, 1))[0]
     seen = []
@@ -68,25 +77,12 @@ def parameter_lifetime(rank: int, world_size: int, flag: bool, reshard: bool) ->
         seen.append(unsharded(model))
         loss.backward()
         seen.append(unsharded(model))
-    return seen
-
-
-NONE, ROOT, ALL = [False] * 4, [True] + [False] * 3, [True] * 4
+    assert seen == expected
 
 
 @FLAGS
-@pytest.mark.parametrize(
-    ("reshard", "expected"),
-    [(True, [NONE, ROOT, NONE, ROOT, NONE]), (False, [NONE, ALL, ALL, ALL, NONE])],
-    ids=["zero3", "zero2"],
-)
-def test_parameters_are_freed_as_the_policy_says_also_without_sync(
-    flag: bool, reshard: bool, expected: list[list[bool]]
-) -> None:
-    assert run_ranks(2, parameter_lifetime, flag, reshard) == [expected] * 2
-
-
-def units_in_memory_during_backward(rank: int, world_size: int, flag: bool) -> list[tuple[int, int]]:
+@on_ranks(2)
+def test_a_unit_is_done_before_the_backward_of_the_one_below_begins(rank: int, flag: bool) -> None:
     """(units in memory, units whose gradients have landed) whenever a block's first norm has its gradient."""
     model = build(optimize_backward_concat=flag)
     seen: list[tuple[int, int]] = []
@@ -100,30 +96,21 @@ def units_in_memory_during_backward(rank: int, world_size: int, flag: bool) -> l
     for batches in data(rank, 2, 1):
         seen.clear()
         model(batches[0]).backward()
-    return seen
-
-
-@FLAGS
-def test_a_unit_is_done_before_the_backward_of_the_one_below_begins(flag: bool) -> None:
-    for seen in run_ranks(2, units_in_memory_during_backward, flag):
-        assert [resident for resident, _ in seen] == [3, 3, 2], "the root, this block and the next"
-        assert [landed for _, landed in seen] in ([0, 1, 2], [1, 2, 3])
-
-
-def gathers(rank: int, world_size: int, reshard: bool, count: int) -> dict[str, int]:
-    model = build(reshard_after_forward=reshard, optimize_backward_concat=True)
-    for tokens in microbatches(model, next(data(rank, 1, count))):
-        model(tokens).backward()
-    return dict(model.ledger.calls)
+    assert [resident for resident, _ in seen] == [3, 3, 2], "the root, this block and the next"
+    assert [landed for _, landed in seen] in ([0, 1, 2], [1, 2, 3])
 
 
 @pytest.mark.parametrize(
     ("reshard", "count", "calls"), [(True, 1, 7), (True, 4, 28), (False, 1, 4), (False, 4, 4)]
 )
-def test_number_of_collectives(reshard: bool, count: int, calls: int) -> None:
+@on_ranks(2)
+def test_number_of_collectives(rank: int, reshard: bool, count: int, calls: int) -> None:
     """Root once a microbatch and inner units twice (ZeRO-3), or all once a step; each reduced once a step."""
-    for counted in run_ranks(2, gathers, reshard, count):
-        assert (counted["gather"], counted["reduce"]) == (calls, 4)
+    model = build(reshard_after_forward=reshard, optimize_backward_concat=True)
+    for tokens in microbatches(model, next(data(rank, 1, count))):
+        model(tokens).backward()
+    counted = dict(model.ledger.calls)
+    assert (counted["gather"], counted["reduce"]) == (calls, 4)
 
 
 class Constant(nn.Module):
@@ -174,7 +161,9 @@ class FusedBlock(Block):
         return x + self.down(torch.relu(up))
 
 
-def fused(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2)
+def test_a_layer_may_write_main_grad_itself(rank: int, flag: bool) -> None:
     results = []
     for block in (Block, FusedBlock):
         torch.manual_seed(0)
@@ -193,11 +182,6 @@ def fused(rank: int, world_size: int, flag: bool) -> None:
         torch.testing.assert_close(plain, written, rtol=1e-5, atol=1e-7)
 
 
-@FLAGS
-def test_a_layer_may_write_main_grad_itself(flag: bool) -> None:
-    run_ranks(2, fused, flag)
-
-
 def test_main_grad_views_alias_the_buffer_that_is_reduced() -> None:
     model = build(optimize_backward_concat=True)
     tokens = next(data(0, 1, 1))[0]
@@ -213,7 +197,15 @@ def test_main_grad_views_alias_the_buffer_that_is_reduced() -> None:
     assert (model.flat_param.grad[start : start + weight.numel()] > 600.0).all()
 
 
-def prefetch_order(rank: int, world_size: int, depth: int, use_checkpoint: bool) -> list[str]:
+FORWARD, BACKWARD = ["root", "blocks.0", "blocks.1", "blocks.2"], ["blocks.2", "blocks.1", "blocks.0"]
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@on_ranks(2)
+def test_each_unit_is_gathered_once_each_way_whatever_the_prefetch(
+    rank: int, depth: int, use_checkpoint: bool
+) -> None:
     """Names of the units in the order in which their gathers start, second step only."""
     model = build(prefetch=Prefetch(depth, depth), optimize_backward_concat=True, poison_on_free=True)
     if use_checkpoint:
@@ -235,19 +227,12 @@ def prefetch_order(rank: int, world_size: int, depth: int, use_checkpoint: bool)
             started.clear()
         model(batches[0]).backward()
         model.zero_grad()
-    return started
+    assert started == FORWARD + BACKWARD
 
 
-FORWARD, BACKWARD = ["root", "blocks.0", "blocks.1", "blocks.2"], ["blocks.2", "blocks.1", "blocks.0"]
-
-
-@pytest.mark.parametrize("use_checkpoint", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_each_unit_is_gathered_once_each_way_whatever_the_prefetch(depth: int, use_checkpoint: bool) -> None:
-    assert run_ranks(2, prefetch_order, depth, use_checkpoint)[0] == FORWARD + BACKWARD
-
-
-def gathered_ahead(rank: int, world_size: int, depth: int) -> tuple[int, int]:
+@on_ranks(2)
+def test_prefetch_depth_is_the_number_of_units_ahead(rank: int, depth: int) -> None:
     """Units in memory while the first block runs forward, and the last one backward; in the second step."""
     model = build(prefetch=Prefetch(depth, depth), optimize_backward_concat=True)
     counts = {}
@@ -262,16 +247,17 @@ def gathered_ahead(rank: int, world_size: int, depth: int) -> tuple[int, int]:
     model.blocks[2].module.down.register_full_backward_hook(in_backward)
     for batches in data(rank, 2, 1):
         model(batches[0]).backward()
-    return counts["forward"], counts["backward"]
+    assert counts == {"forward": 2 + depth, "backward": 2 + depth}
 
 
-@pytest.mark.parametrize("depth", [0, 1, 2])
-def test_prefetch_depth_is_the_number_of_units_ahead(depth: int) -> None:
-    assert run_ranks(2, gathered_ahead, depth) == [(2 + depth, 2 + depth)] * 2
-
-
-def no_stale_weights(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@FLAGS
+@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {}, {"shard": False}], ids=str)
+@on_ranks(2)
+def test_an_update_reaches_weights_that_are_still_gathered(
+    rank: int, options: dict[str, Any], flag: bool
+) -> None:
     """A forward whose backward never comes keeps gathered weights; after an update they must not be used."""
+    options = {"optimize_backward_concat": flag, **options}
     model = build(**options)
     tokens = next(data(rank, 1, 1))[0]
     model(tokens)
@@ -285,12 +271,8 @@ def no_stale_weights(rank: int, world_size: int, options: dict[str, Any]) -> Non
 
 
 @FLAGS
-@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {}, {"shard": False}], ids=str)
-def test_an_update_reaches_weights_that_are_still_gathered(options: dict[str, Any], flag: bool) -> None:
-    run_ranks(2, no_stale_weights, {"optimize_backward_concat": flag, **options})
-
-
-def read_while_sharded(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_a_sharded_parameter_reads_as_nan(rank: int, flag: bool) -> None:
     """Reading a parameter whose memory is gone must not crash the process."""
     model = build(optimize_backward_concat=flag, reshard_after_forward=False)
     tokens = next(data(rank, 1, 1))[0]
@@ -300,11 +282,6 @@ def read_while_sharded(rank: int, world_size: int, flag: bool) -> None:
     assert "nan" in repr(weight)
     model(tokens)
     assert not model.blocks[0].up.weight.isnan().any(), "kept after forward"
-
-
-@FLAGS
-def test_a_sharded_parameter_reads_as_nan(flag: bool) -> None:
-    run_ranks(2, read_while_sharded, flag)
 
 
 class Opaque:
@@ -326,7 +303,9 @@ class OpaqueNet(Net):
         return self.head(x).square().mean()
 
 
-def opaque_output(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2)
+def test_a_unit_whose_output_cannot_be_hooked_stays_until_the_backward_is_over(rank: int, flag: bool) -> None:
     grads = []
     for block in (Block, HidesItsOutput):
         torch.manual_seed(0)
@@ -340,9 +319,22 @@ def opaque_output(rank: int, world_size: int, flag: bool) -> None:
     assert same(*grads)
 
 
-@FLAGS
-def test_a_unit_whose_output_cannot_be_hooked_stays_until_the_backward_is_over(flag: bool) -> None:
-    run_ranks(2, opaque_output, flag)
+class OpaqueResult(Net):
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return type("Output", (), {"loss": super().forward(tokens)})()
+
+
+@on_ranks(2)
+def test_an_opaque_output_of_the_root_can_be_differentiated(rank: int) -> None:
+    tokens = next(data(rank, 1, 1))[0]
+    grads = []
+    for net in (Net, OpaqueResult):
+        torch.manual_seed(0)
+        model = auto_wrap(net(), by_class(Block), optimize_backward_concat=True, poison_on_free=True)
+        output = model(tokens)
+        (output if net is Net else output.loss).backward()
+        grads.append(grads_of(model))
+    assert same(*grads)
 
 
 @FLAGS

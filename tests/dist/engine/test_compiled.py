@@ -9,10 +9,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from flatfsdp import FlatFSDP
 from tests.support.models import Trace, build, same_trace, train
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
-def compiled(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_compiled_blocks_give_the_bits_of_eager_ones(rank: int) -> None:
     def trained(backend: Any, **options: Any) -> Trace:
         model: FlatFSDP = build(poison_on_free=True, **options)
         for block in model.blocks:
@@ -32,7 +33,3 @@ def compiled(rank: int, world_size: int) -> None:
         # Neither another block nor another gather is a reason to compile again.
         assert graphs.frame_count == 1, options
         torch._dynamo.reset()
-
-
-def test_compiled_blocks_give_the_bits_of_eager_ones() -> None:
-    run_ranks(2, compiled)

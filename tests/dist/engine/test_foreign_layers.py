@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from flatfsdp import Precision, auto_wrap, by_class, microbatches
 from tests.support.models import grads_of, same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 WIDTH = 16
 CACHED = pytest.mark.parametrize("is_cached", [False, True], ids=["each", "cached"])
@@ -89,7 +89,9 @@ def train(rank: int, fuses: bool, is_cached: bool, **options: Any) -> list[Tenso
     return found + [parameter.detach().clone() for parameter in model.parameters()]
 
 
-def fused_is_not_fused(rank: int, world_size: int, is_cached: bool) -> None:
+@CACHED
+@on_ranks(2)
+def test_fused_is_not_fused(rank: int, is_cached: bool) -> None:
     expected = train(rank, fuses=False, is_cached=is_cached)
     for flag in (False, True):
         for options in ({}, {"reshard_after_forward": False}, {"poison_on_free": True}):
@@ -98,8 +100,3 @@ def fused_is_not_fused(rank: int, world_size: int, is_cached: bool) -> None:
         in_bf16 = Precision(compute=torch.bfloat16)
         found = train(rank, True, is_cached, optimize_backward_concat=flag, precision=in_bf16)
         assert all(tensor.isfinite().all() for tensor in found)
-
-
-@CACHED
-def test_fused_is_not_fused(is_cached: bool) -> None:
-    run_ranks(2, fused_is_not_fused, is_cached)

@@ -21,7 +21,7 @@ from flatfsdp.layers import Linear
 from flatfsdp.optim import AdamW
 from flatfsdp.profiling.copy_counter import CopyCounter, Kind
 from tests.support.fp8_layers import Block, assert_same_state, seeded, snapshot
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.stored_weights import RECIPE, Net, batches, build, train
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -57,7 +57,8 @@ def test_the_same_bits_on_four_ranks() -> None:
     run_ranks(4, parity, BF16, True)
 
 
-def hybrid(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_hybrid_sharding(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     runs = [
         (train(model, rank), snapshot(model)) for model in (build(f, BF16, mesh=mesh) for f in (False, True))
@@ -66,11 +67,8 @@ def hybrid(rank: int, world_size: int) -> None:
     assert_same_state(runs[0][1], runs[1][1])
 
 
-def test_hybrid_sharding() -> None:
-    run_ranks(4, hybrid)
-
-
-def recomputing(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_recompute(rank: int) -> None:
     runs = []
     for in_fp8, call in itertools.product((False, True), (None, fp8.checkpoint)):
         model = build(in_fp8, BF16, True, optimize_backward_concat=True)
@@ -82,44 +80,18 @@ def recomputing(rank: int, world_size: int) -> None:
         assert_same_state(runs[0][1], state)
 
 
-def test_recompute() -> None:
-    run_ranks(2, recomputing)
-
-
-def delayed_activations(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_other_tensors_may_have_delayed_scales(rank: int) -> None:
     """The weights keep scales of their own, whatever the recipe of the activations."""
     losses = train(build(True, BF16, True), rank, recipe=DelayedScaling(amax_history_len=4))
     assert all(loss.isfinite() for loss in losses)
 
 
-def test_other_tensors_may_have_delayed_scales() -> None:
-    run_ranks(2, delayed_activations)
-
-
 # ---- bytes and collectives ---------------------------------------------------------------------------------
 
 
-def counted(rank: int, world_size: int, reshard: bool) -> None:
-    model = build(True, BF16, True, optimize_backward_concat=True, reshard_after_forward=reshard)
-    steps, count = 3, 2
-    train(model, rank, steps, count)
-    model.ledger.reset()
-    train(model, rank, steps, count)
-    groups = [group for unit in model.fsdp_state.root.units for group in unit.groups]
-    padded = dict.fromkeys(Role, 0)
-    for group in groups:
-        padded[group.layout.role] += group.layout.padded_numel(world_size)
-    units, gathers = len(model.fsdp_state.root.units), 2 * count if reshard else 1
-    ledger = model.ledger
-    shards = {role: numel // world_size for role, numel in padded.items()}
-    assert ledger.bytes["cast"] == steps * (5 * shards[Role.FP8] + 6 * shards[Role.COMPUTE])
-    assert ledger.calls["amax"] == steps
-    assert ledger.calls["reduce"] == steps * units
-    # The root keeps its own from forward to backward.
-    assert ledger.calls["gather"] == steps * ((units - 1) * gathers + (count if reshard else 1))
-
-
-def gather_bytes(rank: int, world_size: int) -> None:
+@on_ranks(2, 4)
+def test_one_byte_a_weight_is_gathered(rank: int, world_size: int) -> None:
     model = build(True, BF16, True, optimize_backward_concat=True, reshard_after_forward=False)
     train(model, rank, 1)
     model.ledger.reset()
@@ -141,14 +113,28 @@ def gather_bytes(rank: int, world_size: int) -> None:
     assert model.ledger.bytes["transpose"] == 2 * weights
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_one_byte_a_weight_is_gathered(world_size: int) -> None:
-    run_ranks(world_size, gather_bytes)
-
-
 @pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
-def test_casts_once_a_step_and_one_collective_of_a_kind_a_unit(reshard: bool) -> None:
-    run_ranks(2, counted, reshard)
+@on_ranks(2)
+def test_casts_once_a_step_and_one_collective_of_a_kind_a_unit(
+    rank: int, world_size: int, reshard: bool
+) -> None:
+    model = build(True, BF16, True, optimize_backward_concat=True, reshard_after_forward=reshard)
+    steps, count = 3, 2
+    train(model, rank, steps, count)
+    model.ledger.reset()
+    train(model, rank, steps, count)
+    groups = [group for unit in model.fsdp_state.root.units for group in unit.groups]
+    padded = dict.fromkeys(Role, 0)
+    for group in groups:
+        padded[group.layout.role] += group.layout.padded_numel(world_size)
+    units, gathers = len(model.fsdp_state.root.units), 2 * count if reshard else 1
+    ledger = model.ledger
+    shards = {role: numel // world_size for role, numel in padded.items()}
+    assert ledger.bytes["cast"] == steps * (5 * shards[Role.FP8] + 6 * shards[Role.COMPUTE])
+    assert ledger.calls["amax"] == steps
+    assert ledger.calls["reduce"] == steps * units
+    # The root keeps its own from forward to backward.
+    assert ledger.calls["gather"] == steps * ((units - 1) * gathers + (count if reshard else 1))
 
 
 class Matrices(nn.Module):
@@ -163,7 +149,8 @@ class Matrices(nn.Module):
         return x + self.down(self.up(x))
 
 
-def copied(rank: int, world_size: int) -> None:
+@on_ranks(2, 4)
+def test_nothing_is_copied_in_or_out(world_size: int) -> None:
     net = seeded(lambda: nn.Sequential(Matrices(), Matrices(), Matrices()))
     precision = Precision(compute=BF16, fp8_weights=RECIPE)
     model = auto_wrap(net, by_class(Matrices), precision=precision, optimize_backward_concat=True)
@@ -194,15 +181,11 @@ def copied(rank: int, world_size: int) -> None:
     assert moved["flatfsdp.transpose_many_"] == 2 * units * weights * count
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_nothing_is_copied_in_or_out(world_size: int) -> None:
-    run_ranks(world_size, copied)
-
-
 # ---- state -------------------------------------------------------------------------------------------------
 
 
-def frozen(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_frozen_weights(rank: int, world_size: int) -> None:
     """Frozen weights are cast once."""
     runs = []
     for in_fp8 in (False, True):
@@ -224,11 +207,8 @@ def frozen(rank: int, world_size: int) -> None:
     assert_same_state(runs[0][1], runs[1][1])
 
 
-def test_frozen_weights() -> None:
-    run_ranks(2, frozen)
-
-
-def loading(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_loaded_checkpoint_is_cast_anew(rank: int) -> None:
     model = build(True, BF16, True)
     train(model, rank)
     saved, local = snapshot(model), checkpoint.local_state_dict(model)
@@ -244,11 +224,8 @@ def loading(rank: int, world_size: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected, train(other, rank, 1), strict=True))
 
 
-def test_a_loaded_checkpoint_is_cast_anew() -> None:
-    run_ranks(2, loading)
-
-
-def summoned(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_summoned_parameters(rank: int) -> None:
     """Full parameters are those of the master, not of FP8; written ones are cast anew."""
     model, plain = build(True, BF16), build(False, BF16)
     for each in (model, plain):
@@ -260,11 +237,8 @@ def summoned(rank: int, world_size: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(train(model, rank), train(plain, rank), strict=True))
 
 
-def test_summoned_parameters() -> None:
-    run_ranks(2, summoned)
-
-
-def offloaded_activations(rank: int, world_size: int) -> None:
+@on_ranks(1, 2)
+def test_saved_tensors_may_be_offloaded(rank: int) -> None:
     """The transposed weights are not there yet when the forward saves what backward needs."""
     runs = []
     for hooks in (nullcontext(), torch.autograd.graph.save_on_cpu()):
@@ -278,12 +252,9 @@ def offloaded_activations(rank: int, world_size: int) -> None:
     assert runs[0] is not None and torch.equal(runs[0], runs[1])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_saved_tensors_may_be_offloaded(world_size: int) -> None:
-    run_ranks(world_size, offloaded_activations)
-
-
-def evaluated_first(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_inference_mode_before_training(rank: int) -> None:
+    """Scales of frozen weights are made once."""
     net = seeded(Net)
     for block in net.blocks:
         block.requires_grad_(False)
@@ -298,12 +269,8 @@ def evaluated_first(rank: int, world_size: int) -> None:
     assert torch.equal(out, expected) and x.grad is not None
 
 
-def test_inference_mode_before_training() -> None:
-    """Scales of frozen weights are made once."""
-    run_ranks(2, evaluated_first)
-
-
-def swapped(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_evaluation_with_other_weights_before_the_backward(rank: int) -> None:
     """An evaluation with other weights, which are put back, between a forward and its backward."""
     grads = []
     for swaps in (False, True):
@@ -325,11 +292,8 @@ def swapped(rank: int, world_size: int) -> None:
     assert grads[0] is not None and torch.equal(grads[0], grads[1])
 
 
-def test_an_evaluation_with_other_weights_before_the_backward() -> None:
-    run_ranks(2, swapped)
-
-
-def loaded_on_one_rank(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_load_into_a_frozen_weight_of_one_rank() -> None:
     """In place, into a frozen weight that one rank holds; all ranks have to find out."""
     net = nn.Sequential(Linear(32, 32), Linear(32, 32))
     for name, parameter in net.named_parameters():
@@ -346,24 +310,22 @@ def loaded_on_one_rank(rank: int, world_size: int) -> None:
     assert not torch.equal(before, after)
 
 
-def test_a_load_into_a_frozen_weight_of_one_rank() -> None:
-    run_ranks(2, loaded_on_one_rank)
-
-
-def transposes(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (2, {"shard": False}), (2, {})])
+@on_ranks()
+def test_transposes_are_freed_after_the_backward(rank: int, options: dict[str, Any]) -> None:
     model = build(True, BF16, True, **options)
     train(model, rank, 1)
     groups = [group for unit in model.fsdp_state.root.units for group in unit.groups if group.fp8 is not None]
     assert groups and not any(group.fp8.columnwise.is_allocated for group in groups)
 
 
-@pytest.mark.parametrize(("world_size", "options"), [(1, {}), (2, {"shard": False}), (2, {})])
-def test_transposes_are_freed_after_the_backward(world_size: int, options: dict[str, Any]) -> None:
-    run_ranks(world_size, transposes, options)
+@pytest.mark.parametrize("blocks", [3, 5])
+@on_ranks(2)
+def test_memory_does_not_grow_with_the_number_of_blocks(rank: int, blocks: int) -> None:
+    """FP8 buffers of blocks, of both forms, that have memory while a block runs: the most in a step.
 
-
-def most_in_memory(rank: int, world_size: int, blocks: int) -> dict[str, int]:
-    """FP8 buffers of blocks, of both forms, that have memory while a block runs: the most in a step."""
+    Those of the block that runs and the next one: bytes alone in forward, with their transposes in backward.
+    """
     net = seeded(partial(Net, True, blocks=blocks))
     precision = Precision(compute=BF16, fp8_weights=RECIPE)
     model = auto_wrap(net, by_class(Block), precision=precision, optimize_backward_concat=True)
@@ -381,17 +343,14 @@ def most_in_memory(rank: int, world_size: int, blocks: int) -> dict[str, int]:
         block.module.register_forward_hook(partial(note, "forward"))
         block.module.mlp.register_full_backward_hook(partial(note, "backward"))
     train(model, rank, 2, 2)
-    return dict(most)
+    assert most == {"forward": 2, "backward": 4}
 
 
-def test_memory_does_not_grow_with_the_number_of_blocks() -> None:
-    """The block that runs and the next one: bytes alone in forward, with their transposes in backward."""
-    for blocks in (3, 5):
-        assert run_ranks(2, most_in_memory, blocks) == [{"forward": 2, "backward": 4}] * 2
-
-
-def resumed(rank: int, world_size: int, path: str, own: bool) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["our AdamW", "torch's"])
+@on_ranks(2)
+def test_resuming_from_a_sharded_checkpoint(rank: int, own: bool, tmp_path: Path) -> None:
     """A sharded checkpoint of model and optimizer; a unit has two flat parameters under one prefix."""
+    path = str(tmp_path)
     make = AdamW if own else partial(torch.optim.AdamW, foreach=False)
 
     def step(model: FlatFSDP, optimizer: torch.optim.Optimizer, seed: int) -> Tensor:
@@ -415,8 +374,3 @@ def resumed(rank: int, world_size: int, path: str, own: bool) -> None:
     losses = [step(other, other_optimizer, seed) for seed in (2, 3)]
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
     assert_same_state(snapshot(model), snapshot(other))
-
-
-@pytest.mark.parametrize("own", [True, False], ids=["our AdamW", "torch's"])
-def test_resuming_from_a_sharded_checkpoint(own: bool, tmp_path: Path) -> None:
-    run_ranks(2, resumed, str(tmp_path), own)

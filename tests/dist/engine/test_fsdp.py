@@ -24,7 +24,7 @@ from flatfsdp import (
     microbatches,
 )
 from tests.support.models import Block, Net, build, data, grads_of, same, same_trace, train
-from tests.support.ranks import RankFailure, run_ranks
+from tests.support.ranks import RankFailure, on_ranks, run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
@@ -32,7 +32,9 @@ FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 # ---- state dicts ----------------------------------------------------------------------------------------
 
 
-def state_dict_round_trip(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2, 4)
+def test_state_dict_has_original_names_and_master_precision(rank: int, flag: bool) -> None:
     torch.manual_seed(0)
     plain = Net()
     expected = copy.deepcopy(plain.state_dict())
@@ -64,28 +66,22 @@ def state_dict_round_trip(rank: int, world_size: int, flag: bool) -> None:
     assert list(child) == [n.removeprefix("blocks.1.") for n in expected if n.startswith("blocks.1.")]
 
 
-@FLAGS
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_state_dict_has_original_names_and_master_precision(world_size: int, flag: bool) -> None:
-    run_ranks(world_size, state_dict_round_trip, flag)
-
-
-def resume(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"shard": False}], ids=str)
+@on_ranks(2)
+def test_training_goes_on_from_a_state_dict(rank: int, options: dict[str, Any]) -> None:
     """A model loaded from a state dict trains on exactly as the one it was saved from."""
+    options = {"optimize_backward_concat": True, **options}
     model = build(**options)
     train(model, rank)
     state = model.state_dict()
     loaded = build(seed=7, **options)
     loaded.load_state_dict(state)
-    return same_trace(train(model, rank), train(loaded, rank))
+    equal = same_trace(train(model, rank), train(loaded, rank))
+    assert all(equal.values()), equal
 
 
-@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"shard": False}], ids=str)
-def test_training_goes_on_from_a_state_dict(options: dict[str, Any]) -> None:
-    assert all(all(r.values()) for r in run_ranks(2, resume, {"optimize_backward_concat": True, **options}))
-
-
-def bad_state_dict(rank: int, world_size: int) -> list[str]:
+@on_ranks(2)
+def test_a_wrong_state_dict_names_the_parameter_on_every_rank() -> None:
     model = build()
     state = model.state_dict()
     messages = []
@@ -99,21 +95,35 @@ def bad_state_dict(rank: int, world_size: int) -> list[str]:
         with pytest.raises(RuntimeError) as error:
             model.load_state_dict(broken)
         messages.append(str(error.value))
-    return messages
+    missing, wrong_shape, unexpected = messages
+    assert "Missing key" in missing
+    assert '"blocks.1.up.weight"' in missing
+    assert "size mismatch for blocks.1.up.weight" in wrong_shape
+    assert '"blocks.1.extra"' in unexpected
 
 
-def test_a_wrong_state_dict_names_the_parameter_on_every_rank() -> None:
-    for missing, wrong_shape, unexpected in run_ranks(2, bad_state_dict):
-        assert "Missing key" in missing
-        assert '"blocks.1.up.weight"' in missing
-        assert "size mismatch for blocks.1.up.weight" in wrong_shape
-        assert '"blocks.1.extra"' in unexpected
+@on_ranks(4)
+def test_loading_reaches_ranks_that_hold_only_padding() -> None:
+    """The last rank's shard is all padding, so that loading writes nothing there."""
+    model = FlatFSDP(nn.Linear(4, 4), reshard_after_forward=False, optimize_backward_concat=True)
+    x = torch.ones(2, 4)
+    model(x)
+    state = model.state_dict()
+    model.load_state_dict({name: value + 1 for name, value in state.items()})
+    torch.testing.assert_close(
+        model(x).detach(), x @ (state["weight"] + 1).t() + state["bias"] + 1, rtol=1e-5, atol=1e-5
+    )
 
 
 # ---- gradient norm --------------------------------------------------------------------------------------
 
 
-def clip(rank: int, world_size: int, options: dict[str, Any], norm_type: float) -> None:
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize("options", [{}, {"shard": False}], ids=str)
+@on_ranks(2)
+def test_clip_grad_norm_sees_all_ranks(
+    rank: int, world_size: int, options: dict[str, Any], norm_type: float
+) -> None:
     model = build(optimize_backward_concat=True, **options)
     for tokens in microbatches(model, next(data(rank, 1, 2))):
         model(tokens).backward()
@@ -132,12 +142,6 @@ def clip(rank: int, world_size: int, options: dict[str, Any], norm_type: float) 
         shard.grad.fill_(torch.nan)
     with pytest.raises(RuntimeError, match="norm is nan"):
         model.clip_grad_norm_(1.0, norm_type, error_if_nonfinite=True)
-
-
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-@pytest.mark.parametrize("options", [{}, {"shard": False}], ids=str)
-def test_clip_grad_norm_sees_all_ranks(options: dict[str, Any], norm_type: float) -> None:
-    run_ranks(2, clip, options, norm_type)
 
 
 # ---- unusual parameters ---------------------------------------------------------------------------------
@@ -174,7 +178,13 @@ class OddNet(nn.Module):
         return self.tower(self.twice(y)).square().mean()
 
 
-def odd_parameters(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@FLAGS
+@pytest.mark.parametrize("reshard", [True, False])
+@on_ranks(2)
+def test_frozen_tied_unused_and_twice_used_parameters(
+    rank: int, world_size: int, flag: bool, reshard: bool
+) -> None:
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
     torch.manual_seed(0)
     plain = OddNet()
     sharded = copy.deepcopy(plain)
@@ -201,13 +211,6 @@ def odd_parameters(rank: int, world_size: int, options: dict[str, Any]) -> None:
         assert tied.first.weight is tied.second.weight
 
 
-@FLAGS
-@pytest.mark.parametrize("reshard", [True, False])
-def test_frozen_tied_unused_and_twice_used_parameters(flag: bool, reshard: bool) -> None:
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
-    run_ranks(2, odd_parameters, options)
-
-
 class SkipsOnOneRank(Net):
     """Rank 1 never runs the middle block."""
 
@@ -219,7 +222,8 @@ class SkipsOnOneRank(Net):
         return self.head(x).square().mean()
 
 
-def skip(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_layer_skipped_on_one_rank_pairs_the_right_reductions(world_size: int) -> None:
     torch.manual_seed(0)
     plain = SkipsOnOneRank()
     model = auto_wrap(copy.deepcopy(plain), by_class(Block), shard=False, optimize_backward_concat=True)
@@ -238,10 +242,6 @@ def skip(rank: int, world_size: int) -> None:
             ]
         )
         torch.testing.assert_close(ours, grad / world_size)
-
-
-def test_a_layer_skipped_on_one_rank_pairs_the_right_reductions() -> None:
-    run_ranks(2, skip)
 
 
 # ---- errors ---------------------------------------------------------------------------------------------
@@ -338,6 +338,13 @@ def test_errors_name_the_cause_and_the_fix(case: Any, error: type[Exception], me
         case()
 
 
+def test_second_derivatives_raise() -> None:
+    model = FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=True)
+    loss = model(torch.ones(1, 2)).square().sum()
+    with pytest.raises(RuntimeError, match="create_graph=True"):
+        loss.backward(create_graph=True)
+
+
 def test_a_module_that_the_wrapper_was_given_may_be_replaced() -> None:
     model = build()
     for _ in range(2):
@@ -404,7 +411,8 @@ def test_a_module_with_two_paths_becomes_one_unit() -> None:
     assert len(grads_of(model)) == 3
 
 
-def meshes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_meshes(rank: int) -> None:
     """(replicate, shard) on a 2 x 2 mesh gives what sharding over all four gives."""
     one = init_device_mesh("cpu", (4,))
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -422,20 +430,13 @@ def meshes(rank: int, world_size: int) -> None:
         build(mesh=one, process_group=dist.group.WORLD)
 
 
-def test_meshes() -> None:
-    run_ranks(4, meshes)
-
-
-def replicas(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_replicas_start_from_the_first_rank(rank: int, world_size: int) -> None:
     model = build(seed=rank, shard=False)
     batches = next(data(0, 1, 1))
     losses = [torch.empty(()) for _ in range(world_size)]
     dist.all_gather(losses, model(batches[0]).detach())
     assert same(losses, [losses[0]] * world_size)
-
-
-def test_replicas_start_from_the_first_rank() -> None:
-    run_ranks(2, replicas)
 
 
 def labels(rank: int, world_size: int) -> list[str]:

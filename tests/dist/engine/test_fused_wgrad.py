@@ -16,7 +16,8 @@ from flatfsdp.engine.units import named_groups
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear
 from tests.support.models import Trace, grads_of, same, same_trace
-from tests.support.ranks import run_ranks
+from tests.support.plain_layers import error
+from tests.support.ranks import on_ranks, run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 VOCAB, WIDTH, FFN = 48, 32, 64
@@ -193,7 +194,8 @@ def test_fused_is_not_fused_with_fp32_parameters(schedule: str, recipe: str, fla
     run_ranks(2, fused_and_two_pass, RECIPES[recipe], {}, options, ("two_pass", False))
 
 
-def hybrid(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_replicated_and_sharded(rank: int, world_size: int) -> None:
     """Sharded over two ranks, replicated over two: scales are those of all four."""
     mesh = dist.init_device_mesh("cpu", (2, 2))
     traces = []
@@ -206,14 +208,13 @@ def hybrid(rank: int, world_size: int) -> None:
         assert same_trace(traces[0], other) == dict.fromkeys(Trace._fields, True)
 
 
-def test_replicated_and_sharded() -> None:
-    run_ranks(4, hybrid)
-
-
 # ---- what the engine does not do any more ------------------------------------------------------------------
 
 
-def accumulated(rank: int, world_size: int, compute: torch.dtype, count: int) -> None:
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("count", [1, 4])
+@on_ranks(2)
+def test_the_engine_adds_only_what_layers_do_not(rank: int, compute: torch.dtype, count: int) -> None:
     """Bytes are those of norms and biases; all of a unit are added in one launch, but for a few."""
     model = build({}, optimize_backward_concat=True, precision=Precision(compute=compute))
     plain = Net()
@@ -227,12 +228,6 @@ def accumulated(rank: int, world_size: int, compute: torch.dtype, count: int) ->
     launches = count * sum(number if number <= FEW else 1 for number in vectors)
     assert (model.ledger.bytes["accumulate"], model.ledger.calls["accumulate"]) == (expected, launches)
     assert model.ledger.bytes["concat"] == 0
-
-
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("count", [1, 4])
-def test_the_engine_adds_only_what_layers_do_not(compute: torch.dtype, count: int) -> None:
-    run_ranks(2, accumulated, compute, count)
 
 
 class Ones(nn.Module):
@@ -275,18 +270,6 @@ def test_what_was_in_the_buffer_does_not_matter(flag: bool) -> None:
 # ---- corner cases ------------------------------------------------------------------------------------------
 
 
-def unused_layers(rank: int, world_size: int, flag: bool) -> None:
-    model = build({"spare": True}, optimize_backward_concat=flag)
-    plain = build({}, optimize_backward_concat=flag)
-    plain.load_state_dict(model.state_dict(), strict=False)
-    for each in (model, plain):
-        backward(each, batches_of(rank, 2), SHORT)
-    for name in ("spare", "blocks.0.spare"):
-        assert not gradient(model, f"{name}.weight").any()
-    for name, _ in Net().named_parameters():
-        assert torch.equal(gradient(model, name), gradient(plain, name)), name
-
-
 def gradient(model: FlatFSDP, name: str) -> Tensor:
     """Of full shape; collective."""
     for prefix, group in named_groups(model):
@@ -304,11 +287,22 @@ def gathered(shard: Tensor) -> Tensor:
 
 
 @FLAGS
-def test_a_layer_that_is_not_used_gets_zeros(flag: bool) -> None:
-    run_ranks(2, unused_layers, flag)
+@on_ranks(2)
+def test_a_layer_that_is_not_used_gets_zeros(rank: int, flag: bool) -> None:
+    model = build({"spare": True}, optimize_backward_concat=flag)
+    plain = build({}, optimize_backward_concat=flag)
+    plain.load_state_dict(model.state_dict(), strict=False)
+    for each in (model, plain):
+        backward(each, batches_of(rank, 2), SHORT)
+    for name in ("spare", "blocks.0.spare"):
+        assert not gradient(model, f"{name}.weight").any()
+    for name, _ in Net().named_parameters():
+        assert torch.equal(gradient(model, name), gradient(plain, name)), name
 
 
-def unused_on_one_rank(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2)
+def test_a_layer_that_is_used_on_one_rank_only(rank: int, flag: bool) -> None:
     """ZeRO-2: the other rank's gradient counts, halved by the mean."""
     model = build({}, optimize_backward_concat=flag, reshard_after_forward=False)
     weight = "blocks.1.down.weight"
@@ -325,11 +319,8 @@ def unused_on_one_rank(rank: int, world_size: int, flag: bool) -> None:
 
 
 @FLAGS
-def test_a_layer_that_is_used_on_one_rank_only(flag: bool) -> None:
-    run_ranks(2, unused_on_one_rank, flag)
-
-
-def frozen(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_frozen_weights_stay_and_the_others_get_the_same_gradients(rank: int, flag: bool) -> None:
     model = build(NETS["frozen"], optimize_backward_concat=flag)
     whole = build({}, optimize_backward_concat=flag)
     before = model.state_dict()
@@ -342,11 +333,6 @@ def frozen(rank: int, world_size: int, flag: bool) -> None:
         assert torch.equal(after[name], other[name] if parameter.requires_grad else before[name]), name
 
 
-@FLAGS
-def test_frozen_weights_stay_and_the_others_get_the_same_gradients(flag: bool) -> None:
-    run_ranks(2, frozen, flag)
-
-
 def fail(*_: Any) -> None:
     raise KeyError
 
@@ -355,8 +341,13 @@ def fail_in_backward(module: nn.Module, inputs: Any, output: Tensor) -> None:
     output.register_hook(fail)
 
 
-def step_after_exception(rank: int, world_size: int, flag: bool, options: dict[str, Any], hook: Any) -> None:
+@FLAGS
+@pytest.mark.parametrize("hook", [fail, fail_in_backward], ids=["forward", "backward"])
+@pytest.mark.parametrize("schedule", ["zero3", "every"])
+@on_ranks(2)
+def test_a_clean_step_after_an_exception(rank: int, schedule: str, hook: Any, flag: bool) -> None:
     """Fails in the second of three microbatches, on all ranks, when some weights have their gradients."""
+    options = SCHEDULES[schedule]
     model = build({}, optimize_backward_concat=flag, **options)
     clean = build({}, optimize_backward_concat=flag, **options)
     batches = microbatches(model, batches_of(rank, 3, step=1))
@@ -371,14 +362,12 @@ def step_after_exception(rank: int, world_size: int, flag: bool, options: dict[s
 
 
 @FLAGS
-@pytest.mark.parametrize("hook", [fail, fail_in_backward], ids=["forward", "backward"])
-@pytest.mark.parametrize("schedule", ["zero3", "every"])
-def test_a_clean_step_after_an_exception(schedule: str, hook: Any, flag: bool) -> None:
-    run_ranks(2, step_after_exception, flag, SCHEDULES[schedule], hook)
+@on_ranks(2)
+def test_fused_and_other_uses_of_one_weight_add_up(rank: int, flag: bool) -> None:
+    """The order of the two additions may differ, so not bit for bit.
 
-
-def mixed(rank: int, world_size: int, flag: bool) -> None:
-    """One unit with fused and other layers, a tied weight with one fused and one other use."""
+    One unit with fused and other layers, a tied weight with one fused and one other use.
+    """
     torch.manual_seed(0)
     traces = []
     for fused in (True, False):
@@ -393,27 +382,20 @@ def mixed(rank: int, world_size: int, flag: bool) -> None:
         traces.append(train(model, rank, SHORT))
     assert same(traces[0].losses[:3], traces[1].losses[:3])
     for a, b in zip(*(trace.grads for trace in traces), strict=True):
-        assert (a - b).norm() / b.norm() < 1e-5
+        assert error(a, b) < 1e-5
 
 
 @FLAGS
-def test_fused_and_other_uses_of_one_weight_add_up(flag: bool) -> None:
-    """The order of the two additions may differ, so not bit for bit."""
-    run_ranks(2, mixed, flag)
-
-
-def accumulates_in_bf16(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_bf16_accumulation_is_refused_on_every_rank(rank: int, flag: bool) -> None:
     model = build({}, optimize_backward_concat=flag, precision=Precision(accumulate=torch.bfloat16))
     with pytest.raises(TypeError, match=r"Linear\.weight.*Precision\(accumulate=torch\.float32\)"):
         backward(model, batches_of(rank, 1))
 
 
 @FLAGS
-def test_bf16_accumulation_is_refused_on_every_rank(flag: bool) -> None:
-    run_ranks(2, accumulates_in_bf16, flag)
-
-
-def pipeline(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_forwards_may_run_ahead_of_backwards(rank: int, flag: bool) -> None:
     """Forwards of all microbatches first: `first` is decided when gradients land, not in the forward."""
     grads = []
     for ahead in (False, True):
@@ -432,8 +414,3 @@ def pipeline(rank: int, world_size: int, flag: bool) -> None:
                 loss.backward()
         grads.append(grads_of(model))
     assert same(*grads)
-
-
-@FLAGS
-def test_forwards_may_run_ahead_of_backwards(flag: bool) -> None:
-    run_ranks(2, pipeline, flag)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches, param_groups
 from tests.support.models import Block, Net, build, data, grads_of, same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
@@ -23,7 +23,12 @@ def step(model: FlatFSDP, rank: int, count: int = 2, scale: float = 1.0) -> None
         (model(tokens) * scale).backward()
 
 
-def divided(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@FLAGS
+@pytest.mark.parametrize("sync", ["last", "every"])
+@on_ranks(1, 2, 4)
+def test_divide_factors_replace_the_mean(rank: int, world_size: int, sync: str, flag: bool) -> None:
+    """Powers of two, so that dividing before or after the sum rounds alike."""
+    options = {"grad_sync": sync, "optimize_backward_concat": flag}
     if world_size == 4:
         options = {**options, "mesh": dist.init_device_mesh("cpu", (2, 2))}
     mean, split, summed, one_unit = (build(**options) for _ in range(4))
@@ -37,14 +42,6 @@ def divided(rank: int, world_size: int, options: dict[str, Any]) -> None:
     assert same(grads_of(one_unit), [g * world_size for g in grads_of(mean)][:1] + grads_of(mean)[1:])
     with pytest.raises(ValueError, match="cannot be divided by 0 after the sum"):
         mean.set_gradient_divide_factors(1, 0)
-
-
-@FLAGS
-@pytest.mark.parametrize("sync", ["last", "every"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_divide_factors_replace_the_mean(world_size: int, sync: str, flag: bool) -> None:
-    """Powers of two, so that dividing before or after the sum rounds alike."""
-    run_ranks(world_size, divided, {"grad_sync": sync, "optimize_backward_concat": flag})
 
 
 def fp16_sum(rank: int, world_size: int) -> bool:
@@ -63,7 +60,9 @@ def test_dividing_before_the_sum_keeps_it_in_range() -> None:
     assert [False, True] in run_ranks(2, fp16_sum)
 
 
-def scaled(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2)
+def test_a_gradient_scaler_agrees_on_all_ranks(rank: int, flag: bool) -> None:
     """One rank's shard overflows: all ranks skip the step and halve the scale alike."""
     model = build(precision=Precision(compute=torch.float16), optimize_backward_concat=flag)
     reference = build(precision=Precision(compute=torch.float16), optimize_backward_concat=flag)
@@ -94,11 +93,8 @@ def scaled(rank: int, world_size: int, flag: bool) -> None:
 
 
 @FLAGS
-def test_a_gradient_scaler_agrees_on_all_ranks(flag: bool) -> None:
-    run_ranks(2, scaled, flag)
-
-
-def wide_gradients(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_gradients_wider_than_their_parameters_are_in_main_grad(rank: int, flag: bool) -> None:
     bf16 = torch.bfloat16
     wide = build(
         precision=Precision(param=bf16, compute=bf16, grad=torch.float32), optimize_backward_concat=flag
@@ -126,12 +122,10 @@ def wide_gradients(rank: int, world_size: int, flag: bool) -> None:
 
 
 @FLAGS
-def test_gradients_wider_than_their_parameters_are_in_main_grad(flag: bool) -> None:
-    run_ranks(2, wide_gradients, flag)
-
-
-def grouped(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@on_ranks(1, 2, 4)
+def test_parameter_groups_over_flat_shards(flag: bool) -> None:
     """Per-parameter learning rates, over shards that end anywhere, equal the plain model's groups."""
+    options = {"optimize_backward_concat": flag}
     torch.manual_seed(0)
     plain = Net()
     torch.manual_seed(0)
@@ -166,12 +160,6 @@ def grouped(rank: int, world_size: int, options: dict[str, Any]) -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6, msg=name)
     model.zero_grad()
     assert all(p.grad is None for group in ours.param_groups for p in group["params"])
-
-
-@FLAGS
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_parameter_groups_over_flat_shards(world_size: int, flag: bool) -> None:
-    run_ranks(world_size, grouped, {"optimize_backward_concat": flag})
 
 
 @pytest.mark.parametrize(
@@ -220,7 +208,8 @@ def test_the_norm_of_narrow_gradients_does_not_overflow() -> None:
     assert model.flat_param.grad.max() == 75.0
 
 
-def different_ranks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_units_may_have_ranks_of_their_own(rank: int) -> None:
     """A unit over a group of its own: replicated where the rest is sharded, as norms with statistics want."""
     torch.manual_seed(0)
     net = Net(2)
@@ -239,11 +228,8 @@ def different_ranks(rank: int, world_size: int) -> None:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7, msg=name)
 
 
-def test_units_may_have_ranks_of_their_own() -> None:
-    run_ranks(2, different_ranks)
-
-
-def smaller_group(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_unit_over_fewer_ranks(rank: int) -> None:
     """Two pairs of ranks each have a unit to themselves: it trains apart, and the norm of all is unknown."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     torch.manual_seed(rank // 2)
@@ -254,7 +240,3 @@ def smaller_group(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="spread over 2 ranks and the model over 4"):
         model.clip_grad_norm_(1.0)
     assert expert.clip_grad_norm_(1.0).isfinite()
-
-
-def test_a_unit_over_fewer_ranks() -> None:
-    run_ranks(4, smaller_group)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import auto_wrap, by_class
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 WIDTH = 8
 
@@ -51,7 +51,11 @@ class Net(nn.Module):
         return x.square().mean()
 
 
-def trained(rank: int, world_size: int, block: Callable[[], nn.Module], flag: bool, reshard: bool) -> None:
+@pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
+@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("block", [Added, Grown])
+@on_ranks(2)
+def test_a_unit_that_writes_into_its_input(block: type[nn.Module], flag: bool, reshard: bool) -> None:
     torch.manual_seed(0)
     plain = Net(block)
     wrapped = copy.deepcopy(plain)
@@ -76,10 +80,3 @@ def trained(rank: int, world_size: int, block: Callable[[], nn.Module], flag: bo
     for name, value in model.state_dict().items():
         torch.testing.assert_close(value, plain.state_dict()[name])
     assert model.ledger.calls["reduce"] == 3 * 4
-
-
-@pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
-@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-@pytest.mark.parametrize("block", [Added, Grown])
-def test_a_unit_that_writes_into_its_input(block: type[nn.Module], flag: bool, reshard: bool) -> None:
-    run_ranks(2, trained, block, flag, reshard)

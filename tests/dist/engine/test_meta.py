@@ -12,7 +12,7 @@ from torch import nn
 from flatfsdp import FlatFSDP, auto_wrap, by_class
 from flatfsdp.checkpoint import full_state_dict
 from tests.support.models import VOCAB, WIDTH, Block, Net, data, same_trace, train
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 
 def init(module: nn.Module) -> None:
@@ -27,21 +27,17 @@ def on_meta(factory: Callable[[], nn.Module]) -> nn.Module:
         return factory()
 
 
-def against_ordinary(rank: int, world_size: int, flag: bool) -> dict[str, bool]:
+@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+@on_ranks(1, 2)
+def test_trains_like_a_model_built_in_memory(rank: int, flag: bool) -> None:
     ordinary = Net()
     with torch.no_grad():
         ordinary.apply(init)
     options: dict[str, Any] = {"optimize_backward_concat": flag}
     expected = auto_wrap(ordinary, by_class(Block), **options)
     model = auto_wrap(on_meta(Net), by_class(Block), device="cpu", param_init_fn=init, **options)
-    return same_trace(train(model, rank), train(expected, rank))
-
-
-@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_trains_like_a_model_built_in_memory(world_size: int, flag: bool) -> None:
-    for same in run_ranks(world_size, against_ordinary, flag):
-        assert all(same.values()), same
+    same = same_trace(train(model, rank), train(expected, rank))
+    assert all(same.values()), same
 
 
 class Special(nn.Module):
@@ -64,7 +60,8 @@ class Special(nn.Module):
         return self.head(self.norm(x.mean(0))).sum()
 
 
-def reset_parameters(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_reset_parameters_children_first_tied_stay_tied(rank: int) -> None:
     torch.manual_seed(0)
     model = FlatFSDP(on_meta(Special), device="cpu", optimize_backward_concat=True)
     ((tokens,),) = data(rank, 1, 1)
@@ -75,10 +72,6 @@ def reset_parameters(rank: int, world_size: int) -> None:
     # What the owner sets after its parts have been reset.
     assert torch.equal(state["attention.out_proj.bias"], torch.zeros(WIDTH))
     assert model.head.weight is model.embedding.weight and model.head.weight.mark == "kept"
-
-
-def test_reset_parameters_children_first_tied_stay_tied() -> None:
-    run_ranks(2, reset_parameters)
 
 
 class NoReset(nn.Module):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from flatfsdp import Precision, Prefetch
 from tests.support.models import build, same_trace, train, train_unsharded
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 BF16 = Precision(compute=torch.bfloat16)
 STRATEGIES = {
@@ -22,20 +20,20 @@ STRATEGIES = {
 ALL_TRUE = {"losses": True, "grads": True, "parameters": True, "optimizer": True}
 
 
-def flag_off_and_on(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
-    off, on = (train(build(optimize_backward_concat=flag, **options), rank) for flag in (False, True))
-    return same_trace(off, on)
-
-
 @pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_flag_on_equals_flag_off(world_size: int, strategy: str, precision: Precision) -> None:
+@on_ranks(2, 4)
+def test_flag_on_equals_flag_off(rank: int, strategy: str, precision: Precision) -> None:
     options = {"precision": precision, **STRATEGIES[strategy]}
-    assert run_ranks(world_size, flag_off_and_on, options) == [ALL_TRUE] * world_size
+    off, on = (train(build(optimize_backward_concat=flag, **options), rank) for flag in (False, True))
+    assert same_trace(off, on) == ALL_TRUE
 
 
-def against_unsharded(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("flag", [False, True])
+@pytest.mark.parametrize("strategy", list(STRATEGIES)[:3])
+@on_ranks(2)
+def test_fp32_equals_the_unsharded_model(rank: int, world_size: int, strategy: str, flag: bool) -> None:
+    options = {"optimize_backward_concat": flag, **STRATEGIES[strategy]}
     model = build(**options)
     trace = train(model, rank)
     losses, state = train_unsharded(world_size)
@@ -48,31 +46,20 @@ def against_unsharded(rank: int, world_size: int, options: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("flag", [False, True])
-@pytest.mark.parametrize("strategy", list(STRATEGIES)[:3])
-def test_fp32_equals_the_unsharded_model(strategy: str, flag: bool) -> None:
-    run_ranks(2, against_unsharded, {"optimize_backward_concat": flag, **STRATEGIES[strategy]})
-
-
-def poisoned(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
-    plain = train(build(**options), rank)
-    return same_trace(plain, train(build(poison_on_free=True, **options), rank))
-
-
-@pytest.mark.parametrize("flag", [False, True])
 @pytest.mark.parametrize("depth", [0, 1, 2])
-def test_nothing_reads_a_freed_buffer(depth: int, flag: bool) -> None:
+@on_ranks(2)
+def test_nothing_reads_a_freed_buffer(rank: int, depth: int, flag: bool) -> None:
     options = {"prefetch": Prefetch(depth, depth), "optimize_backward_concat": flag, "precision": BF16}
-    assert run_ranks(2, poisoned, options) == [ALL_TRUE] * 2
+    plain, poisoned = (train(build(poison_on_free=poison, **options), rank) for poison in (False, True))
+    assert same_trace(plain, poisoned) == ALL_TRUE
 
 
-def reduce_in_bf16(rank: int, world_size: int) -> tuple[dict[str, bool], torch.dtype]:
+@on_ranks(2)
+def test_reducing_in_bf16_keeps_parity_and_returns_master_precision(rank: int) -> None:
     precision = Precision(compute=torch.bfloat16, reduce=torch.bfloat16)
     off, on = (train(build(optimize_backward_concat=f, precision=precision), rank) for f in (False, True))
-    return same_trace(off, on), on.grads[0].dtype
-
-
-def test_reducing_in_bf16_keeps_parity_and_returns_master_precision() -> None:
-    assert run_ranks(2, reduce_in_bf16) == [(ALL_TRUE, torch.float32)] * 2
+    assert same_trace(off, on) == ALL_TRUE
+    assert on.grads[0].dtype == torch.float32
 
 
 def test_world_of_one_without_torch_distributed() -> None:

@@ -1,19 +1,22 @@
-"""Activation checkpointing changes nothing, bit for bit, inside a unit and around it."""
+"""Activation checkpointing changes nothing, bit for bit, inside a unit, around it, and around some uses."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
-from tests.support.models import Block, Net, same_trace, train
-from tests.support.ranks import run_ranks
+from tests.support.models import Block, Net, grads_of, same, same_trace, train
+from tests.support.ranks import on_ranks
 
 
-def with_and_without(
-    rank: int, world_size: int, flag: bool, reentrant: bool, around: bool
-) -> dict[str, bool]:
+@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("around", [False, True], ids=["inside the unit", "around the unit"])
+@on_ranks(2)
+def test_recomputation_changes_nothing(rank: int, around: bool, reentrant: bool, flag: bool) -> None:
     traces = []
     for recompute in (False, True):
         torch.manual_seed(0)
@@ -25,12 +28,37 @@ def with_and_without(
             plain = target.forward
             target.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=reentrant)
         traces.append(train(model, rank))
-    return same_trace(*traces)
+    result = same_trace(*traces)
+    assert all(result.values()), result
 
 
-@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-@pytest.mark.parametrize("around", [False, True], ids=["inside the unit", "around the unit"])
-def test_recomputation_changes_nothing(around: bool, reentrant: bool, flag: bool) -> None:
-    for result in run_ranks(2, with_and_without, flag, reentrant, around):
-        assert all(result.values()), result
+class InsideAndOutside(nn.Module):
+    """One layer, used plainly and inside a reentrant checkpoint, in either order."""
+
+    def __init__(self, recompute: tuple[bool, bool]) -> None:
+        super().__init__()
+        self.stem, self.layer, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 1)
+        self.recompute = recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for recompute in self.recompute:
+            x = (checkpoint(self.layer, x, use_reentrant=True) if recompute else self.layer(x)).tanh()
+        return self.head(x).sum()
+
+
+@pytest.mark.parametrize("recompute", [(False, True), (True, False), (True, True)])
+@on_ranks(2)
+def test_a_layer_inside_and_outside_a_checkpoint_is_reduced_once(
+    rank: int, recompute: tuple[bool, bool]
+) -> None:
+    grads, reductions = [], []
+    for flag in (False, True):
+        torch.manual_seed(0)
+        model = FlatFSDP(InsideAndOutside(recompute), optimize_backward_concat=flag)
+        torch.manual_seed(rank)
+        model(torch.randn(3, 5)).backward()
+        grads.append(grads_of(model))
+        reductions.append(model.ledger.calls["reduce"])
+    assert same(*grads)
+    assert reductions == [1, 1], "what a nested backward brings does not count as the outer one's"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
 from tests.support.models import Block, Net, build, data, grads_of, same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
@@ -60,26 +60,23 @@ def forwards_under_no_sync(model: FlatFSDP, batches: list[Tensor]) -> list[Tenso
 SCHEDULES = [all_forwards_first, one_forward_ahead, with_no_sync, forwards_under_no_sync]
 
 
-def compare_schedules(rank: int, world_size: int, schedule: Any, options: dict[str, Any]) -> list[bool]:
-    """Two steps each, so that the second runs with a recorded order and prefetching."""
-    model, reference = build(**options), build(**options)
-    results = []
-    for batches in data(rank, steps=2, count=3):
-        results.append(same(schedule(model, batches), step(reference, batches)))
-        for m in (model, reference):
-            m.zero_grad()
-    return results
-
-
 @FLAGS
 @RESHARD
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: s.__name__)
-def test_every_schedule_gives_the_same_gradients(schedule: Any, flag: bool, reshard: bool) -> None:
+@on_ranks(2)
+def test_every_schedule_gives_the_same_gradients(rank: int, schedule: Any, flag: bool, reshard: bool) -> None:
+    """Two steps each, so that the second runs with a recorded order and prefetching."""
     options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
-    assert run_ranks(2, compare_schedules, schedule, options) == [[True, True]] * 2
+    model, reference = build(**options), build(**options)
+    for batches in data(rank, steps=2, count=3):
+        assert same(schedule(model, batches), step(reference, batches))
+        for m in (model, reference):
+            m.zero_grad()
 
 
-def accumulate_on_the_shard(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2)
+def test_unmarked_backwards_add_up_on_the_shard(rank: int, flag: bool) -> None:
     """Without any marking every backward reduces, and reduced gradients add up in `.grad`."""
     model = build(optimize_backward_concat=flag)
     batches = next(data(rank, 1, 2))
@@ -94,17 +91,19 @@ def accumulate_on_the_shard(rank: int, world_size: int, flag: bool) -> None:
     assert same(together, [a + b for a, b in zip(*expected, strict=True)])
 
 
-@FLAGS
-def test_unmarked_backwards_add_up_on_the_shard(flag: bool) -> None:
-    run_ranks(2, accumulate_on_the_shard, flag)
-
-
 class BoomError(RuntimeError):
     pass
 
 
-def recover(rank: int, world_size: int, flag: bool, where: str, options: dict[str, Any]) -> None:
+@FLAGS
+@RESHARD
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_a_failed_microbatch_leaves_the_next_step_clean(
+    rank: int, where: str, flag: bool, reshard: bool
+) -> None:
     """An exception in microbatch 2 of 3, caught by the user, then a clean step."""
+    options = {"reshard_after_forward": reshard}
     model = build(optimize_backward_concat=flag, poison_on_free=True, **options)
     failing, clean = data(rank, 2, 3)
     block = model.blocks[1]
@@ -136,13 +135,8 @@ def recover(rank: int, world_size: int, flag: bool, where: str, options: dict[st
 
 
 @FLAGS
-@RESHARD
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_failed_microbatch_leaves_the_next_step_clean(where: str, flag: bool, reshard: bool) -> None:
-    run_ranks(2, recover, flag, where, {"reshard_after_forward": reshard})
-
-
-def recover_without_loop(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_zero_grad_drops_what_was_never_reduced(rank: int, flag: bool) -> None:
     """The same with no_sync() and zero_grad() instead of `microbatches`; the failure is in user code."""
     model = build(optimize_backward_concat=flag)
     failing, clean = data(rank, 2, 2)
@@ -160,8 +154,52 @@ def recover_without_loop(rank: int, world_size: int, flag: bool) -> None:
 
 
 @FLAGS
-def test_zero_grad_drops_what_was_never_reduced(flag: bool) -> None:
-    run_ranks(2, recover_without_loop, flag)
+@on_ranks(2)
+def test_a_backward_that_fails_half_reduced_leaves_no_gradient(rank: int, flag: bool) -> None:
+    """The last microbatch's backward fails after some units have been reduced."""
+    torch.manual_seed(0)
+    model = auto_wrap(Net(6), by_class(Block), optimize_backward_concat=flag)
+    torch.manual_seed(0)
+    fresh = auto_wrap(Net(6), by_class(Block), optimize_backward_concat=flag)
+    failing, clean = data(rank, 2, 2)
+
+    def fail(_grad: Tensor) -> None:
+        raise BoomError
+
+    def fail_in_backward(module: Any, inputs: Any, output: Tensor) -> None:
+        if model.microbatch.is_last:
+            output.register_hook(fail)
+
+    handle = model.blocks[0].up.register_forward_hook(fail_in_backward)
+    step = (model(tokens).backward() for tokens in microbatches(model, failing))
+    with pytest.raises(BoomError):
+        list(step)
+    handle.remove()
+    assert grads_of(model) == []
+    for m in (model, fresh):
+        for tokens in microbatches(m, clean):
+            m(tokens).backward()
+    assert same(grads_of(model), grads_of(fresh))
+
+
+@on_ranks(2)
+def test_failed_evaluation_and_a_childs_zero_grad_leave_other_gradients_alone(rank: int) -> None:
+    """An exception in an eval forward between microbatches loses nothing; nor does a child's zero_grad."""
+    model, reference = build(optimize_backward_concat=True), build(optimize_backward_concat=True)
+    first, second = next(data(rank, 1, 2))
+    for m in (model, reference):
+        with m.no_sync():
+            m(first).backward()
+        if m is model:
+            with pytest.raises(IndexError), torch.no_grad():
+                m(torch.full((1, 2), 999))
+        m(second).backward()
+    assert same(grads_of(model), grads_of(reference))
+    with model.no_sync():
+        model(first).backward()
+    model.blocks[2].zero_grad()
+    kept = [m.fsdp_state.unit.trained[0].main_grad.holds_gradients for m in (model, *model.blocks)]
+    assert kept == [True, True, True, False]
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])

@@ -14,11 +14,10 @@ from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, param_groups
 from flatfsdp.optim import AdamW
 from tests.support.against_plain import assert_equal
 from tests.support.models import Block, Net, build, data, grads_of, same, whole_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 RESHARD = pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
-WORLDS = pytest.mark.parametrize("world_size", [1, 2])
 
 
 def batches(rank: int) -> list[Tensor]:
@@ -37,7 +36,14 @@ def step_of(model: FlatFSDP, kind: str) -> Callable[[], Any]:
     return torch.optim.SGD(model.parameters(), lr=0.1).step
 
 
-def changed(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> None:
+@FLAGS
+@RESHARD
+@pytest.mark.parametrize("kind", ["torch", "ours", "grouped", "load"])
+@on_ranks(1, 2)
+def test_a_graph_from_before_a_change_raises(rank: int, kind: str, reshard: bool, flag: bool) -> None:
+    options: dict[str, Any] = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
+    if kind == "ours":
+        options["precision"] = Precision(compute=torch.bfloat16)
     model = build(**options)
     change = step_of(model, kind)
     first, second, third = batches(rank)
@@ -56,17 +62,8 @@ def changed(rank: int, world_size: int, kind: str, options: dict[str, Any]) -> N
 
 
 @FLAGS
-@RESHARD
-@WORLDS
-@pytest.mark.parametrize("kind", ["torch", "ours", "grouped", "load"])
-def test_a_graph_from_before_a_change_raises(kind: str, world_size: int, reshard: bool, flag: bool) -> None:
-    options: dict[str, Any] = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
-    if kind == "ours":
-        options["precision"] = Precision(compute=torch.bfloat16)
-    run_ranks(world_size, changed, kind, options)
-
-
-def padded(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_a_rank_of_padding_alone_raises_with_the_others(flag: bool) -> None:
     """The second rank has nothing but padding, and raises with the first one."""
     model = FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=flag)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -78,12 +75,8 @@ def padded(rank: int, world_size: int, flag: bool) -> None:
         kept.backward()
 
 
-@FLAGS
-def test_a_rank_of_padding_alone_raises_with_the_others(flag: bool) -> None:
-    run_ranks(2, padded, flag)
-
-
-def one_unit_changed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_unit_is_named(rank: int) -> None:
     """The message names it."""
     model = build()
     loss = model(batches(rank)[0])
@@ -91,10 +84,6 @@ def one_unit_changed(rank: int, world_size: int) -> None:
         model.blocks[1].flat_param.mul_(0.5)
     with pytest.raises(RuntimeError, match=r"parameters of unit blocks\.1 changed"):
         loss.backward()
-
-
-def test_the_unit_is_named() -> None:
-    run_ranks(2, one_unit_changed)
 
 
 class Recomputed(Block):
@@ -118,9 +107,13 @@ class RecomputedNet(Net):
         return self.head(x)
 
 
-def unchanged(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@FLAGS
+@RESHARD
+@on_ranks(1, 2)
+def test_backwards_with_the_same_parameters_do_not_raise(rank: int, reshard: bool, flag: bool) -> None:
     """Several forwards before a backward, several backwards of one forward, evaluations and recomputations
     in between: the parameters stay as they are, and nothing raises."""
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
     model = build(**options)
     tokens = batches(rank)
     model(tokens[0]).backward()
@@ -147,14 +140,8 @@ def unchanged(rank: int, world_size: int, options: dict[str, Any]) -> None:
 
 
 @FLAGS
-@RESHARD
-@WORLDS
-def test_backwards_with_the_same_parameters_do_not_raise(world_size: int, reshard: bool, flag: bool) -> None:
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
-    run_ranks(world_size, unchanged, options)
-
-
-def generator_step(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_a_step_of_another_model_in_between_is_no_change(flag: bool) -> None:
     """A step of the critic between forward and backward of the generator changes the critic alone."""
     torch.manual_seed(0)
     generator = FlatFSDP(nn.Linear(4, 4), optimize_backward_concat=flag)
@@ -165,8 +152,3 @@ def generator_step(rank: int, world_size: int, flag: bool) -> None:
     optimizer.step()
     critic(fake).sum().backward()
     assert generator.flat_param.grad.isfinite().all()
-
-
-@FLAGS
-def test_a_step_of_another_model_in_between_is_no_change(flag: bool) -> None:
-    run_ranks(2, generator_step, flag)

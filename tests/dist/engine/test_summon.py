@@ -12,7 +12,7 @@ from torch import nn
 from flatfsdp import FlatFSDP, auto_wrap, by_class, microbatches
 from flatfsdp.checkpoint import full_state_dict
 from tests.support.models import Block, Net, data, grads_of, same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
@@ -34,7 +34,9 @@ def wrapped(seed: int = 0, **options: Any) -> tuple[FlatFSDP, nn.Module]:
     return auto_wrap(models[0], by_class(Block), **options), models[1]
 
 
-def read(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(1, 2)
+def test_inside_the_module_is_the_plain_one(flag: bool) -> None:
     model, plain = wrapped(optimize_backward_concat=flag)
     outside = [name for name, _ in model.named_parameters()]
     with model.summon_full_params():
@@ -53,12 +55,6 @@ def read(rank: int, world_size: int, flag: bool) -> None:
     assert not isinstance(dict(model.named_modules())["module.head"]._parameters.get("weight"), nn.Parameter)
 
 
-@FLAGS
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_inside_the_module_is_the_plain_one(world_size: int, flag: bool) -> None:
-    run_ranks(world_size, read, flag)
-
-
 def change(model: nn.Module) -> None:
     """In place, by replacing the parameter object, and by `.data`; one of them frozen, one tied."""
     with torch.no_grad():
@@ -69,7 +65,12 @@ def change(model: nn.Module) -> None:
     model.head.bias.data = torch.ones_like(model.head.bias)
 
 
-def write(rank: int, world_size: int, flag: bool, options: dict[str, Any]) -> None:
+@FLAGS
+@pytest.mark.parametrize("options", [{}, {"rank0_only": True, "offload_to_cpu": True}], ids=["all", "rank 0"])
+@on_ranks(1, 2, 4)
+def test_changes_are_written_back_or_not(
+    rank: int, world_size: int, options: dict[str, Any], flag: bool
+) -> None:
     mesh = {"mesh": dist.init_device_mesh("cpu", (2, 2))} if world_size == 4 else {}
     model, plain = wrapped(optimize_backward_concat=flag, **mesh)
     before = full_state_dict(model)
@@ -90,14 +91,8 @@ def write(rank: int, world_size: int, flag: bool, options: dict[str, Any]) -> No
     assert torch.equal(model(tokens), plain(tokens))
 
 
-@FLAGS
-@pytest.mark.parametrize("options", [{}, {"rank0_only": True, "offload_to_cpu": True}], ids=["all", "rank 0"])
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_changes_are_written_back_or_not(world_size: int, options: dict[str, Any], flag: bool) -> None:
-    run_ranks(world_size, write, flag, options)
-
-
-def only_one_unit(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_one_unit_alone() -> None:
     model, plain = wrapped()
     with model.summon_full_params(recurse=False):
         assert [name for name, _ in model.named_parameters()] == [
@@ -112,16 +107,13 @@ def only_one_unit(rank: int, world_size: int) -> None:
         assert model.head.bias.isnan().all()
 
 
-def test_one_unit_alone() -> None:
-    run_ranks(2, only_one_unit)
-
-
 def untie(model: nn.Module) -> None:
     for module, value in ((model.head, 0.0), (model.embedding, 1.0)):
         module.weight = nn.Parameter(torch.full_like(module.weight, value))
 
 
-def errors(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_goes_wrong_inside_changes_nothing_and_hangs_nobody(rank: int) -> None:
     model, _ = wrapped()
     before = full_state_dict(model)
     with pytest.raises(ValueError, match=r"up\.weight was given shape \(3,\)"):
@@ -159,11 +151,10 @@ def errors(rank: int, world_size: int) -> None:
         loss.backward()
 
 
-def test_what_goes_wrong_inside_changes_nothing_and_hangs_nobody() -> None:
-    run_ranks(2, errors)
-
-
-def between_microbatches(rank: int, world_size: int, flag: bool, reshard: bool) -> None:
+@FLAGS
+@pytest.mark.parametrize("reshard", [False, True])
+@on_ranks(2)
+def test_summoning_between_microbatches_keeps_gradients(rank: int, flag: bool, reshard: bool) -> None:
     options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
     (model, _), (other, _) = wrapped(**options), wrapped(**options)
     ((*batches,),) = data(rank, 1, 3)
@@ -176,13 +167,8 @@ def between_microbatches(rank: int, world_size: int, flag: bool, reshard: bool) 
     assert same(grads_of(model), grads_of(other))
 
 
-@FLAGS
-@pytest.mark.parametrize("reshard", [False, True])
-def test_summoning_between_microbatches_keeps_gradients(flag: bool, reshard: bool) -> None:
-    run_ranks(2, between_microbatches, flag, reshard)
-
-
-def lost_updates(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_nothing_is_lost_or_written_by_halves() -> None:
     """What would be overwritten at the end raises instead, and a bad parameter writes back none."""
     model, _ = wrapped()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -211,7 +197,3 @@ def lost_updates(rank: int, world_size: int) -> None:
     with pytest.raises(ValueError, match="was given shape"):
         replace_one_badly()
     assert all(torch.equal(v, before[k]) for k, v in full_state_dict(model).items())
-
-
-def test_nothing_is_lost_or_written_by_halves() -> None:
-    run_ranks(2, lost_updates)

@@ -18,7 +18,8 @@ from flatfsdp.contract.tensor_parallel import declare_split, declare_whole
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.layers import Linear, RMSNorm
 from tests.support.models import Trace, data, same_trace, whole_grads
-from tests.support.ranks import run_ranks
+from tests.support.plain_layers import error
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tp_models import ParallelMLP, ParallelNet, build_tp, data_rank, tp_mesh
 
 STEPS, COUNT = 2, 2
@@ -59,8 +60,22 @@ def train_in_one_process(replicas: int, replica: int) -> tuple[list[Tensor], dic
     return losses, first
 
 
-def off_on_and_one_process(
-    rank: int, world_size: int, sizes: tuple[int, ...], options: dict[str, Any]
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ((2, 2), {}),
+        ((2, 2), {"reshard_after_forward": False, "grad_sync": "every"}),
+        ((2, 2), {"shard": False}),
+        ((2, 2), {"factors": (4.0, 0.5)}),
+        ((2, 1, 2), {"grad_sync": "every"}),
+        ((1, 4), {"cpu_offload": True}),
+        ((2, 2), {"precision": BF16}),
+    ],
+    ids=["zero3", "zero2-every", "replicated", "factors", "hybrid-every", "tp4-offload", "bf16"],
+)
+@on_ranks(4)
+def test_flag_off_on_fused_and_one_process_agree(
+    world_size: int, sizes: tuple[int, ...], options: dict[str, Any]
 ) -> None:
     mesh = tp_mesh(*sizes)
     replica, replicas = data_rank(mesh), world_size // mesh["tp"].size()
@@ -80,28 +95,11 @@ def off_on_and_one_process(
     torch.testing.assert_close(torch.stack(off.losses), torch.stack(losses), rtol=1e-6, atol=0)
     assert grads.keys() == expected.keys()
     for name, grad in grads.items():
-        error = (grad - expected[name]).norm() / expected[name].norm()
-        assert error < 1e-5, (name, error)
+        assert error(grad, expected[name]) < 1e-5, name
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ((2, 2), {}),
-        ((2, 2), {"reshard_after_forward": False, "grad_sync": "every"}),
-        ((2, 2), {"shard": False}),
-        ((2, 2), {"factors": (4.0, 0.5)}),
-        ((2, 1, 2), {"grad_sync": "every"}),
-        ((1, 4), {"cpu_offload": True}),
-        ((2, 2), {"precision": BF16}),
-    ],
-    ids=["zero3", "zero2-every", "replicated", "factors", "hybrid-every", "tp4-offload", "bf16"],
-)
-def test_flag_off_on_fused_and_one_process_agree(sizes: tuple[int, ...], options: dict[str, Any]) -> None:
-    run_ranks(4, off_on_and_one_process, sizes, options)
-
-
-def groups_and_launches(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_a_unit_is_gathered_in_one_launch_and_partial_gradients_are_summed_once() -> None:
     mesh = tp_mesh(2, 2)
     model = build_tp(mesh, grad_sync="every", optimize_backward_concat=True)
     names = {name for name, _ in model.named_parameters()}
@@ -124,11 +122,8 @@ def groups_and_launches(rank: int, world_size: int) -> None:
     ]
 
 
-def test_a_unit_is_gathered_in_one_launch_and_partial_gradients_are_summed_once() -> None:
-    run_ranks(4, groups_and_launches)
-
-
-def sums_are_exact_in_fp32(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_partial_gradients_are_summed_in_fp32() -> None:
     """Gradients 1 and 2**-10 of two ranks, all communicated in bf16, keep their sum."""
     mesh = tp_mesh(2, 2)
     layer = nn.Linear(1, 1, bias=False)
@@ -141,21 +136,14 @@ def sums_are_exact_in_fp32(rank: int, world_size: int) -> None:
         assert model.partial_flat_param.grad[0] == 1.0 + 2.0**-10
 
 
-def test_partial_gradients_are_summed_in_fp32() -> None:
-    run_ranks(4, sums_are_exact_in_fp32)
-
-
-def whole_parameters_become_equal(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_parameters_that_all_ranks_have_start_equal() -> None:
     mesh = tp_mesh(2, 2)
     layer = nn.Linear(3, 3)
     with torch.no_grad():
         layer.weight.fill_(mesh.get_local_rank("tp"))
     model = FlatFSDP(layer, mesh=mesh["dp"], tp_group=mesh.get_group("tp"))
     assert not model.state_dict()["weight"].any()
-
-
-def test_parameters_that_all_ranks_have_start_equal() -> None:
-    run_ranks(4, whole_parameters_become_equal)
 
 
 def one_rank_differs(rank: int, world_size: int, what: str) -> str:
@@ -190,7 +178,8 @@ def test_a_model_that_differs_on_one_rank_raises_on_all(what: str, expected: str
     assert expected in messages[0]
 
 
-def wrong_groups(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_groups_that_do_not_fit_are_named(rank: int, world_size: int) -> None:
     mesh = tp_mesh(2, 2)
     tp_group, ranks = mesh.get_group("tp"), tp_ranks(mesh)
 
@@ -244,11 +233,8 @@ def wrong_groups(rank: int, world_size: int) -> None:
         outer(torch.zeros(1, 2))
 
 
-def test_groups_that_do_not_fit_are_named() -> None:
-    run_ranks(4, wrong_groups)
-
-
-def other_marks(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_marks_of_others_are_understood(rank: int, world_size: int) -> None:
     """Megatron's own, which have no sizes, and those of layers that know no ranks."""
     mesh = tp_mesh(2, 2)
     alone = [dist.new_group([r]) for r in range(world_size)][rank]
@@ -267,11 +253,8 @@ def other_marks(rank: int, world_size: int) -> None:
         assert torch.equal(thirds[:, first : first + own.shape[1]], own)
 
 
-def test_marks_of_others_are_understood() -> None:
-    run_ranks(4, other_marks)
-
-
-def reports(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_reports_tell_placements_apart_and_groups_are_chosen_by_whole_shapes() -> None:
     mesh = tp_mesh(2, 2)
     model = build_tp(mesh)
     rows = [row for row in model.memory_report().rows if row.buffer == "master shard"]
@@ -289,7 +272,3 @@ def reports(rank: int, world_size: int) -> None:
     shapes: dict[str, tuple[int, ...]] = {}
     param_groups(model, [{"params": lambda name, shape: shapes.setdefault(name, shape) is not None}])
     assert shapes == {name: tuple(p.shape) for name, p in ParallelNet().named_parameters()}
-
-
-def test_reports_tell_placements_apart_and_groups_are_chosen_by_whole_shapes() -> None:
-    run_ranks(4, reports)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -15,10 +14,9 @@ import flatfsdp.optim
 from flatfsdp import FlatFSDP, Precision, checkpoint, microbatches, param_groups
 from tests.support.against_plain import assert_equal
 from tests.support.models import build, data, whole_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-WORLDS = pytest.mark.parametrize("world_size", [1, 2])
 SYNC = pytest.mark.parametrize("sync", ["last", "every"])
 
 BF16 = torch.bfloat16
@@ -41,7 +39,14 @@ def optimizers(model: FlatFSDP) -> dict[str, torch.optim.Optimizer]:
     }
 
 
-def dropped(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@FLAGS
+@SYNC
+@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
+@on_ranks(1, 2)
+def test_zero_grad_of_an_optimizer_drops_what_is_accumulated(
+    rank: int, reshard: bool, sync: str, flag: bool
+) -> None:
+    options = {"optimize_backward_concat": flag, "grad_sync": sync, "reshard_after_forward": reshard}
     ((bad, worse, *good),) = data(rank, 1, 4)
     fresh = build(**options)
     accumulate(fresh, good[0])
@@ -64,17 +69,8 @@ def dropped(rank: int, world_size: int, options: dict[str, Any]) -> None:
 
 
 @FLAGS
-@SYNC
-@WORLDS
-@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
-def test_zero_grad_of_an_optimizer_drops_what_is_accumulated(
-    world_size: int, reshard: bool, sync: str, flag: bool
-) -> None:
-    options = {"optimize_backward_concat": flag, "grad_sync": sync, "reshard_after_forward": reshard}
-    run_ranks(world_size, dropped, options)
-
-
-def between_forward_and_backward(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_zero_grad_between_a_forward_and_its_backward(rank: int, flag: bool) -> None:
     """As in trainers that call zero_grad right before the backward."""
     ((bad, good),) = data(rank, 1, 2)
     model, fresh = (build(optimize_backward_concat=flag) for _ in range(2))
@@ -88,12 +84,11 @@ def between_forward_and_backward(rank: int, world_size: int, flag: bool) -> None
 
 
 @FLAGS
-def test_zero_grad_between_a_forward_and_its_backward(flag: bool) -> None:
-    run_ranks(2, between_forward_and_backward, flag)
-
-
-def after_a_reduction(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@SYNC
+@on_ranks(1, 2)
+def test_a_gradient_from_an_earlier_step_is_watched(rank: int, sync: str, flag: bool) -> None:
     """A gradient that is there already is watched itself; clipping it drops nothing."""
+    options = {"optimize_backward_concat": flag, "grad_sync": sync}
     ((first, bad, good),) = data(rank, 1, 3)
     only = build(**options)
     only(good).backward()
@@ -119,13 +114,8 @@ def after_a_reduction(rank: int, world_size: int, options: dict[str, Any]) -> No
 
 
 @FLAGS
-@SYNC
-@WORLDS
-def test_a_gradient_from_an_earlier_step_is_watched(world_size: int, sync: str, flag: bool) -> None:
-    run_ranks(world_size, after_a_reduction, {"optimize_backward_concat": flag, "grad_sync": sync})
-
-
-def no_step(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(1, 2)
+def test_a_step_before_the_last_backward_raises(rank: int, flag: bool) -> None:
     """A step, a norm or a scaler in the middle of a step raises, and changes nothing."""
     ((first, second),) = data(rank, 1, 2)
     for name in optimizers(build()):
@@ -160,12 +150,8 @@ def no_step(rank: int, world_size: int, flag: bool) -> None:
 
 
 @FLAGS
-@WORLDS
-def test_a_step_before_the_last_backward_raises(world_size: int, flag: bool) -> None:
-    run_ranks(world_size, no_step, flag)
-
-
-def wide(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(1, 2)
+def test_gradients_in_main_grad(rank: int, flag: bool) -> None:
     """Where the reduced gradient is in `main_grad`, the marker still is in `.grad`, in its dtype."""
     ((bad, good),) = data(rank, 1, 2)
     model, fresh = (build(precision=WIDE, optimize_backward_concat=flag) for _ in range(2))
@@ -184,12 +170,8 @@ def wide(rank: int, world_size: int, flag: bool) -> None:
 
 
 @FLAGS
-@WORLDS
-def test_gradients_in_main_grad(world_size: int, flag: bool) -> None:
-    run_ranks(world_size, wide, flag)
-
-
-def grouped(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(1, 2)
+def test_portions_have_markers_of_their_own(rank: int, flag: bool) -> None:
     ((bad, good),) = data(rank, 1, 2)
     groups = [{"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}]
     found = []
@@ -206,13 +188,8 @@ def grouped(rank: int, world_size: int, flag: bool) -> None:
     assert_equal(*found)
 
 
-@FLAGS
-@WORLDS
-def test_portions_have_markers_of_their_own(world_size: int, flag: bool) -> None:
-    run_ranks(world_size, grouped, flag)
-
-
-def offloaded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_offloaded_model(rank: int) -> None:
     ((bad, good),) = data(rank, 1, 2)
     model, fresh = (build(cpu_offload=True, precision=Precision(compute=BF16)) for _ in range(2))
     accumulate(model, bad)
@@ -220,10 +197,6 @@ def offloaded(rank: int, world_size: int) -> None:
     model(good).backward()
     fresh(good).backward()
     assert_equal(whole_grads(model), whole_grads(fresh))
-
-
-def test_an_offloaded_model() -> None:
-    run_ranks(2, offloaded)
 
 
 def leave_a_loop(model: FlatFSDP, batches: list[Tensor]) -> None:

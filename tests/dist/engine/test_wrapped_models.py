@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, param_groups
 from flatfsdp.optim import AdamW
 from tests.support.models import Block, build, data, grads_of, same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
 
-def frozen_teacher(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_write_through_data_reaches_a_frozen_model() -> None:
     """The usual moving-average idiom writes through `.data`, which no version counter sees."""
     teacher = nn.Linear(8, 8)
     teacher.requires_grad_(False)
@@ -30,11 +31,10 @@ def frozen_teacher(rank: int, world_size: int) -> None:
         assert (model(torch.ones(2, 8)) == 9.0).all()
 
 
-def test_a_write_through_data_reaches_a_frozen_model() -> None:
-    run_ranks(2, frozen_teacher)
-
-
-def written_before_the_first_use(rank: int, world_size: int, flag: bool, trains: bool) -> None:
+@FLAGS
+@pytest.mark.parametrize("trains", [False, True], ids=["evaluated", "trained"])
+@on_ranks(1, 2)
+def test_a_write_through_data_before_the_first_forward_is_seen(trains: bool, flag: bool) -> None:
     """The same write on one rank, which holds everything cast, and on two."""
     for write in (lambda data: data.fill_(0.5), lambda data: data.copy_(torch.full_like(data, 0.5))):
         model = FlatFSDP(
@@ -48,26 +48,15 @@ def written_before_the_first_use(rank: int, world_size: int, flag: bool, trains:
             assert (model(torch.ones(2, 8)) == 4.5).all()
 
 
-@FLAGS
-@pytest.mark.parametrize("trains", [False, True], ids=["evaluated", "trained"])
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_write_through_data_before_the_first_forward_is_seen(
-    world_size: int, trains: bool, flag: bool
-) -> None:
-    run_ranks(world_size, written_before_the_first_use, flag, trains)
-
-
-def past_the_wrapper(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_calls_past_the_wrapper_raise() -> None:
     model = build()
     with pytest.raises(RuntimeError, match="forward of Block was called past its FlatFSDP"):
         model.blocks[0].module(torch.zeros(1, 20))
 
 
-def test_calls_past_the_wrapper_raise() -> None:
-    run_ranks(2, past_the_wrapper)
-
-
-def other_memory(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_are_written_and_not_replaced(rank: int) -> None:
     """Values that are written are there in the next forward, in any way but by replacing the memory."""
     tokens = next(data(rank, 1, 1))[0]
     model = build()
@@ -88,10 +77,6 @@ def other_memory(rank: int, world_size: int) -> None:
         portion.data = portion.data.clone()
     with pytest.raises(RuntimeError, match="was given other memory"):
         model(tokens)
-
-
-def test_parameters_are_written_and_not_replaced() -> None:
-    run_ranks(2, other_memory)
 
 
 class Position(nn.Module):
@@ -116,7 +101,9 @@ class Positioned(nn.Module):
         return self.head(x + self.position(len(x))).sum()
 
 
-def returned_parameter(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2)
+def test_a_unit_that_returns_its_parameter_is_told_to_copy_it(flag: bool) -> None:
     """A view of freed memory would end the process."""
     for taken in (Tensor.clone, Tensor.contiguous, Tensor.detach):
         model = auto_wrap(Positioned(taken), by_class(Position), optimize_backward_concat=flag)
@@ -130,11 +117,8 @@ def returned_parameter(rank: int, world_size: int, flag: bool) -> None:
 
 
 @FLAGS
-def test_a_unit_that_returns_its_parameter_is_told_to_copy_it(flag: bool) -> None:
-    run_ranks(2, returned_parameter, flag)
-
-
-def compiled(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_the_engine_is_not_compiled_with_the_model(rank: int, flag: bool) -> None:
     operators: set[str] = set()
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -154,11 +138,6 @@ def compiled(rank: int, world_size: int, flag: bool) -> None:
     assert not any("gather" in name or "fill" in name for name in operators)
 
 
-@FLAGS
-def test_the_engine_is_not_compiled_with_the_model(flag: bool) -> None:
-    run_ranks(2, compiled, flag)
-
-
 class Recording(nn.Linear):
     def forward(self, x: torch.Tensor, seen: list[torch.Tensor]) -> torch.Tensor:  # type: ignore[override]
         seen.append(x)
@@ -172,7 +151,8 @@ def test_a_module_may_write_to_what_it_was_given() -> None:
     assert [x.dtype for x in seen] == [torch.bfloat16]
 
 
-def initialised_late(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_apply_sees_ordinary_parameters() -> None:
     model = build()
 
     def initialise(module: nn.Module) -> None:
@@ -187,10 +167,6 @@ def initialised_late(rank: int, world_size: int) -> None:
         assert not state[f"{name}.bias"].any()
 
 
-def test_apply_sees_ordinary_parameters() -> None:
-    run_ranks(2, initialised_late)
-
-
 class Critic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +177,13 @@ class Critic(nn.Module):
         return self.head(self.block(x)).sum()
 
 
-def critic(rank: int, world_size: int, flag: bool) -> None:
+def norm(module: nn.Module) -> torch.Tensor:
+    return torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
+
+
+@FLAGS
+@on_ranks(2)
+def test_a_model_may_pass_gradients_on_and_keep_none(flag: bool) -> None:
     """A generator is trained through a critic, which keeps no gradient of that and is trained next."""
     torch.manual_seed(0)
     plain_generator, plain_judge = Block(), Critic()
@@ -223,16 +205,9 @@ def critic(rank: int, world_size: int, flag: bool) -> None:
     torch.testing.assert_close(judge.clip_grad_norm_(torch.inf), norm(plain_judge))
 
 
-def norm(module: nn.Module) -> torch.Tensor:
-    return torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
-
-
 @FLAGS
-def test_a_model_may_pass_gradients_on_and_keep_none(flag: bool) -> None:
-    run_ranks(2, critic, flag)
-
-
-def replaced_parameter(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_a_replaced_parameter_is_noticed(rank: int, flag: bool) -> None:
     tokens = next(data(rank, 1, 1))[0]
     for value in (nn.Parameter(torch.ones(30, 20)), torch.ones(30, 20)):
         model = build(optimize_backward_concat=flag)
@@ -248,11 +223,8 @@ def replaced_parameter(rank: int, world_size: int, flag: bool) -> None:
 
 
 @FLAGS
-def test_a_replaced_parameter_is_noticed(flag: bool) -> None:
-    run_ranks(2, replaced_parameter, flag)
-
-
-def averaged(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_an_evaluation_has_the_weights_that_were_written_through_data(rank: int, flag: bool) -> None:
     """Weights are exchanged for an average through `.data`, right after an optimizer that writes what is
     gathered, and after a forward whose backward never comes."""
     tokens = next(data(rank, 1, 1))[0]
@@ -276,12 +248,8 @@ def averaged(rank: int, world_size: int, flag: bool) -> None:
         assert not torch.equal(model(tokens), average(tokens))
 
 
-@FLAGS
-def test_an_evaluation_has_the_weights_that_were_written_through_data(flag: bool) -> None:
-    run_ranks(2, averaged, flag)
-
-
-def transformed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_model_may_be_transformed() -> None:
     """Inside torch.func's transformations the outputs of units have no memory of their own."""
     torch.manual_seed(0)
     block = Block()
@@ -293,5 +261,8 @@ def transformed(rank: int, world_size: int) -> None:
             torch.testing.assert_close(ours, expected)
 
 
-def test_a_model_may_be_transformed() -> None:
-    run_ranks(2, transformed)
+def test_parameters_on_one_rank_can_be_read_before_the_first_forward() -> None:
+    plain = nn.Linear(4, 4)
+    expected = plain.weight.detach().bfloat16()
+    model = FlatFSDP(plain, precision=Precision(compute=torch.bfloat16), optimize_backward_concat=True)
+    assert torch.equal(model.weight, expected)

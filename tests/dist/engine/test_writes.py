@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from flatfsdp import FlatFSDP, Precision
 from tests.support.models import grads_of, same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 WRITTEN = "forward of unit {} wrote in place to parameter .*{}"
@@ -45,7 +45,9 @@ def shorten(model: FlatFSDP) -> None:
         model.module[0].module.table.weight[9] = 0.0
 
 
-def raises(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2)
+def test_an_embedding_that_renormalises_raises_on_all_ranks(rank: int, flag: bool) -> None:
     for options in (
         {},
         {"reshard_after_forward": False},
@@ -65,18 +67,14 @@ def raises(rank: int, world_size: int, flag: bool) -> None:
 
 
 @FLAGS
-def test_an_embedding_that_renormalises_raises_on_all_ranks(flag: bool) -> None:
-    run_ranks(2, raises, flag)
-
-
-@FLAGS
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "eval"])
 def test_one_rank_raises_too(flag: bool, grad: bool) -> None:
     with torch.set_grad_enabled(grad), pytest.raises(RuntimeError, match=WRITTEN.format("0", "table")):
         small(optimize_backward_concat=flag)(tokens_of(0))
 
 
-def leaves_clean(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_step_after_the_error_is_clean(rank: int) -> None:
     """With the flag on nothing else remembers the write: the next step gathers the shards anew."""
     written, fresh = (small(optimize_backward_concat=True) for _ in range(2))
     with pytest.raises(RuntimeError, match="wrote in place"):
@@ -85,10 +83,6 @@ def leaves_clean(rank: int, world_size: int) -> None:
         model.module[0].module.table.max_norm = None
         model(tokens_of(rank)).sum().backward()
     assert same(grads_of(written), grads_of(fresh)) and grads_of(fresh)
-
-
-def test_a_step_after_the_error_is_clean() -> None:
-    run_ranks(2, leaves_clean)
 
 
 class Codebook(nn.Module):
@@ -107,18 +101,15 @@ class Codebook(nn.Module):
         return (x * self.weight).relu_()
 
 
-def counts(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2)
+def test_frozen_parameters_are_watched_and_buffers_are_not(flag: bool) -> None:
     with pytest.raises(RuntimeError, match=WRITTEN.format("root", "count, and what")):
         FlatFSDP(Codebook(in_parameter=True), optimize_backward_concat=flag)(torch.ones(4))
     model = FlatFSDP(Codebook(in_parameter=False), optimize_backward_concat=flag)
     for _ in range(2):
         model(torch.ones(4)).sum().backward()
     assert model.module.calls == 2.0
-
-
-@FLAGS
-def test_frozen_parameters_are_watched_and_buffers_are_not(flag: bool) -> None:
-    run_ranks(2, counts, flag)
 
 
 class WritesLater(nn.Module):
@@ -137,19 +128,18 @@ class WritesLater(nn.Module):
         return x * self.weight
 
 
-def recomputes(rank: int, world_size: int, reentrant: bool) -> None:
+@pytest.mark.parametrize("reentrant", [True, False])
+@on_ranks(2)
+def test_a_recomputation_is_watched_too(reentrant: bool) -> None:
     unit = FlatFSDP(WritesLater(), optimize_backward_concat=True)
     x = torch.ones(4, requires_grad=True)
     with pytest.raises(RuntimeError, match="wrote in place to parameter weight"):
         checkpoint(unit, x, use_reentrant=reentrant).sum().backward()
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_recomputation_is_watched_too(reentrant: bool) -> None:
-    run_ranks(2, recomputes, reentrant)
-
-
-def compiled(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2)
+def test_a_compiled_module_is_watched_too(rank: int, flag: bool) -> None:
     for grad in (True, False):
         model = small(optimize_backward_concat=flag)
         model.module[0].module.compile(backend="aot_eager")
@@ -162,12 +152,8 @@ def compiled(rank: int, world_size: int, flag: bool) -> None:
         torch._dynamo.reset()
 
 
-@FLAGS
-def test_a_compiled_module_is_watched_too(flag: bool) -> None:
-    run_ranks(2, compiled, flag)
-
-
-def between_steps(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_the_way_out_that_the_message_names_works(rank: int) -> None:
     model = small(optimize_backward_concat=True)
     model.module[0].module.table.max_norm = None
     model(tokens_of(rank)).sum().backward()
@@ -177,7 +163,3 @@ def between_steps(rank: int, world_size: int) -> None:
     model(tokens_of(rank)).sum().backward()
     with model.summon_full_params():
         assert (model.module[0].module.table.weight.norm(dim=1) <= 0.1 + 1e-6).all()
-
-
-def test_the_way_out_that_the_message_names_works() -> None:
-    run_ranks(2, between_steps)

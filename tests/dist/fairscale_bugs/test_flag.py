@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from itertools import product
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -31,7 +30,7 @@ from tests.support.against_plain import (
     resident_bytes,
 )
 from tests.support.models import Block, Net, build, data, grads_of, same, whole_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
@@ -41,8 +40,13 @@ BF16 = Precision(compute=torch.bfloat16)
 # ---- B1: parameters stay in memory between microbatches -------------------------------------------------
 
 
-def memory_between_microbatches(rank: int, world_size: int, flag: bool) -> None:
-    """Only the middle block keeps its parameters by policy."""
+@FLAGS
+@on_ranks(2, 4)
+def test_b1_a_no_sync_backward_frees_the_parameters(rank: int, world_size: int, flag: bool) -> None:
+    """There: every unit stays gathered until the next forward, `flat_param` is the full bf16 tensor.
+
+    Only the middle block keeps its parameters by policy.
+    """
     net = plain_net()
     options = {"optimize_backward_concat": flag, "precision": BF16}
     for index, block in enumerate(net.blocks):
@@ -62,17 +66,23 @@ def memory_between_microbatches(rank: int, world_size: int, flag: bool) -> None:
     assert resident_bytes(model) == [0] * UNITS
 
 
-@FLAGS
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_b1_a_no_sync_backward_frees_the_parameters(world_size: int, flag: bool) -> None:
-    """There: every unit stays gathered until the next forward, `flat_param` is the full bf16 tensor."""
-    run_ranks(world_size, memory_between_microbatches, flag)
-
-
 # ---- B2: nobody may look between microbatches -----------------------------------------------------------
 
 
-def look_between_microbatches(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@FLAGS
+@RESHARD
+@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_b2_parameters_can_be_read_between_microbatches(
+    rank: int, precision: Precision, reshard: bool, flag: bool
+) -> None:
+    """There: state_dict() and summon_full_params() gather full tensors as if they were shards, and crash."""
+    options = {
+        "optimize_backward_concat": flag,
+        "precision": precision,
+        "reshard_after_forward": reshard,
+        "poison_on_free": True,
+    }
     expected = {name: p.detach() for name, p in plain_net().named_parameters()}
     model, undisturbed = build(**options), build(**options)
     for batches in data(rank, steps=2, count=3):
@@ -88,21 +98,13 @@ def look_between_microbatches(rank: int, world_size: int, options: dict[str, Any
             m.zero_grad()
 
 
-@FLAGS
-@RESHARD
-@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
-def test_b2_parameters_can_be_read_between_microbatches(
-    precision: Precision, reshard: bool, flag: bool
-) -> None:
-    """There: state_dict() and summon_full_params() gather full tensors as if they were shards, and crash."""
-    options = {"precision": precision, "reshard_after_forward": reshard, "poison_on_free": True}
-    run_ranks(2, look_between_microbatches, {"optimize_backward_concat": flag, **options})
-
-
 # ---- B3: gradient memory that nothing needs yet ---------------------------------------------------------
 
 
-def gradient_memory(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2)
+def test_b3_gradient_memory_appears_with_the_first_gradient(rank: int, world_size: int, flag: bool) -> None:
+    """There: the constructor, every evaluation and state_dict() allocate 4 bytes a parameter."""
     others = fp32_tensors()
     model = build(optimize_backward_concat=flag, precision=BF16)
     tokens = batches_of_all_ranks(world_size)[rank]
@@ -122,16 +124,17 @@ def gradient_memory(rank: int, world_size: int, flag: bool) -> None:
     assert gradient_buffers(model, others) == 0, "after the reducing backward"
 
 
-@FLAGS
-def test_b3_gradient_memory_appears_with_the_first_gradient(flag: bool) -> None:
-    """There: the constructor, every evaluation and state_dict() allocate 4 bytes a parameter."""
-    run_ranks(2, gradient_memory, flag)
-
-
 # ---- B4: frozen units -----------------------------------------------------------------------------------
 
 
-def frozen_unit(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@FLAGS
+@RESHARD
+@on_ranks(2)
+def test_b4_a_frozen_unit_constructs_evaluates_and_trains(
+    rank: int, world_size: int, reshard: bool, flag: bool
+) -> None:
+    """There: construction registers a gradient hook on what has no gradient, and raises."""
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
     plain = plain_net()
     plain.blocks[1].requires_grad_(False)
     model = auto_wrap(copy.deepcopy(plain), by_class(Block), **options)
@@ -153,26 +156,15 @@ def frozen_unit(rank: int, world_size: int, options: dict[str, Any]) -> None:
 
 
 @FLAGS
-@RESHARD
-def test_b4_a_frozen_unit_constructs_evaluates_and_trains(reshard: bool, flag: bool) -> None:
-    """There: construction registers a gradient hook on what has no gradient, and raises."""
-    options = {"reshard_after_forward": reshard, "poison_on_free": True}
-    run_ranks(2, frozen_unit, {"optimize_backward_concat": flag, **options})
-
-
-def frozen_memory(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_b4_a_frozen_unit_is_freed_after_backward(rank: int, world_size: int, flag: bool) -> None:
+    """There: its backward hook, which would free it, does not exist."""
     net = plain_net()
     net.blocks[1].requires_grad_(False)
     model = auto_wrap(net, by_class(Block), optimize_backward_concat=flag)
     with model.no_sync():
         model(batches_of_all_ranks(world_size)[rank][0]).backward()
     assert resident_bytes(model) == [0] * UNITS
-
-
-@FLAGS
-def test_b4_a_frozen_unit_is_freed_after_backward(flag: bool) -> None:
-    """There: its backward hook, which would free it, does not exist."""
-    run_ranks(2, frozen_memory, flag)
 
 
 # ---- B5, B6: who says which microbatch is the last, and when --------------------------------------------
@@ -192,9 +184,23 @@ def by_attribute(model: FlatFSDP, is_last: bool) -> None:
         wrapped.microbatch.is_last = is_last
 
 
-def mark_by_hand(
-    rank: int, world_size: int, mark: Callable[[FlatFSDP, bool], None], flags: Sequence[bool]
+@pytest.mark.parametrize("mark", [on_the_root, on_every_unit, by_attribute], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (False,) * 4,
+        (True,) * 4,
+        (False, True, True, True),
+        (True, False, False, False),
+        (False, True, False, True),
+    ],
+    ids=lambda flags: "-".join("on" if flag else "off" for flag in flags),
+)
+@on_ranks(2)
+def test_b5_no_microbatch_is_lost_when_the_last_one_is_marked_by_hand(
+    rank: int, world_size: int, flags: Sequence[bool], mark: Callable[[FlatFSDP, bool], None]
 ) -> None:
+    """There: a second copy of the mark is not set, or the units' flags differ, and earlier gradients go."""
     plain = plain_net()
     net = copy.deepcopy(plain)
     root_flag, *block_flags = flags
@@ -211,27 +217,17 @@ def mark_by_hand(
         model.zero_grad()
 
 
-@pytest.mark.parametrize("mark", [on_the_root, on_every_unit, by_attribute], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(
-    "flags",
-    [
-        (False,) * 4,
-        (True,) * 4,
-        (False, True, True, True),
-        (True, False, False, False),
-        (False, True, False, True),
-    ],
-    ids=lambda flags: "-".join("on" if flag else "off" for flag in flags),
-)
-def test_b5_no_microbatch_is_lost_when_the_last_one_is_marked_by_hand(
-    flags: Sequence[bool], mark: Callable[[FlatFSDP, bool], None]
+@FLAGS
+@RESHARD
+@on_ranks(2)
+def test_b6_what_counts_is_the_mark_at_backward(
+    rank: int, world_size: int, reshard: bool, flag: bool
 ) -> None:
-    """There: a second copy of the mark is not set, or the units' flags differ, and earlier gradients go."""
-    run_ranks(2, mark_by_hand, mark, flags)
+    """There: another mark at forward than at backward fails an assertion, so GPipe schedules cannot run.
 
-
-def marks_at_forward(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    """All forwards first, under every pattern of marks; the backwards are marked as they should be."""
+    All forwards first, under every pattern of marks; the backwards are marked as they should be.
+    """
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
     model = build(**options)
     batches = batches_of_all_ranks(world_size)
     expected = plain_grads(plain_net(), batches)
@@ -245,14 +241,6 @@ def marks_at_forward(rank: int, world_size: int, options: dict[str, Any]) -> Non
             loss.backward()
         assert_equal(whole_grads(model), expected)
         model.zero_grad()
-
-
-@FLAGS
-@RESHARD
-def test_b6_what_counts_is_the_mark_at_backward(reshard: bool, flag: bool) -> None:
-    """There: another mark at forward than at backward fails an assertion, so GPipe schedules cannot run."""
-    options = {"reshard_after_forward": reshard, "poison_on_free": True}
-    run_ranks(2, marks_at_forward, {"optimize_backward_concat": flag, **options})
 
 
 # ---- B7: hooks on weights, also of units that are used twice --------------------------------------------
@@ -279,7 +267,14 @@ class Hooked(Twice):
         self.blocks[1].up.weight.register_hook(lambda grad: self.seen.append(grad.shape))
 
 
-def hooks_on_weights(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@FLAGS
+@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_b7_hooks_on_weights_see_and_change_the_gradient_that_is_reduced(
+    rank: int, world_size: int, precision: Precision, flag: bool
+) -> None:
+    """There: a user's hook runs after the gradient has been accumulated, and changes nothing."""
+    options = {"optimize_backward_concat": flag, "precision": precision}
     net, plain = plain_net(Hooked), plain_net(Hooked)
     model = auto_wrap(net, by_class(Block), **options)
     batches = batches_of_all_ranks(world_size)
@@ -291,19 +286,17 @@ def hooks_on_weights(rank: int, world_size: int, options: dict[str, Any]) -> Non
     assert_equal(whole_grads(model), plain_grads(plain, batches))
 
 
-@FLAGS
-@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
-def test_b7_hooks_on_weights_see_and_change_the_gradient_that_is_reduced(
-    precision: Precision, flag: bool
-) -> None:
-    """There: a user's hook runs after the gradient has been accumulated, and changes nothing."""
-    run_ranks(2, hooks_on_weights, {"optimize_backward_concat": flag, "precision": precision})
-
-
 # ---- B8: a unit used twice in one graph -----------------------------------------------------------------
 
 
-def used_twice(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@FLAGS
+@RESHARD
+@on_ranks(2)
+def test_b8_a_unit_may_be_used_twice_in_one_graph(
+    rank: int, world_size: int, reshard: bool, flag: bool
+) -> None:
+    """There: an assertion fails in mixed precision, because the buffer has been handed over already."""
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
     net = plain_net(Twice)
     full_precision, low_precision = copy.deepcopy(net), copy.deepcopy(net).bfloat16()
     model = auto_wrap(net, by_class(Block), precision=BF16, **options)
@@ -317,18 +310,15 @@ def used_twice(rank: int, world_size: int, options: dict[str, Any]) -> None:
     assert relative_error < 0.05
 
 
-@FLAGS
-@RESHARD
-def test_b8_a_unit_may_be_used_twice_in_one_graph(reshard: bool, flag: bool) -> None:
-    """There: an assertion fails in mixed precision, because the buffer has been handed over already."""
-    options = {"reshard_after_forward": reshard, "poison_on_free": True}
-    run_ranks(2, used_twice, {"optimize_backward_concat": flag, **options})
-
-
 # ---- B9: several flat groups, any device ----------------------------------------------------------------
 
 
-def mixed_groups(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2)
+def test_b9_trained_and_frozen_groups_of_one_unit_are_kept_apart(
+    rank: int, world_size: int, flag: bool
+) -> None:
+    """There: all groups share one gradient buffer, on CUDA's current device, and the first one gets it."""
     plain = plain_net()
     for block in plain.blocks:
         block.norm.requires_grad_(False)
@@ -341,12 +331,6 @@ def mixed_groups(rank: int, world_size: int, flag: bool) -> None:
             model(tokens).backward()
     assert_equal(whole_grads(model), plain_grads(plain, batches))
     assert [block.frozen_flat_param.grad for block in model.blocks] == [None] * 3
-
-
-@FLAGS
-def test_b9_trained_and_frozen_groups_of_one_unit_are_kept_apart(flag: bool) -> None:
-    """There: all groups share one gradient buffer, on CUDA's current device, and the first one gets it."""
-    run_ranks(2, mixed_groups, flag)
 
 
 def test_b9_each_flat_parameter_of_a_wrapper_gets_its_own_gradient() -> None:
@@ -365,9 +349,19 @@ def test_b9_each_flat_parameter_of_a_wrapper_gets_its_own_gradient() -> None:
 # ---- B10: concatenation ---------------------------------------------------------------------------------
 
 
-def concatenations(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[dict[str, int]], int]:
-    """Per microbatch, what the profiler sees in backward; and concats in the engine's own account."""
-    model = build(**options)
+@FLAGS
+@RESHARD
+@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
+@on_ranks(2)
+def test_b10_nothing_is_concatenated_with_the_flag(
+    rank: int, world_size: int, precision: Precision, reshard: bool, flag: bool
+) -> None:
+    """There: the last microbatch concatenates all gradients, and throws the result away.
+
+    Per microbatch, what the profiler sees in backward; and concats in the engine's own account.
+    """
+    count = 0 if flag else UNITS
+    model = build(optimize_backward_concat=flag, precision=precision, reshard_after_forward=reshard)
     seen = []
     for tokens in microbatches(model, batches_of_all_ranks(world_size)[rank]):
         loss = model(tokens)
@@ -375,16 +369,5 @@ def concatenations(rank: int, world_size: int, options: dict[str, Any]) -> tuple
             loss.backward()
         names = [event.name for event in trace.events()]
         seen.append({name: names.count(name) for name in ("aten::cat", "SplitWithSizesBackward0")})
-    return seen, model.ledger.calls["concat"]
-
-
-@FLAGS
-@RESHARD
-@pytest.mark.parametrize("precision", [Precision(), BF16], ids=["fp32", "bf16"])
-def test_b10_nothing_is_concatenated_with_the_flag(precision: Precision, reshard: bool, flag: bool) -> None:
-    """There: the last microbatch concatenates all gradients, and throws the result away."""
-    options = {"precision": precision, "reshard_after_forward": reshard}
-    count = 0 if flag else UNITS
-    expected = [{"aten::cat": count, "SplitWithSizesBackward0": count}] * 3, 3 * count
-    for result in run_ranks(2, concatenations, {"optimize_backward_concat": flag, **options}):
-        assert result == expected
+    assert seen == [{"aten::cat": count, "SplitWithSizesBackward0": count}] * 3
+    assert model.ledger.calls["concat"] == 3 * count

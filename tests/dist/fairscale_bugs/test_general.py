@@ -40,7 +40,7 @@ from tests.support.against_plain import (
     resident_bytes,
 )
 from tests.support.models import Block, Net, build, data, whole_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
@@ -93,7 +93,15 @@ def plain_losses(rank: int, world_size: int, steps: int) -> list[Tensor]:
     return losses
 
 
-def train_recomputed(rank: int, world_size: int, reentrant: bool, options: dict[str, Any]) -> None:
+@FLAGS
+@pytest.mark.parametrize("depth", [0, 1, 2])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@on_ranks(2)
+def test_p1_checkpointing_around_units_trains_on_fresh_weights(
+    rank: int, world_size: int, reentrant: bool, depth: int, flag: bool
+) -> None:
+    """There: recomputation prefetches a unit that is done; it stays, and serves the next step, outdated."""
+    options = {"optimize_backward_concat": flag, "prefetch": Prefetch(depth, depth)}
     model = build(**options)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = Recomputed(block, reentrant)
@@ -108,17 +116,6 @@ def train_recomputed(rank: int, world_size: int, reentrant: bool, options: dict[
         assert resident_bytes(model) == [0] * UNITS
         optimizer.step()
         optimizer.zero_grad()
-
-
-@FLAGS
-@pytest.mark.parametrize("depth", [0, 1, 2])
-@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_p1_checkpointing_around_units_trains_on_fresh_weights(
-    reentrant: bool, depth: int, flag: bool
-) -> None:
-    """There: recomputation prefetches a unit that is done; it stays, and serves the next step, outdated."""
-    options = {"optimize_backward_concat": flag, "prefetch": Prefetch(depth, depth)}
-    run_ranks(2, train_recomputed, reentrant, options)
 
 
 # ---- P2: a world of one never drops its gradients -------------------------------------------------------
@@ -163,7 +160,13 @@ def assert_grads_are_where_they_belong(model: FlatFSDP, grad: torch.dtype | None
         assert grad is None or shard.grad is None
 
 
-def clip_bf16_parameters(rank: int, world_size: int, flag: bool, grad: torch.dtype | None) -> None:
+@FLAGS
+@GRAD_DTYPES
+@on_ranks(2)
+def test_p3_clipping_sees_the_gradients_of_bf16_parameters(
+    rank: int, world_size: int, grad: torch.dtype | None, flag: bool
+) -> None:
+    """There: the norm looks at `.grad` only, finds 0.0 and clips nothing."""
     model = build(optimize_backward_concat=flag, precision=bf16_parameters(grad))
     batches = batches_of_all_ranks(world_size)
     for tokens in microbatches(model, batches[rank]):
@@ -185,13 +188,14 @@ def clip_bf16_parameters(rank: int, world_size: int, flag: bool, grad: torch.dty
 
 @FLAGS
 @GRAD_DTYPES
-def test_p3_clipping_sees_the_gradients_of_bf16_parameters(grad: torch.dtype | None, flag: bool) -> None:
-    """There: the norm looks at `.grad` only, finds 0.0 and clips nothing."""
-    run_ranks(2, clip_bf16_parameters, flag, grad)
+@on_ranks(2)
+def test_p4_gradients_of_bf16_parameters_add_up_without_no_sync(
+    rank: int, world_size: int, grad: torch.dtype | None, flag: bool
+) -> None:
+    """There: each backward overwrites `main_grad`, so that all microbatches but the last are lost.
 
-
-def accumulate_bf16_parameters(rank: int, world_size: int, flag: bool, grad: torch.dtype | None) -> None:
-    """Every backward reduces: first the same batch three times, then, from zero, different ones."""
+    Every backward reduces: first the same batch three times, then, from zero, different ones.
+    """
     model = build(optimize_backward_concat=flag, precision=bf16_parameters(grad))
     same_batch, *others = batches_of_all_ranks(world_size)[rank]
     model(same_batch).backward()
@@ -212,13 +216,6 @@ def accumulate_bf16_parameters(rank: int, world_size: int, flag: bool, grad: tor
     for tokens in others:
         model(tokens).backward()
     assert_equal(whole_grads(model), {name: parts[0][name] + parts[1][name] for name in once})
-
-
-@FLAGS
-@GRAD_DTYPES
-def test_p4_gradients_of_bf16_parameters_add_up_without_no_sync(grad: torch.dtype | None, flag: bool) -> None:
-    """There: each backward overwrites `main_grad`, so that all microbatches but the last are lost."""
-    run_ranks(2, accumulate_bf16_parameters, flag, grad)
 
 
 # ---- P5: the host waits for the device ------------------------------------------------------------------
@@ -298,8 +295,19 @@ def engine_calls() -> Iterator[Counter[str]]:
         sys.setprofile(None)
 
 
-def calls_per_backward(rank: int, world_size: int, options: dict[str, Any]) -> None:
-    """Four steps of four microbatches; the first step has no recorded order to prefetch by."""
+@FLAGS
+@RESHARD
+@pytest.mark.parametrize("bf16", [False, True], ids=["fp32 parameters", "bf16 parameters"])
+@on_ranks(2)
+def test_p6_a_backward_calls_as_many_hooks_as_the_one_before(
+    rank: int, bf16: bool, reshard: bool, flag: bool
+) -> None:
+    """There: with bf16 parameters each forward adds a hook that stays, so microbatch k calls k a unit.
+
+    Four steps of four microbatches; the first step has no recorded order to prefetch by.
+    """
+    precision = bf16_parameters(torch.float32) if bf16 else Precision()
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "precision": precision}
     model = build(**options)
     parameters = len(list(plain_net().parameters()))
     by_step = []
@@ -315,16 +323,6 @@ def calls_per_backward(rank: int, world_size: int, options: dict[str, Any]) -> N
         by_step.append(counted)
         model.zero_grad()
     assert by_step[1] == by_step[2] == by_step[3]
-
-
-@FLAGS
-@RESHARD
-@pytest.mark.parametrize("bf16", [False, True], ids=["fp32 parameters", "bf16 parameters"])
-def test_p6_a_backward_calls_as_many_hooks_as_the_one_before(bf16: bool, reshard: bool, flag: bool) -> None:
-    """There: with bf16 parameters each forward adds a hook that stays, so microbatch k calls k a unit."""
-    precision = bf16_parameters(torch.float32) if bf16 else Precision()
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "precision": precision}
-    run_ranks(2, calls_per_backward, options)
 
 
 # ---- P7: copies -----------------------------------------------------------------------------------------
@@ -377,7 +375,10 @@ class OddSizes(Net):
         return self.tiny(self.scale * super().forward(tokens).view(1)).sum()
 
 
-def reduce_odd_sizes(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2, 3, 4)
+def test_p8_gradients_of_any_size_are_reduced_as_flat_tensors(rank: int, world_size: int, flag: bool) -> None:
+    """There: small gradients travel in a 2-D bucket, which gloo rejects."""
     plain = plain_net(OddSizes)
     model = auto_wrap(copy.deepcopy(plain), by_class(Block, nn.Linear), optimize_backward_concat=flag)
     batches = batches_of_all_ranks(world_size)
@@ -397,10 +398,3 @@ def reduce_odd_sizes(rank: int, world_size: int, flag: bool) -> None:
     expected = plain_grads(plain, batches)
     for name, grad in whole_grads(model).items():
         torch.testing.assert_close(grad, expected[name], msg=name)
-
-
-@FLAGS
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_p8_gradients_of_any_size_are_reduced_as_flat_tensors(world_size: int, flag: bool) -> None:
-    """There: small gradients travel in a 2-D bucket, which gloo rejects."""
-    run_ranks(world_size, reduce_odd_sizes, flag)

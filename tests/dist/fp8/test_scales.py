@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,13 +21,13 @@ from tests.support.fp8_layers import (
     Stack,
     assert_same_state,
     fp8_state,
-    relative_error,
     seeded,
     snapshot,
 )
 from tests.support.fp8_training import batch, build, counted_reductions, same_on_all_ranks
 from tests.support.models import same
-from tests.support.ranks import run_ranks
+from tests.support.plain_layers import error
+from tests.support.ranks import on_ranks, run_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 
@@ -36,7 +35,9 @@ FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 # ---- reductions --------------------------------------------------------------------------------------------
 
 
-def reductions(rank: int, world_size: int, recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", [False, True])
+@on_ranks(2)
+def test_one_reduction_a_forward_and_one_a_backward(rank: int, recompute: bool) -> None:
     """One a forward and one a backward, however many layers; none in an evaluation."""
     model = seeded(partial(Stack, blocks=3, **({"call": fp8.checkpoint} if recompute else {})))
     forward = (torch.Size([3 * 8 + 2]), dist.ReduceOp.MAX)
@@ -58,11 +59,6 @@ def reductions(rank: int, world_size: int, recompute: bool) -> None:
         out.sum().backward()
         model(batch(rank)).sum().backward()
     assert calls == []
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-def test_one_reduction_a_forward_and_one_a_backward(recompute: bool) -> None:
-    run_ranks(2, reductions, recompute)
 
 
 def outlier(rank: int, world_size: int, value: float) -> list[Any]:
@@ -101,7 +97,8 @@ def test_a_number_of_no_use_on_the_last_rank_keeps_the_scale_of_all(value: float
         assert scale == 1, "as it was"
 
 
-def local_scales(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_who_shares_scales(rank: int, world_size: int) -> None:
     """Without reduction, and with groups of one rank each."""
     groups = [dist.new_group([r]) for r in range(world_size)]
     alone, grouped, everyone = (seeded(lambda: Linear(WIDTH, WIDTH)) for _ in range(3))
@@ -116,16 +113,6 @@ def local_scales(rank: int, world_size: int) -> None:
     assert torch.equal(alone.fp8_forward_scale, grouped.fp8_forward_scale)
     ratio = alone.fp8_forward_scale / everyone.fp8_forward_scale
     assert ratio.tolist() == [16.0 ** (world_size - 1 - rank), 1.0]
-
-
-def test_who_shares_scales() -> None:
-    run_ranks(2, local_scales)
-
-
-def unlike_layers(rank: int, world_size: int, layers: tuple[Callable[[], list[nn.Module]], ...]) -> None:
-    model = nn.Sequential(*layers[rank]())
-    with pytest.raises(RuntimeError, match="not the same on all ranks"), autocast(recipe=SHORT):
-        model(batch(rank))
 
 
 def one() -> list[nn.Module]:
@@ -151,22 +138,23 @@ def linear_and_mlp() -> list[nn.Module]:
 @pytest.mark.parametrize(
     "layers", [(two, three), (one, two), (two, one), (mlp_and_linear, linear_and_mlp), (mlp_and_linear, two)]
 )
-def test_ranks_with_other_layers_raise_on_all_ranks(layers: Any) -> None:
-    run_ranks(2, unlike_layers, layers, timeout=60.0)
+@on_ranks(2, timeout=60.0)
+def test_ranks_with_other_layers_raise_on_all_ranks(rank: int, layers: Any) -> None:
+    model = nn.Sequential(*layers[rank]())
+    with pytest.raises(RuntimeError, match="not the same on all ranks"), autocast(recipe=SHORT):
+        model(batch(rank))
 
 
-def other_recipes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_with_other_recipes_raise_on_all_ranks(rank: int) -> None:
     torch.manual_seed(0)
     recipe = DelayedScaling(amax_history_len=4, margin=rank)
     with pytest.raises(RuntimeError, match=r"margin=0.*margin=1"), autocast(recipe=recipe):
         Linear(WIDTH, WIDTH)(batch(rank))
 
 
-def test_ranks_with_other_recipes_raise_on_all_ranks() -> None:
-    run_ranks(2, other_recipes)
-
-
-def different_data(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_rank_without_tokens(rank: int) -> None:
     """A rank without tokens takes part, too."""
     model = seeded(lambda: nn.Sequential(Linear(WIDTH, WIDTH), LayerNormMLP(WIDTH, WIDTH)))
     for step in range(3):
@@ -178,14 +166,18 @@ def different_data(rank: int, world_size: int) -> None:
     assert all((value[2:] > 0).all() for key, value in fp8_state(model).items() if "history" in key)
 
 
-def test_a_rank_without_tokens() -> None:
-    run_ranks(2, different_data)
-
-
 # ---- FlatFSDP ----------------------------------------------------------------------------------------------
 
 
-def one_process_for_two(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reshard_after_forward": False}, {"shard": False}, {"flag": False}, {"poison_on_free": True}],
+    ids=["zero3", "zero2", "dp", "off", "poisoned"],
+)
+@on_ranks(2)
+def test_two_ranks_are_one_process_with_both_batches(
+    rank: int, world_size: int, options: dict[str, Any]
+) -> None:
     """Both ranks' batches in one region and one backward have the same maxima, sums and so the same bits."""
     model, plain = build(**options), seeded(Stack)
     parameters = list(plain.parameters())
@@ -208,16 +200,11 @@ def one_process_for_two(rank: int, world_size: int, options: dict[str, Any]) -> 
         assert_same_state(model.state_dict(), plain.state_dict())
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"reshard_after_forward": False}, {"shard": False}, {"flag": False}, {"poison_on_free": True}],
-    ids=["zero3", "zero2", "dp", "off", "poisoned"],
-)
-def test_two_ranks_are_one_process_with_both_batches(options: dict[str, Any]) -> None:
-    run_ranks(2, one_process_for_two, options)
-
-
-def recomputed(rank: int, world_size: int, flag: bool, reentrant: bool, recipe: Any) -> None:
+@FLAGS
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
+@on_ranks(2)
+def test_recompute_of_sharded_blocks(rank: int, flag: bool, reentrant: bool, recipe: Any) -> None:
     """Weights that are gathered again for the recompute, and freed in between."""
     runs = []
     for call in (None, True):
@@ -237,13 +224,8 @@ def recomputed(rank: int, world_size: int, flag: bool, reentrant: bool, recipe: 
 
 
 @FLAGS
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
-def test_recompute_of_sharded_blocks(flag: bool, reentrant: bool, recipe: Any) -> None:
-    run_ranks(2, recomputed, flag, reentrant, recipe)
-
-
-def bf16_compute(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_bf16_compute_and_fp8_products(rank: int, flag: bool) -> None:
     """Close to FP32 without FP8: mean gradients within what the casts cost."""
     grads = []
     for recipe, precision in ((SHORT, Precision(compute=torch.bfloat16)), (None, Precision())):
@@ -254,15 +236,12 @@ def bf16_compute(rank: int, world_size: int, flag: bool) -> None:
                 loss = model(batch(rank)).float().square().mean()
             loss.backward()
         grads.append(torch.cat([p.grad for p in model.parameters()]))
-    assert 1e-3 < relative_error(*grads) < 0.15
+    assert 1e-3 < error(*grads) < 0.15
 
 
 @FLAGS
-def test_bf16_compute_and_fp8_products(flag: bool) -> None:
-    run_ranks(2, bf16_compute, flag)
-
-
-def converted(rank: int, world_size: int, flag: bool) -> None:
+@on_ranks(2)
+def test_a_converted_model(rank: int, flag: bool) -> None:
     """nn.Linear converted before wrapping: without autocast the same bits as before."""
     runs = []
     for converts in (False, True):
@@ -277,12 +256,8 @@ def converted(rank: int, world_size: int, flag: bool) -> None:
     assert same(*runs)
 
 
-@FLAGS
-def test_a_converted_model(flag: bool) -> None:
-    run_ranks(2, converted, flag)
-
-
-def normed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_layers_that_join_later(rank: int) -> None:
     """Layers of one unit whose state appears at different times: the second one later."""
     model = nn.ModuleList([LayerNormLinear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)])
     alone = seeded(lambda: Linear(WIDTH, WIDTH))
@@ -297,7 +272,3 @@ def normed(rank: int, world_size: int) -> None:
         with autocast(recipe=SHORT):
             alone(batch(rank, step))
     assert_same_state(snapshot(model[1]), snapshot(alone))
-
-
-def test_layers_that_join_later() -> None:
-    run_ranks(2, normed)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
 from flatfsdp.layers import Embedding, Linear, LinearCrossEntropy, cross_entropy
 from tests.support.models import Trace, grads_of, same_trace
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.split_layers import assert_close, mine
 
 VOCAB, WIDTH = 64, 24
@@ -27,7 +27,9 @@ def batch(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return logits, targets
 
 
-def split_vocabulary(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2, 4)
+def test_a_split_vocabulary_has_the_loss_of_the_whole(rank: int, world_size: int, dtype: torch.dtype) -> None:
     group = dist.new_group(range(world_size))
     mine = slice(rank * VOCAB // world_size, (rank + 1) * VOCAB // world_size)
     for reduction, inplace in (("mean", True), ("sum", False), ("none", False)):
@@ -47,13 +49,8 @@ def split_vocabulary(rank: int, world_size: int, dtype: torch.dtype) -> None:
         assert error < (1e-6 if dtype == torch.float32 else 4e-3)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_split_vocabulary_has_the_loss_of_the_whole(world_size: int, dtype: torch.dtype) -> None:
-    run_ranks(world_size, split_vocabulary, dtype)
-
-
-def parts_with_infinities(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_infinities_and_nan_in_parts(rank: int, world_size: int) -> None:
     """A part with nothing but -infinity adds nothing; infinity or NaN in one part is NaN on all ranks."""
     group = dist.new_group(range(world_size))
     whole = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(1))
@@ -68,18 +65,11 @@ def parts_with_infinities(rank: int, world_size: int) -> None:
     assert torch.allclose(loss, expected, equal_nan=True)
 
 
-def test_infinities_and_nan_in_parts() -> None:
-    run_ranks(2, parts_with_infinities)
-
-
-def wrong_target(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_target_outside_of_all_parts_raises_on_every_rank(world_size: int) -> None:
     group = dist.new_group(range(world_size))
     with pytest.raises(RuntimeError, match="outside of the vocabulary of 64"):
         cross_entropy(torch.randn(3, VOCAB // world_size), torch.tensor([0, VOCAB, 1]), tp_group=group)
-
-
-def test_a_target_outside_of_all_parts_raises_on_every_rank() -> None:
-    run_ranks(2, wrong_target)
 
 
 # ---- the head of a split vocabulary ------------------------------------------------------------------------
@@ -106,7 +96,11 @@ def heads(dtype: torch.dtype, **options: Any) -> Shared:
     return Shared(split, whole)
 
 
-def split_head(rank: int, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_ranks(2, 4)
+def test_a_head_that_ranks_share_has_the_numbers_of_one(
+    rank: int, world_size: int, dtype: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(7)
     x = torch.randn(8, 3, WIDTH, generator=generator).to(dtype)
     targets = torch.randint(VOCAB, (8, 3), generator=generator)
@@ -137,22 +131,13 @@ def split_head(rank: int, world_size: int, dtype: torch.dtype) -> None:
         assert_close(ours, mine(theirs, layers.split.weight), rounding, "gradient of the weight")
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_that_ranks_share_has_the_numbers_of_one(world_size: int, dtype: torch.dtype) -> None:
-    run_ranks(world_size, split_head, dtype)
-
-
-def whole_head(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_head_that_ranks_do_not_share(rank: int) -> None:
     """Ranks that share other layers, but not the head, have a loss each."""
     torch.manual_seed(rank)
     layer = LinearCrossEntropy(WIDTH, VOCAB, tp_group=dist.group.WORLD)
     x, targets = torch.randn(4, WIDTH), torch.randint(VOCAB, (4,))
     assert torch.equal(layer(x, targets), cross_entropy(layer(x), targets))
-
-
-def test_a_head_that_ranks_do_not_share() -> None:
-    run_ranks(2, whole_head)
 
 
 # ---- the head and its loss in FlatFSDP ---------------------------------------------------------------------
@@ -205,18 +190,20 @@ def train(rank: int, net: dict[str, Any], **options: Any) -> Trace:
     return Trace(losses, grads, [p.detach().clone() for p in model.parameters()], [])
 
 
-def as_a_linear(rank: int, world_size: int, net: dict[str, Any], options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
+@pytest.mark.parametrize("net", [{}, {"ties": True}, {"fused": False}], ids=["fused", "tied", "unfused"])
+@on_ranks(2)
+def test_the_same_bits_as_a_linear_and_the_loss_of_its_logits(
+    rank: int, flag: bool, net: dict[str, Any]
+) -> None:
+    options = {"optimize_backward_concat": flag, "poison_on_free": True}
     traces = [train(rank, {"options": head, **net}, **options) for head in ({}, None)]
     assert same_trace(*traces) == dict.fromkeys(Trace._fields, True)
 
 
-@pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
-@pytest.mark.parametrize("net", [{}, {"ties": True}, {"fused": False}], ids=["fused", "tied", "unfused"])
-def test_the_same_bits_as_a_linear_and_the_loss_of_its_logits(flag: bool, net: dict[str, Any]) -> None:
-    run_ranks(2, as_a_linear, net, {"optimize_backward_concat": flag, "poison_on_free": True})
-
-
-def in_chunks(rank: int, world_size: int, fused: Any) -> None:
+@pytest.mark.parametrize("fused", [False, True, "two_pass"])
+@on_ranks(2)
+def test_chunks_change_gradients_by_rounding_only(rank: int, fused: Any) -> None:
     net = {"options": {"chunk_tokens": 4}, "fused": fused}
     traces = [train(rank, net, optimize_backward_concat=flag, poison_on_free=True) for flag in (False, True)]
     assert same_trace(*traces) == dict.fromkeys(Trace._fields, True)
@@ -225,8 +212,3 @@ def in_chunks(rank: int, world_size: int, fused: Any) -> None:
     assert torch.equal(torch.stack(traces[0].losses[:3]), torch.stack(whole.losses[:3]))
     grads = zip(traces[0].grads, whole.grads, strict=True)
     assert all((ours - theirs).norm() <= 1e-2 * theirs.norm() for ours, theirs in grads)
-
-
-@pytest.mark.parametrize("fused", [False, True, "two_pass"])
-def test_chunks_change_gradients_by_rounding_only(fused: Any) -> None:
-    run_ranks(2, in_chunks, fused)

@@ -12,7 +12,7 @@ from torch import Tensor
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.tensor_parallel import part_of
 from flatfsdp.layers import Embedding
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 ROWS, COLS = 24, 16
 
@@ -71,7 +71,8 @@ def splits(rank: int, world_size: int, **options: Any) -> None:
         assert not part(torch.zeros(8, 1, dtype=torch.int32)).requires_grad
 
 
-def all_splits(rank: int, world_size: int) -> None:
+@on_ranks(2, 4)
+def test_values_and_gradients_are_those_of_the_whole_table(rank: int, world_size: int) -> None:
     for number in range(16):
         splits(
             rank,
@@ -83,12 +84,8 @@ def all_splits(rank: int, world_size: int) -> None:
         )
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_values_and_gradients_are_those_of_the_whole_table(world_size: int) -> None:
-    run_ranks(world_size, all_splits)
-
-
-def refuses(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_does_not_fit_is_refused_on_every_rank() -> None:
     group = dist.group.WORLD
     with pytest.raises(ValueError, match="Embedding: num_embeddings is 25, which 2 tensor-parallel ranks"):
         Embedding(25, 16, tp_group=group)
@@ -100,7 +97,3 @@ def refuses(rank: int, world_size: int) -> None:
     for bad in (24, -1):
         with pytest.raises(RuntimeError, match="an id is outside of the table of 24 rows"):
             layer(torch.tensor([[0], [bad]]))
-
-
-def test_what_does_not_fit_is_refused_on_every_rank() -> None:
-    run_ranks(2, refuses)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP
 from flatfsdp.layers import Embedding, LayerNormLinear, LayerNormMLP, Linear, TransformerLayer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 
 WIDTH, TOKENS, BATCH = 32, 16, 2
 
@@ -37,7 +37,10 @@ def input_of(name: str, sequence_parallel: bool) -> Tensor:
     return torch.randn(TOKENS // part, BATCH, WIDTH // 2 if name == "row" else WIDTH)
 
 
-def same_as_from_the_start(rank: int, world_size: int, name: str, sequence_parallel: bool) -> None:
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("name", LAYERS)
+@on_ranks(2)
+def test_the_same_as_with_a_group_from_the_start(rank: int, name: str, sequence_parallel: bool) -> None:
     make = partial(LAYERS[name], sequence_parallel=sequence_parallel)
     torch.manual_seed(0)
     first = make(tp_group=dist.group.WORLD)
@@ -66,13 +69,8 @@ def same_as_from_the_start(rank: int, world_size: int, name: str, sequence_paral
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-@pytest.mark.parametrize("name", LAYERS)
-def test_the_same_as_with_a_group_from_the_start(name: str, sequence_parallel: bool) -> None:
-    run_ranks(2, same_as_from_the_start, name, sequence_parallel)
-
-
-def what_was_loaded(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_what_was_loaded_stays() -> None:
     make = partial(LAYERS["TransformerLayer"])
     source, late = make(tp_group=dist.group.WORLD), make(tp_size=2)
     late.load_state_dict(source.state_dict())
@@ -83,21 +81,14 @@ def what_was_loaded(rank: int, world_size: int) -> None:
     assert all(vars(a) == vars(b) for a, b in zip(source.parameters(), on_meta.parameters(), strict=True))
 
 
-def test_what_was_loaded_stays() -> None:
-    run_ranks(2, what_was_loaded)
-
-
-def told_one_by_one(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_loop_over_all_modules_may_tell_them() -> None:
+    """As Transformer Engine's does; norms are among them, which have no tp_size."""
     layer = LAYERS["TransformerLayer"](tp_size=2)
     for module in layer.modules():
         if hasattr(module, "set_tensor_parallel_group"):
             module.set_tensor_parallel_group(dist.group.WORLD)
     layer(input_of("TransformerLayer", False))
-
-
-def test_a_loop_over_all_modules_may_tell_them() -> None:
-    """As Transformer Engine's does; norms are among them, which have no tp_size."""
-    run_ranks(2, told_one_by_one)
 
 
 def misfits(rank: int, world_size: int) -> None:

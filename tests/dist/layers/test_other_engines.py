@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import TransformerLayer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 RECIPES: dict[str, Any] = {
     "high": None,
@@ -46,7 +46,9 @@ def expected(recipe: Any, rank: int, is_first: bool | None) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def same_gradients(rank: int, world_size: int, name: str) -> None:
+@pytest.mark.parametrize("name", RECIPES)
+@on_ranks(2)
+def test_the_same_gradients(rank: int, name: str) -> None:
     recipe = RECIPES[name]
     for is_first in (None, True):
         wanted = expected(recipe, rank, is_first)
@@ -57,8 +59,3 @@ def same_gradients(rank: int, world_size: int, name: str) -> None:
         for ours, theirs, want in zip(replicated.parameters(), sharded.parameters(), wanted, strict=True):
             torch.testing.assert_close(ours.grad, want, rtol=1e-5, atol=1e-6)
             torch.testing.assert_close(theirs.grad.full_tensor(), want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_the_same_gradients(name: str) -> None:
-    run_ranks(2, same_gradients, name)

@@ -13,7 +13,7 @@ from torch import nn
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear, MultiheadAttention, TransformerLayer
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.split_layers import (
     BATCH,
     SEQUENCE,
@@ -144,15 +144,12 @@ def test_numbers_of_one_process(world_size: int, names: list[str]) -> None:
     run_ranks(world_size, same_as_one_process, names, None, {})
 
 
-def in_16_bits(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_numbers_of_one_process_in_16_bits(rank: int, world_size: int) -> None:
+    """Sums over ranks are of results that each has rounded."""
     for dtype, tolerance in ((torch.bfloat16, 0.016), (torch.float16, 0.002)):
         tolerances = {"tolerance": tolerance, "grad_tolerance": 2 * tolerance}
         same_as_one_process(rank, world_size, list(CASES), None, tolerances, params_dtype=dtype)
-
-
-def test_numbers_of_one_process_in_16_bits() -> None:
-    """Sums over ranks are of results that each has rounded."""
-    run_ranks(2, in_16_bits)
 
 
 RECIPES = {
@@ -174,7 +171,8 @@ def test_numbers_of_one_process_in_fp8(recipe: str) -> None:
     run_ranks(2, same_as_one_process, IN_FP8[recipe], RECIPES[recipe], tolerances)
 
 
-def delayed(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_weight_gradients_that_wait() -> None:
     names, recipes = ("column", "row", "norm", "mlp", "layer"), (None, SHORT)
     for name, sequence_parallel, recipe in product(names, (False, True), recipes):
         make, kind, widths, _ = CASES[name]
@@ -193,7 +191,3 @@ def delayed(rank: int, world_size: int) -> None:
             layer.backward_dw()
             found.append([*results, *(weight.main_grad for weight in weights)])
         assert all(map(torch.equal, *found)), (name, sequence_parallel, recipe)
-
-
-def test_weight_gradients_that_wait() -> None:
-    run_ranks(2, delayed)

@@ -30,7 +30,7 @@ from flatfsdp.layers import (
     TransformerLayer,
 )
 from flatfsdp.profiling.copy_counter import CopyCounter
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.split_layers import (
     BATCH,
     COLUMN,
@@ -55,7 +55,8 @@ from tests.support.split_layers import (
 # ---- what may be asked of a call ---------------------------------------------------------------------------
 
 
-def results(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_several_results_and_a_residual() -> None:
     """Several results, and residuals, in FP8 under sequence parallelism."""
     options = {"return_bias": True, "return_layernorm_output": True}
     layers: list[tuple[Any, str, int, float]] = [
@@ -82,11 +83,8 @@ def results(rank: int, world_size: int) -> None:
             assert_close(complete_grad(part), mine(whole.grad, part), 2 * tolerance, name)
 
 
-def test_several_results_and_a_residual() -> None:
-    run_ranks(2, results)
-
-
-def some_frozen(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_frozen_parameters_and_inputs_without_gradient() -> None:
     """What needs no gradient is neither computed nor sent."""
     for sequence_parallel in (False, True):
         for frozen in ("layer_norm", "fc1", "fc2", "weight"):
@@ -108,12 +106,12 @@ def some_frozen(rank: int, world_size: int) -> None:
             assert "dgrad" not in log and (make is ROW or "sum" not in log)
 
 
-def test_frozen_parameters_and_inputs_without_gradient() -> None:
-    run_ranks(2, some_frozen)
+@on_ranks(2)
+def test_cached_weights_and_gradients_in_products() -> None:
+    """The same bits in each run, and in two passes, because scales are powers of two.
 
-
-def microbatches(rank: int, world_size: int) -> None:
-    """Weights cast in the first of two, whose gradients are added to main_grad by the products."""
+    Weights cast in the first of two, whose gradients are added to main_grad by the products.
+    """
     traces: dict[Any, list[Tensor]] = {}
     for fuse in (True, "two_pass", True):
         make = partial(TransformerLayer, WIDTH, FFN, HEADS, hidden_dropout=0.0, attention_dropout=0.0)
@@ -141,11 +139,6 @@ def microbatches(rank: int, world_size: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(before, trace, strict=True)), fuse
 
 
-def test_cached_weights_and_gradients_in_products() -> None:
-    """The same bits in each run, and in two passes, because scales are powers of two."""
-    run_ranks(2, microbatches)
-
-
 # ---- dropout -----------------------------------------------------------------------------------------------
 
 
@@ -155,7 +148,8 @@ def of_all_ranks(tensor: Tensor) -> list[Tensor]:
     return found
 
 
-def dropped(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_dropout_of_what_a_rank_has_a_part_of(world_size: int) -> None:
     attention = DotProductAttention(
         HEADS, 8, attention_dropout=0.5, attn_mask_type="no_mask", **whole_group()
     )
@@ -184,7 +178,8 @@ def dropped(rank: int, world_size: int) -> None:
         assert torch.equal(*of_all_ranks(torch.rand(3)))
 
 
-def recomputed_dropout(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_a_recomputation_drops_the_same() -> None:
     make = partial(TransformerLayer, WIDTH, FFN, HEADS, hidden_dropout=0.3, attention_dropout=0.3)
     grads = []
     for call in (lambda layer, x, **options: layer(x, **options), fp8.checkpoint):
@@ -200,18 +195,11 @@ def recomputed_dropout(rank: int, world_size: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(grads[0], other, strict=True))
 
 
-def test_dropout_of_what_a_rank_has_a_part_of() -> None:
-    run_ranks(2, dropped)
-
-
-def test_a_recomputation_drops_the_same() -> None:
-    run_ranks(2, recomputed_dropout)
-
-
 # ---- what does not fit -------------------------------------------------------------------------------------
 
 
-def misfits(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_sizes_that_ranks_cannot_share() -> None:
     constructors: list[tuple[Callable[..., Any], str]] = [
         (partial(Linear, WIDTH, 97, parallel_mode="column"), "Linear: out_features is 97, which 2"),
         (partial(Linear, 63, OUT, parallel_mode="row"), "Linear: in_features is 63"),
@@ -253,11 +241,8 @@ def misfits(rank: int, world_size: int) -> None:
     assert counter.collectives == []
 
 
-def test_sizes_that_ranks_cannot_share() -> None:
-    run_ranks(2, misfits)
-
-
-def masks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_masks_of_all_heads(rank: int, world_size: int) -> None:
     """A mask of all heads is a mask of this rank's heads, of which it takes its own."""
     make = partial(MultiheadAttention, WIDTH, HEADS, attn_mask_type="arbitrary", attention_dropout=0.0)
     torch.manual_seed(4)
@@ -277,11 +262,8 @@ def masks(rank: int, world_size: int) -> None:
         split(x, mask.expand(-1, HEADS - 1, -1, -1))
 
 
-def test_masks_of_all_heads() -> None:
-    run_ranks(2, masks)
-
-
-def others_in_their_place(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_parameters_stay_marked() -> None:
     """Marks and values are those of a layer with memory from the start."""
     make = partial(
         TransformerLayer, WIDTH, FFN, HEADS, set_parallel_mode=True, output_layernorm=True, **whole_group()
@@ -318,11 +300,8 @@ def others_in_their_place(rank: int, world_size: int) -> None:
     assert norm.weight.sequence_parallel
 
 
-def test_parameters_stay_marked() -> None:
-    run_ranks(2, others_in_their_place)
-
-
-def groups(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_groups_are_checked_and_not_kept(rank: int) -> None:
     group = dist.new_group([0, 1])
     with pytest.raises(TypeError, match=r"mesh\['tp'\]\.get_group\(\)"):
         COLUMN(tp_group=init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))["tp"])
@@ -338,7 +317,3 @@ def groups(rank: int, world_size: int) -> None:
     del layer, group
     gc.collect()
     assert alive() is None
-
-
-def test_groups_are_checked_and_not_kept() -> None:
-    run_ranks(2, groups)

@@ -16,9 +16,9 @@ from flatfsdp.contract.tensor_parallel import part_of
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.parallel import ParallelMesh, make_mesh
-from tests.support.fp8_layers import relative_error
 from tests.support.models import whole_grads
-from tests.support.ranks import run_ranks
+from tests.support.plain_layers import error
+from tests.support.ranks import on_ranks
 
 SEQUENCE, BATCH, WIDTH, FFN, HEADS = 16, 2, 32, 64, 4
 STEPS, COUNT = 2, 2
@@ -101,7 +101,14 @@ def one_process(parallel: ParallelMesh, recipe: Any) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def policies(rank: int, world_size: int, recipe: Any, error: float | None) -> None:
+@pytest.mark.parametrize(
+    ("recipe", "bound"),
+    # One process sees all samples one after the other, and its scales move on in between.
+    [(None, 1e-5), (CurrentScaling(), 5e-3), (DelayedScaling(amax_history_len=4), None)],
+    ids=["fp32", "current", "delayed"],
+)
+@on_ranks(4)
+def test_flag_fusion_and_stored_weights_give_the_same_bits(recipe: Any, bound: float | None) -> None:
     parallel = mesh()
     runs = {
         "off": {"optimize_backward_concat": False},
@@ -116,19 +123,9 @@ def policies(rank: int, world_size: int, recipe: Any, error: float | None) -> No
     trace, grads = found["off"]
     for name, (other, _) in found.items():
         assert_same(trace, other, name)
-    if error is None:
+    if bound is None:
         return
     expected = one_process(parallel, recipe)
     assert grads.keys() == expected.keys()
     for name, grad in grads.items():
-        assert relative_error(grad, expected[name]) < error, name
-
-
-@pytest.mark.parametrize(
-    ("recipe", "error"),
-    # One process sees all samples one after the other, and its scales move on in between.
-    [(None, 1e-5), (CurrentScaling(), 5e-3), (DelayedScaling(amax_history_len=4), None)],
-    ids=["fp32", "current", "delayed"],
-)
-def test_flag_fusion_and_stored_weights_give_the_same_bits(recipe: Any, error: float | None) -> None:
-    run_ranks(4, policies, recipe, error)
+        assert error(grad, expected[name]) < bound, name

@@ -20,7 +20,7 @@ from flatfsdp.matmul import overlapped
 from flatfsdp.matmul.exchange import Exchange
 from flatfsdp.matmul.gathered_rows import RowsUnderWay
 from flatfsdp.profiling.copy_counter import CopyCounter
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.split_layers import (
     BATCH,
     COLUMN,
@@ -50,7 +50,8 @@ def sent_bytes(make: Callable[..., nn.Module], width: int, recipe: Any) -> list[
     return [(c.name, c.payload) for c in counter.collectives if c.name not in ("all_reduce", "identity")]
 
 
-def bytes_on_the_way(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_an_fp8_gather_sends_one_byte_an_element() -> None:
     for recipe, size in ((None, 2), (SHORT, 1), (CurrentScaling(), 1)):
         inside = [
             ("all_gather", size * TOKENS * WIDTH),
@@ -66,11 +67,10 @@ def bytes_on_the_way(rank: int, world_size: int) -> None:
         assert sent_bytes(MLP, WIDTH, recipe) == [*inside, *again, *again, inside[1]]
 
 
-def test_an_fp8_gather_sends_one_byte_an_element() -> None:
-    run_ranks(2, bytes_on_the_way)
-
-
-def gathered_and_cast(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_rows_that_are_cast_and_gathered_have_the_bits_of_gathered_rows_that_are_cast(
+    rank: int, world_size: int
+) -> None:
     """With the largest number on the last rank alone."""
     torch.manual_seed(0)
     whole = torch.randn(TOKENS, WIDTH)
@@ -96,11 +96,8 @@ def gathered_and_cast(rank: int, world_size: int) -> None:
                 assert torch.equal(ours.float(), theirs.float()), quantizer
 
 
-def test_rows_that_are_cast_and_gathered_have_the_bits_of_gathered_rows_that_are_cast() -> None:
-    run_ranks(2, gathered_and_cast)
-
-
-def order(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_backward_multiplies_while_things_are_sent() -> None:
     def noted(
         make: Callable[..., nn.Module], width: int, sequence_parallel: bool
     ) -> tuple[list[str], list[str]]:
@@ -126,10 +123,6 @@ def order(rank: int, world_size: int) -> None:
     # A recomputation keeps what it gathers.
     _, backward = noted(partial(MLP, checkpoint=True), WIDTH, True)
     assert backward.count("gather") == 2 and backward.count("sum") == 1
-
-
-def test_backward_multiplies_while_things_are_sent() -> None:
-    run_ranks(2, order)
 
 
 class InOrder:
@@ -202,7 +195,8 @@ class InOrder:
         self.calls.append(call)
 
 
-def in_chunks(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_overlapped_products() -> None:
     operators = InOrder(world())
     with (
         mock.patch.object(overlapped, "is_available", return_value=True),
@@ -225,7 +219,3 @@ def in_chunks(rank: int, world_size: int) -> None:
                     expected = ["gather", "scatter", "gather", "gather"]
                 suffix = "" if recipe is None else " scaled"
                 assert operators.calls == [call + suffix for call in expected]
-
-
-def test_overlapped_products() -> None:
-    run_ranks(2, in_chunks)

@@ -28,7 +28,8 @@ from tests.support.llamas import (
     samples,
 )
 from tests.support.models import same
-from tests.support.ranks import run_ranks
+from tests.support.plain_layers import error
+from tests.support.ranks import on_ranks
 
 BF16 = Precision(compute=torch.bfloat16)
 
@@ -49,10 +50,12 @@ def assert_close(trace: Trace, losses: list[Tensor], grads: dict[str, Tensor]) -
     if trace.losses:
         torch.testing.assert_close(torch.stack(trace.losses), torch.stack(losses), rtol=1e-6, atol=0)
     for name, grad in trace.first_grads.items():
-        assert (grad - grads[name]).norm() / grads[name].norm() < 1e-5, name
+        assert error(grad, grads[name]) < 1e-5, name
 
 
-def pipelines(rank: int, world_size: int, tp: int) -> None:
+@pytest.mark.parametrize("tp", [1, 2], ids=["dp2-pp2", "tp2-pp2"])
+@on_ranks(4)
+def test_pipelines_are_one_process_and_the_flag_changes_no_bit(tp: int) -> None:
     """In FP32 as one process; in bf16 and FP8, too, the same bits flag off and on."""
     mesh = mesh_of(pp=2, tp=tp)
     losses, grads = in_one_process(mesh.dp_rank, mesh.dp_size)
@@ -71,12 +74,9 @@ def pipelines(rank: int, world_size: int, tp: int) -> None:
         off_and_on(mesh, schedule, **split, **low[schedule], reshard_after_forward=False, precision=BF16)
 
 
-@pytest.mark.parametrize("tp", [1, 2], ids=["dp2-pp2", "tp2-pp2"])
-def test_pipelines_are_one_process_and_the_flag_changes_no_bit(tp: int) -> None:
-    run_ranks(4, pipelines, tp)
-
-
-def without_a_pipeline(rank: int, world_size: int) -> None:
+@pytest.mark.parametrize("world_size", [2, 4], ids=["tp2", "tp2-dp2"])
+@on_ranks()
+def test_tensor_and_data_parallel_ranks_are_one_process() -> None:
     mesh = mesh_of(pp=1, tp=2)
     losses, grads = in_one_process(mesh.dp_rank, mesh.dp_size)
     for sequence_parallel in (False, True):
@@ -85,12 +85,9 @@ def without_a_pipeline(rank: int, world_size: int) -> None:
         assert_close(on, losses, grads)
 
 
-@pytest.mark.parametrize("world_size", [2, 4], ids=["tp2", "tp2-dp2"])
-def test_tensor_and_data_parallel_ranks_are_one_process(world_size: int) -> None:
-    run_ranks(world_size, without_a_pipeline)
-
-
-def evaluates(rank: int, world_size: int, pp: int) -> None:
+@pytest.mark.parametrize("pp", [1, 2], ids=["tp2", "pp2"])
+@on_ranks(2)
+def test_an_evaluation_between_steps_leaves_no_trace(world_size: int, pp: int) -> None:
     """Before the first step and between steps: the losses that a step would have, and no trace."""
     mesh = mesh_of(pp=pp, tp=world_size // pp)
     (first, _), schedules = samples(mesh.dp_rank), ("1f1b", "interleaved") if pp > 1 else ("1f1b",)
@@ -117,12 +114,8 @@ def evaluates(rank: int, world_size: int, pp: int) -> None:
                 assert same([*watched.parameters()], [*alone.parameters()])
 
 
-@pytest.mark.parametrize("pp", [1, 2], ids=["tp2", "pp2"])
-def test_an_evaluation_between_steps_leaves_no_trace(pp: int) -> None:
-    run_ranks(2, evaluates, pp)
-
-
-def finds_out_shapes(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_scales_are_the_stages_and_a_run_that_finds_out_shapes_leaves_them_alone() -> None:
     mesh = mesh_of(pp=2, tp=2)
     options = {"recipe": DelayedScaling(amax_history_len=4), "sequence_parallel": True, "precision": BF16}
     known, found = (SmallPipeline("1f1b", mesh, **options) for _ in range(2))
@@ -134,10 +127,6 @@ def finds_out_shapes(rank: int, world_size: int) -> None:
     expected, trace = known.train(), found.train()
     for field in ("losses", "grads", "parameters"):
         assert same(getattr(trace, field), getattr(expected, field)), field
-
-
-def test_scales_are_the_stages_and_a_run_that_finds_out_shapes_leaves_them_alone() -> None:
-    run_ranks(4, finds_out_shapes)
 
 
 def joined(part: Tensor, like: nn.Parameter, group: dist.ProcessGroup) -> Tensor:
@@ -155,7 +144,8 @@ def joined(part: Tensor, like: nn.Parameter, group: dist.ProcessGroup) -> Tensor
 FOUR_GROUPS = replace(CONFIG, kv_heads=4)
 
 
-def starts_alike(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_initial_values_depend_neither_on_tp_nor_on_pp(rank: int) -> None:
     whole = dict(Llama(FOUR_GROUPS, seed=3).named_parameters())
     for tp in (1, 2, 4):
         group = mesh_of(pp=1, tp=tp).tp_group
@@ -168,11 +158,8 @@ def starts_alike(rank: int, world_size: int) -> None:
                 assert torch.equal(joined(parameter.detach(), parameter, group), whole[name]), (name, tp)
 
 
-def test_initial_values_depend_neither_on_tp_nor_on_pp() -> None:
-    run_ranks(4, starts_alike)
-
-
-def starts_late(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_flatfsdp_gives_values_to_what_was_built_on_meta() -> None:
     flats = []
     for device in ("cpu", "meta"):
         model = Llama(CONFIG, range(2, 4), seed=3, device=device)
@@ -181,11 +168,8 @@ def starts_late(rank: int, world_size: int) -> None:
     assert same(*flats)
 
 
-def test_flatfsdp_gives_values_to_what_was_built_on_meta() -> None:
-    run_ranks(2, starts_late)
-
-
-def splits(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_tensor_and_sequence_parallel_losses_and_gradients_are_the_whole_models(world_size: int) -> None:
     """Without FlatFSDP, which would sum what norms see of the sequence."""
     (tokens, targets), _ = samples(0)
     whole = Llama(CONFIG)
@@ -205,14 +189,11 @@ def splits(rank: int, world_size: int) -> None:
             if parameter.sequence_parallel:
                 dist.all_reduce(grad)
             exact = whole.get_parameter(name).grad
-            assert (joined(grad, parameter, group) - exact).norm() / exact.norm() < 1e-5, name
+            assert error(joined(grad, parameter, group), exact) < 1e-5, name
 
 
-def test_tensor_and_sequence_parallel_losses_and_gradients_are_the_whole_models() -> None:
-    run_ranks(2, splits)
-
-
-def refuses(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_sizes_that_ranks_cannot_share_are_refused_on_every_rank(rank: int) -> None:
     # Also where others have the embedding and the head.
     layers = range(rank, rank + 1)
     for sizes, message in (
@@ -225,7 +206,3 @@ def refuses(rank: int, world_size: int) -> None:
             Llama(config, layers, tp_group=dist.group.WORLD)
     with pytest.raises(ValueError, match="tp_overlap cuts what sequence_parallel=True sends"):
         Llama(replace(CONFIG, kv_heads=4), tp_group=dist.group.WORLD, tp_overlap=True)
-
-
-def test_sizes_that_ranks_cannot_share_are_refused_on_every_rank() -> None:
-    run_ranks(4, refuses)

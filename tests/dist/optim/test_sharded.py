@@ -17,7 +17,7 @@ from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, micro
 from flatfsdp.fp8 import autocast
 from flatfsdp.optim import SGD, AdamW
 from tests.support.models import Block, Net, build, data, same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.stored_weights import RECIPE, batches
 from tests.support.stored_weights import build as build_fp8
 
@@ -75,15 +75,13 @@ def test_clipping_in_the_step_is_clipping_before_it(kind: Any) -> None:
     run_ranks(3, clipping, kind, {})
 
 
-def test_clipping_with_replicas() -> None:
-    run_ranks(4, clipping_on_a_mesh)
-
-
-def clipping_on_a_mesh(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_clipping_with_replicas(rank: int, world_size: int) -> None:
     clipping(rank, world_size, AdamW, {"mesh": init_device_mesh("cpu", (2, 2))})
 
 
-def portions(rank: int, world_size: int) -> None:
+@on_ranks(3)
+def test_portions_and_units_with_ranks_of_their_own(rank: int, world_size: int) -> None:
     """A rank may have nothing of a group, and units different ranks; the norm is that of all, as without."""
     torch.manual_seed(0)
     net = Net(2)
@@ -120,11 +118,8 @@ def portions(rank: int, world_size: int) -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_portions_and_units_with_ranks_of_their_own() -> None:
-    run_ranks(3, portions)
-
-
-def experts(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_units_over_fewer_ranks_are_refused(rank: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     expert = FlatFSDP(nn.Linear(8, 8), pairs[rank // 2])
     model = FlatFSDP(nn.Sequential(nn.Linear(8, 8), expert))
@@ -133,11 +128,8 @@ def experts(rank: int, world_size: int) -> None:
         AdamW(model.parameters(), max_grad_norm=1.0).step()
 
 
-def test_units_over_fewer_ranks_are_refused() -> None:
-    run_ranks(4, experts)
-
-
-def ordinary_too(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ordinary_parameters_beside_shards(rank: int) -> None:
     """A parameter that every rank has counts once in the norm."""
     model = build()
     extra = nn.Parameter(torch.ones(5))
@@ -149,15 +141,24 @@ def ordinary_too(rank: int, world_size: int) -> None:
     torch.testing.assert_close(optimizer.grad_norm, (norm.square() + 20.0).sqrt())
 
 
-def test_ordinary_parameters_beside_shards() -> None:
-    run_ranks(2, ordinary_too)
-
-
 # ---- what the engine has no more to do ------------------------------------------------------------------
 
 
-def written(rank: int, world_size: int, grouped: bool, options: dict[str, Any]) -> None:
+def check_ledger(model: FlatFSDP, is_told: bool) -> None:
+    """Of a step after an optimizer's: FP8 weights are cast, 4 + 1 bytes, as their scales were not known."""
+    shards = {False: 0, True: 0}
+    for name, parameter in model.named_parameters():
+        shards["fp8" in name.rpartition(".")[2]] += parameter.numel()
+    assert model.ledger.bytes["cast"] == 5 * shards[True] + (0 if is_told else 6 * shards[False])
+    assert (model.ledger.bytes["measure"] == 0) == is_told
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "two groups"])
+@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
+@on_ranks(1, 3)
+def test_the_optimizer_writes_what_the_engine_would(rank: int, reshard: bool, grouped: bool) -> None:
     """Copies and amaxes by the optimizer, against those that the engine takes when it is not told of them."""
+    options = {"reshard_after_forward": reshard}
     results = []
     for is_told in (True, False):
         model = build_fp8(True, BF16, **options)
@@ -181,23 +182,8 @@ def written(rank: int, world_size: int, grouped: bool, options: dict[str, Any]) 
     assert same(*results)
 
 
-def check_ledger(model: FlatFSDP, is_told: bool) -> None:
-    """Of a step after an optimizer's: FP8 weights are cast, 4 + 1 bytes, as their scales were not known."""
-    shards = {False: 0, True: 0}
-    for name, parameter in model.named_parameters():
-        shards["fp8" in name.rpartition(".")[2]] += parameter.numel()
-    assert model.ledger.bytes["cast"] == 5 * shards[True] + (0 if is_told else 6 * shards[False])
-    assert (model.ledger.bytes["measure"] == 0) == is_told
-
-
-@pytest.mark.parametrize("grouped", [False, True], ids=["one group", "two groups"])
-@pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_the_optimizer_writes_what_the_engine_would(world_size: int, reshard: bool, grouped: bool) -> None:
-    run_ranks(world_size, written, grouped, {"reshard_after_forward": reshard})
-
-
-def narrow_gradients(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_gradients_of_another_dtype(rank: int) -> None:
     """In `.main_grad`: the same as with their FP32 values in `.grad`."""
     precision = Precision(compute=BF16, grad=BF16)
     ours, theirs = (build(precision=precision) for _ in range(2))
@@ -215,10 +201,6 @@ def narrow_gradients(rank: int, world_size: int) -> None:
     assert same(list(ours.parameters()), list(theirs.parameters()))
 
 
-def test_gradients_of_another_dtype() -> None:
-    run_ranks(2, narrow_gradients)
-
-
 # ---- checkpoints ----------------------------------------------------------------------------------------
 
 
@@ -228,8 +210,14 @@ def optimizer_of(model: FlatFSDP, moment_dtype: torch.dtype | None = None) -> Ad
     return AdamW(groups, **options, moment_dtype=moment_dtype)
 
 
-def resumed(rank: int, world_size: int, folder: str, moment_dtype: torch.dtype | None, form: str) -> None:
+@pytest.mark.parametrize("moment_dtype", [None, BF16], ids=str)
+@pytest.mark.parametrize("form", ["full", "sharded", "of this rank"])
+@on_ranks(2)
+def test_training_goes_on_as_if_never_stopped(
+    rank: int, tmp_path: Path, moment_dtype: torch.dtype | None, form: str
+) -> None:
     """Three steps, saved, three more; and the same three after loading into a new model."""
+    folder = str(tmp_path)
     model = build()
     optimizer = optimizer_of(model, moment_dtype)
     train(model, optimizer, rank, range(3))
@@ -261,14 +249,6 @@ def resumed(rank: int, world_size: int, folder: str, moment_dtype: torch.dtype |
     assert moments == {moment_dtype or torch.float32}
 
 
-@pytest.mark.parametrize("moment_dtype", [None, BF16], ids=str)
-@pytest.mark.parametrize("form", ["full", "sharded", "of this rank"])
-def test_training_goes_on_as_if_never_stopped(
-    tmp_path: Path, moment_dtype: torch.dtype | None, form: str
-) -> None:
-    run_ranks(2, resumed, str(tmp_path), moment_dtype, form)
-
-
 def save(rank: int, world_size: int, folder: str) -> None:
     model = build()
     optimizer = optimizer_of(model)
@@ -292,7 +272,8 @@ def test_saved_by_three_ranks_loaded_by_one_and_two(tmp_path: Path) -> None:
         assert all(run_ranks(world_size, load, str(tmp_path)))
 
 
-def exchanged(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_state_is_exchanged_with_pytorchs_adamw() -> None:
     """State by the original names, into PyTorch's AdamW over a plain model, and from there back."""
     model = build()
     optimizer = optimizer_of(model)
@@ -337,7 +318,3 @@ def exchanged(rank: int, world_size: int) -> None:
     state = checkpoint.full_optimizer_state_dict(model, optimizer)
     assert all(equal(state["state"][name], peer.state[p]) for name, p in named.items())
     train(model, optimizer, 0, range(2, 3))
-
-
-def test_state_is_exchanged_with_pytorchs_adamw() -> None:
-    run_ranks(2, exchanged)

@@ -17,7 +17,7 @@ from flatfsdp.optim import SGD, AdamW
 from flatfsdp.parallel import clip_grad_norm_
 from tests.support.models import data, whole_grads
 from tests.support.pipelines import MICROBATCHES, Pipeline, loss_of, parts, tokens_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 from tests.support.tp_models import ParallelNet, build_tp, data_rank, tp_mesh
 
 NORMS = [2.0, 1.0, math.inf]
@@ -29,7 +29,10 @@ def same_on_all_ranks(value: Tensor) -> bool:
     return all(torch.equal(each, value) for each in everyones)
 
 
-def clip(rank: int, world_size: int, sizes: tuple[int, ...], norm_type: float) -> None:
+@pytest.mark.parametrize("norm_type", NORMS)
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 2), (1, 4)], ids=["dp2-tp2", "hybrid", "tp4"])
+@on_ranks(4)
+def test_a_norm_counts_each_gradient_once(world_size: int, sizes: tuple[int, ...], norm_type: float) -> None:
     mesh = tp_mesh(*sizes)
     model = build_tp(mesh, optimize_backward_concat=True)
     batches = [next(data(r, 1, 1))[0] for r in range(world_size // mesh["tp"].size())]
@@ -47,13 +50,8 @@ def clip(rank: int, world_size: int, sizes: tuple[int, ...], norm_type: float) -
         torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("norm_type", NORMS)
-@pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 2), (1, 4)], ids=["dp2-tp2", "hybrid", "tp4"])
-def test_a_norm_counts_each_gradient_once(sizes: tuple[int, ...], norm_type: float) -> None:
-    run_ranks(4, clip, sizes, norm_type)
-
-
-def clip_in_the_step(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_clipping_in_the_step_is_clipping_before_it() -> None:
     mesh = tp_mesh(2, 2)
     fused, apart = build_tp(mesh), build_tp(mesh)
     # Some shards hold nothing of a group; some ranks do not count what they hold.
@@ -75,11 +73,8 @@ def clip_in_the_step(rank: int, world_size: int) -> None:
         assert torch.equal(ours, theirs)
 
 
-def test_clipping_in_the_step_is_clipping_before_it() -> None:
-    run_ranks(4, clip_in_the_step)
-
-
-def dtypes_and_ordinary_parameters(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_dtypes_of_norms_and_parameters_outside_of_flat_fsdp() -> None:
     mesh = tp_mesh(2, 2)
     options = {"mesh": mesh["dp"], "tp_group": mesh.get_group("tp")}
     # One rank of each tensor-parallel group counts nothing, in FP64.
@@ -99,11 +94,9 @@ def dtypes_and_ordinary_parameters(rank: int, world_size: int) -> None:
     optimizer.step()
 
 
-def test_dtypes_of_norms_and_parameters_outside_of_flat_fsdp() -> None:
-    run_ranks(4, dtypes_and_ordinary_parameters)
-
-
-def clip_stages(rank: int, world_size: int, schedule: type) -> None:
+@pytest.mark.parametrize(("schedule", "world_size"), [(Schedule1F1B, 4), (ScheduleInterleaved1F1B, 2)])
+@on_ranks()
+def test_the_norm_of_a_pipeline_is_that_of_all_stages(rank: int, world_size: int, schedule: type) -> None:
     dp = world_size // 2
     pipelines = [Pipeline(schedule, 2, dp, optimize_backward_concat=True) for _ in range(2)]
     pipeline, again = pipelines
@@ -137,8 +130,3 @@ def clip_stages(rank: int, world_size: int, schedule: type) -> None:
         clip_grad_norm_(pipeline.stages, 0.1, pp_group, math.inf, error_if_nonfinite=True)
     with pytest.raises(ValueError, match="got no stages"):
         clip_grad_norm_([], 0.1, pp_group)
-
-
-@pytest.mark.parametrize(("schedule", "ranks"), [(Schedule1F1B, 4), (ScheduleInterleaved1F1B, 2)])
-def test_the_norm_of_a_pipeline_is_that_of_all_stages(schedule: type, ranks: int) -> None:
-    run_ranks(ranks, clip_stages, schedule)

@@ -15,7 +15,8 @@ from flatfsdp.engine.units import units_in
 from flatfsdp.parallel import FlatStage
 from tests.support.models import same
 from tests.support.pipelines import MICROBATCHES, Pipeline, loss_of, mesh_of, one_by_one, parts, tokens_of
-from tests.support.ranks import run_ranks
+from tests.support.plain_layers import error
+from tests.support.ranks import on_ranks
 
 SCHEDULES = pytest.mark.parametrize(
     "schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B], ids=lambda s: s.__name__
@@ -76,7 +77,16 @@ def off_and_on(rank: int, world_size: int, schedule: type, dp: int, options: dic
     return on
 
 
-def off_on_and_one_process(rank: int, world_size: int, schedule: type, dp: int, reshard: bool) -> None:
+@SCHEDULES
+@pytest.mark.parametrize(
+    ("world_size", "dp", "reshard"),
+    [(2, 1, True), (4, 2, True), (4, 2, False)],
+    ids=["pp2", "pp2-dp2-zero3", "pp2-dp2-zero2"],
+)
+@on_ranks()
+def test_flag_off_on_and_one_process_agree(
+    rank: int, world_size: int, schedule: type, dp: int, reshard: bool
+) -> None:
     off_and_on(rank, world_size, schedule, dp, {"reshard_after_forward": reshard, "precision": BF16})
     on = off_and_on(rank, world_size, schedule, dp, {"reshard_after_forward": reshard})
     losses, grads = train_in_one_process(mesh_of(world_size // dp, dp).get_local_rank("dp"), dp)
@@ -84,19 +94,11 @@ def off_on_and_one_process(rank: int, world_size: int, schedule: type, dp: int, 
         torch.testing.assert_close(torch.stack(on.losses), torch.stack(losses), rtol=1e-6, atol=0)
     assert on.named_grads.keys() < grads.keys()
     for name, grad in on.named_grads.items():
-        error = (grad - grads[name]).norm() / grads[name].norm()
-        assert error < 1e-5, (name, error)
+        assert error(grad, grads[name]) < 1e-5, name
 
 
-@SCHEDULES
-@pytest.mark.parametrize(
-    ("dp", "reshard"), [(1, True), (2, True), (2, False)], ids=["pp2", "pp2-dp2-zero3", "pp2-dp2-zero2"]
-)
-def test_flag_off_on_and_one_process_agree(schedule: type, dp: int, reshard: bool) -> None:
-    run_ranks(2 * dp, off_on_and_one_process, schedule, dp, reshard)
-
-
-def policies_agree(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_policies_given_shapes_and_wrapping_change_nothing(rank: int, world_size: int) -> None:
     """What the policy chooses is when memory is there, not what is computed."""
     traces = [
         off_and_on(rank, world_size, Schedule1F1B, 2, options)
@@ -112,10 +114,6 @@ def policies_agree(rank: int, world_size: int) -> None:
         assert torch.equal(grad, traces[0].named_grads[name]), name
     for name, grad in traces[3].named_grads.items():
         torch.testing.assert_close(grad, traces[0].named_grads[name], rtol=1e-5, atol=1e-8)
-
-
-def test_policies_given_shapes_and_wrapping_change_nothing() -> None:
-    run_ranks(4, policies_agree)
 
 
 class Probe(FlatStage):
@@ -148,7 +146,25 @@ def groups_of(stage: FlatStage) -> list[Any]:
     return [group for _, wrapped in units_in(stage.submod) for group in wrapped.fsdp_state.unit.trained]
 
 
-def counted(rank: int, world_size: int, schedule: type, options: dict[str, Any]) -> None:
+def watch(model: FlatFSDP) -> tuple[Any, list[int]]:
+    """Reductions that have been launched when the inputs of the first block get their gradient."""
+    seen: list[int] = []
+
+    def follow(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0].requires_grad:
+            inputs[0].register_hook(lambda _: seen.append(model.ledger.calls["reduce"]))
+
+    return model.blocks[0].module.register_forward_pre_hook(follow), seen
+
+
+@SCHEDULES
+@RESHARD
+@FLAGS
+@on_ranks(4)
+def test_a_unit_is_reduced_once_a_step_inside_the_last_backward(
+    rank: int, schedule: type, flag: bool, reshard: bool
+) -> None:
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
     pipeline = Pipeline(schedule, 2, 2, stage=Probe, **options)
     for stage in pipeline.stages:
         assert not any(group.main_grad.holds_gradients for group in groups_of(stage))
@@ -171,28 +187,9 @@ def counted(rank: int, world_size: int, schedule: type, options: dict[str, Any])
                 assert inside == [0] * (MICROBATCHES - 1) + [len(stage.submod.blocks) - 1]
 
 
-def watch(model: FlatFSDP) -> tuple[Any, list[int]]:
-    """Reductions that have been launched when the inputs of the first block get their gradient."""
-    seen: list[int] = []
-
-    def follow(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        if inputs[0].requires_grad:
-            inputs[0].register_hook(lambda _: seen.append(model.ledger.calls["reduce"]))
-
-    return model.blocks[0].module.register_forward_pre_hook(follow), seen
-
-
 @SCHEDULES
-@RESHARD
-@FLAGS
-def test_a_unit_is_reduced_once_a_step_inside_the_last_backward(
-    schedule: type, flag: bool, reshard: bool
-) -> None:
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
-    run_ranks(4, counted, schedule, options)
-
-
-def scales(rank: int, world_size: int, schedule: type) -> None:
+@on_ranks(2)
+def test_gradients_are_divided_once_and_only_those_of_the_step(schedule: type) -> None:
     first, second = tokens_of(0, steps=2)
     divided, summed = Pipeline(schedule, 2), Pipeline(schedule, 2, scale_grads=False)
     # Before the first step, which has a backward where this one has none.
@@ -213,8 +210,3 @@ def scales(rank: int, world_size: int, schedule: type) -> None:
         stage.scale_grads(MICROBATCHES)
     divided.schedule.eval(*([first] if divided.is_first else []), target=first)
     assert same(divided.grads(), [a + b for a, b in zip(*grads, strict=True)])
-
-
-@SCHEDULES
-def test_gradients_are_divided_once_and_only_those_of_the_step(schedule: type) -> None:
-    run_ranks(2, scales, schedule)

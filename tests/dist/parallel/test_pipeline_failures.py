@@ -30,13 +30,14 @@ from tests.support.llamas import CONFIG
 from tests.support.llamas import mesh_of as llama_mesh_of
 from tests.support.models import Block, same
 from tests.support.pipelines import MICROBATCHES, Pipeline, loss_of, mesh_of, parts, tokens_of
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 RESHARD = pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
 
 
-def refuses(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_zero_bubble_schedules_are_refused_before_anything_is_sent(rank: int) -> None:
     for schedule in (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, ScheduleDualPipeV):
         with pytest.raises(NotImplementedError, match=f"{schedule.__name__} splits each backward"):
             Pipeline(schedule, 2)
@@ -51,11 +52,8 @@ def refuses(rank: int, world_size: int) -> None:
         pipeline.step(tokens_of(0)[0])
 
 
-def test_zero_bubble_schedules_are_refused_before_anything_is_sent() -> None:
-    run_ranks(2, refuses)
-
-
-def mistakes(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_mistakes_raise_at_construction_on_every_rank(rank: int) -> None:
     mesh = mesh_of(2, 1)
     options: dict[str, Any] = {"group": mesh.get_group("pp")}
     part = parts(2)[rank]
@@ -76,10 +74,6 @@ def mistakes(rank: int, world_size: int) -> None:
         FlatStage(model.blocks[1], rank, 2, **options)
 
 
-def test_mistakes_raise_at_construction_on_every_rank() -> None:
-    run_ranks(2, mistakes)
-
-
 def refused(rank: int, first: dict[str, Any], other: dict[str, Any], pp: int, tp: int) -> str:
     """What a LlamaPipeline raises if the last rank is given something else than the others."""
     last = rank == dist.get_world_size() - 1
@@ -94,7 +88,8 @@ def value_in(given: Any) -> Any:
     return value_in(next(iter(given.values()))) if isinstance(given, dict) else given
 
 
-def other_models(rank: int, world_size: int) -> None:
+@on_ranks(2)
+def test_ranks_that_are_told_other_models_all_raise(rank: int, world_size: int) -> None:
     for first, other, message in (
         ({"config": {"layers": 2}}, {"config": {"layers": 4}}, "config.layers={} of LlamaPipeline"),
         ({"config": {"ffn": 96}}, {"config": {"ffn": 64}}, "config.ffn={} of LlamaPipeline"),
@@ -117,18 +112,11 @@ def other_models(rank: int, world_size: int) -> None:
     LlamaPipeline(CONFIG, mesh, microbatches=4, batch=2, **(options if rank == 0 else usual))
 
 
-def test_ranks_that_are_told_other_models_all_raise() -> None:
-    run_ranks(2, other_models)
-
-
-def far_apart(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_ranks_of_all_dimensions_raise(rank: int) -> None:
     """Rank 3 shares no dimension of the mesh with rank 0; they differ by way of the others."""
     message = refused(rank, {}, {"config": {"ffn": 64}}, pp=2, tp=2)
     assert "rank 0 has [config.ffn=96 of LlamaPipeline] where rank 3 has [config.ffn=64" in message
-
-
-def test_ranks_of_all_dimensions_raise() -> None:
-    run_ranks(4, far_apart)
 
 
 class BoomError(RuntimeError):
@@ -150,8 +138,15 @@ def fail_at(count: int, where: str) -> Callable[..., None]:
     return hook
 
 
-def recovers(rank: int, world_size: int, pp: int, where: str, options: dict[str, Any]) -> None:
+@RESHARD
+@FLAGS
+@pytest.mark.parametrize(("pp", "where"), [(1, "forward"), (1, "loss"), (1, "backward"), (2, "backward")])
+@on_ranks(2)
+def test_a_failed_microbatch_leaves_the_next_step_clean(
+    rank: int, world_size: int, pp: int, where: str, flag: bool, reshard: bool
+) -> None:
     """With one stage in its second microbatch; of two, in the first's last backward, when all is sent."""
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
     dp = world_size // pp
     pipeline, fresh = (Pipeline(Schedule1F1B, pp, dp, **options) for _ in range(2))
     first, failing, clean = tokens_of(rank % dp)
@@ -174,15 +169,6 @@ def recovers(rank: int, world_size: int, pp: int, where: str, options: dict[str,
     assert same(pipeline.step(clean), fresh.step(clean))
     assert fresh.grads()
     assert same(pipeline.grads(), fresh.grads())
-
-
-@RESHARD
-@FLAGS
-@pytest.mark.parametrize(("pp", "where"), [(1, "forward"), (1, "loss"), (1, "backward"), (2, "backward")])
-def test_a_failed_microbatch_leaves_the_next_step_clean(
-    pp: int, where: str, flag: bool, reshard: bool
-) -> None:
-    run_ranks(2, recovers, pp, where, {"optimize_backward_concat": flag, "reshard_after_forward": reshard})
 
 
 def fail_on_one_rank(rank: int, store: str) -> None:

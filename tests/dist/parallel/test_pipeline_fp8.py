@@ -23,7 +23,7 @@ from tests.support.fp8_layers import TOKENS, WIDTH, Block, fp8_state
 from tests.support.fp8_training import counted_reductions
 from tests.support.llamas import mesh_of
 from tests.support.models import same
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 MICROBATCHES, STEPS = 4, 2
 DELAYED, CURRENT = DelayedScaling(amax_history_len=4), CurrentScaling()
@@ -136,7 +136,9 @@ def assert_same(*traces: Trace) -> None:
             assert same(getattr(traces[0], field), getattr(other, field)), field
 
 
-def stored_weights(rank: int, world_size: int, schedule: type) -> None:
+@pytest.mark.parametrize(("schedule", "world_size"), [(Schedule1F1B, 4), (ScheduleInterleaved1F1B, 2)])
+@on_ranks()
+def test_weights_stored_in_fp8(schedule: type) -> None:
     mesh = mesh_of(pp=2, tp=1)
     traces = []
     for flag, reshard, weights in ((0, 1, CURRENT), (1, 1, CURRENT), (1, 0, CURRENT), (1, 1, "in_layers")):
@@ -155,12 +157,9 @@ def stored_weights(rank: int, world_size: int, schedule: type) -> None:
     assert_same(*traces)
 
 
-@pytest.mark.parametrize(("schedule", "world_size"), [(Schedule1F1B, 4), (ScheduleInterleaved1F1B, 2)])
-def test_weights_stored_in_fp8(schedule: type, world_size: int) -> None:
-    run_ranks(world_size, stored_weights, schedule)
-
-
-def delayed(rank: int, world_size: int, schedule: type) -> None:
+@SCHEDULES
+@on_ranks(4)
+def test_scales_are_those_of_a_stage_by_default(schedule: type) -> None:
     mesh = mesh_of(pp=2, tp=1)
 
     def around() -> AbstractContextManager[None]:
@@ -190,12 +189,9 @@ def delayed(rank: int, world_size: int, schedule: type) -> None:
             assert same(everyones, [scale] * mesh.dp_size)
 
 
-@SCHEDULES
-def test_scales_are_those_of_a_stage_by_default(schedule: type) -> None:
-    run_ranks(4, delayed, schedule)
-
-
-def caches(rank: int, world_size: int, schedule: ScheduleName) -> None:
+@pytest.mark.parametrize(("schedule", "world_size"), [("1f1b", 1), ("1f1b", 2), ("interleaved", 2)])
+@on_ranks()
+def test_weights_are_cast_once_a_step(world_size: int, schedule: ScheduleName) -> None:
     config = LlamaConfig(4, 32, 64, heads=2, kv_heads=2, vocab=64, seq=16)
     mesh = make_mesh(pp=min(2, world_size))
     torch.manual_seed(3)
@@ -227,12 +223,8 @@ def caches(rank: int, world_size: int, schedule: ScheduleName) -> None:
     assert uses_of_kept == [0, STEPS * (MICROBATCHES - 1) * maps]
 
 
-@pytest.mark.parametrize(("schedule", "world_size"), [("1f1b", 1), ("1f1b", 2), ("interleaved", 2)])
-def test_weights_are_cast_once_a_step(schedule: ScheduleName, world_size: int) -> None:
-    run_ranks(world_size, caches, schedule)
-
-
-def refuses(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_regions_over_several_stages_are_refused() -> None:
     mesh = mesh_of(pp=2, tp=1)
     around = Pipeline(Schedule1F1B, mesh, around=lambda: autocast(recipe=DELAYED))
     with pytest.raises(ValueError, match="shares scales with ranks that have other stages"):
@@ -249,7 +241,3 @@ def refuses(rank: int, world_size: int) -> None:
         with pytest.raises(ValueError, match="shares scales with ranks that have other stages"):
             inside.step(1)
         dist.barrier()
-
-
-def test_regions_over_several_stages_are_refused() -> None:
-    run_ranks(4, refuses)

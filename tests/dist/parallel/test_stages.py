@@ -21,7 +21,7 @@ from flatfsdp.parallel import FlatStage, clip_grad_norm_
 from tests.support.checkpoints import equal
 from tests.support.llamas import CONFIG, SmallPipeline, mesh_of, microbatches_of, samples
 from tests.support.models import WIDTH, same, whole_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tp_models import ParallelMLP
 
 MICROBATCHES = 3
@@ -32,7 +32,8 @@ def part(ranks: Ranks, stage: int) -> nn.Sequential:
     return nn.Sequential(*(ParallelMLP(ranks, fused=False) for _ in range(2)))
 
 
-def one_by_one(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_several_flat_fsdp_modules_in_a_stage() -> None:
     """Each layer a root of its own, with nothing around them, or all below one root."""
     mesh = mesh_of(pp=2, tp=2)
     runs: list[tuple[dict[str, Tensor], Tensor]] = []
@@ -58,10 +59,6 @@ def one_by_one(rank: int, world_size: int) -> None:
         ((whole(chunk) - chunk).square().mean() / MICROBATCHES).backward()
     norm = nn.utils.get_total_norm([p.grad for p in whole.parameters() if p.grad is not None])
     torch.testing.assert_close(runs[0][1], norm, rtol=1e-5, atol=0)
-
-
-def test_several_flat_fsdp_modules_in_a_stage() -> None:
-    run_ranks(4, one_by_one)
 
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -106,7 +103,8 @@ def test_a_split_and_staged_fp8_model_is_read_by_others(tmp_path: Path) -> None:
         run_ranks(world_size, load, str(tmp_path), expected)
 
 
-def stored_weights(rank: int, world_size: int) -> None:
+@on_ranks(4)
+def test_weights_of_split_layers_stored_in_fp8() -> None:
     """In the flat buffer a weight's scale is that of this rank's part, as in its layer."""
     mesh = mesh_of(pp=1, tp=2)
     states = []
@@ -135,7 +133,3 @@ def stored_weights(rank: int, world_size: int) -> None:
         for group in (group for unit in root_of(model).units for group in unit.groups):
             assert group.fp8 is None or group.layout.placement is Placement.SPLIT
     assert equal(states[0], states[1]) and equal(states[0], states[2])
-
-
-def test_weights_of_split_layers_stored_in_fp8() -> None:
-    run_ranks(4, stored_weights)

@@ -22,11 +22,11 @@ from tests.support.fp8_layers import (
     batch,
     counted_updates,
     fp8_state,
-    relative_error,
     seeded,
     snapshot,
     train,
 )
+from tests.support.plain_layers import error
 
 RECIPES = pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
 
@@ -60,7 +60,7 @@ def test_fp8_is_on_inside_only(recipe: Any) -> None:
     with fp8_autocast(enabled=False, fp8_recipe=recipe):
         assert torch.equal(layer(x), plain)
     assert torch.equal(layer(x), plain)
-    assert 0 < relative_error(inside, plain) < 0.08
+    assert 0 < error(inside, plain) < 0.08
 
 
 def test_earlier_names_mean_the_same() -> None:
@@ -327,8 +327,8 @@ def test_after_calibration_the_first_step_is_as_good_as_the_second() -> None:
     with autocast(enabled=False, calibrating=True):
         layer(x)
     with torch.no_grad(), autocast():
-        assert relative_error(layer(x), exact) < 0.05
-        assert relative_error(uncalibrated(x), exact) > 0.3
+        assert error(layer(x), exact) < 0.05
+        assert error(uncalibrated(x), exact) > 0.3
 
 
 # ---- models beside each other ------------------------------------------------------------------------------

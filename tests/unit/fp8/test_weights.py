@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
 from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
-from tests.support.fp8_layers import FFN, SHORT, TOKENS, WIDTH, Stack, batch, relative_error, seeded
+from tests.support.fp8_layers import FFN, SHORT, TOKENS, WIDTH, Stack, batch, seeded
+from tests.support.plain_layers import error
 
 E4M3 = torch.float8_e4m3fn
 RECIPES = pytest.mark.parametrize(
@@ -152,10 +153,10 @@ def test_a_cached_weight_is_read_with_the_scale_of_its_cast() -> None:
             with autocast(recipe=recipe):
                 out = layer(x, is_first_microbatch=False)
             cached = fp8_of(weight, at_cast)
-            assert relative_error(out, fp8_of(x, scale) @ cached.t()) < 1e-6
+            assert error(out, fp8_of(x, scale) @ cached.t()) < 1e-6
             # Ones are exact in every format.
             (dx,) = torch.autograd.grad(out, x, torch.ones_like(out))
-            assert relative_error(dx, torch.ones_like(out).double() @ cached) < 1e-6
+            assert error(dx, torch.ones_like(out).double() @ cached) < 1e-6
         at_cast = layer.fp8_forward_scale[1].clone()
 
 
@@ -215,7 +216,7 @@ def test_scales_that_are_loaded_are_used_by_the_next_cast() -> None:
     with torch.no_grad(), autocast(recipe=SHORT):
         out = layer(x)
     exact = fp8_of(x, torch.tensor(4.0)) @ fp8_of(layer.weight, torch.tensor(8.0)).t()
-    assert relative_error(out, exact) < 1e-6
+    assert error(out, exact) < 1e-6
 
 
 def test_scales_that_are_written_in_place_are_used_by_the_next_cast() -> None:
@@ -226,7 +227,7 @@ def test_scales_that_are_written_in_place_are_used_by_the_next_cast() -> None:
     with torch.no_grad(), autocast(recipe=SHORT):
         out = layer(x)
     exact = fp8_of(x, torch.tensor(2.0)) @ fp8_of(layer.weight, torch.tensor(16.0)).t()
-    assert relative_error(out, exact) < 1e-6
+    assert error(out, exact) < 1e-6
 
 
 # ---- errors ------------------------------------------------------------------------------------------------
@@ -272,7 +273,7 @@ def test_current_scaling_takes_the_scale_of_the_tensor_itself() -> None:
         if power_of_two:
             scales = [2.0 ** scale.log2().floor() for scale in scales]
         exact = fp8_of(x, scales[0]) @ fp8_of(layer.weight, scales[1]).t()
-        assert relative_error(out, exact) < 1e-6
+        assert error(out, exact) < 1e-6
 
 
 @pytest.mark.parametrize("value", [0.0, 1e-40])

@@ -55,11 +55,6 @@ def test_every_parameter_gets_a_gradient(tokens_bt: torch.Tensor) -> None:
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
 
 
-def test_head_and_token_embedding_are_two_parameters() -> None:
-    model = GPT(CONFIG)
-    assert model.head.weight is not model.tokens.weight
-
-
 @pytest.mark.parametrize("sizes", [{"hidden": 30}, {"layers": 0}, {"heads": 0}])
 def test_impossible_sizes_are_refused(sizes: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(sizes))):

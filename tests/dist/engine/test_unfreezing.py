@@ -1,14 +1,12 @@
-"""`requires_grad` that changes after wrapping: GANs, gradual unfreezing, and what cannot work."""
+"""Gradual unfreezing: `requires_grad` that changes between steps and within one, and what cannot work."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
@@ -16,106 +14,19 @@ from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, param
 from flatfsdp.engine.units import named_groups, root_of
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import Linear
-from tests.support.against_plain import assert_equal, plain_net
+from tests.support.against_plain import assert_equal, average, plain_net
 from tests.support.models import Block, Net, build, data, whole_grads
-from tests.support.ranks import run_ranks
+from tests.support.ranks import on_ranks
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
 RESHARD = pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
-WORLDS = pytest.mark.parametrize("world_size", [1, 2])
-WIDTH = 20
 
 
 def options_of(flag: bool, reshard: bool) -> dict[str, Any]:
     return {"optimize_backward_concat": flag, "reshard_after_forward": reshard, "poison_on_free": True}
 
 
-def average(net: nn.Module) -> None:
-    """What data parallelism does to a plain model's gradients."""
-    for parameter in net.parameters():
-        if parameter.grad is not None and dist.get_world_size() > 1:
-            dist.all_reduce(parameter.grad)
-            parameter.grad /= dist.get_world_size()
-
-
-def nothing(_: nn.Module) -> None:
-    """FlatFSDP has reduced already."""
-
-
-# ---- a generator and a critic ------------------------------------------------------------------------------
-
-
-class Part(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(Block(), Block(), nn.Linear(WIDTH, WIDTH))
-
-
-class Pair(nn.Module):
-    """Both in one model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator, self.critic = Part(), Part()
-
-    def forward(self, noise: Tensor, real: Tensor | None) -> Tensor:
-        fake = self.generator(noise)
-        if real is None:
-            return -self.critic(fake).mean()
-        return self.critic(fake.detach()).square().mean() + (self.critic(real) - 1).square().mean()
-
-
-def adversarial(
-    pair: nn.Module, generator: nn.Module, critic: nn.Module, rank: int, reduce: Callable[[nn.Module], None]
-) -> list[Tensor]:
-    """Alternating steps; each one's optimizer has its own part.  Momentum would show a zero gradient."""
-    make = torch.Generator().manual_seed(rank)
-    optimizers = [torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9) for part in (critic, generator)]
-    losses = []
-    for _ in range(3):
-        noise, real = (torch.randn(4, WIDTH, generator=make) for _ in range(2))
-        for trains_critic in (True, False):
-            critic.requires_grad_(trains_critic)
-            generator.requires_grad_(not trains_critic)
-            frozen = generator if trains_critic else critic
-            for optimizer in optimizers:
-                optimizer.zero_grad()
-            loss = pair(noise, real if trains_critic else None)
-            loss.backward()
-            losses.append(loss.detach())
-            assert all(p.grad is None for p in frozen.parameters())
-            reduce(pair)
-            for optimizer in optimizers:
-                optimizer.step()
-    return losses
-
-
-def compare_adversarial(rank: int, world_size: int, options: dict[str, Any], one_root: bool) -> None:
-    torch.manual_seed(0)
-    plain = Pair()
-    torch.manual_seed(0)
-    pair: nn.Module = Pair()
-    if one_root:
-        pair = auto_wrap(pair, by_class(Block, Part), **options)
-    else:
-        pair.generator = auto_wrap(pair.generator, by_class(Block), **options)
-        pair.critic = auto_wrap(pair.critic, by_class(Block), **options)
-    ours = adversarial(pair, pair.generator, pair.critic, rank, nothing)
-    theirs = adversarial(plain, plain.generator, plain.critic, rank, average)
-    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert_equal(dict(pair.state_dict()), dict(plain.state_dict()))
-
-
-@FLAGS
-@RESHARD
-@WORLDS
-@pytest.mark.parametrize("one_root", [False, True], ids=["two_models", "one_model"])
-def test_a_critic_is_frozen_in_the_steps_of_its_generator(
-    world_size: int, one_root: bool, reshard: bool, flag: bool
-) -> None:
-    run_ranks(world_size, compare_adversarial, options_of(flag, reshard), one_root)
-
-
-# ---- gradual unfreezing ------------------------------------------------------------------------------------
+# ---- between steps -----------------------------------------------------------------------------------------
 
 
 SCHEDULE = [(), (2,), (1, 2), (0,), (0, 1, 2), ()]
@@ -131,8 +42,15 @@ def trained_blocks(net: nn.Module, trained: tuple[int, ...], by_parameter: bool)
             block.requires_grad_(index in trained)
 
 
-def unfreeze(rank: int, world_size: int, options: dict[str, Any], built: tuple[int, ...]) -> None:
+@FLAGS
+@RESHARD
+@pytest.mark.parametrize("built", [(), (0, 1, 2)], ids=["built_frozen", "built_trained"])
+@on_ranks(1, 2)
+def test_layers_are_frozen_and_unfrozen_between_steps(
+    rank: int, built: tuple[int, ...], reshard: bool, flag: bool
+) -> None:
     """Also equal to models that are built that way for each step."""
+    options = options_of(flag, reshard)
     plain = plain_net()
     net = plain_net()
     trained_blocks(net, built, by_parameter=True)
@@ -168,21 +86,33 @@ def unfreeze(rank: int, world_size: int, options: dict[str, Any], built: tuple[i
         assert_equal(dict(model.state_dict()), dict(plain.state_dict()))
 
 
-@FLAGS
-@RESHARD
-@WORLDS
-@pytest.mark.parametrize("built", [(), (0, 1, 2)], ids=["built_frozen", "built_trained"])
-def test_layers_are_frozen_and_unfrozen_between_steps(
-    world_size: int, built: tuple[int, ...], reshard: bool, flag: bool
-) -> None:
-    run_ranks(world_size, unfreeze, options_of(flag, reshard), built)
-
-
 # ---- within a step -----------------------------------------------------------------------------------------
 
 
-def within_a_step(rank: int, world_size: int, options: dict[str, Any]) -> None:
+def check_like_plain(model: FlatFSDP, plain: nn.Module, exact: bool = True) -> None:
+    average(plain)
+    for net in (model, plain):
+        net.requires_grad_(True)
+    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    missing = [block for block in model.blocks if block.flat_param.grad is None]
+    for block in missing:
+        block.requires_grad_(False)
+    ours = whole_grads(model)
+    assert ours.keys() == expected.keys()
+    for name, grad in expected.items():
+        if exact:
+            assert torch.equal(ours[name], grad), name
+        else:
+            # Gradients of two losses are added in another order.
+            torch.testing.assert_close(ours[name], grad)
+
+
+@FLAGS
+@RESHARD
+@on_ranks(1, 2)
+def test_forward_and_backward_may_have_other_flags(rank: int, reshard: bool, flag: bool) -> None:
     """The flags at each forward and at each backward, against a plain model's gradients."""
+    options = options_of(flag, reshard)
     ((first, second),) = data(rank, 1, 2)
     for at_forward, at_backward in [(True, False), (False, True), (True, True), (False, False)]:
         model, plain = build(**options), plain_net()
@@ -207,33 +137,13 @@ def within_a_step(rank: int, world_size: int, options: dict[str, Any]) -> None:
             check_like_plain(model, plain, exact=False)
 
 
-def check_like_plain(model: FlatFSDP, plain: nn.Module, exact: bool = True) -> None:
-    average(plain)
-    for net in (model, plain):
-        net.requires_grad_(True)
-    expected = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    missing = [block for block in model.blocks if block.flat_param.grad is None]
-    for block in missing:
-        block.requires_grad_(False)
-    ours = whole_grads(model)
-    assert ours.keys() == expected.keys()
-    for name, grad in expected.items():
-        if exact:
-            assert torch.equal(ours[name], grad), name
-        else:
-            # Gradients of two losses are added in another order.
-            torch.testing.assert_close(ours[name], grad)
-
-
 @FLAGS
 @RESHARD
-@WORLDS
-def test_forward_and_backward_may_have_other_flags(world_size: int, reshard: bool, flag: bool) -> None:
-    run_ranks(world_size, within_a_step, options_of(flag, reshard))
-
-
-def accumulated(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sync", ["last", "every"])
+@on_ranks(1, 2)
+def test_a_unit_that_is_frozen_in_one_microbatch(rank: int, sync: str, reshard: bool, flag: bool) -> None:
     """A unit that is frozen in the last microbatch keeps, and reduces, what the first one brought."""
+    options = {**options_of(flag, reshard), "grad_sync": sync}
     ((first, second),) = data(rank, 1, 2)
     for flags in [(True, False), (False, True)]:
         model, plain = build(**options), plain_net()
@@ -255,16 +165,6 @@ def accumulated(rank: int, world_size: int, options: dict[str, Any]) -> None:
         check_like_plain(model, plain)
 
 
-@FLAGS
-@RESHARD
-@WORLDS
-@pytest.mark.parametrize("sync", ["last", "every"])
-def test_a_unit_that_is_frozen_in_one_microbatch(
-    world_size: int, sync: str, reshard: bool, flag: bool
-) -> None:
-    run_ranks(world_size, accumulated, {**options_of(flag, reshard), "grad_sync": sync})
-
-
 class Recomputed(Net):
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -277,7 +177,11 @@ class Recomputed(Net):
         return self.head(x)
 
 
-def recomputed(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@FLAGS
+@RESHARD
+@on_ranks(2)
+def test_recomputation_around_a_unit_that_is_frozen_for_a_while(rank: int, reshard: bool, flag: bool) -> None:
+    options = options_of(flag, reshard)
     ((tokens,),) = data(rank, 1, 1)
     for reentrant in (False, True):
         torch.manual_seed(0)
@@ -289,12 +193,6 @@ def recomputed(rank: int, world_size: int, options: dict[str, Any]) -> None:
                 net.blocks[1].requires_grad_(trains)
                 net(tokens).backward()
             check_like_plain(model, plain)
-
-
-@FLAGS
-@RESHARD
-def test_recomputation_around_a_unit_that_is_frozen_for_a_while(reshard: bool, flag: bool) -> None:
-    run_ranks(2, recomputed, options_of(flag, reshard))
 
 
 class Skipping(Net):
@@ -309,7 +207,9 @@ class Skipping(Net):
         return self.head(x)
 
 
-def skipping(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(2)
+def test_ranks_that_leave_out_different_layers_agree_on_what_is_reduced(rank: int, flag: bool) -> None:
     ((tokens,),) = data(rank, 1, 1)
     torch.manual_seed(0)
     # Without gathers, for which ranks would have to use the same modules.
@@ -325,11 +225,6 @@ def skipping(rank: int, world_size: int, flag: bool) -> None:
             if parameter.grad is None and parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         check_like_plain(model, plain)
-
-
-@FLAGS
-def test_ranks_that_leave_out_different_layers_agree_on_what_is_reduced(flag: bool) -> None:
-    run_ranks(2, skipping, flag)
 
 
 def test_frozen_units_hold_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
@@ -356,7 +251,9 @@ def test_frozen_units_hold_nothing_up(caplog: pytest.LogCaptureFixture) -> None:
 # ---- optimizers and checkpoints ----------------------------------------------------------------------------
 
 
-def grouped(rank: int, world_size: int, flag: bool) -> None:
+@FLAGS
+@on_ranks(1, 2)
+def test_portions_follow_their_flat_parameter(rank: int, flag: bool) -> None:
     ((tokens,),) = data(rank, 1, 1)
     model = build(optimize_backward_concat=flag)
     groups = param_groups(model, [{"params": lambda name, shape: len(shape) < 2, "lr": 0.5}])
@@ -390,14 +287,10 @@ def grouped(rank: int, world_size: int, flag: bool) -> None:
         model(tokens)
 
 
-@FLAGS
-@WORLDS
-def test_portions_follow_their_flat_parameter(world_size: int, flag: bool) -> None:
-    run_ranks(world_size, grouped, flag)
-
-
-def saved_while_frozen(rank: int, world_size: int, folder: str) -> None:
+@on_ranks(1, 2)
+def test_a_checkpoint_keeps_the_optimizer_state_of_what_is_frozen(rank: int, tmp_path: Path) -> None:
     """The optimizer's state for a unit that is frozen just now is saved and loaded."""
+    folder = str(tmp_path)
     ((tokens,),) = data(rank, 1, 1)
     model = build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -418,11 +311,6 @@ def saved_while_frozen(rank: int, world_size: int, folder: str) -> None:
             assert all(torch.equal(value, each["state"][name][key]) for key, value in state.items()), name
 
 
-@WORLDS
-def test_a_checkpoint_keeps_the_optimizer_state_of_what_is_frozen(world_size: int, tmp_path: Path) -> None:
-    run_ranks(world_size, saved_while_frozen, str(tmp_path))
-
-
 def test_what_is_frozen_counts_no_gradient_in_the_memory_report() -> None:
     model = build()
     rows = {row.buffer: row.total for row in model.memory_report().rows}
@@ -434,8 +322,12 @@ def test_what_is_frozen_counts_no_gradient_in_the_memory_report() -> None:
 # ---- what cannot work --------------------------------------------------------------------------------------
 
 
-def by_itself(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@FLAGS
+@RESHARD
+@on_ranks(1, 2)
+def test_a_parameter_of_a_unit_by_itself_is_refused(rank: int, reshard: bool, flag: bool) -> None:
     """One parameter of a unit, through the tensor that the module has, or summoned."""
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
     ((tokens,),) = data(rank, 1, 1)
     model = build(**options)
     model(tokens).backward()
@@ -454,13 +346,6 @@ def by_itself(rank: int, world_size: int, options: dict[str, Any]) -> None:
     model(tokens).backward()
 
 
-@FLAGS
-@RESHARD
-@WORLDS
-def test_a_parameter_of_a_unit_by_itself_is_refused(world_size: int, reshard: bool, flag: bool) -> None:
-    run_ranks(world_size, by_itself, {"optimize_backward_concat": flag, "reshard_after_forward": reshard})
-
-
 def test_weights_that_were_built_frozen_in_fp8_are_refused() -> None:
     torch.manual_seed(0)
     layer = Linear(32, 32, bias=False).requires_grad_(False)
@@ -477,8 +362,12 @@ def test_groups_keep_their_names() -> None:
     assert [group.flat_name for _, group in named_groups(model)] == names
 
 
-def in_fp8(rank: int, world_size: int, options: dict[str, Any]) -> None:
+@FLAGS
+@RESHARD
+@on_ranks(1, 2)
+def test_fp8_weights_that_are_frozen_for_a_while(rank: int, reshard: bool, flag: bool) -> None:
     """Weights that were built trained in FP8 pass gradients on while they are frozen, and learn again."""
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
     precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
     make = torch.Generator().manual_seed(rank)
     x = torch.randn(16, 32, generator=make)
@@ -503,10 +392,3 @@ def in_fp8(rank: int, world_size: int, options: dict[str, Any]) -> None:
         optimizer.step()
         theirs.step()
     assert_equal(dict(model.state_dict()), dict(other.state_dict()))
-
-
-@FLAGS
-@RESHARD
-@WORLDS
-def test_fp8_weights_that_are_frozen_for_a_while(world_size: int, reshard: bool, flag: bool) -> None:
-    run_ranks(world_size, in_fp8, {"optimize_backward_concat": flag, "reshard_after_forward": reshard})
