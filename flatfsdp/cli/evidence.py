@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp.cli.report import RunSummary
-from flatfsdp.cli.training import AfterBackward, Trained
+from flatfsdp.cli.summary import RunSummary
 from flatfsdp.launch import Rank
+from flatfsdp.training.run import AfterBackward, Trained
 
 KINDS = ("losses", "gradients", "parameters", "optimizer state")
 

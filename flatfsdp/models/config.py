@@ -9,6 +9,9 @@ import json
 from dataclasses import MISSING, dataclass, fields
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Literal
+
+PresetName = Literal["tiny", "debug", "1b", "8b", "70b"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class LlamaConfig:
         return self.hidden * self.vocab / (self.layer_weights + self.hidden * self.seq)
 
 
-PRESETS: dict[str, LlamaConfig] = {
+PRESETS: dict[PresetName, LlamaConfig] = {
     "tiny": LlamaConfig(4, 64, 192, heads=4, kv_heads=2, vocab=256, seq=64),
     "debug": LlamaConfig(8, 256, 768, heads=8, kv_heads=4, vocab=256, seq=256),
     "1b": LlamaConfig(16, 2048, 8192, heads=32, kv_heads=8, vocab=128_256, seq=8192),

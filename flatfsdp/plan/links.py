@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flatfsdp.plan.job import Arrangement
+from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.plan.machine import Machine
 
 
@@ -64,7 +64,7 @@ class Groups:
     pp: Group
 
     @staticmethod
-    def of(ranks: Arrangement, machine: Machine) -> Groups:
+    def of(ranks: Parallelism, machine: Machine) -> Groups:
         stride, found = 1, {}
         for name in ("tp", "dp_shard", "dp_replicate", "pp"):
             found[name] = Group(machine, getattr(ranks, name), stride)

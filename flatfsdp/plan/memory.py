@@ -113,7 +113,7 @@ def stage_report(units: Sequence[Sequence[GroupSizes]], job: Job) -> MemoryRepor
 
 
 def _ahead(job: Job) -> int | None:
-    return units_ahead(job.prefetch) if job.ranks.reshard_after_forward else None
+    return units_ahead(job.prefetch) if job.reshard_after_forward else None
 
 
 def memory_plan(job: Job) -> MemoryPlan:

@@ -100,7 +100,7 @@ def step_of(job: Job, machine: Machine, parts: Sequence[Sequence[Part]], layouts
     lines = {name: job.microbatches * value for name, value in kinds[own].items()}
     lines["pipeline bubble"] = (sum(seconds) - seconds[slowest]) / len(own)
     lines |= different[own].once()
-    flops = flops_per_token(job.model) * job.step_tokens / job.ranks.gpus
+    flops = flops_per_token(job.model) * job.step_tokens / job.ranks.world
     return TimePlan(
         slowest,
         {name: value for name, value in lines.items() if value},
@@ -166,7 +166,7 @@ class RankTime:
 
     def _bare(self, layer: Passes) -> float:
         """Of gathers and reductions, on average of a step's microbatches."""
-        frees, count = self.job.ranks.reshard_after_forward, self.job.microbatches
+        frees, count = self.job.reshard_after_forward, self.job.microbatches
         gather, reduce = self._gather(self.layouts.layer), self._reduce(self.layouts.layer)
         forward, backward = layer.forward.seconds, layer.backward.seconds
         layers = sum(part.layers for part in self.parts)

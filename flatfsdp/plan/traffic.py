@@ -76,7 +76,7 @@ class Gathers(NamedTuple):
 def gathers(job: Job) -> Gathers:
     """Once; or, if parameters are freed after use, in each forward and backward; the root's are kept from one
     to the other."""
-    if not job.ranks.reshard_after_forward:
+    if not job.reshard_after_forward:
         return Gathers(1, 1)
     return Gathers(job.microbatches, 2 * job.microbatches)
 
