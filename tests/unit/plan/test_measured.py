@@ -60,14 +60,8 @@ def planned_step(file: str, engine: str) -> tuple[MemoryPlan, TimePlan]:
     told = results(file)["job"]
     ranks = Parallelism.over(results(file)["ranks"])
     precision, recipe = PRECISIONS[engine]
-    job = Job(
-        model,
-        ranks,
-        microbatches=told["microbatches"],
-        precision=precision,
-        recipe=recipe,
-        reshard_after_forward=frees,
-    )
+    run = {"microbatches": told["microbatches"], "reshard_after_forward": frees}
+    job = Job(model, ranks, precision=precision, recipe=recipe, **run)
     layouts, parts = layouts_of(job), parts or parts_of(job)
     return fullest(job, parts, layouts), step_of(job, H200, parts, layouts)
 
