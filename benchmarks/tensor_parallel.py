@@ -95,7 +95,7 @@ def summary(row: ModeRuns, rows: list[ModeRuns], job: Job, ranks: int) -> dict[s
 
 
 def fastest(rows: list[ModeRuns], engines: tuple[Engine, ...]) -> ModeRuns | None:
-    """Of these engines' split modes that were measured."""
+    """The fastest of these engines' split modes that were measured."""
     found = [
         row for row in rows if row.runs and row.mode.engine in engines and row.mode.split is not Split.one
     ]
@@ -239,7 +239,7 @@ def _known(names: list[str] | None, known: Iterable[str]) -> list[str]:
 
 
 def modes_of(names: list[str], *, is_first: bool) -> tuple[Mode, ...]:
-    """Of one shape: those that are asked for, or the usual ones, of which the first shape's are compiled."""
+    """Modes of one shape: what is asked for, or the usual ones, of which the first shape's are compiled."""
     return tuple(MODES[name] for name in names or (USUAL_MODES if is_first else EAGER_MODES))
 
 

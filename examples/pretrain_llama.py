@@ -75,7 +75,7 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
 
 
 class Report:
-    """Of each step: a progress bar on stderr, or one line of JSON on stdout; on the first rank."""
+    """Progress of each step: a bar on stderr, or one line of JSON on stdout; on the first rank."""
 
     def __init__(self, as_json: bool, first: int, steps: int) -> None:
         self.is_main, self.as_json = dist.get_rank() == 0, as_json
@@ -121,7 +121,7 @@ def peak_gib(device: torch.device) -> float:
 
 
 def mean_loss(losses: list[Tensor], model: LlamaPipeline, device: torch.device) -> float:
-    """Over microbatches and data-parallel ranks, known on every rank."""
+    """Mean over microbatches and data-parallel ranks, known on every rank."""
     mean = torch.zeros((), device=device)
     if model.has_last and model.mesh.tp_rank == 0:
         mean += torch.stack(losses).mean() / model.mesh.dp_size

@@ -35,7 +35,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class Device(str, Enum):
-    """Where the ranks run; `auto` takes the GPUs if there is one for each rank."""
+    """Device of the ranks; `auto` takes the GPUs if there is one for each rank."""
 
     auto = "auto"
     cpu = "cpu"

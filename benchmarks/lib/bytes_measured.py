@@ -113,7 +113,7 @@ class Block(nn.Module):
 
 
 class NormedBlock(Block):
-    """With a parameter that is not stored in FP8, and that is too small to be counted by itself."""
+    """Block with a parameter that is not stored in FP8, and that is too small to be counted by itself."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__(width, hidden)

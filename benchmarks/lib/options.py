@@ -55,7 +55,7 @@ Out = Annotated[
 
 
 def one_device(device: Device) -> torch.device:
-    """Of a benchmark without ranks: the GPU, unless a CPU is asked for.
+    """Device of a benchmark without ranks: the GPU, unless a CPU is asked for.
 
     Raises:
         typer.BadParameter: if there is no GPU.

@@ -63,7 +63,7 @@ class Job:
 
     @property
     def flops(self) -> int:
-        """Of the whole layer."""
+        """Operations of the whole layer."""
         return self.tokens * flops_per_token(self.config)
 
     def order(self) -> list[Mode]:

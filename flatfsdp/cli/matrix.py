@@ -68,7 +68,8 @@ class MatrixRow:
         return f"{shared}, {self.precision.value}, {updated}"
 
     def applied(self, settings: ParallelSettings, flag: bool) -> ParallelSettings:
-        """
+        """Completes the settings with what the row decides.
+
         Raises:
             ValueError: if the settings do not suit this row.
         """
@@ -161,7 +162,8 @@ class MatrixPlan:
 
     @staticmethod
     def of(device: Device, ranks: int | None, given: dict[str, Any]) -> MatrixPlan:
-        """
+        """Chooses rows, settings and launches.
+
         Args:
             ranks: None for torchrun's, or 2 and 4 on a CPU, or as many as there are GPUs for.
             given: options of `verify` by name, without those that are left to their defaults.
@@ -247,7 +249,7 @@ class MatrixComparison:
         return not any(self.differences.values())
 
     def described(self) -> dict[str, Any]:
-        """For JSON."""
+        """What JSON holds of it."""
         verdicts = {"equal": self.equal, "falling": self.on.falling}
         return {"name": self.row.name, "ranks": self.row.parallelism.world, **asdict(self), **verdicts}
 
@@ -304,7 +306,7 @@ class MatrixReport:
         return result
 
     def verdict_lines(self) -> list[str]:
-        """Where the runs differ, or one line that says that they do not."""
+        """Lines that say where the runs differ, or one that says that they do not."""
         if self.equal:
             worlds = " and ".join(str(about["world_size"]) for about in self.environments)
             settings = self.plan.settings

@@ -19,7 +19,7 @@ from flatfsdp.plan.traffic import named, sent_by_rank
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Of one way to run a job.
+    """Plan of one way to run a job.
 
     Attributes:
         sent: by the rank that sends most.
@@ -33,7 +33,8 @@ class PlanReport:
 
     @staticmethod
     def of(job: Job, machine: Machine) -> PlanReport:
-        """
+        """Plans the job on the machine.
+
         Raises:
             ValueError: if ranks cannot share a size.
         """
@@ -129,7 +130,7 @@ class PlanReport:
 
 @dataclass(frozen=True)
 class SearchReport:
-    """Of several, the fastest first."""
+    """Plans of several ways to run a job, the fastest first."""
 
     job: Job
     machine: Machine

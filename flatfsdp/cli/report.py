@@ -59,7 +59,7 @@ def compared_cells(off: RunSummary, on: RunSummary, differences: Mapping[str, li
 
 
 def difference_lines(name: str, differences: Mapping[str, list[str]]) -> list[str]:
-    """Where two runs differ, by kind of evidence."""
+    """Lines that say where two runs differ, by kind of evidence."""
     return [
         f"{name}, {kind}: first difference on {place}"
         for kind, places in differences.items()

@@ -199,7 +199,7 @@ class Report:
         return result
 
     def verdict_lines(self) -> list[str]:
-        """Where the runs differ, or one line that says that they do not."""
+        """Lines that say where the runs differ, or one that says that they do not."""
         if self.equal:
             return [
                 f"On equals off, bit for bit, at world size {self.environment['world_size']}: "

@@ -83,7 +83,7 @@ class Parallelism:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """By dimension of the mesh."""
+        """Ranks by dimension of the mesh."""
         return {name: getattr(self, name) for name in DIMENSIONS}
 
     @property

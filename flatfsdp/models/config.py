@@ -16,7 +16,8 @@ PresetName = Literal["tiny", "debug", "1b", "8b", "70b"]
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """
+    """Sizes of a Llama.
+
     Attributes:
         ffn: width of the gate and of the up projection each.
         kv_heads: key/value heads, each shared by heads / kv_heads query heads.
@@ -40,7 +41,7 @@ class LlamaConfig:
 
     @staticmethod
     def load(path: Path) -> LlamaConfig:
-        """From a JSON object.
+        """Reads a JSON object.
 
         Raises:
             ValueError: if it lacks a size, has other names, or something that is no number.
@@ -72,7 +73,7 @@ class LlamaConfig:
 
     @property
     def layer_weights(self) -> int:
-        """Of a layer's products."""
+        """Weights of a layer's products."""
         key_and_value = 2 * self.kv_heads * self.head_dim
         return self.hidden * (2 * self.hidden + key_and_value) + 3 * self.hidden * self.ffn
 

@@ -91,12 +91,12 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of one microbatch of one data-parallel rank."""
+        """Tokens in one microbatch of one data-parallel rank."""
         return self.batch * self.model.seq
 
     @property
     def step_tokens(self) -> int:
-        """Of one step of all ranks."""
+        """Tokens in one step of all ranks."""
         return self.ranks.dp * self.microbatches * self.tokens
 
     @property

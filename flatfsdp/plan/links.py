@@ -40,7 +40,7 @@ class Group:
         return min(self.size, max(1, self.machine.gpus_per_host // self.stride))
 
     def seconds(self, sent: float) -> float:
-        """Of one collective.
+        """Time of one collective.
 
         Args:
             sent: bytes, by each rank.
@@ -56,7 +56,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups:
-    """Of one rank, by dimension of the mesh."""
+    """Groups of one rank, by dimension of the mesh."""
 
     tp: Group
     dp_shard: Group

@@ -34,7 +34,8 @@ class Candidate:
 
 
 def search(job: Job, machine: Machine, global_batch: int, count: int) -> list[Candidate]:
-    """
+    """Finds the fastest ways to run a job, the fastest first.
+
     Args:
         job: whose number of ranks is kept, and nothing else of `Way`, `batch` and `microbatches`.
         global_batch: sequences in one step of all ranks.

@@ -44,7 +44,7 @@ class Sent(NamedTuple):
 
 
 def sent_by_rank(job: Job) -> list[Sent]:
-    """Of one rank of each pipeline rank.
+    """Bytes that one rank of each pipeline rank sends.
 
     Raises:
         ValueError: as `layouts_of`.
@@ -54,7 +54,7 @@ def sent_by_rank(job: Job) -> list[Sent]:
 
 
 def sent_by_stage(part: Part, layouts: Layouts, job: Job) -> Sent:
-    """Of one rank of a pipeline stage."""
+    """Bytes that one rank of a pipeline stage sends."""
     root, *layers = layouts.units(part)
     times = gathers(job)
     of_units = [of_unit(root, job, times.root), *(of_unit(layer, job, times.layer) for layer in layers)]
@@ -131,7 +131,7 @@ def of_stage(part: Part, job: Job) -> Exchanged:
 
 
 def exchanged_by_layer(job: Job) -> int:
-    """Of attention and MLP alike, a [tokens, h] matrix each time; see `Exchange`:
+    """Bytes that attention and MLP send, a [tokens, h] matrix each time; see `Exchange`:
 
     without sequence parallelism   y summed; dx summed                                    2 all-reduces of c
     with                           y, dx summed and scattered                             2 of c

@@ -72,13 +72,14 @@ class Overlap:
 
     @property
     def hidden_share(self) -> float | None:
-        """Of the time in which something is sent; None if nothing is."""
+        """Share of the time in which something is sent; None if nothing is."""
         busy = length(self.everything.busy)
         return length(self.everything.under) / busy if busy else None
 
 
 def overlap_of(spans: Sequence[Span]) -> Overlap:
-    """
+    """Sorts spans into computation and kinds of communication.
+
     Raises:
         ValueError: if there are no spans.
     """
