@@ -36,7 +36,7 @@ class LayerShape:
 
     @property
     def flops(self) -> int:
-        """Operations of a forward and backward: 6 a weight and token, and causal attention's products thrice."""
+        """Operations of a step: 6 a weight and token, and causal attention's two products thrice."""
         weights = 4 * self.hidden**2 + 2 * self.hidden * self.ffn
         return 6 * weights * self.tokens + 6 * self.tokens * self.seq * self.hidden
 

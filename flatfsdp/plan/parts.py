@@ -2,7 +2,7 @@
 
 In:   a `Job`.
 Out:  for each pipeline rank its `Part`s, and for each of these the layouts of its units.
-Next: `engine/memory.py` and `traffic.py` cut the layouts into shards.
+Next: `memory.py` and `traffic.py` cut the layouts into shards.
 
 One layer is built, on the meta device, whatever the size of the model: all layers are alike.
 """

@@ -2,7 +2,7 @@
 
 In:   a `Job` and a pipeline rank.
 Out:  for each of its stages, forwards that wait for their backward, at most.
-Next: `engine/memory.py` counts their activations.
+Next: `memory.py` counts their activations.
 
 The orders are those of torch.distributed.pipelining: `tests/dist/plan/test_plan.py` runs through them.
 """
