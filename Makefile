@@ -13,7 +13,7 @@ WORKERS ?= 2
 
 demo: .venv/installed
 	$(BIN)/python -m flatfsdp verify --steps 6 --out out/demo
-	$(BIN)/python -m flatfsdp verify --matrix --ranks 4 --only "TP 2+SP x PP 2," --out out/demo
+	$(BIN)/python -m flatfsdp verify --matrix --ranks 4 --only "pp 2 x tp 2 + SP," --out out/demo
 
 test: .venv/installed
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# `python -m flatfsdp`, examples and benchmarks; typer takes Literals as options since 0.19.
+CLI = ["typer>=0.19", "rich>=13.7", "matplotlib>=3.8"]
+
 setup(
     name="flatfsdp",
     version="0.1.0",
@@ -19,9 +22,12 @@ setup(
     python_requires=">=3.10",
     packages=find_packages(include=["flatfsdp", "flatfsdp.*"]),
     package_data={"flatfsdp": ["py.typed"]},
-    install_requires=["torch>=2.11,<2.14", "numpy", "rich", "typer", "matplotlib"],
+    install_requires=["torch>=2.11,<2.14", "numpy>=1.26"],
     extras_require={
+        "cli": CLI,
+        "cuda": ["triton", "nvmath-python"],
         "test": [
+            *CLI,
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
@@ -30,7 +36,6 @@ setup(
             "mypy",
             "lightning-fabric",
         ],
-        "cuda": ["triton", "nvmath-python"],
         "baseline": ["fairscale==0.4.13"],
         "lightning": ["lightning-fabric"],
     },

@@ -24,7 +24,7 @@ import matplotlib as mpl
 import typer
 from lib import options
 from lib.bytes_formulas import CASES, UNITS, WEIGHTS, Case
-from lib.bytes_measured import Row, equal, measure_all
+from lib.bytes_measured import CountedBytes, equal, measure_all
 from lib.common import RESULTS, environment, publish, results_of_ranks
 from rich.console import Console
 from rich.table import Table
@@ -70,7 +70,7 @@ def main(
     ] = [1, 4],  # noqa: B006
     as_json: options.Json = False,
 ) -> None:
-    rows: list[Row] = []
+    rows: list[CountedBytes] = []
     for world_size in ranks:
         cases = [(case, steps) for steps in accumulation for case in _cases(steps)]
         per_rank = results_of_ranks(world_size, measure_all, cases)
@@ -93,7 +93,7 @@ def _cases(steps: int) -> list[Case]:
     return list(CASES) if steps > 1 else [case for case in CASES if case.sync == "last"]
 
 
-def _as_dict(row: Row) -> dict[str, Any]:
+def _as_dict(row: CountedBytes) -> dict[str, Any]:
     return {
         "label": row.label,
         **asdict(row),
@@ -105,7 +105,7 @@ def _as_dict(row: Row) -> dict[str, Any]:
     }
 
 
-def show(rows: list[Row]) -> None:
+def show(rows: list[CountedBytes]) -> None:
     """One table per number of ranks and microbatches; disagreements in red below it."""
     console = Console()
     console.width = max(console.width, 130)  # a table that wraps says nothing
@@ -140,7 +140,7 @@ def _counted(steps: int) -> str:
     return f"M = {steps} microbatch{'es' if steps > 1 else ''}"
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def draw(rows: list[CountedBytes], path: Path) -> None:
     """Stacked bars of local bytes, one panel per number of microbatches, at the largest number of ranks."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt

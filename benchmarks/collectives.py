@@ -44,12 +44,12 @@ from lib.collectives_measured import (
     LARGEST,
     MIB,
     SMALLEST,
+    CollectiveTimes,
     DtypeName,
     Job,
     Limit,
     Operation,
     Report,
-    Row,
     bus_factor,
     measure_all,
     readable,
@@ -61,7 +61,7 @@ from rich.table import Table
 from flatfsdp.launch import Device, is_main, run_on_ranks
 
 
-def summary(row: Row, ranks: int, limit: Limit | None) -> dict[str, Any]:
+def summary(row: CollectiveTimes, ranks: int, limit: Limit | None) -> dict[str, Any]:
     """One row with what follows from it."""
     ms = statistics.median(row.ms)
     algorithm = row.bytes / ms / 1e6

@@ -17,13 +17,14 @@ from typing import Annotated, Any
 import matplotlib as mpl
 import typer
 from lib import options
-from lib.common import RESULTS, environment, launch_of, publish
+from lib.common import RESULTS, environment, launch_of, progress_bar, publish
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.cli.training import PrecisionName, TrainSettings, train
 from flatfsdp.launch import Device, Rank, is_main, run_on_ranks
 from flatfsdp.models.gpt import GPTConfig
+from flatfsdp.training.choices import PrecisionName
+from flatfsdp.training.gpt import TrainSettings, train
 
 PRECISIONS = (
     PrecisionName.bf16_fused,
@@ -36,10 +37,14 @@ PRECISIONS = (
 def train_all(rank: Rank, settings: TrainSettings) -> dict[str, list[float]]:
     """The losses of every step, by precision."""
     sampler = settings.sampler()
-    return {
-        precision.value: train(replace(settings, precision=precision), sampler, rank).losses()
-        for precision in PRECISIONS
-    }
+    losses = {}
+    with progress_bar(visible=rank.index == 0) as bar:
+        for precision in PRECISIONS:
+            task = bar.add_task(precision.value, total=settings.steps)
+            of_precision = replace(settings, precision=precision)
+            trained = train(of_precision, sampler, rank, on_step=lambda *_, task=task: bar.advance(task))
+            losses[precision.value] = trained.losses()
+    return losses
 
 
 def summary(losses: dict[str, list[float]]) -> list[dict[str, Any]]:

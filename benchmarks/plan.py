@@ -12,7 +12,6 @@ import json
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -30,7 +29,7 @@ from flatfsdp.launch import Device, Rank, is_main, run_on_ranks
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import make_mesh
-from flatfsdp.plan import Arrangement, Job, Machine, memory_plan, time_plan
+from flatfsdp.plan import Job, Machine, Parallelism, memory_plan, time_plan
 
 BF16 = Precision(compute=torch.bfloat16)
 FP8_WEIGHTS = replace(BF16, fp8_weights=CurrentScaling())
@@ -39,20 +38,20 @@ DELAYED = DelayedScaling(amax_history_len=16)
 
 def jobs(model: LlamaConfig, gpus: int) -> Iterator[tuple[str, Job]]:
     """What is measured, by name: data, tensor and pipeline parallel ranks, in bf16 and FP8."""
-    ranks = partial(Arrangement, gpus)
-    pp, tp = partial(ranks, pp=gpus), partial(ranks, tp=gpus)
-    yield "zero3-fp8-delayed", Job(model, ranks(), 4, 4, FP8_WEIGHTS, DELAYED)
-    yield "1f1b-bf16", Job(model, pp(), 2, 8, BF16)
-    yield "tp-sp-fp8-delayed", Job(model, tp(sequence_parallel=True), 4, 4, FP8_WEIGHTS, DELAYED)
-    yield "zero2-bf16", Job(model, ranks(reshard_after_forward=False), 2, 4, BF16)
-    yield "interleaved-fp8-delayed", Job(model, pp(schedule="interleaved"), 2, 8, FP8_WEIGHTS, DELAYED)
-    yield "gpipe-bf16", Job(model, pp(schedule="gpipe"), 1, 8, BF16)
-    yield "zero3-bf16-one-microbatch", Job(model, ranks(), 4, 1, BF16)
-    yield "tp-bf16", Job(model, tp(), 2, 4, BF16)
-    yield "zero3-fp8-current-cast-in-layers", Job(model, ranks(), 2, 4, BF16, CurrentScaling())
-    yield "zero3-bf16-unfused", Job(model, ranks(), 2, 4, BF16, None, False)
-    yield "zero3-fp8-block", Job(model, ranks(), 2, 4, BF16, BlockScaling())
-    yield "1f1b-fp8-delayed", Job(model, pp(), 2, 8, FP8_WEIGHTS, DELAYED)
+    dp, pp, tp = Parallelism(dp_shard=gpus), Parallelism(pp=gpus), Parallelism(tp=gpus)
+    tp_sp = replace(tp, sequence_parallel=True)
+    yield "zero3-fp8-delayed", Job(model, dp, 4, 4, FP8_WEIGHTS, DELAYED)
+    yield "1f1b-bf16", Job(model, pp, 2, 8, BF16)
+    yield "tp-sp-fp8-delayed", Job(model, tp_sp, 4, 4, FP8_WEIGHTS, DELAYED)
+    yield "zero2-bf16", Job(model, dp, 2, 4, BF16, reshard_after_forward=False)
+    yield "interleaved-fp8-delayed", Job(model, pp, 2, 8, FP8_WEIGHTS, DELAYED, schedule="interleaved")
+    yield "gpipe-bf16", Job(model, pp, 1, 8, BF16, schedule="gpipe")
+    yield "zero3-bf16-one-microbatch", Job(model, dp, 4, 1, BF16)
+    yield "tp-bf16", Job(model, tp, 2, 4, BF16)
+    yield "zero3-fp8-current-cast-in-layers", Job(model, dp, 2, 4, BF16, CurrentScaling())
+    yield "zero3-bf16-unfused", Job(model, dp, 2, 4, BF16, None, False)
+    yield "zero3-fp8-block", Job(model, dp, 2, 4, BF16, BlockScaling())
+    yield "1f1b-fp8-delayed", Job(model, pp, 2, 8, FP8_WEIGHTS, DELAYED)
 
 
 @dataclass(frozen=True)
@@ -114,16 +113,16 @@ def _training(rank: Rank, job: Job) -> Callable[[], None]:
     model = LlamaPipeline(
         job.model,
         mesh,
-        ranks.schedule,
+        job.schedule,
         microbatches=job.microbatches,
         batch=job.batch,
         device=rank.device,
-        stages_per_rank=ranks.stages_per_rank,
+        stages_per_rank=job.stages_per_rank,
         precision=job.precision,
         sequence_parallel=ranks.sequence_parallel,
         fuse_wgrad_accumulation=job.fuse_wgrad_accumulation,
         recipe=job.recipe,
-        reshard_after_forward=ranks.reshard_after_forward,
+        reshard_after_forward=job.reshard_after_forward,
         optimize_backward_concat=True,
     )
     optimizer = AdamW(model.parameters(), 1e-4, max_grad_norm=1.0, pp_group=mesh.pp_group)
@@ -168,7 +167,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     python benchmarks/plan.py --preset tiny --device cpu --ranks 2 --steps 1 --json""",
 )
 def main(
-    preset: Annotated[str, typer.Option(help=", ".join(PRESETS))] = "1b",
+    preset: options.OfModel = "1b",
     seq: Annotated[int, typer.Option(help="Tokens in a sequence.")] = 4096,
     only: Annotated[list[str] | None, typer.Option(help="Layouts by name; repeat for several.")] = None,
     steps: options.Steps = 4,
@@ -178,8 +177,6 @@ def main(
     out: options.Out = RESULTS,
     as_json: options.Json = False,
 ) -> None:
-    if preset not in PRESETS:
-        raise typer.BadParameter(f"{preset!r} is not one of {', '.join(PRESETS)}")
     model = replace(PRESETS[preset], seq=min(seq, PRESETS[preset].seq))
     launch = launch_of(ranks, device)
     unknown = set(only or ()) - {name for name, _ in jobs(model, launch.world)}

@@ -52,7 +52,7 @@ OURS, TORCH = "flatfsdp", "PyTorch"
 
 
 @dataclass(frozen=True)
-class Row:
+class ProductTime:
     """One product, computed in one way.
 
     Attributes:
@@ -75,14 +75,14 @@ class Row:
     def product(self) -> tuple[str, str, int]:
         return self.layer, self.direction, self.tokens
 
-    def timed(self, us_of_each_round: list[float]) -> Row:
+    def timed(self, us_of_each_round: list[float]) -> ProductTime:
         us = statistics.median(us_of_each_round)
         return replace(self, us=us, tflops=2 * self.tokens * self.columns * self.inner / us / 1e6)
 
 
 def products(
     layers: dict[str, tuple[int, int]], tokens: list[int], sweep: bool, device: torch.device
-) -> Iterator[tuple[Row, Call]]:
+) -> Iterator[tuple[ProductTime, Call]]:
     """Every product in every way; the ways share their data."""
     for count in tokens:
         for name, (inner, outer) in layers.items():
@@ -92,7 +92,7 @@ def products(
             ):
                 a = torch.randn(count, summed, device=device, dtype=BF16).to(dtype)
                 b = torch.randn(columns, summed, device=device, dtype=BF16).to(E4M3)
-                row = Row(name, direction, count, columns, summed, OURS)
+                row = ProductTime(name, direction, count, columns, summed, OURS)
                 for path, call in _ways(a, b, direction == "dgrad", sweep):
                     yield replace(row, path=path), call
 
@@ -125,7 +125,7 @@ def _run(matmul: cublas_lt.PreparedMatmul, a: Tensor, b: Tensor, one: Tensor) ->
     return out
 
 
-def measured(cases: list[tuple[Row, Call]], rounds: int, device: torch.device) -> list[Row]:
+def measured(cases: list[tuple[ProductTime, Call]], rounds: int, device: torch.device) -> list[ProductTime]:
     timed = [Timed(f"{row.product} by {row.path}", [call], device) for row, call in cases]
     measure(timed, rounds, "products")
     rows = [row.timed(one.us) for (row, _), one in zip(cases, timed, strict=True)]
@@ -133,7 +133,7 @@ def measured(cases: list[tuple[Row, Call]], rounds: int, device: torch.device) -
     return [replace(row, speed=peer[row.product] / row.us) for row in rows]
 
 
-def show(rows: list[Row]) -> None:
+def show(rows: list[ProductTime]) -> None:
     table = Table(
         title="FP8 products: TFLOP/s, and speed relative to PyTorch's", title_justify="left", box=None
     )
@@ -155,7 +155,7 @@ def show(rows: list[Row]) -> None:
     console.print(table)
 
 
-def draw(rows: list[Row], path: Path) -> None:
+def draw(rows: list[ProductTime], path: Path) -> None:
     """A pair of bars for each product."""
     mpl.use("Agg")
     from matplotlib import pyplot as plt

@@ -28,7 +28,7 @@ from lib import options
 from lib.common import RESULTS, environment, launch_of, publish
 from lib.engines import FP8, PLAIN, Engine, Variant
 from lib.llama import SHAPES, flops_per_token
-from lib.measuring import Job, Row, measure_all
+from lib.measuring import Job, VariantRuns, measure_all
 from rich.console import Console
 from rich.table import Table
 
@@ -37,7 +37,7 @@ from flatfsdp.profiling.timeline import COLORS
 from flatfsdp.profiling.trace import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
 
 
-def summary(row: Row, rows: list[Row], job: Job) -> dict[str, Any]:
+def summary(row: VariantRuns, rows: list[VariantRuns], job: Job) -> dict[str, Any]:
     """One row with what follows from it; times None if it has no run.
 
     `time_vs_fsdp2` is relative to FSDP2 in the same mode, eager or compiled, `time_vs_fsdp2_float8` to FSDP2
@@ -61,7 +61,7 @@ def summary(row: Row, rows: list[Row], job: Job) -> dict[str, Any]:
     }
 
 
-def _identity(row: Row) -> dict[str, float] | None:
+def _identity(row: VariantRuns) -> dict[str, float] | None:
     """What it costs that collectives carry what they are for: medians of steps taken by turns."""
     checked = [ms for run in row.runs for ms in run.checked_ms or ()]
     unchecked = [ms for run in row.runs for ms in run.unchecked_ms or ()]
@@ -74,12 +74,12 @@ def _identity(row: Row) -> dict[str, float] | None:
 FLOAT8 = Variant.first_of(Engine.fsdp2_float8)
 
 
-def _ratio(row: Row, rows: list[Row], peer: Variant) -> float | None:
+def _ratio(row: VariantRuns, rows: list[VariantRuns], peer: Variant) -> float | None:
     theirs = next((other.ms for other in rows if other.variant == peer), None)
     return None if row.ms is None or theirs is None else row.ms / theirs
 
 
-def flag_changes_nothing(rows: list[Row]) -> dict[str, bool]:
+def flag_changes_nothing(rows: list[VariantRuns]) -> dict[str, bool]:
     """Whether FlatFSDP's losses are the same in every step with the flag off and on, for each mode."""
     losses = {row.variant: row.runs[0].losses for row in rows if row.runs}
     found = {}

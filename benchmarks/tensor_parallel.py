@@ -39,7 +39,7 @@ import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, publish, write
 from lib.split_layers import EAGER_MODES, LAYERS, MODES, USUAL_MODES, Engine, Mode, Split
-from lib.split_measuring import PLAIN, TOLERANCES, WHOLE, Job, Row, measure_all
+from lib.split_measuring import PLAIN, TOLERANCES, WHOLE, Job, ModeRuns, measure_all
 from rich.console import Console
 from rich.table import Table
 
@@ -47,7 +47,7 @@ from flatfsdp.launch import Device, is_main, run_on_ranks
 from flatfsdp.profiling.trace import COMMUNICATION
 
 
-def payload_of(job: Job, rows: list[Row], ranks: int, device: str) -> dict[str, Any]:
+def payload_of(job: Job, rows: list[ModeRuns], ranks: int, device: str) -> dict[str, Any]:
     """What is written, and shown: rows in the order of `MODES`, not in that in which they were measured."""
     settings = asdict(job)
     rows = sorted(rows, key=lambda row: list(MODES).index(row.mode.name))
@@ -61,7 +61,7 @@ def payload_of(job: Job, rows: list[Row], ranks: int, device: str) -> dict[str, 
     }
 
 
-def summary(row: Row, rows: list[Row], job: Job, ranks: int) -> dict[str, Any]:
+def summary(row: ModeRuns, rows: list[ModeRuns], job: Job, ranks: int) -> dict[str, Any]:
     """One row with what follows from it; None where nothing was measured.
 
     `time_vs_pytorch` is relative to the fastest split mode of PyTorch in bf16, `time_vs_torchao` to
@@ -94,15 +94,15 @@ def summary(row: Row, rows: list[Row], job: Job, ranks: int) -> dict[str, Any]:
     }
 
 
-def fastest(rows: list[Row], engines: tuple[Engine, ...]) -> Row | None:
-    """Of these engines' split modes that were measured."""
+def fastest(rows: list[ModeRuns], engines: tuple[Engine, ...]) -> ModeRuns | None:
+    """The fastest of these engines' split modes that were measured."""
     found = [
         row for row in rows if row.runs and row.mode.engine in engines and row.mode.split is not Split.one
     ]
     return min(found, key=lambda row: row.ms or 0.0, default=None)
 
 
-def _ratio(row: Row, peer: Row | None) -> float | None:
+def _ratio(row: ModeRuns, peer: ModeRuns | None) -> float | None:
     if row.ms is None or row.mode.split is Split.one or peer is None or peer.ms is None:
         return None
     return row.ms / peer.ms
@@ -239,7 +239,7 @@ def _known(names: list[str] | None, known: Iterable[str]) -> list[str]:
 
 
 def modes_of(names: list[str], *, is_first: bool) -> tuple[Mode, ...]:
-    """Of one shape: those that are asked for, or the usual ones, of which the first shape's are compiled."""
+    """Modes of one shape: what is asked for, or the usual ones, of which the first shape's are compiled."""
     return tuple(MODES[name] for name in names or (USUAL_MODES if is_first else EAGER_MODES))
 
 

@@ -29,11 +29,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
-from flatfsdp.cli import options
-from flatfsdp.cli.report import environment
 from flatfsdp.launch import Device, Launch, Rank, is_main, run_on_ranks, under_torchrun
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
+from flatfsdp.profiling.environment import environment
+from flatfsdp.training import options
 
 GROUPS = 2
 """Of the hybrid."""
@@ -89,7 +89,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Row:
+class TrainedWay:
     """One way: mean losses of all steps, and bytes that one rank sends per parameter in a step."""
 
     name: str
@@ -109,7 +109,7 @@ def train_all(rank: Rank, settings: Settings) -> dict[str, Any]:
     return {"environment": environment(rank), "parameters": parameters, "rows": rows}
 
 
-def train(name: str, chosen: dict[str, Any], rank: Rank, settings: Settings, text: Sampler) -> Row:
+def train(name: str, chosen: dict[str, Any], rank: Rank, settings: Settings, text: Sampler) -> TrainedWay:
     plain = GPT(settings.model, settings.seed)
     one_of_each_unit = [next(module.parameters()) for module in (plain, *plain.blocks)]
     model = auto_wrap(plain, by_class(Block), device=rank.device, optimize_backward_concat=True, **chosen)
@@ -127,7 +127,7 @@ def train(name: str, chosen: dict[str, Any], rank: Rank, settings: Settings, tex
             optimizer.step()
         losses.append(mean_over_ranks(loss))
     wire = model.ledger.bytes_per_parameter()
-    return Row(
+    return TrainedWay(
         name,
         losses,
         memory_of(model, optimizer, buffers),
@@ -209,7 +209,7 @@ class UnitBuffers(TorchDispatchMode):
 # ---- what is shown ---------------------------------------------------------------------------------------
 
 
-def largest_difference(rows: list[Row]) -> float:
+def largest_difference(rows: list[TrainedWay]) -> float:
     """Between the losses of any way and the first one's in the same step, relative."""
     first, *others = rows
     return max(
@@ -219,7 +219,7 @@ def largest_difference(rows: list[Row]) -> float:
     )
 
 
-def show(rows: list[Row], parameters: int) -> None:
+def show(rows: list[TrainedWay], parameters: int) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("", no_wrap=True)
     for column in ("first\nloss", "last\nloss"):

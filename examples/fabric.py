@@ -16,12 +16,12 @@ import torch
 import typer
 
 from flatfsdp import Precision, auto_wrap, by_class, microbatches
-from flatfsdp.cli import options
 from flatfsdp.compat.lightning import Fabric, FlatFSDPStrategy
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import convert
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
+from flatfsdp.training import options
 
 
 def main(

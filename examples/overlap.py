@@ -193,7 +193,7 @@ def milliseconds(lab: Lab, work: Work, repeats: int) -> float:
 
 
 def balance(lab: Lab, repeats: int) -> None:
-    """As many matmuls as take about the time of the copy: then there is most to gain."""
+    """Counts as many matmuls as take about the time of the copy: then there is most to gain."""
     lab.matmuls = max(1, round(milliseconds(lab, lab.copy, repeats) / milliseconds(lab, lab.matmul, repeats)))
 
 

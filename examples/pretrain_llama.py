@@ -16,7 +16,6 @@ import resource
 import shutil
 import time
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,18 +27,15 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import Precision, checkpoint, param_groups
-from flatfsdp.cli import options
-from flatfsdp.cli.options import RECIPES, Preset, Schedule
-from flatfsdp.fp8 import CurrentScaling
+from flatfsdp import checkpoint, param_groups
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import make_mesh
 from flatfsdp.profiling.timeline import redraw, save_spans
 from flatfsdp.profiling.trace import cpu_spans_of, spans_in
-
-Products = Enum("Products", {name: name for name in RECIPES}, type=str)
+from flatfsdp.training import options
+from flatfsdp.training.choices import PrecisionName
 
 
 @dataclass(frozen=True)
@@ -79,7 +75,7 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
 
 
 class Report:
-    """Of each step: a progress bar on stderr, or one line of JSON on stdout; on the first rank."""
+    """Progress of each step: a bar on stderr, or one line of JSON on stdout; on the first rank."""
 
     def __init__(self, as_json: bool, first: int, steps: int) -> None:
         self.is_main, self.as_json = dist.get_rank() == 0, as_json
@@ -125,7 +121,7 @@ def peak_gib(device: torch.device) -> float:
 
 
 def mean_loss(losses: list[Tensor], model: LlamaPipeline, device: torch.device) -> float:
-    """Over microbatches and data-parallel ranks, known on every rank."""
+    """Mean over microbatches and data-parallel ranks, known on every rank."""
     mean = torch.zeros((), device=device)
     if model.has_last and model.mesh.tp_rank == 0:
         mean += torch.stack(losses).mean() / model.mesh.dp_size
@@ -138,7 +134,7 @@ app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_c
 
 @app.command()
 def main(
-    preset: options.OfModel = Preset.tiny,
+    preset: options.OfModel = "tiny",
     config: options.Config = None,
     seq: Annotated[int | None, typer.Option(help="Tokens in a sequence; default: the preset's.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 100,
@@ -148,12 +144,12 @@ def main(
     sequence_parallel: options.SequenceParallel = False,
     tp_overlap: Annotated[bool, typer.Option(help="What they send overlaps with its product.")] = False,
     pp: options.PP = 1,
-    schedule: options.OfPipeline = Schedule.one_f_one_b,
+    schedule: options.OfPipeline = "1f1b",
     stages_per_rank: options.StagesPerRank = 2,
     dp_shard: options.DPShard = -1,
     dp_replicate: options.DPReplicate = 1,
     zero: options.Zero = 3,
-    precision: Annotated[Products, typer.Option(help="Of matrix products.")] = Products["bf16"],
+    precision: options.OfProducts = PrecisionName.bf16,
     fp8_weights: options.FP8Weights = False,
     optimize_backward_concat: Annotated[bool, typer.Option(help="The flag.")] = True,
     lr: Annotated[float, typer.Option(help="Peak of the learning rate.")] = 1e-3,
@@ -179,7 +175,7 @@ def main(
     [green]torchrun --nproc-per-node 8 examples/pretrain_llama.py --preset 1b --seq 4096 --tp 2
     --sequence-parallel --pp 2 --microbatches 16 --precision fp8-delayed --fp8-weights --trace[/green]
     """
-    sizes = PRESETS[preset.value] if config is None else LlamaConfig.load(config)
+    sizes = PRESETS[preset] if config is None else LlamaConfig.load(config)
     sizes = replace(sizes, seq=seq or sizes.seq)
     text = Sampler(load_corpus(data), batch, sizes.seq, seed)
     device = start_ranks(deterministic)
@@ -187,18 +183,15 @@ def main(
     model = LlamaPipeline(
         sizes,
         mesh,
-        schedule.option,
+        schedule,
         microbatches=microbatches,
         batch=batch,
         device=device,
         stages_per_rank=stages_per_rank,
-        precision=Precision(
-            compute=torch.float32 if precision.value == "fp32" else torch.bfloat16,
-            fp8_weights=CurrentScaling() if fp8_weights else None,
-        ),
+        precision=precision.dtypes(fp8_weights),
         sequence_parallel=sequence_parallel,
         tp_overlap=tp_overlap,
-        recipe=RECIPES[precision.value],
+        recipe=precision.recipe,
         seed=seed,
         reshard_after_forward=zero == 3,
         optimize_backward_concat=optimize_backward_concat,

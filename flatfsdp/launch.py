@@ -13,8 +13,9 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -34,7 +35,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 class Device(str, Enum):
-    """Where the ranks run; `auto` takes the GPUs if there is one for each rank."""
+    """Device of the ranks; `auto` takes the GPUs if there is one for each rank."""
 
     auto = "auto"
     cpu = "cpu"
@@ -118,13 +119,18 @@ def run_on_ranks(function: Callable[[Rank, Payload], Result], payload: Payload, 
         return pickle.loads(Path(folder, "result").read_bytes())
 
 
-def fork_server() -> ForkServerContext:
-    """Starts processes in milliseconds: forks of one that has imported all this already, once.
+def fork_server(preload: Sequence[str] = ()) -> ForkServerContext:
+    """Starts processes in milliseconds: forks of one that has imported all they need already, once.
 
-    That one has no threads and has not touched a GPU, so its forks may do both.
+    It imports what this process has imported of the package when the first fork is asked for, has no threads
+    and has not touched a GPU, so its forks may do both.
+
+    Args:
+        preload: names of further modules.
     """
+    imported = [name for name in sys.modules if name.partition(".")[0] == "flatfsdp"]
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch._dynamo", "flatfsdp.cli.app"])
+    context.set_forkserver_preload(["torch._dynamo", *imported, *preload])
     return context
 
 

@@ -48,7 +48,7 @@ class Case:
 
     @property
     def weights_share(self) -> float:
-        """Of the parameters, those that are no norm's."""
+        """Share of the parameters that are no norm's."""
         return WEIGHTS / self.parameters
 
 

@@ -1,7 +1,7 @@
 """What one optimizer step copies and sends, counted from outside, beside what its design promises.
 
 In:   a `Case` and its number of microbatches, on each of several gloo ranks.
-Out:  a `Row`, the same on all ranks.
+Out:  a `CountedBytes`, the same on all ranks.
 Next: `bytes.py` shows the rows.
 """
 
@@ -40,7 +40,7 @@ LEDGER = {
 
 
 @dataclass(frozen=True)
-class Row:
+class CountedBytes:
     """A case at one number of ranks and microbatches: what was measured and what its design promises.
 
     Attributes:
@@ -113,7 +113,7 @@ class Block(nn.Module):
 
 
 class NormedBlock(Block):
-    """With a parameter that is not stored in FP8, and that is too small to be counted by itself."""
+    """Block with a parameter that is not stored in FP8, and that is too small to be counted by itself."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__(width, hidden)
@@ -123,15 +123,15 @@ class NormedBlock(Block):
         return super().forward(self.norm(x))
 
 
-def measure_all(rank: int, ranks: int, cases: list[tuple[Case, int]]) -> list[Row]:
+def measure_all(rank: int, ranks: int, cases: list[tuple[Case, int]]) -> list[CountedBytes]:
     """On one rank: each case with its number of microbatches."""
     return [_measure(case, ranks, steps) for case, steps in cases]
 
 
-def _measure(case: Case, ranks: int, steps: int) -> Row:
+def _measure(case: Case, ranks: int, steps: int) -> CountedBytes:
     expected = promised(case, ranks, steps)
     if not case.runs_here:
-        return Row(case, ranks, steps, None, expected, {}, {})
+        return CountedBytes(case, ranks, steps, None, expected, {}, {})
     torch.manual_seed(0)
     block = NormedBlock if case.fp8 else Block
     shard = _flat if case.engine == "FlatFSDP" else _fsdp2
@@ -143,7 +143,7 @@ def _measure(case: Case, ranks: int, steps: int) -> Row:
         ledger.reset()
     with CopyCounter(MIN_NUMEL) as counter:
         _step(model, optimizer, case, steps)
-    return Row(
+    return CountedBytes(
         case=case,
         ranks=ranks,
         microbatches=steps,

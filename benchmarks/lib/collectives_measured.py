@@ -87,7 +87,7 @@ class Limit:
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveTimes:
     """One operation at one size.
 
     Attributes:
@@ -106,7 +106,7 @@ class Row:
 class Report:
     backend: str
     limit: Limit | None
-    rows: list[Row]
+    rows: list[CollectiveTimes]
 
 
 # -- what happens on the ranks ---------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def measure_all(rank: Rank, job: Job) -> Report:
     return Report(str(dist.get_backend()), limit, rows)
 
 
-def _measure(operation: Operation, size: int, job: Job, rank: Rank) -> Row:
+def _measure(operation: Operation, size: int, job: Job, rank: Rank) -> CollectiveTimes:
     dtype, multiple = DTYPES[job.dtype], rank.world * ELEMENT_ALIGNMENT
     numel = -(-size // (dtype.itemsize * multiple)) * multiple
     nbytes = numel * dtype.itemsize
@@ -145,7 +145,7 @@ def _measure(operation: Operation, size: int, job: Job, rank: Rank) -> Row:
     batches = clock.gaps()[::2]  # the gaps between are the barriers
     slowest = torch.tensor(batches[1:], dtype=torch.float64, device=rank.device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return Row(operation, nbytes, calls, (slowest / calls).tolist())
+    return CollectiveTimes(operation, nbytes, calls, (slowest / calls).tolist())
 
 
 def prepare(

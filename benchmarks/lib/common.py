@@ -101,7 +101,7 @@ def _peers() -> dict[str, str]:
 
 
 def launch_of(ranks: int, device: Device) -> Launch:
-    """As many ranks as are asked for, or those that torchrun has started.
+    """Settings of as many ranks as are asked for, or those that torchrun has started.
 
     Raises:
         typer.BadParameter: if they cannot run there.
@@ -130,7 +130,7 @@ def publish(
     show: Callable[[], object],
     as_json: bool,
 ) -> None:
-    """As `write`, and prints a table, by `show`, or the JSON."""
+    """Does what `write` does, and prints a table, by `show`, or the JSON."""
     text = write(payload, out, name, draw)
     if as_json:
         typer.echo(text)

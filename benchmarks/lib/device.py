@@ -83,7 +83,7 @@ def peak_gib(device: torch.device) -> float:
 
 
 def free_memory(device: torch.device) -> None:
-    """Of models that nobody has: they are full of cycles, and compiled code keeps what was traced."""
+    """Frees models that nobody has: they are full of cycles, and compiled code keeps what was traced."""
     torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":

@@ -179,7 +179,7 @@ def position(model: nn.Module, is_last: bool, reshard: bool) -> AbstractContextM
 
 
 def adamw(model: nn.Module, variant: Variant, lr: float, *, own: bool) -> torch.optim.Optimizer:
-    """In one kernel, as each engine's users have it.
+    """AdamW in one kernel, as each engine's users have it.
 
     Args:
         own: FlatFSDP's for its own layers, which also casts the weights; otherwise torch's.

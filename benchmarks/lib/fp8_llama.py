@@ -56,7 +56,7 @@ class FusedLlama(nn.Module):
             _take_over(self, plain, {name: name for name in ("tokens.weight", "norm.weight", "head.weight")})
 
     def forward(self, inputs: Tensor, targets_bt: Tensor | None = None) -> Tensor:
-        """As `Llama.forward`."""
+        """Does what `Llama.forward` does."""
         x_btc = inputs if self.tokens is None else self.tokens(inputs)
         rope = self.rotary(x_btc.shape[1], x_btc.device)
         with self._region():

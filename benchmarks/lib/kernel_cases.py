@@ -37,7 +37,7 @@ Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of all cases; a small one only shows that they run.
+    """Sizes of all cases; a small one only shows that they run.
 
     Attributes:
         hidden, qkv, ffn, gated: columns of activations; `gated` is both halves of a gated ffn.

@@ -82,7 +82,8 @@ class Timed:
         return events[0].elapsed_time(events[1]) / 1e3
 
     def check(self) -> None:
-        """
+        """Looks through the results.
+
         Raises:
             FloatingPointError: if a result is not finite.
         """

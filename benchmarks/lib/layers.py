@@ -36,7 +36,7 @@ class LayerShape:
 
     @property
     def flops(self) -> int:
-        """Of one forward and backward: 6 a weight and token, and causal attention's two products thrice."""
+        """Operations of a step: 6 a weight and token, and causal attention's two products thrice."""
         weights = 4 * self.hidden**2 + 2 * self.hidden * self.ffn
         return 6 * weights * self.tokens + 6 * self.tokens * self.seq * self.hidden
 
@@ -127,7 +127,8 @@ class Contestant:
     x: Tensor
 
     def check(self) -> None:
-        """
+        """Runs one step, whose results must be finite.
+
         Raises:
             FloatingPointError: if the output or a gradient is not finite: NaNs run faster.
         """

@@ -219,8 +219,10 @@ class Llama(nn.Module):
 
 
 def mean_loss(config: LlamaConfig, y: Tensor, targets_bt: Tensor | None) -> Tensor:
-    """Of logits or activations [b, t, ...]; in FP32 whatever the compute dtype: in bf16 a sum over a
-    vocabulary loses the loss's last digits."""
+    """Mean loss of logits or activations [b, t, ...], in FP32 whatever the compute dtype.
+
+    In bf16 a sum over a vocabulary loses the loss's last digits.
+    """
     if config.loss == "mean-square":
         return y.float().square().mean()
     assert targets_bt is not None

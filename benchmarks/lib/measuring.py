@@ -100,7 +100,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class VariantRuns:
     """All runs of a variant, over all ranks: the slowest one's times, the mean of losses, the highest peak.
 
     Attributes:
@@ -119,7 +119,7 @@ class Row:
         return statistics.median(ms for run in self.runs for ms in run.ms) if self.runs else None
 
 
-def measure_all(rank: Rank, job: Job) -> list[Row]:
+def measure_all(rank: Rank, job: Job) -> list[VariantRuns]:
     """On one rank: every variant, by turns; all ranks return the same."""
     batches = _batches(job, rank)
     runs: dict[Variant, list[Run]] = {variant: [] for variant in job.variants}
@@ -136,7 +136,7 @@ def measure_all(rank: Rank, job: Job) -> list[Row]:
         if rank.index == 0:
             outcome = failed[variant] or _outcome(runs[variant][-1])
             print(f"{variant.label}: {outcome}", file=sys.stderr, flush=True)
-    return [Row(v, runs[v], skipped[v], failed[v]) for v in job.variants]
+    return [VariantRuns(v, runs[v], skipped[v], failed[v]) for v in job.variants]
 
 
 def _outcome(run: Run) -> str:

@@ -8,8 +8,18 @@ from typing import Annotated
 import torch
 import typer
 
-from flatfsdp.cli.options import Batch, Heads, Hidden, Json, Layers, Microbatches, OnDevice, Seq
 from flatfsdp.launch import Device
+from flatfsdp.training.options import (
+    Batch,
+    Heads,
+    Hidden,
+    Json,
+    Layers,
+    Microbatches,
+    OfModel,
+    OnDevice,
+    Seq,
+)
 
 __all__ = [
     "Batch",
@@ -19,6 +29,7 @@ __all__ = [
     "Json",
     "Layers",
     "Microbatches",
+    "OfModel",
     "OnDevice",
     "OneDevice",
     "Out",
@@ -44,7 +55,7 @@ Out = Annotated[
 
 
 def one_device(device: Device) -> torch.device:
-    """Of a benchmark without ranks: the GPU, unless a CPU is asked for.
+    """Device of a benchmark without ranks: the GPU, unless a CPU is asked for.
 
     Raises:
         typer.BadParameter: if there is no GPU.

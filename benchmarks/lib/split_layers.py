@@ -162,7 +162,7 @@ class Problem:
 
     @cached_property
     def sizes(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Of each split parameter: its dimension, and the parts of that, of which ranks have a share each."""
+        """Split of each parameter: its dimension, and the parts of that, of which ranks have a share each."""
         config = self.config
         kv = config.kv_heads * config.head_dim
         return {
@@ -209,7 +209,7 @@ class Contestant:
         return out
 
     def results(self) -> dict[str, Tensor]:
-        """Of one step from no gradients: this rank's part of the output and of all gradients.
+        """Results of one step from no gradients: this rank's part of the output and of all gradients.
 
         Raises:
             FloatingPointError: if one is not finite: NaNs run faster.
@@ -226,7 +226,7 @@ class Contestant:
         return found
 
     def compile(self, *, overlaps: bool) -> None:
-        """From now on, it is compiled code that runs.
+        """Compiles the layer, of which compiled code runs from now on.
 
         Args:
             overlaps: gathers and reductions are done in chunks, beside their products.
@@ -321,7 +321,7 @@ def _ours(mode: Mode, problem: Problem) -> Built:
 
 
 class SequenceFirst(Attention):
-    """As `Attention`, but [t, b, c] -> [t, b, c], and of as many heads as this rank has."""
+    """Attention as `Attention`, but [t, b, c] -> [t, b, c], and of as many heads as this rank has."""
 
     def forward(self, x_tbc: Tensor) -> Tensor:
         h, g = self.heads, self.kv_heads
@@ -336,7 +336,7 @@ class SequenceFirst(Attention):
 
 
 class PlainLayer(Layer):
-    """As `Layer`, [t, b, c] -> [t, b, c]."""
+    """The plain `Layer`, [t, b, c] -> [t, b, c]."""
 
     def __init__(self, config: LlamaConfig) -> None:
         rope = rope_tables(config)

@@ -1,7 +1,7 @@
 """How `tensor_parallel.py` times a layer that ranks share, and compares it with whole ones.
 
 In:   a `Job`, on every rank.
-Out:  a `Row` for each mode: times, traffic and errors, over all ranks.
+Out:  a `ModeRuns` for each mode: times, traffic and errors, over all ranks.
 Next: `tensor_parallel.py` shows them.
 """
 
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def flops(self) -> int:
-        """Of the whole layer."""
+        """Operations of the whole layer."""
         return self.tokens * flops_per_token(self.config)
 
     def order(self) -> list[Mode]:
@@ -93,7 +93,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class ModeRuns:
     """All runs of a mode.
 
     Attributes:
@@ -112,12 +112,12 @@ class Row:
         return statistics.median(ms for run in self.runs for ms in run.ms) if self.runs else None
 
 
-def measure_all(rank: Rank, jobs: Sequence[Job]) -> list[list[Row]]:
+def measure_all(rank: Rank, jobs: Sequence[Job]) -> list[list[ModeRuns]]:
     """On one rank: every job's modes, by turns; all ranks return the same."""
     return [_measure_job(rank, job) for job in jobs]
 
 
-def _measure_job(rank: Rank, job: Job) -> list[Row]:
+def _measure_job(rank: Rank, job: Job) -> list[ModeRuns]:
     problem = Problem.of(job.config, job.batch, Ranks.of(dist.group.WORLD), rank.device)
     expected = {engine: whole_results(engine, problem) for engine in _references(job, rank.device)}
     runs: dict[Mode, list[Run]] = {mode: [] for mode in job.modes}
@@ -139,7 +139,7 @@ def _measure_job(rank: Rank, job: Job) -> list[Row]:
                 file=sys.stderr,
                 flush=True,
             )
-    return [Row(mode, runs[mode], skipped[mode], failed[mode]) for mode in job.modes]
+    return [ModeRuns(mode, runs[mode], skipped[mode], failed[mode]) for mode in job.modes]
 
 
 def _references(job: Job, device: torch.device) -> list[Engine]:

@@ -14,16 +14,17 @@ from typing import Annotated, Any, NoReturn
 import typer
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from flatfsdp.cli import options
 from flatfsdp.cli.console import results_console, usage_errors
 from flatfsdp.cli.matrix import MatrixPlan, MatrixReport, run_matrix
-from flatfsdp.cli.parallel_training import ParallelSettings
 from flatfsdp.cli.plan import plan
 from flatfsdp.cli.train import train_on_rank
-from flatfsdp.cli.training import Fusion, PrecisionName, Strategy, TrainSettings
 from flatfsdp.cli.verify import Report, Switch, VerifyJob, verify_on_rank
 from flatfsdp.launch import Device, Launch, is_main, run_on_ranks
 from flatfsdp.models.gpt import GPTConfig
+from flatfsdp.training import options
+from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
+from flatfsdp.training.gpt import TrainSettings
+from flatfsdp.training.llama import ParallelSettings
 
 app = typer.Typer(
     help="FlatFSDP: train language models on flat parameters, without concatenating a gradient.",
@@ -41,8 +42,8 @@ def verify(
     precision: Annotated[
         list[PrecisionName],
         typer.Option(
-            default_factory=lambda: list(PrecisionName),
-            show_default="all",
+            default_factory=lambda: [name for name in PrecisionName if name is not PrecisionName.fp8_block],
+            show_default="all but fp8-block",
             help="Compute dtype and layers; repeat for several.",
         ),
     ],
@@ -90,12 +91,12 @@ def verify(
         bool,
         typer.Option(
             "--matrix",
-            help="The flag alone, over tensor, pipeline and data parallel layouts of a Llama; other sizes.",
+            help="The flag alone, over tensor, pipeline and data parallel ranks with a Llama; other sizes.",
         ),
     ] = False,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="With --matrix: rows whose name has this, such as 1F1B; repeat for several."),
+        typer.Option(help="With --matrix: rows whose name has this, such as 1f1b; repeat for several."),
     ] = None,
     out: Annotated[Path, typer.Option(help="Folder for verify.json and losses.png.")] = Path("out/verify"),
     json: options.Json = False,
@@ -107,8 +108,9 @@ def verify(
     Losses, reduced gradients of every step, final parameters and optimizer state are compared on every
     rank. Exits with 1 if anything differs. All gradients are kept in host memory for that.
 
-    With [bold]--matrix[/bold] the rows are layouts over 2 and 4 ranks on CPU, or over 8, 4 or 2 GPUs. Sizes
-    and steps that are left out are smaller there, and --precision, --strategy and --fusion choose rows.
+    With [bold]--matrix[/bold] the rows are ways to share a Llama over 2 and 4 ranks on CPU, or over 8, 4 or 2
+    GPUs. Sizes and steps that are left out are smaller there, and --precision, --strategy and --fusion choose
+    rows.
 
     [bold]Examples[/bold]
 
@@ -122,7 +124,7 @@ def verify(
 
     [green]torchrun --nproc-per-node 4 -m flatfsdp verify --json[/green]
 
-    [green]python -m flatfsdp verify --matrix --only "PP 2" --precision fp8-delayed[/green]
+    [green]python -m flatfsdp verify --matrix --only "pp 2" --precision fp8-delayed[/green]
 
     [green]torchrun --nproc-per-node 8 -m flatfsdp verify --matrix[/green]
     """

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp.cli.report import RunSummary
-from flatfsdp.cli.training import AfterBackward, Trained
+from flatfsdp.cli.summary import RunSummary
 from flatfsdp.launch import Rank
+from flatfsdp.training.run import AfterBackward, Trained
 
 KINDS = ("losses", "gradients", "parameters", "optimizer state")
 
@@ -91,7 +91,7 @@ def observed(
 def differences_on_all_ranks(
     off: dict[str, NamedTensors], on: dict[str, NamedTensors], rank: Rank
 ) -> dict[str, list[str]]:
-    """For each kind of evidence, the first difference on each rank that has one; the same on every rank."""
+    """The first difference on each rank that has one, by kind of evidence; the same on every rank."""
     mine = {kind: first_difference(off[kind], on[kind]) for kind in KINDS}
     everyones: list[dict[str, str | None]] = [{}] * rank.world
     dist.all_gather_object(everyones, mine)

@@ -1,4 +1,4 @@
-"""`verify --matrix`: layouts of one model over ranks, each with the flag off and on, compared bit for bit.
+"""`verify --matrix`: one model over ranks in many ways, each with the flag off and on, compared bit for bit.
 
 In:   the options of `verify`, of which a `MatrixPlan` makes rows, and numbers of ranks that they fit.
 Out:  a `MatrixReport`.
@@ -11,59 +11,72 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from rich.table import Table
 
 from flatfsdp.cli.evidence import KINDS, differences_on_all_ranks, observed
-from flatfsdp.cli.parallel_training import Layout, Meshes, ParallelSettings, Schedule, train_parallel
 from flatfsdp.cli.progress import StepBar
-from flatfsdp.cli.report import (
-    RunSummary,
-    compared_cells,
-    comparison_table,
-    difference_lines,
-    environment,
-    to_json,
-)
-from flatfsdp.cli.training import Fusion, PrecisionName, Strategy
+from flatfsdp.cli.report import compared_cells, comparison_table, difference_lines, to_json
+from flatfsdp.cli.summary import RunSummary
 from flatfsdp.cli.verify import Switch
+from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.launch import Device, Launch, Rank, run_on_ranks, under_torchrun
 from flatfsdp.models import LlamaConfig
+from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.models.text import Sampler
+from flatfsdp.profiling.environment import environment
+from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
+from flatfsdp.training.llama import Meshes, ParallelSettings, train_parallel
 
 ON_CPU = ParallelSettings(LlamaConfig(4, 64, 128, heads=4, kv_heads=2, vocab=256, seq=32), steps=4)
 ON_GPUS = ParallelSettings(LlamaConfig(4, 512, 1408, heads=8, kv_heads=4, vocab=256, seq=512), lr=1e-3)
 """What the rows train: sizes for which a row takes seconds."""
 
 FP32, BF16, FP8 = PrecisionName.fp32, PrecisionName.bf16, PrecisionName.fp8_delayed
-PIPELINES = (Schedule.gpipe, Schedule.one_f_one_b, Schedule.interleaved)
+OF_ROWS = ("parallelism", "schedule", "precision", "reshard", "fusion", "optimize_backward_concat")
+"""Settings that a row decides."""
+PIPELINES: tuple[ScheduleName, ...] = get_args(ScheduleName)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One configuration."""
+class MatrixRow:
+    """One configuration.
 
-    layout: Layout
+    Attributes:
+        schedule: of the pipeline; without effect where there is none.
+    """
+
+    parallelism: Parallelism
     precision: PrecisionName
     strategy: Strategy = Strategy.zero3
     fusion: Fusion = Fusion.fused
+    schedule: ScheduleName = "1f1b"
+
+    @property
+    def ways(self) -> tuple[str, str]:
+        """What is beside the precision: such as "pp 2 x tp 2 + SP, 1f1b" and "zero3, wgrad two-pass"."""
+        schedule = "" if self.parallelism.pp == 1 else f", {self.schedule}"
+        fusion = "" if self.fusion is Fusion.fused else f", wgrad {self.fusion.value}"
+        return f"{self.parallelism}{schedule}", f"{self.strategy.value}{fusion}"
 
     @property
     def name(self) -> str:
-        """Such as "TP 2+SP x PP 2 x DP 2, 1F1B, bf16, zero3, wgrad two-pass"."""
-        fusion = "" if self.fusion is Fusion.fused else f", wgrad {self.fusion.value}"
-        return f"{self.layout.name}, {self.precision.value}, {self.strategy.value}{fusion}"
+        """Such as "pp 2 x tp 2 + SP, 1f1b, bf16, zero3, wgrad two-pass"."""
+        shared, updated = self.ways
+        return f"{shared}, {self.precision.value}, {updated}"
 
     def applied(self, settings: ParallelSettings, flag: bool) -> ParallelSettings:
-        """
+        """Completes the settings with what the row decides.
+
         Raises:
             ValueError: if the settings do not suit this row.
         """
         return replace(
             settings,
-            layout=self.layout,
+            parallelism=self.parallelism,
+            schedule=self.schedule,
             precision=self.precision,
             reshard=self.strategy is Strategy.zero3,
             fusion=self.fusion,
@@ -72,8 +85,8 @@ class Row:
 
     def obstacle(self, settings: ParallelSettings, worlds: Sequence[int]) -> str | None:
         """Why it cannot run on any of these numbers of ranks, if so."""
-        if self.layout.world not in worlds:
-            return f"as they need {self.layout.world} ranks"
+        if self.parallelism.world not in worlds:
+            return f"as they need {self.parallelism.world} ranks"
         try:
             self.applied(settings, True)
         except ValueError as error:
@@ -81,47 +94,53 @@ class Row:
         return None
 
 
-def all_rows() -> list[Row]:
+def all_rows() -> list[MatrixRow]:
     """The reference for 8 ranks: bf16 and FP8, every schedule; parameters freed, with weight gradients that
     autograd hands over, and kept, with fused ones.  Halved for 4 and for 2 ranks."""
     return [*_rows_for_8(), *_rows_for_4(), *_rows_for_2()]
 
 
-def _rows_for_8() -> Iterable[Row]:
+def _rows_for_8() -> Iterable[MatrixRow]:
+    whole = Parallelism(pp=2, dp_shard=2, tp=2, sequence_parallel=True)
+    flat = Parallelism(dp_shard=4, tp=2, sequence_parallel=True)
     for precision in (BF16, FP8):
         for strategy, fusion in ((Strategy.zero3, Fusion.off), (Strategy.zero2, Fusion.fused)):
             for schedule in PIPELINES:
-                yield Row(Layout(2, 2, 2, schedule, True), precision, strategy, fusion)
-            yield Row(Layout(2, 1, 4, sequence_parallel=True), precision, strategy, fusion)
-    yield Row(Layout(2, 2, 2, Schedule.one_f_one_b), FP8)
-    yield Row(Layout(2, 2, 2, Schedule.interleaved, True), PrecisionName.fp8_weights)
+                yield MatrixRow(whole, precision, strategy, fusion, schedule)
+            yield MatrixRow(flat, precision, strategy, fusion)
+    yield MatrixRow(replace(whole, sequence_parallel=False), FP8)
+    yield MatrixRow(whole, PrecisionName.fp8_weights, schedule="interleaved")
 
 
-def _rows_for_4() -> Iterable[Row]:
+def _rows_for_4() -> Iterable[MatrixRow]:
+    pp_tp = Parallelism(pp=2, tp=2, sequence_parallel=True)
+    pp_dp = Parallelism(pp=2, dp_shard=2)
+    dp_tp = Parallelism(dp_shard=2, tp=2, sequence_parallel=True)
     for precision in (BF16, FP8):
         for schedule, fusion in zip(PIPELINES, (Fusion.off, Fusion.fused, Fusion.two_pass), strict=True):
-            yield Row(Layout(2, 2, 1, schedule, True), precision, fusion=fusion)
+            yield MatrixRow(pp_tp, precision, fusion=fusion, schedule=schedule)
         for schedule, strategy in zip(
             PIPELINES, (Strategy.zero3, Strategy.zero2, Strategy.zero3), strict=True
         ):
-            yield Row(Layout(1, 2, 2, schedule), precision, strategy)
+            yield MatrixRow(pp_dp, precision, strategy, schedule=schedule)
         for strategy, fusion in ((Strategy.zero3, Fusion.off), (Strategy.zero2, Fusion.fused)):
-            yield Row(Layout(2, 1, 2, sequence_parallel=True), precision, strategy, fusion)
-    yield Row(Layout(2, 2, 1, Schedule.one_f_one_b, True), FP32)
-    yield Row(Layout(1, 2, 2, Schedule.interleaved), FP32, Strategy.zero2, Fusion.off)
-    yield Row(Layout(2, 1, 2, sequence_parallel=True), FP32)
-    yield Row(Layout(1, 2, 2, Schedule.one_f_one_b), PrecisionName.fp8_weights)
+            yield MatrixRow(dp_tp, precision, strategy, fusion)
+    yield MatrixRow(pp_tp, FP32)
+    yield MatrixRow(pp_dp, FP32, Strategy.zero2, Fusion.off, "interleaved")
+    yield MatrixRow(dp_tp, FP32)
+    yield MatrixRow(pp_dp, PrecisionName.fp8_weights)
 
 
-def _rows_for_2() -> Iterable[Row]:
+def _rows_for_2() -> Iterable[MatrixRow]:
+    pp, tp, sp = Parallelism(pp=2), Parallelism(tp=2), Parallelism(tp=2, sequence_parallel=True)
     for precision in (FP32, BF16, FP8):
         for schedule, fusion in zip(PIPELINES, (Fusion.off, Fusion.fused, Fusion.two_pass), strict=True):
-            yield Row(Layout(1, 2, 1, schedule), precision, fusion=fusion)
-        yield Row(Layout(2, 1, 1), precision, fusion=Fusion.off)
-        yield Row(Layout(2, 1, 1, sequence_parallel=True), precision)
+            yield MatrixRow(pp, precision, fusion=fusion, schedule=schedule)
+        yield MatrixRow(tp, precision, fusion=Fusion.off)
+        yield MatrixRow(sp, precision)
     for precision in (PrecisionName.fp8_current, PrecisionName.fp8_weights):
-        yield Row(Layout(1, 2, 1, Schedule.interleaved), precision, Strategy.zero2)
-        yield Row(Layout(2, 1, 1, sequence_parallel=True), precision)
+        yield MatrixRow(pp, precision, Strategy.zero2, schedule="interleaved")
+        yield MatrixRow(sp, precision)
 
 
 @dataclass(frozen=True)
@@ -135,15 +154,16 @@ class MatrixPlan:
         self_test: damage one bit of one gradient in the runs with the flag on.
     """
 
-    rows: tuple[Row, ...]
-    left_out: dict[str, list[Row]]
+    rows: tuple[MatrixRow, ...]
+    left_out: dict[str, list[MatrixRow]]
     settings: ParallelSettings
     launches: tuple[Launch, ...]
     self_test: bool = False
 
     @staticmethod
     def of(device: Device, ranks: int | None, given: dict[str, Any]) -> MatrixPlan:
-        """
+        """Chooses rows, settings and launches.
+
         Args:
             ranks: None for torchrun's, or 2 and 4 on a CPU, or as many as there are GPUs for.
             given: options of `verify` by name, without those that are left to their defaults.
@@ -154,8 +174,8 @@ class MatrixPlan:
         launches = _launches(device, ranks)
         settings = _settings(ON_GPUS if launches[0].use_cuda() else ON_CPU, given)
         worlds = [launch.world for launch in launches]
-        rows: list[Row] = []
-        left_out: dict[str, list[Row]] = defaultdict(list)
+        rows: list[MatrixRow] = []
+        left_out: dict[str, list[MatrixRow]] = defaultdict(list)
         for row in _wanted(all_rows(), given):
             obstacle = row.obstacle(settings, worlds)
             if obstacle is None:
@@ -168,10 +188,10 @@ class MatrixPlan:
         return MatrixPlan(tuple(rows), dict(left_out), settings, launches, "self_test" in given)
 
     def left_out_lines(self) -> list[str]:
-        """One for each reason, with the layouts and how many rows each has."""
-        counted = {why: Counter(row.layout.sizes for row in rows) for why, rows in self.left_out.items()}
+        """One for each reason, with how ranks share the model and how many rows do so."""
+        counted = {why: Counter(str(row.parallelism) for row in rows) for why, rows in self.left_out.items()}
         return [
-            f"Left out, {why}: {', '.join(f'{sizes} ({rows})' for sizes, rows in of_why.items())}."
+            f"Left out, {why}: {', '.join(f'{ranks} ({rows})' for ranks, rows in of_why.items())}."
             for why, of_why in counted.items()
         ]
 
@@ -197,7 +217,7 @@ def _settings(usual: ParallelSettings, given: dict[str, Any]) -> ParallelSetting
     return replace(usual, model=replace(usual.model, **of_model), **of_run)
 
 
-def _wanted(rows: Iterable[Row], given: dict[str, Any]) -> list[Row]:
+def _wanted(rows: Iterable[MatrixRow], given: dict[str, Any]) -> list[MatrixRow]:
     """Those with the given precisions, strategies and fusions, and one of the words of --only."""
     if set(given.get("switch", ())) - {Switch.flag}:
         raise ValueError("--matrix switches the flag alone; leave --switch out")
@@ -212,14 +232,14 @@ def _wanted(rows: Iterable[Row], given: dict[str, Any]) -> list[Row]:
 
 
 @dataclass(frozen=True)
-class Compared:
+class MatrixComparison:
     """One row that has run.
 
     Attributes:
         differences: for each kind of evidence, the first difference on each rank that has one.
     """
 
-    row: Row
+    row: MatrixRow
     off: RunSummary
     on: RunSummary
     differences: dict[str, list[str]]
@@ -229,16 +249,16 @@ class Compared:
         return not any(self.differences.values())
 
     def described(self) -> dict[str, Any]:
-        """For JSON."""
+        """What JSON holds of it."""
         verdicts = {"equal": self.equal, "falling": self.on.falling}
-        return {"name": self.row.name, "ranks": self.row.layout.world, **asdict(self), **verdicts}
+        return {"name": self.row.name, "ranks": self.row.parallelism.world, **asdict(self), **verdicts}
 
 
 @dataclass(frozen=True)
 class MatrixReport:
     """All rows that have run so far; `equal` only if each is."""
 
-    compared: list[Compared]
+    compared: list[MatrixComparison]
     environments: list[dict[str, Any]]
     plan: MatrixPlan = field(repr=False)
 
@@ -248,7 +268,7 @@ class MatrixReport:
 
     def json(self) -> str:
         options = asdict(self.plan.settings)
-        for varied in ("layout", "precision", "reshard", "fusion", "optimize_backward_concat"):
+        for varied in OF_ROWS:
             del options[varied]
         done = [found.row for found in self.compared]
         return to_json(
@@ -272,23 +292,21 @@ class MatrixReport:
         """One row a configuration; off above on within a cell."""
         result = comparison_table(
             "optimize_backward_concat off and on: the same bits?",
-            ("layout", "precision", "final loss,\noff and on"),
+            ("ranks", "precision", "final loss,\noff and on"),
             KINDS,
         )
         for found in self.compared:
-            row = found.row
-            schedule = "" if row.layout.schedule is Schedule.plain else row.layout.schedule.value
-            fusion = "" if row.fusion is Fusion.fused else f", {row.fusion.value}"
+            shared, updated = found.row.ways
             result.add_row(
-                f"{row.layout.sizes}\n{schedule}",
-                f"{row.precision.value}\n{row.strategy.value}{fusion}",
+                shared.replace(", ", "\n"),
+                f"{found.row.precision.value}\n{updated}",
                 *compared_cells(found.off, found.on, found.differences),
                 end_section=found is not self.compared[-1],
             )
         return result
 
     def verdict_lines(self) -> list[str]:
-        """Where the runs differ, or one line that says that they do not."""
+        """Lines that say where the runs differ, or one that says that they do not."""
         if self.equal:
             worlds = " and ".join(str(about["world_size"]) for about in self.environments)
             settings = self.plan.settings
@@ -312,7 +330,7 @@ def run_matrix(plan: MatrixPlan, out: Path) -> MatrixReport:
     """
     report = MatrixReport([], [], plan)
     for launch in plan.launches:
-        if any(row.layout.world == launch.world for row in plan.rows):
+        if any(row.parallelism.world == launch.world for row in plan.rows):
             report = run_on_ranks(matrix_on_rank, (report, out), launch)
     return report
 
@@ -326,14 +344,16 @@ def matrix_on_rank(rank: Rank, payload: tuple[MatrixReport, Path]) -> MatrixRepo
     report.environments.append(environment(rank))
     sampler, meshes = report.plan.settings.sampler(), Meshes()
     for row in report.plan.rows:
-        if row.layout.world == rank.world:
+        if row.parallelism.world == rank.world:
             report.compared.append(_compare(rank, row, report.plan, sampler, meshes))
             if rank.index == 0:
                 report.write(out)
     return report
 
 
-def _compare(rank: Rank, row: Row, plan: MatrixPlan, sampler: Sampler, meshes: Meshes) -> Compared:
+def _compare(
+    rank: Rank, row: MatrixRow, plan: MatrixPlan, sampler: Sampler, meshes: Meshes
+) -> MatrixComparison:
     steps = plan.settings.steps
     with StepBar(row.name, 2 * steps, visible=rank.index == 0) as bar:
         (off, off_evidence), (on, on_evidence) = (
@@ -345,6 +365,6 @@ def _compare(rank: Rank, row: Row, plan: MatrixPlan, sampler: Sampler, meshes: M
             )
             for flag in (False, True)
         )
-        found = Compared(row, off, on, differences_on_all_ranks(off_evidence, on_evidence, rank))
+        found = MatrixComparison(row, off, on, differences_on_all_ranks(off_evidence, on_evidence, rank))
         bar.conclude(f"{'equal' if found.equal else 'DIFFER'}, final loss {off.final_loss_hex}")
     return found

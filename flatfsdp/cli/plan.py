@@ -8,51 +8,21 @@ Next: `plan_report.py` prints it.
 from __future__ import annotations
 
 from dataclasses import replace
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from flatfsdp.cli import options
 from flatfsdp.cli.console import results_console, usage_errors
-from flatfsdp.cli.options import Preset, Schedule
 from flatfsdp.cli.plan_report import PlanReport, SearchReport
-from flatfsdp.cli.training import Fusion
-from flatfsdp.fp8 import CurrentScaling, Recipe
 from flatfsdp.models import PRESETS, LlamaConfig
-from flatfsdp.plan import Arrangement, Job, Machine, search
-from flatfsdp.policy import Precision
-
-
-class Products(str, Enum):
-    """The keys of `RECIPES`, and what `verify` calls bf16 and, with --fp8-weights, fp8-current."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    bf16_fused = "bf16-fused"
-    fp8_delayed = "fp8-delayed"
-    fp8_current = "fp8-current"
-    fp8_block = "fp8-block"
-    fp8_weights = "fp8-weights"
-
-    @property
-    def recipe(self) -> Recipe | None:
-        same = {Products.bf16_fused: Products.bf16, Products.fp8_weights: Products.fp8_current}
-        return options.RECIPES[same.get(self, self).value]
-
-    def dtypes(self, fp8_weights: bool) -> Precision:
-        """Of the stations of a parameter."""
-        stored = fp8_weights or self is Products.fp8_weights
-        return Precision(
-            compute=torch.float32 if self is Products.fp32 else torch.bfloat16,
-            fp8_weights=CurrentScaling() if stored else None,
-        )
+from flatfsdp.plan import Job, Machine, Parallelism, search
+from flatfsdp.training import options
+from flatfsdp.training.choices import Fusion, PrecisionName
 
 
 def plan(
-    preset: options.OfModel = Preset.llama_8b,
+    preset: options.OfModel = "8b",
     config: options.Config = None,
     layers: Annotated[
         int | None, typer.Option(help="In place of the preset's; the same for those below.")
@@ -69,12 +39,12 @@ def plan(
     tp: options.TP = 1,
     sequence_parallel: options.SequenceParallel = False,
     pp: options.PP = 1,
-    schedule: options.OfPipeline = Schedule.one_f_one_b,
+    schedule: options.OfPipeline = "1f1b",
     stages_per_rank: options.StagesPerRank = 2,
     dp_shard: options.DPShard = -1,
     dp_replicate: options.DPReplicate = 1,
     zero: options.Zero = 3,
-    precision: Annotated[Products, typer.Option(help="Of matrix products.")] = Products.bf16,
+    precision: options.OfProducts = PrecisionName.bf16,
     fp8_weights: options.FP8Weights = False,
     fusion: Annotated[Fusion, typer.Option(help="Of weight gradients into FP32.")] = Fusion.fused,
     search_layouts: Annotated[
@@ -118,31 +88,31 @@ def plan(
     [green]python -m flatfsdp plan --preset 8b --gpus 16 --gpu-memory 80 --json[/green]
     """
     with usage_errors():
-        base = PRESETS[preset.value] if config is None else LlamaConfig.load(config)
+        base = PRESETS[preset] if config is None else LlamaConfig.load(config)
         sizes = {
             **{"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads},
             **{"kv_heads": kv_heads, "vocab": vocab, "seq": seq},
         }
         job = Job(
             replace(base, **{name: size for name, size in sizes.items() if size is not None}),
-            Arrangement(gpus)
+            Parallelism.over(gpus)
             if search_layouts
-            else Arrangement(
+            else Parallelism.over(
                 gpus,
                 pp=pp,
                 dp_replicate=dp_replicate,
                 dp_shard=dp_shard,
                 tp=tp,
                 sequence_parallel=sequence_parallel,
-                schedule=schedule.option,
-                stages_per_rank=stages_per_rank,
-                reshard_after_forward=zero == 3,
             ),
             batch=batch,
             microbatches=microbatches,
             precision=precision.dtypes(fp8_weights),
             recipe=precision.recipe,
             fuse_wgrad_accumulation=fusion.option,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            reshard_after_forward=zero == 3,
         )
         hosts = Machine() if machine is None else Machine.load(machine)
         hosts = hosts.with_gb(

@@ -19,7 +19,7 @@ from flatfsdp.plan.traffic import named, sent_by_rank
 
 @dataclass(frozen=True)
 class PlanReport:
-    """Of one way to run a job.
+    """Plan of one way to run a job.
 
     Attributes:
         sent: by the rank that sends most.
@@ -33,7 +33,8 @@ class PlanReport:
 
     @staticmethod
     def of(job: Job, machine: Machine) -> PlanReport:
-        """
+        """Plans the job on the machine.
+
         Raises:
             ValueError: if ranks cannot share a size.
         """
@@ -66,14 +67,14 @@ class PlanReport:
         )
 
     def show(self, console: Console) -> None:
-        job, ranks = self.job, self.job.ranks
+        job = self.job
         layers = " + ".join(str(part.layers) for part in parts_of(job)[self.memory.pp_rank])
         console.print(
-            f"{_sizes(job)}\n{ranks.gpus} GPUs: {ranks}; {job.microbatches} microbatches of {job.batch} x "
-            f"{job.model.seq} tokens; {_products(job)}",
+            f"{_sizes(job)}\n{job.ranks.world} GPUs: {_spread(job)}; {job.microbatches} microbatches of "
+            f"{job.batch} x {job.model.seq} tokens; {_products(job)}",
             highlight=False,
         )
-        where = f", pipeline rank {self.memory.pp_rank} with {layers} layers" if ranks.pp > 1 else ""
+        where = f", pipeline rank {self.memory.pp_rank} with {layers} layers" if job.ranks.pp > 1 else ""
         console.print(self._memory_table(f"Memory of the fullest rank{where}, at {self.memory.moment}"))
         console.print(self._traffic_table())
         console.print(self._time_table())
@@ -129,7 +130,7 @@ class PlanReport:
 
 @dataclass(frozen=True)
 class SearchReport:
-    """Of several, the fastest first."""
+    """Plans of several ways to run a job, the fastest first."""
 
     job: Job
     machine: Machine
@@ -143,7 +144,7 @@ class SearchReport:
     def json(self) -> str:
         found = [
             {
-                "ranks": asdict(each.job.ranks),
+                "ranks": _ranks(each.job),
                 "batch": each.job.batch,
                 "microbatches": each.job.microbatches,
                 **_figures(each.memory, each.time),
@@ -156,13 +157,13 @@ class SearchReport:
 
     def show(self, console: Console) -> None:
         console.print(_sizes(self.job), highlight=False)
-        title = f"{self.job.ranks.gpus} GPUs, {self.global_batch} sequences a step, {_products(self.job)}"
+        title = f"{self.job.ranks.world} GPUs, {self.global_batch} sequences a step, {_products(self.job)}"
         table = _table(
             title, "layout", "batch x\nmicrobatches", "GiB", "ms\na step", "tokens/s", "TFLOP/s\na GPU"
         )
         for each in self.candidates:
             table.add_row(
-                str(each.job.ranks),
+                _spread(each.job),
                 f"{each.job.batch} x {each.job.microbatches}",
                 f"{each.memory.peak / GIB:.1f}",
                 f"{1e3 * each.time.seconds:,.0f}",
@@ -191,6 +192,23 @@ def _sizes(job: Job) -> str:
     )
 
 
+def _spread(job: Job) -> str:
+    """Such as "pp 4 x dp_shard 16 x tp 8 + SP, interleaved, ZeRO-3"."""
+    schedule = f", {job.schedule}" if job.ranks.pp > 1 else ""
+    zero = f", ZeRO-{3 if job.reshard_after_forward else 2}" if job.ranks.dp_shard > 1 else ""
+    return f"{job.ranks}{schedule}{zero}"
+
+
+def _ranks(job: Job) -> dict[str, Any]:
+    return {
+        "gpus": job.ranks.world,
+        **asdict(job.ranks),
+        "schedule": job.schedule,
+        "stages_per_rank": job.stages_per_rank,
+        "reshard_after_forward": job.reshard_after_forward,
+    }
+
+
 def _products(job: Job) -> str:
     weights = ", FP8 weights" if job.stores_fp8 else ""
     kind = type(job.recipe).__name__ if job.recipe else str(job.precision.compute).removeprefix("torch.")
@@ -200,7 +218,7 @@ def _products(job: Job) -> str:
 def _described(job: Job, machine: Machine) -> dict[str, Any]:
     return {
         "model": asdict(job.model),
-        "ranks": asdict(job.ranks),
+        "ranks": _ranks(job),
         "batch": job.batch,
         "microbatches": job.microbatches,
         "compute": str(job.precision.compute),

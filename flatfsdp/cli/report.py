@@ -1,20 +1,16 @@
-"""What the commands leave behind: a run's summary, the environment, a JSON file and the loss curves.
+"""What the commands show and leave behind: tables, a JSON file and the loss curves.
 
-In:   a `Trained`, or several summaries.
-Out:  plain values that JSON can hold, and a PNG.
+In:   summaries of runs.
+Out:  tables for the terminal, text, and a PNG.
 """
 
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
@@ -22,65 +18,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from flatfsdp.cli.training import Trained
-from flatfsdp.launch import Rank
-
-LOCAL_COPIES = ("cast", "concat", "accumulate")
-"""The ledger's counters of bytes that move within one rank's memory; the others travel."""
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """The numbers of one run, as rank 0 saw them.
-
-    Attributes:
-        losses: one a step, mean over ranks and microbatches; exact FP32 values.
-        final_loss_hex: the last of them as `float.hex`, which shows every bit.
-        ms: median of a step.
-        bytes_per_parameter: the byte ledger of the last step.
-        local_bytes: its sum over the copies within a rank.
-    """
-
-    losses: list[float]
-    grad_norms: list[float]
-    final_loss_hex: str
-    ms: float
-    bytes_per_parameter: dict[str, float]
-    local_bytes: float
-
-    @staticmethod
-    def of(trained: Trained) -> RunSummary:
-        losses, ledger = trained.losses(), trained.bytes_per_parameter
-        return RunSummary(
-            losses,
-            [step.grad_norm for step in trained.steps],
-            losses[-1].hex(),
-            trained.ms(),
-            ledger,
-            sum(ledger.get(name, 0.0) for name in LOCAL_COPIES),
-        )
-
-    @property
-    def falling(self) -> bool:
-        """Whether the last quarter of the steps has a lower mean loss than the first one."""
-        quarter = max(1, len(self.losses) // 4)
-        return sum(self.losses[-quarter:]) < sum(self.losses[:quarter])
-
-
-def environment(rank: Rank) -> dict[str, Any]:
-    """Where the numbers were measured; every rank must call it."""
-    cuda = rank.device.type == "cuda"
-    gpus: list[str | None] = [None] * rank.world
-    if cuda:
-        dist.all_gather_object(gpus, str(torch.cuda.get_device_properties(rank.device).uuid))
-    return {
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(rank.device) if cuda else f"CPU ({platform.machine()})",
-        "backend": dist.get_backend(),
-        "world_size": rank.world,
-        "gpus": len(set(gpus) - {None}),  # ranks of several hosts may be emulated on one, and share its GPUs
-    }
+from flatfsdp.cli.summary import RunSummary
 
 
 def to_json(value: Mapping[str, Any]) -> str:
@@ -121,7 +59,7 @@ def compared_cells(off: RunSummary, on: RunSummary, differences: Mapping[str, li
 
 
 def difference_lines(name: str, differences: Mapping[str, list[str]]) -> list[str]:
-    """Where two runs differ, by kind of evidence."""
+    """Lines that say where two runs differ, by kind of evidence."""
     return [
         f"{name}, {kind}: first difference on {place}"
         for kind, places in differences.items()

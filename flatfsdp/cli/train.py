@@ -10,9 +10,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flatfsdp.cli.report import RunSummary, environment, plot_losses, to_json
-from flatfsdp.cli.training import TrainSettings, train
+from flatfsdp.cli.progress import StepBar
+from flatfsdp.cli.report import plot_losses, to_json
+from flatfsdp.cli.summary import RunSummary
 from flatfsdp.launch import Rank
+from flatfsdp.profiling.environment import environment
+from flatfsdp.training.gpt import TrainSettings, train
 
 
 @dataclass(frozen=True)
@@ -47,5 +50,6 @@ class TrainReport:
 
 def train_on_rank(rank: Rank, settings: TrainSettings) -> TrainReport:
     """Trains; every rank must call it."""
-    trained = train(settings, settings.sampler(), rank)
+    with StepBar(settings.label, settings.steps, visible=rank.index == 0) as bar:
+        trained = train(settings, settings.sampler(), rank, bar.advance)
     return TrainReport(RunSummary.of(trained), environment(rank), settings)

@@ -1,7 +1,7 @@
 """`verify`: trains each configuration with a switch off and on, and compares the bits.
 
 In:   a `VerifyJob`.
-Out:  a `Report` with one `Row` a configuration, the same on every rank.
+Out:  a `Report` with one `Comparison` a configuration, the same on every rank.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from typing import Any
 from rich.table import Table
 
 from flatfsdp.cli.evidence import KINDS, differences_on_all_ranks, observed
+from flatfsdp.cli.progress import StepBar
 from flatfsdp.cli.report import (
-    RunSummary,
     compared_cells,
     comparison_table,
     difference_lines,
-    environment,
     plot_losses,
     to_json,
     verdict,
 )
-from flatfsdp.cli.training import Fusion, PrecisionName, Strategy, TrainSettings, train
+from flatfsdp.cli.summary import RunSummary
 from flatfsdp.launch import Rank
 from flatfsdp.models.text import Sampler
+from flatfsdp.profiling.environment import environment
+from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
+from flatfsdp.training.gpt import TrainSettings, train
+from flatfsdp.training.run import AfterBackward, Trained
 
 
 class Switch(str, Enum):
@@ -97,7 +100,7 @@ class VerifyJob:
 
 
 @dataclass(frozen=True)
-class Row:
+class Comparison:
     """One configuration with one switch off and on.
 
     Attributes:
@@ -137,7 +140,7 @@ class Row:
 class Report:
     """All configurations; `equal` only if every row is."""
 
-    rows: list[Row]
+    rows: list[Comparison]
     environment: dict[str, Any]
     job: VerifyJob = field(repr=False)
 
@@ -196,7 +199,7 @@ class Report:
         return result
 
     def verdict_lines(self) -> list[str]:
-        """Where the runs differ, or one line that says that they do not."""
+        """Lines that say where the runs differ, or one that says that they do not."""
         if self.equal:
             return [
                 f"On equals off, bit for bit, at world size {self.environment['world_size']}: "
@@ -218,13 +221,22 @@ def verify_on_rank(rank: Rank, job: VerifyJob) -> Report:
     return Report(rows, environment(rank), job)
 
 
-def _compare(rank: Rank, switch: Switch, settings: TrainSettings, sampler: Sampler, self_test: bool) -> Row:
+def _compare(
+    rank: Rank, switch: Switch, settings: TrainSettings, sampler: Sampler, self_test: bool
+) -> Comparison:
     (off, off_evidence), (on, on_evidence) = (
-        observed(partial(train, ends, sampler, rank), rank, settings.steps, sabotage=sabotage)
+        observed(partial(_train_visibly, ends, sampler, rank), rank, settings.steps, sabotage=sabotage)
         for ends, sabotage in zip(switch.settings(settings), (False, self_test), strict=True)
     )
     differences = differences_on_all_ranks(off_evidence, on_evidence, rank)
     precision, strategy = settings.precision, settings.strategy
     is_named = precision.has_own_layers and switch is not Switch.fusion and settings.fusion != Fusion.fused
     fusion = f"wgrad {settings.fusion.value}" if is_named else ""
-    return Row(precision.value, strategy.value, switch.value, fusion, off, on, differences)
+    return Comparison(precision.value, strategy.value, switch.value, fusion, off, on, differences)
+
+
+def _train_visibly(
+    settings: TrainSettings, sampler: Sampler, rank: Rank, after_backward: AfterBackward
+) -> Trained:
+    with StepBar(settings.label, settings.steps, visible=rank.index == 0) as bar:
+        return train(settings, sampler, rank, bar.advance, after_backward)

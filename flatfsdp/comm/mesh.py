@@ -12,16 +12,13 @@ Out:  a `ParallelMesh`: groups and meshes for layers, FlatFSDP, FlatStage and FP
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import prod
 
 import torch.distributed as dist
-from rich import box
-from rich.table import Table
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from flatfsdp.comm.parallelism import DIMENSIONS, Parallelism
 from flatfsdp.comm.ranks import Ranks
-
-DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
+from flatfsdp.plain_table import plain_table
 
 
 @dataclass(frozen=True)
@@ -86,22 +83,25 @@ class ParallelMesh:
     def _size(self, dimension: str) -> int:
         return self.device_mesh.size(DIMENSIONS.index(dimension))
 
-    def __str__(self) -> str:
-        return f"{self.device_mesh.size()} ranks: {_product({d: self._size(d) for d in DIMENSIONS})}"
+    @property
+    def parallelism(self) -> Parallelism:
+        replicas, shards = self._size("dp_replicate"), self._size("dp_shard")
+        return Parallelism(self.pp_size, replicas, shards, self.tp_size)
 
-    def table(self) -> Table:
+    def __str__(self) -> str:
+        return f"{self.device_mesh.size()} ranks: {self.parallelism}"
+
+    def table(self) -> str:
         """Which ranks are where: a column for each stage, a row for each data-parallel rank."""
-        table = Table("", box=box.SIMPLE)
-        for stage in range(self.pp_size):
-            table.add_column(f"pp {stage}", justify="right")
         ranks = self.device_mesh.mesh
+        lines = [["", *(f"pp {stage}" for stage in range(self.pp_size))]]
         replicas = self._size("dp_replicate")
         for replica in range(replicas):
             prefix = "" if replicas == 1 else f"dp_replicate {replica}, "
             for shard in range(self._size("dp_shard")):
                 cells = ranks[:, replica, shard]
-                table.add_row(f"{prefix}dp_shard {shard}", *(_span(cell.tolist()) for cell in cells))
-        return table
+                lines.append([f"{prefix}dp_shard {shard}", *(_span(cell.tolist()) for cell in cells)])
+        return plain_table(lines, right=range(1, 1 + self.pp_size))
 
 
 def make_mesh(
@@ -129,48 +129,18 @@ def make_mesh(
         raise RuntimeError(
             "make_mesh arranges the ranks of torch.distributed; call dist.init_process_group() first"
         )
-    sizes = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "tp": tp}
-    shape = filled(sizes, dist.get_world_size())
+    parallelism = Parallelism.over(
+        dist.get_world_size(), pp=pp, dp_replicate=dp_replicate, dp_shard=dp_shard, tp=tp
+    )
     if device_type is None:
         device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    device_mesh = init_device_mesh(device_type, shape, mesh_dim_names=DIMENSIONS)
+    device_mesh = init_device_mesh(device_type, tuple(parallelism.sizes.values()), mesh_dim_names=DIMENSIONS)
     ranks = device_mesh.mesh
     return ParallelMesh(
         device_mesh,
         dp_group=_own_of(ranks.permute(0, 3, 1, 2).flatten(2).flatten(0, 1).tolist()),
         stage_group=_own_of(ranks.flatten(1).tolist()),
     )
-
-
-def filled(sizes: dict[str, int], world_size: int) -> tuple[int, ...]:
-    """The sizes of the dimensions, with that of dp_shard instead of -1.
-
-    Raises:
-        ValueError: if a size is not positive, or the sizes do not give the number of ranks.
-    """
-    for name, size in sizes.items():
-        if size < 1 and (name, size) != ("dp_shard", -1):
-            hint = ", or -1 for all ranks that are left" if name == "dp_shard" else ""
-            raise ValueError(f"make_mesh: {name} is {size}; it has to be at least 1{hint}")
-    others = prod(size for size in sizes.values() if size > 0)
-    if sizes["dp_shard"] == -1:
-        if world_size % others:
-            raise ValueError(
-                f"make_mesh: {_product(sizes)} needs a multiple of {others} ranks, and there are {world_size}"
-            )
-        sizes = {**sizes, "dp_shard": world_size // others}
-    elif others != world_size:
-        raise ValueError(
-            f"make_mesh: {_product(sizes)} needs {others} ranks, and there are {world_size}; leave dp_shard "
-            "out to fill them"
-        )
-    return tuple(sizes.values())
-
-
-def _product(sizes: dict[str, int]) -> str:
-    """Sizes above 1 in words, such as pp 2 x tp 2."""
-    factors = [f"{name} {'?' if size == -1 else size}" for name, size in sizes.items() if size != 1]
-    return " x ".join(factors) or "no parallelism"
 
 
 def _own_of(groups: list[list[int]]) -> dist.ProcessGroup:

@@ -16,6 +16,7 @@ from torch import Tensor
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.plain_table import plain_table
 from flatfsdp.policy import Prefetch
 
 GIB = 2**30
@@ -93,19 +94,8 @@ class MemoryReport:
             )
             for row in self.rows
         ]
-        widths = [max(map(len, column)) for column in zip(heads, *lines, strict=True)]
-        table = [_line(cells, widths) for cells in (heads, *lines)]
-        return "\n".join(
-            [*table, f"{self.static / GIB:.3f} GiB between steps, {self.peak / GIB:.3f} at most"]
-        )
-
-
-def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
-    aligned = (
-        cell.rjust(width) if index in (3, 4, 5) else cell.ljust(width)
-        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    )
-    return "  ".join(aligned).rstrip()
+        table = plain_table([heads, *lines], right=(3, 4, 5))
+        return f"{table}\n{self.static / GIB:.3f} GiB between steps, {self.peak / GIB:.3f} at most"
 
 
 class GroupSizes(NamedTuple):

@@ -9,11 +9,15 @@ import json
 from dataclasses import MISSING, dataclass, fields
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Literal
+
+PresetName = Literal["tiny", "debug", "1b", "8b", "70b"]
 
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """
+    """Sizes of a Llama.
+
     Attributes:
         ffn: width of the gate and of the up projection each.
         kv_heads: key/value heads, each shared by heads / kv_heads query heads.
@@ -37,7 +41,7 @@ class LlamaConfig:
 
     @staticmethod
     def load(path: Path) -> LlamaConfig:
-        """From a JSON object.
+        """Reads a JSON object.
 
         Raises:
             ValueError: if it lacks a size, has other names, or something that is no number.
@@ -69,7 +73,7 @@ class LlamaConfig:
 
     @property
     def layer_weights(self) -> int:
-        """Of a layer's products."""
+        """Weights of a layer's products."""
         key_and_value = 2 * self.kv_heads * self.head_dim
         return self.hidden * (2 * self.hidden + key_and_value) + 3 * self.hidden * self.ffn
 
@@ -79,7 +83,7 @@ class LlamaConfig:
         return self.hidden * self.vocab / (self.layer_weights + self.hidden * self.seq)
 
 
-PRESETS: dict[str, LlamaConfig] = {
+PRESETS: dict[PresetName, LlamaConfig] = {
     "tiny": LlamaConfig(4, 64, 192, heads=4, kv_heads=2, vocab=256, seq=64),
     "debug": LlamaConfig(8, 256, 768, heads=8, kv_heads=4, vocab=256, seq=256),
     "1b": LlamaConfig(16, 2048, 8192, heads=32, kv_heads=8, vocab=128_256, seq=8192),

@@ -1,6 +1,7 @@
 """What a training step will take, before anything is built: memory, traffic and time."""
 
-from flatfsdp.plan.job import Arrangement, Job
+from flatfsdp.comm.parallelism import Parallelism
+from flatfsdp.plan.job import Job
 from flatfsdp.plan.machine import Machine
 from flatfsdp.plan.memory import MemoryPlan, memory_plan
 from flatfsdp.plan.search import Candidate, search
@@ -8,11 +9,11 @@ from flatfsdp.plan.time import TimePlan, time_plan
 from flatfsdp.plan.traffic import Sent, sent_by_rank
 
 __all__ = [
-    "Arrangement",
     "Candidate",
     "Job",
     "Machine",
     "MemoryPlan",
+    "Parallelism",
     "Sent",
     "TimePlan",
     "memory_plan",

@@ -2,7 +2,7 @@
 
 In:   a `Job`; sizes of one tensor-parallel rank.
 Out:  bytes, equal to what autograd saves (`tests/dist/plan/test_plan.py` counts it).
-Next: `engine/memory.py` multiplies them with microbatches in flight.
+Next: `memory.py` multiplies them with microbatches in flight.
 
 Letters: h = hidden, f = ffn, k = hidden size of keys; t = tensor-parallel ranks, s = t where they share the
 sequence, else 1; c = bytes of the compute dtype; o = bytes of a product's operand, 1 in FP8; p = bytes of the

@@ -87,7 +87,7 @@ def _layer_bytes(job: Job) -> tuple[float, float]:
     weights = job.model.layer_weights / z.t
     own = 0.0
     if fp8:
-        unshards = 1 if job.ranks.reshard_after_forward else 1 / job.microbatches
+        unshards = 1 if job.reshard_after_forward else 1 / job.microbatches
         own = weights * (unshards * BOTH_WAYS if job.stores_fp8 else c + BOTH_WAYS + again * c)
     return z.tokens * forward, z.tokens * backward + own
 

@@ -12,72 +12,12 @@ from functools import cache
 
 import torch
 
-from flatfsdp.comm.mesh import DIMENSIONS, filled
+from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.fp8 import BlockScaling, Recipe
 from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.models import LlamaConfig
 from flatfsdp.models.pipeline import ScheduleName, pipeline_stages
 from flatfsdp.policy import Precision, Prefetch
-
-
-@dataclass(frozen=True)
-class Arrangement:
-    """How ranks share a model.
-
-    Attributes:
-        gpus: all ranks; one GPU each.
-        pp, dp_replicate, dp_shard, tp: as of `make_mesh`; a dp_shard of -1 becomes what is left.
-        sequence_parallel: as of `Llama`; without effect where tp is 1.
-        schedule, stages_per_rank: as of `LlamaPipeline`; without effect where pp is 1.
-        reshard_after_forward: as of `FlatFSDP`: ZeRO-3, else ZeRO-2.
-
-    Raises:
-        ValueError: if the sizes do not give the number of ranks.
-    """
-
-    gpus: int
-    pp: int = 1
-    dp_replicate: int = 1
-    dp_shard: int = -1
-    tp: int = 1
-    sequence_parallel: bool = False
-    schedule: ScheduleName = "1f1b"
-    stages_per_rank: int = 2
-    reshard_after_forward: bool = True
-
-    def __post_init__(self) -> None:
-        shape = filled({name: getattr(self, name) for name in DIMENSIONS}, self.gpus)
-        for name, size in zip(DIMENSIONS, shape, strict=True):
-            object.__setattr__(self, name, size)
-        if self.tp == 1:
-            object.__setattr__(self, "sequence_parallel", False)
-
-    @property
-    def dp(self) -> int:
-        """Ranks that see different samples."""
-        return self.dp_replicate * self.dp_shard
-
-    @property
-    def sequence_ranks(self) -> int:
-        """Over which activations between layers are split."""
-        return self.tp if self.sequence_parallel else 1
-
-    @property
-    def is_interleaved(self) -> bool:
-        return self.pp > 1 and self.schedule == "interleaved"
-
-    def __str__(self) -> str:
-        """Such as "tp 8 + SP x pp 4 interleaved x dp_shard 16, ZeRO-3"."""
-        named = (
-            (f"tp {self.tp}{' + SP' if self.sequence_parallel else ''}", self.tp),
-            (f"pp {self.pp} {self.schedule}", self.pp),
-            (f"dp_replicate {self.dp_replicate}", self.dp_replicate),
-            (f"dp_shard {self.dp_shard}", self.dp_shard),
-        )
-        sizes = " x ".join(name for name, size in named if size > 1) or "one rank"
-        if self.dp_shard == 1:
-            return sizes
-        return f"{sizes}, ZeRO-{3 if self.reshard_after_forward else 2}"
 
 
 @dataclass(frozen=True)
@@ -91,6 +31,8 @@ class Job:
         precision: of the stations of a parameter; `precision.compute` is also that of activations.
         recipe: of FP8 products; None: they are in `precision.compute`.
         fuse_wgrad_accumulation: as of `Linear`.
+        schedule, stages_per_rank: as of `LlamaPipeline`; without effect where `ranks.pp` is 1.
+        reshard_after_forward: as of `FlatFSDP`: ZeRO-3, else ZeRO-2.
         prefetch: as of `FlatFSDP`.
 
     Raises:
@@ -99,12 +41,15 @@ class Job:
     """
 
     model: LlamaConfig
-    ranks: Arrangement
+    ranks: Parallelism
     batch: int = 1
     microbatches: int = 1
     precision: Precision = field(default_factory=lambda: Precision(compute=torch.bfloat16))
     recipe: Recipe | None = None
     fuse_wgrad_accumulation: FuseWgrad = True
+    schedule: ScheduleName = "1f1b"
+    stages_per_rank: int = 2
+    reshard_after_forward: bool = True
     prefetch: Prefetch = field(default_factory=Prefetch)
 
     def __post_init__(self) -> None:
@@ -122,7 +67,7 @@ class Job:
                 "recipe, or leave FP8 weights out"
             )
         stages, pp = len(self.stages), self.ranks.pp
-        if self.ranks.is_interleaved:
+        if self.is_interleaved:
             rounds = max(1, self.microbatches // pp)
             if self.microbatches % rounds:
                 raise ValueError(
@@ -137,17 +82,21 @@ class Job:
     @property
     def stages(self) -> tuple[range, ...]:
         """The layers of each pipeline stage."""
-        ranks = self.ranks
-        return _stages(self.model, ranks.pp, ranks.schedule, ranks.stages_per_rank)
+        return _stages(self.model, self.ranks.pp, self.schedule, self.stages_per_rank)
+
+    @property
+    def is_interleaved(self) -> bool:
+        """Whether pipeline ranks have several stages."""
+        return self.ranks.pp > 1 and self.schedule == "interleaved"
 
     @property
     def tokens(self) -> int:
-        """Of one microbatch of one data-parallel rank."""
+        """Tokens in one microbatch of one data-parallel rank."""
         return self.batch * self.model.seq
 
     @property
     def step_tokens(self) -> int:
-        """Of one step of all ranks."""
+        """Tokens in one step of all ranks."""
         return self.ranks.dp * self.microbatches * self.tokens
 
     @property

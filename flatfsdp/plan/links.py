@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from flatfsdp.plan.job import Arrangement
+from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.plan.machine import Machine
 
 
@@ -40,7 +40,7 @@ class Group:
         return min(self.size, max(1, self.machine.gpus_per_host // self.stride))
 
     def seconds(self, sent: float) -> float:
-        """Of one collective.
+        """Time of one collective.
 
         Args:
             sent: bytes, by each rank.
@@ -56,7 +56,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups:
-    """Of one rank, by dimension of the mesh."""
+    """Groups of one rank, by dimension of the mesh."""
 
     tp: Group
     dp_shard: Group
@@ -64,7 +64,7 @@ class Groups:
     pp: Group
 
     @staticmethod
-    def of(ranks: Arrangement, machine: Machine) -> Groups:
+    def of(ranks: Parallelism, machine: Machine) -> Groups:
         stride, found = 1, {}
         for name in ("tp", "dp_shard", "dp_replicate", "pp"):
             found[name] = Group(machine, getattr(ranks, name), stride)

@@ -24,7 +24,7 @@ DIVISORS = (
 
 @dataclass(frozen=True)
 class Machine:
-    """By default hosts of eight H200s.
+    """Rates and sizes of one kind of machine; by default hosts of eight H200s.
 
     Rates are what long runs of our kernels reach, not what data sheets say.  Files are those in
     benchmarks/results, from which `tests/unit/plan/test_measured.py` computes the numbers again.

@@ -54,7 +54,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Of one rank at its fullest moment, in bytes.
+    """Memory of one rank at its fullest moment, in bytes.
 
     Attributes:
         pp_rank: whose it is.
@@ -100,7 +100,7 @@ def group_sizes(layout: FlatLayout, job: Job) -> GroupSizes:
 
 
 def stage_sizes(part: Part, layouts: Layouts, job: Job) -> list[list[GroupSizes]]:
-    """Of each unit of a stage, the root's first."""
+    """Sizes of each unit of a stage, the root's first."""
     root, *layers = layouts.units(part)
     of_root, of_layer = ([group_sizes(layout, job) for layout in unit] for unit in (root, layers[0]))
     return [of_root, *[of_layer] * len(layers)]
@@ -113,11 +113,11 @@ def stage_report(units: Sequence[Sequence[GroupSizes]], job: Job) -> MemoryRepor
 
 
 def _ahead(job: Job) -> int | None:
-    return units_ahead(job.prefetch) if job.ranks.reshard_after_forward else None
+    return units_ahead(job.prefetch) if job.reshard_after_forward else None
 
 
 def memory_plan(job: Job) -> MemoryPlan:
-    """Of the fullest rank.
+    """Memory of the fullest rank.
 
     Raises:
         ValueError: as `layouts_of`.
@@ -126,7 +126,7 @@ def memory_plan(job: Job) -> MemoryPlan:
 
 
 def fullest(job: Job, parts: Sequence[Sequence[Part]], layouts: Layouts) -> MemoryPlan:
-    """Of the rank that needs most, where each pipeline rank has these stages."""
+    """Memory of the rank that needs most, where each pipeline rank has these stages."""
     # Of ranks with the same stages the first has most microbatches in flight.
     first = {tuple(of_rank): rank for rank, of_rank in reversed(list(enumerate(parts)))}
     plans = (_of_rank(job, rank, of_rank, layouts) for of_rank, rank in first.items())

@@ -2,7 +2,7 @@
 
 In:   a `Job`.
 Out:  for each pipeline rank its `Part`s, and for each of these the layouts of its units.
-Next: `engine/memory.py` and `traffic.py` cut the layouts into shards.
+Next: `memory.py` and `traffic.py` cut the layouts into shards.
 
 One layer is built, on the meta device, whatever the size of the model: all layers are alike.
 """
@@ -45,7 +45,7 @@ def parts_of(job: Job) -> list[list[Part]]:
 
 @dataclass(frozen=True)
 class Layouts:
-    """Of a tensor-parallel rank's parts of a model.
+    """Layouts of a tensor-parallel rank's parts of a model.
 
     Attributes:
         layer: of each transformer layer, which is a unit.
@@ -57,13 +57,14 @@ class Layouts:
     both: UnitLayouts
 
     def units(self, part: Part) -> list[UnitLayouts]:
-        """Of a stage, in FlatFSDP's order: the root, which has all that is in no layer, then the layers."""
+        """Units of a stage in FlatFSDP's order: the root, with all that is in no layer, then the layers."""
         roots = {(True, True): self.both, (True, False): self.embedding, (False, True): self.head}
         return [roots.get(part[1:], ()), *[self.layer] * part.layers]
 
 
 def layouts_of(job: Job) -> Layouts:
-    """
+    """Packs the parts of the job's model.
+
     Raises:
         ValueError: if tensor-parallel ranks cannot share a size; if a product cannot be in FP8.
     """

@@ -2,7 +2,7 @@
 
 In:   a `Job` and a pipeline rank.
 Out:  for each of its stages, forwards that wait for their backward, at most.
-Next: `engine/memory.py` counts their activations.
+Next: `memory.py` counts their activations.
 
 The orders are those of torch.distributed.pipelining: `tests/dist/plan/test_plan.py` runs through them.
 """
@@ -26,9 +26,9 @@ def in_flight(job: Job, rank: int) -> list[int]:
     ranks, count = job.ranks, job.microbatches
     if ranks.pp == 1:
         return [1]
-    if not ranks.is_interleaved:
-        return [count if ranks.schedule == "gpipe" else min(count, ranks.pp - rank)]
-    stages = ranks.stages_per_rank
+    if not job.is_interleaved:
+        return [count if job.schedule == "gpipe" else min(count, ranks.pp - rank)]
+    stages = job.stages_per_rank
     a_round = count // max(1, count // ranks.pp)
     chunks = min((stages - 1) * a_round + 2 * (ranks.pp - 1 - rank) + 1, count * stages)
     held = Counter(chunk // a_round % stages for chunk in range(chunks))

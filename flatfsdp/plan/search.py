@@ -13,10 +13,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.engine.memory import GIB
 from flatfsdp.models.pipeline import ScheduleName
-from flatfsdp.plan.job import Arrangement, Job
+from flatfsdp.plan.job import Job
 from flatfsdp.plan.machine import Machine
 from flatfsdp.plan.memory import MemoryPlan, memory_plan
 from flatfsdp.plan.time import TimePlan, time_plan
@@ -32,9 +34,10 @@ class Candidate:
 
 
 def search(job: Job, machine: Machine, global_batch: int, count: int) -> list[Candidate]:
-    """
+    """Finds the fastest ways to run a job, the fastest first.
+
     Args:
-        job: whose `ranks.gpus` are kept, and nothing else of `ranks`, `batch` and `microbatches`.
+        job: whose number of ranks is kept, and nothing else of `Way`, `batch` and `microbatches`.
         global_batch: sequences in one step of all ranks.
         count: of candidates, at most.
 
@@ -54,16 +57,15 @@ def search(job: Job, machine: Machine, global_batch: int, count: int) -> list[Ca
         raise refused[0]
     if not timed:
         raise ValueError(
-            f"{job.ranks.gpus} GPUs cannot share {global_batch} sequences, {job.model.layers} layers and "
+            f"{job.ranks.world} GPUs cannot share {global_batch} sequences, {job.model.layers} layers and "
             f"{job.model.kv_heads} groups of heads equally; choose another global batch, such as "
-            f"{job.ranks.gpus}, or number of GPUs"
+            f"{job.ranks.world}, or number of GPUs"
         )
     timed.sort(key=lambda found: found[0].seconds)
     found: dict[tuple[object, ...], Candidate] = {}
     smallest = math.inf
     for time, each in timed:
-        ranks = each.ranks
-        kind = (ranks.tp, ranks.pp, ranks.schedule, ranks.reshard_after_forward)
+        kind = (each.ranks.tp, each.ranks.pp, each.schedule, each.reshard_after_forward)
         if kind in found:
             continue
         memory = memory_plan(each)
@@ -82,21 +84,29 @@ def search(job: Job, machine: Machine, global_batch: int, count: int) -> list[Ca
 
 def _jobs(job: Job, machine: Machine, global_batch: int) -> Iterator[Job]:
     """All that the checks of `Job` let pass."""
-    for ranks in _arrangements(job, machine):
+    for way in _ways(job, machine):
         for batch in BATCHES:
-            microbatches, rest = divmod(global_batch, ranks.dp * batch)
+            microbatches, rest = divmod(global_batch, way.ranks.dp * batch)
             if rest or not microbatches:
                 continue
             try:
-                yield replace(job, ranks=ranks, batch=batch, microbatches=microbatches)
+                yield replace(job, **way._asdict(), batch=batch, microbatches=microbatches)
             except ValueError:
                 continue
 
 
-def _arrangements(job: Job, machine: Machine) -> Iterator[Arrangement]:
+class Way(NamedTuple):
+    """How a job may be spread; fields are those of `Job`."""
+
+    ranks: Parallelism
+    schedule: ScheduleName
+    reshard_after_forward: bool
+
+
+def _ways(job: Job, machine: Machine) -> Iterator[Way]:
     """Tensor-parallel ranks of one host, which share the sequence, too; shards of all data-parallel ranks, or
     of a power of two of them; pipelines with one or two stages a rank."""
-    config, gpus = job.model, job.ranks.gpus
+    config, gpus = job.model, job.ranks.world
     for tp in _powers_of_two(min(machine.gpus_per_host, config.kv_heads)):
         if gpus % tp or config.vocab % tp or config.seq % tp or config.ffn % tp or config.kv_heads % tp:
             continue
@@ -106,18 +116,10 @@ def _arrangements(job: Job, machine: Machine) -> Iterator[Arrangement]:
                 schedules.append("interleaved")
             dp = gpus // tp // pp
             for shards in {dp, *(size for size in _powers_of_two(dp) if dp % size == 0)}:
+                ranks = Parallelism(pp, dp // shards, shards, tp, sequence_parallel=True)
                 for schedule in schedules:
                     for frees in (True, False) if shards > 1 else (True,):
-                        yield Arrangement(
-                            gpus,
-                            pp=pp,
-                            dp_replicate=dp // shards,
-                            dp_shard=shards,
-                            tp=tp,
-                            sequence_parallel=True,
-                            schedule=schedule,
-                            reshard_after_forward=frees,
-                        )
+                        yield Way(ranks, schedule, frees)
 
 
 def _powers_of_two(limit: int) -> Iterator[int]:

@@ -61,23 +61,24 @@ class TimePlan:
 
     @property
     def hidden_share(self) -> float | None:
-        """Of communication, what computation hides; None if there is none."""
+        """Share of communication that computation hides; None if there is none."""
         bare = sum(self.lines.get(name, 0.0) for name in BARE)
         return 1 - bare / self.communication if self.communication else None
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs."""
+        """Speed of all GPUs."""
         return self.tokens / self.seconds
 
     @property
     def flops_per_second(self) -> float:
-        """Of one GPU."""
+        """Speed of one GPU."""
         return self.flops / self.seconds
 
 
 def time_plan(job: Job, machine: Machine) -> TimePlan:
-    """
+    """Plans the time of one step.
+
     Raises:
         ValueError: as `layouts_of`.
     """
@@ -85,7 +86,7 @@ def time_plan(job: Job, machine: Machine) -> TimePlan:
 
 
 def step_of(job: Job, machine: Machine, parts: Sequence[Sequence[Part]], layouts: Layouts) -> TimePlan:
-    """Of these stages of each pipeline rank.
+    """Plan of these stages of each pipeline rank.
 
     A pipeline fills and drains once: while one rank has a microbatch, all others wait, for a part of a
     microbatch where each rank has several stages.
@@ -100,7 +101,7 @@ def step_of(job: Job, machine: Machine, parts: Sequence[Sequence[Part]], layouts
     lines = {name: job.microbatches * value for name, value in kinds[own].items()}
     lines["pipeline bubble"] = (sum(seconds) - seconds[slowest]) / len(own)
     lines |= different[own].once()
-    flops = flops_per_token(job.model) * job.step_tokens / job.ranks.gpus
+    flops = flops_per_token(job.model) * job.step_tokens / job.ranks.world
     return TimePlan(
         slowest,
         {name: value for name, value in lines.items() if value},
@@ -166,7 +167,7 @@ class RankTime:
 
     def _bare(self, layer: Passes) -> float:
         """Of gathers and reductions, on average of a step's microbatches."""
-        frees, count = self.job.ranks.reshard_after_forward, self.job.microbatches
+        frees, count = self.job.reshard_after_forward, self.job.microbatches
         gather, reduce = self._gather(self.layouts.layer), self._reduce(self.layouts.layer)
         forward, backward = layer.forward.seconds, layer.backward.seconds
         layers = sum(part.layers for part in self.parts)

@@ -44,7 +44,7 @@ class Sent(NamedTuple):
 
 
 def sent_by_rank(job: Job) -> list[Sent]:
-    """Of one rank of each pipeline rank.
+    """Bytes that one rank of each pipeline rank sends.
 
     Raises:
         ValueError: as `layouts_of`.
@@ -54,7 +54,7 @@ def sent_by_rank(job: Job) -> list[Sent]:
 
 
 def sent_by_stage(part: Part, layouts: Layouts, job: Job) -> Sent:
-    """Of one rank of a pipeline stage."""
+    """Bytes that one rank of a pipeline stage sends."""
     root, *layers = layouts.units(part)
     times = gathers(job)
     of_units = [of_unit(root, job, times.root), *(of_unit(layer, job, times.layer) for layer in layers)]
@@ -76,7 +76,7 @@ class Gathers(NamedTuple):
 def gathers(job: Job) -> Gathers:
     """Once; or, if parameters are freed after use, in each forward and backward; the root's are kept from one
     to the other."""
-    if not job.ranks.reshard_after_forward:
+    if not job.reshard_after_forward:
         return Gathers(1, 1)
     return Gathers(job.microbatches, 2 * job.microbatches)
 
@@ -131,7 +131,7 @@ def of_stage(part: Part, job: Job) -> Exchanged:
 
 
 def exchanged_by_layer(job: Job) -> int:
-    """Of attention and MLP alike, a [tokens, h] matrix each time; see `Exchange`:
+    """Bytes that attention and MLP send, a [tokens, h] matrix each time; see `Exchange`:
 
     without sequence parallelism   y summed; dx summed                                    2 all-reduces of c
     with                           y, dx summed and scattered                             2 of c

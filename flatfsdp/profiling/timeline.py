@@ -14,10 +14,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from flatfsdp.profiling.trace import (
     ATTENTION,
@@ -33,6 +30,10 @@ from flatfsdp.profiling.trace import (
     union,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 COLORS = {GEMM: "#4e79a7", ATTENTION: "#f28e2b", MEMORY: "#76b7b2", COMMUNICATION: "#e15759"}
 UNDER, ALONE = "communication under computation", "communication alone"
 OF_COMMUNICATION = {UNDER: "#59a14f", ALONE: COLORS[COMMUNICATION]}
@@ -41,7 +42,7 @@ CLOSE_UP = 0.05
 
 
 @dataclass(frozen=True)
-class Lane:
+class Track:
     """One kind of communication.
 
     Attributes:
@@ -59,25 +60,26 @@ class Overlap:
 
     Attributes:
         begin, end: of the step, in microseconds of the trace's clock.
-        lanes: by kind, the busiest first.
+        tracks: by kind, the busiest first.
         everything: all kinds together.
     """
 
     begin: float
     end: float
     compute: dict[str, list[Span]]
-    lanes: list[Lane]
-    everything: Lane
+    tracks: list[Track]
+    everything: Track
 
     @property
     def hidden_share(self) -> float | None:
-        """Of the time in which something is sent; None if nothing is."""
+        """Share of the time in which something is sent; None if nothing is."""
         busy = length(self.everything.busy)
         return length(self.everything.under) / busy if busy else None
 
 
 def overlap_of(spans: Sequence[Span]) -> Overlap:
-    """
+    """Sorts spans into computation and kinds of communication.
+
     Raises:
         ValueError: if there are no spans.
     """
@@ -93,17 +95,17 @@ def overlap_of(spans: Sequence[Span]) -> Overlap:
             compute[name].append(span)
     computing = union(span for found in compute.values() for span in found)
 
-    def lane(kind: str, members: Iterable[Span]) -> Lane:
+    def track(kind: str, members: Iterable[Span]) -> Track:
         busy = union(members)
-        return Lane(kind, busy, intersection(busy, computing))
+        return Track(kind, busy, intersection(busy, computing))
 
-    lanes = [lane(kind, members) for kind, members in sent.items()]
+    tracks = [track(kind, members) for kind, members in sent.items()]
     return Overlap(
         min(span.start for span in spans),
         max(span.end for span in spans),
         compute,
-        sorted(lanes, key=lambda found: -length(found.busy)),
-        lane("all", (span for members in sent.values() for span in members)),
+        sorted(tracks, key=lambda found: -length(found.busy)),
+        track("all", (span for members in sent.values() for span in members)),
     )
 
 
@@ -115,10 +117,13 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str) -> None:
     Raises:
         ValueError: if there are no spans.
     """
+    # Not with the module: traces are sorted, and kept, where nothing is drawn.
+    from matplotlib.figure import Figure
+
     found = overlap_of(spans)
     closer = _close_up(found)
     windows = [Interval(found.begin, found.end), *([] if closer is None else [closer])]
-    height = 0.6 * (1 + len(found.lanes))
+    height = 0.6 * (1 + len(found.tracks))
     figure = Figure(figsize=(13, 1.2 + (0.9 + height) * len(windows)), layout="constrained")
     panels = figure.subplots(len(windows), 1, squeeze=False)[:, 0]
     for axes, window in zip(panels, windows, strict=True):
@@ -132,7 +137,7 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str) -> None:
 
 
 def _draw_window(axes: Axes, found: Overlap, window: Interval) -> None:
-    rows = 1 + len(found.lanes)
+    rows = 1 + len(found.tracks)
 
     def bars(
         intervals: Iterable[Interval | Span], row: float, height: float, color: str, **style: Any
@@ -149,10 +154,10 @@ def _draw_window(axes: Axes, found: Overlap, window: Interval) -> None:
     # Long kernels first, or they would cover short ones of another stream.
     for order, name in enumerate((GEMM, ATTENTION, MEMORY), start=2):
         bars(union(found.compute[name]), 0, 0.7, COLORS[name], linewidth=0, zorder=order)
-    for row, lane in enumerate(found.lanes, start=1):
-        bars(lane.busy, row, 0.7, OF_COMMUNICATION[ALONE], linewidth=0.3, zorder=2)
-        bars(lane.under, row, 0.7, OF_COMMUNICATION[UNDER], linewidth=0.3, zorder=3)
-    axes.set_yticks(range(rows), ["compute", *map(_label, found.lanes)])
+    for row, track in enumerate(found.tracks, start=1):
+        bars(track.busy, row, 0.7, OF_COMMUNICATION[ALONE], linewidth=0.3, zorder=2)
+        bars(track.under, row, 0.7, OF_COMMUNICATION[UNDER], linewidth=0.3, zorder=3)
+    axes.set_yticks(range(rows), ["compute", *map(_label, found.tracks)])
     axes.set_ylim(rows - 0.5, -0.5)
     axes.set_xlim((window.start - found.begin) / 1e3, (window.end - found.begin) / 1e3)
     axes.spines[["top", "right"]].set_visible(False)
@@ -167,9 +172,9 @@ def _close_up(found: Overlap) -> Interval | None:
     )
 
 
-def _label(lane: Lane) -> str:
-    busy, under = length(lane.busy), length(lane.under)
-    return f"{lane.kind}\n{busy / 1e3:.1f} ms, {under / busy if busy else 0:.0%} under"
+def _label(track: Track) -> str:
+    busy, under = length(track.busy), length(track.under)
+    return f"{track.kind}\n{busy / 1e3:.1f} ms, {under / busy if busy else 0:.0%} under"
 
 
 def _summary(found: Overlap) -> str:
@@ -183,7 +188,7 @@ def _summary(found: Overlap) -> str:
 
 def _legend(figure: Figure, axes: Axes, found: Overlap) -> None:
     colors = {name: COLORS[name] for name, members in found.compute.items() if members}
-    if found.lanes:
+    if found.tracks:
         colors |= {**OF_COMMUNICATION, "both run": SHADE}
     patches = [axes.barh(0, 0, color=color, label=name) for name, color in colors.items()]
     figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), frameon=False)

@@ -52,7 +52,7 @@ class Span(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Of time, in microseconds."""
+    """Span of time, in microseconds."""
 
     start: float
     end: float
@@ -60,7 +60,7 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """Of one class, in milliseconds.
+    """Time of one class of kernels, in milliseconds.
 
     Attributes:
         busy: time in which at least one of its kernels ran.
@@ -126,7 +126,7 @@ def spans_of(recorded: profile) -> list[Span]:
 
 
 def spans_in(chrome_trace: Path, groups: Mapping[str, str]) -> list[Span]:
-    """As `spans_of`, from what `export_chrome_trace` has written, which knows process groups, too.
+    """Reads them from what `export_chrome_trace` has written, which knows process groups, too.
 
     Args:
         groups: what to call them, by `ProcessGroup.group_name`.
@@ -186,7 +186,7 @@ def _covered(spans: Iterable[Span]) -> float:
 
 
 def union(spans: Iterable[Span | Interval]) -> list[Interval]:
-    """Where at least one runs: apart from each other, in order."""
+    """Intervals in which at least one runs: apart from each other, in order."""
     found: list[Interval] = []
     for start, end in sorted((span.start, span.end) for span in spans):
         if found and start <= found[-1].end:
@@ -197,7 +197,7 @@ def union(spans: Iterable[Span | Interval]) -> list[Interval]:
 
 
 def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Where both run; arguments as `union` returns them, and so is the result."""
+    """Intervals in which both run; arguments as `union` returns them, and so is the result."""
     found = []
     a, b = 0, 0
     while a < len(first) and b < len(second):
@@ -213,5 +213,5 @@ def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Of all together."""
+    """Length of all together."""
     return sum(end - start for start, end in intervals)

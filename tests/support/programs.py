@@ -16,6 +16,9 @@ ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 """Before a program: two ranks, each with an interpreter of its own."""
 
+PRELOAD = ("flatfsdp.cli.app",)
+"""Modules that nearly all programs need; this brings rich and matplotlib, too."""
+
 
 def run_program(*command: str | Path, timeout: float = 240.0, **environment: str) -> CompletedProcess[str]:
     """`python *command` in the root of the repository, in a process of its own, forked from the fork server.
@@ -31,7 +34,7 @@ def run_program(*command: str | Path, timeout: float = 240.0, **environment: str
     words = [str(word) for word in command]
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = fork_server().Process(target=_run, args=(words, environment, outputs))
+        process = fork_server(PRELOAD).Process(target=_run, args=(words, environment, outputs))
         process.start()
         process.join(timeout)
         if process.exitcode is None:

@@ -13,14 +13,22 @@ from typer.testing import CliRunner
 
 from flatfsdp import Precision
 from flatfsdp.cli.app import app
-from flatfsdp.cli.matrix import FP8, Compared, MatrixPlan, MatrixReport, Row, all_rows, matrix_on_rank
-from flatfsdp.cli.parallel_training import Layout, Schedule
-from flatfsdp.cli.training import Fusion
+from flatfsdp.cli.matrix import (
+    FP8,
+    MatrixComparison,
+    MatrixPlan,
+    MatrixReport,
+    MatrixRow,
+    all_rows,
+    matrix_on_rank,
+)
+from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.fp8 import BlockScaling, CurrentScaling
 from flatfsdp.launch import Device, Rank
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import SCHEDULES
 from flatfsdp.parallel import make_mesh
+from flatfsdp.training.choices import Fusion
 from tests.support.ranks import run_ranks
 
 KINDS = ["losses", "gradients", "parameters", "optimizer state"]
@@ -28,22 +36,23 @@ STEPS = 3
 
 
 def compared(
-    rank: int, world_size: int, rows: list[Row], out: Path, layers: int = 4, steps: int = STEPS
-) -> list[Compared]:
+    rank: int, world_size: int, rows: list[MatrixRow], out: Path, layers: int = 4, steps: int = STEPS
+) -> list[MatrixComparison]:
     plan = MatrixPlan.of(Device.cpu, world_size, {"layers": layers, "steps": steps})
     report = MatrixReport([], [], replace(plan, rows=tuple(rows)))
     return matrix_on_rank(Rank(rank, world_size, torch.device("cpu")), (report, out)).compared
 
 
-def rows_of(world_size: int, *words: str) -> list[Row]:
-    return [row for row in all_rows() if row.layout.world == world_size and any(w in row.name for w in words)]
+def rows_of(world_size: int, *words: str) -> list[MatrixRow]:
+    rows = (row for row in all_rows() if row.parallelism.world == world_size)
+    return [row for row in rows if any(word in row.name for word in words)]
 
 
 @pytest.mark.parametrize(
     ("world_size", "words", "number"),
     [
-        (2, ["PP 2, interleaved, bf16", "TP 2, fp8-delayed", "TP 2+SP, fp8-weights"], 3),
-        (4, ["PP 2 x DP 2, 1F1B, fp8-delayed", "TP 2+SP x PP 2, GPipe, bf16"], 2),
+        (2, ["pp 2, interleaved, bf16", "tp 2, fp8-delayed", "tp 2 + SP, fp8-weights"], 3),
+        (4, ["pp 2 x dp_shard 2, 1f1b, fp8-delayed", "pp 2 x tp 2 + SP, gpipe, bf16"], 2),
     ],
 )
 def test_rows_are_equal_and_every_rank_knows_it(
@@ -69,35 +78,35 @@ def test_rows_are_equal_and_every_rank_knows_it(
 def test_the_reference_is_there() -> None:
     names = {row.name for row in rows_of(8, "")}
     for precision in ("bf16", "fp8-delayed"):
-        for schedule in ("GPipe", "1F1B", "interleaved"):
-            assert f"TP 2+SP x PP 2 x DP 2, {schedule}, {precision}, zero2" in names
-            assert f"TP 2+SP x PP 2 x DP 2, {schedule}, {precision}, zero3, wgrad off" in names
-        assert f"TP 2+SP x DP 4, {precision}, zero2" in names
+        for schedule in ("gpipe", "1f1b", "interleaved"):
+            assert f"pp 2 x dp_shard 2 x tp 2 + SP, {schedule}, {precision}, zero2" in names
+            assert f"pp 2 x dp_shard 2 x tp 2 + SP, {schedule}, {precision}, zero3, wgrad off" in names
+        assert f"dp_shard 4 x tp 2 + SP, {precision}, zero2" in names
     everything = [row.name for row in all_rows()]
     assert len(everything) == len(set(everything))
 
 
 def test_a_plan_takes_the_rows_that_fit_and_says_why_others_do_not() -> None:
-    plan = MatrixPlan.of(Device.cpu, 2, {"layers": 2, "only": ["PP 2, "], "precision": [FP8], "steps": 7})
+    plan = MatrixPlan.of(Device.cpu, 2, {"layers": 2, "only": ["pp 2"], "precision": [FP8], "steps": 7})
     assert [row.name for row in plan.rows] == [
-        "PP 2, GPipe, fp8-delayed, zero3, wgrad off",
-        "PP 2, 1F1B, fp8-delayed, zero3",
+        "pp 2, gpipe, fp8-delayed, zero3, wgrad off",
+        "pp 2, 1f1b, fp8-delayed, zero3",
     ]
     assert (plan.settings.steps, plan.settings.model.layers) == (7, 2)
     reasons = " ".join(plan.left_out_lines())
-    assert "they need 4 ranks: TP 2+SP x PP 2 (3)." in reasons
+    assert "they need 4 ranks: pp 2 x tp 2 + SP (3), " in reasons
     assert "2 layers cannot be split into 4 stages" in reasons
     fused = MatrixPlan.of(Device.cpu, 2, {"fusion": [Fusion.two_pass]})
-    assert {row.layout for row in fused.rows} == {Layout(1, 2, 1, Schedule.interleaved)}
+    assert {(row.parallelism, row.schedule) for row in fused.rows} == {(Parallelism(pp=2), "interleaved")}
 
 
-def stops(rank: int, world_size: int, rows: list[Row], out: Path) -> None:
+def stops(rank: int, world_size: int, rows: list[MatrixRow], out: Path) -> None:
     with pytest.raises(ValueError, match="2 layers cannot be split into 4 stages"):
         compared(rank, world_size, rows, out, layers=2, steps=1)
 
 
 def test_a_run_that_is_stopped_leaves_what_it_found(tmp_path: Path) -> None:
-    rows = rows_of(2, "PP 2, 1F1B, bf16", "PP 2, interleaved, bf16")
+    rows = rows_of(2, "pp 2, 1f1b, bf16", "pp 2, interleaved, bf16")
     run_ranks(2, stops, rows, tmp_path)
     report = json.loads((tmp_path / "verify-matrix.json").read_text())
     assert [row["name"] for row in report["rows"]] == [rows[0].name]
@@ -144,7 +153,7 @@ def test_a_pipeline_that_cannot_run_raises_on_every_rank() -> None:
 
 
 def test_one_damaged_bit_is_noticed_and_files_are_written(tmp_path: Path) -> None:
-    options = ("--ranks", "2", "--steps", "2", "--only", "PP 2, 1F1B, fp32", "--out", str(tmp_path))
+    options = ("--ranks", "2", "--steps", "2", "--only", "pp 2, 1f1b, fp32", "--out", str(tmp_path))
     done = CliRunner().invoke(
         app, ["verify", "--matrix", "--device", "cpu", *options, "--self-test", "--json"]
     )
@@ -152,8 +161,8 @@ def test_one_damaged_bit_is_noticed_and_files_are_written(tmp_path: Path) -> Non
     report: dict[str, Any] = json.loads(done.stdout)
     assert report == json.loads((tmp_path / "verify-matrix.json").read_text())
     (row,) = report["rows"]
-    assert row["name"] == "PP 2, 1F1B, fp32, zero3"
-    assert row["row"]["layout"]["schedule"] == "1F1B"
+    assert row["name"] == "pp 2, 1f1b, fp32, zero3"
+    assert row["row"]["parallelism"]["pp"] == 2 and row["row"]["schedule"] == "1f1b"
     assert (report["options"]["steps"], report["environments"][0]["world_size"]) == (2, 2)
     assert not row["equal"] and not report["equal"]
     # The last rank has stage 1 alone.
@@ -166,11 +175,11 @@ def test_one_damaged_bit_is_noticed_and_files_are_written(tmp_path: Path) -> Non
     ("options", "message"),
     [
         (["--switch", "fusion"], "switches the flag alone"),
-        (["--only", "PP 3"], "no row of the matrix can run here"),
+        (["--only", "pp 3"], "no row of the matrix can run here"),
         (["--ranks", "3"], "as they need 4 ranks"),
         (["--steps", "0"], "--steps"),
-        (["--heads", "1", "--only", "TP 2,"], "kv_heads is 1, which 2 tensor-parallel ranks cannot share"),
-        (["--seq", "33", "--only", "+SP"], "seq is 33, which 2 tensor-parallel ranks cannot share"),
+        (["--heads", "1", "--only", "tp 2,"], "kv_heads is 1, which 2 tensor-parallel ranks cannot share"),
+        (["--seq", "33", "--only", "+ SP"], "seq is 33, which 2 tensor-parallel ranks cannot share"),
     ],
 )
 def test_senseless_options_are_explained(options: list[str], message: str, tmp_path: Path) -> None:

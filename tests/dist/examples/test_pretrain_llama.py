@@ -71,6 +71,6 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path: Path) -> Non
     assert sorted(path.name for path in older.parent.iterdir()) == ["step-00000004", "step-00000006"]
     assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
     spans, title = load_spans(tmp_path / "step.json")
-    assert "send/recv" in [lane.kind for lane in overlap_of(spans).lanes]
+    assert "send/recv" in [track.kind for track in overlap_of(spans).tracks]
     assert title.endswith(f"fp8-delayed, step {min(first + 3, 6)}")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]

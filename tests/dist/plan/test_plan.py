@@ -24,7 +24,7 @@ from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import FlatStage, ParallelMesh, make_mesh
-from flatfsdp.plan import Arrangement, Job, activations
+from flatfsdp.plan import Job, Parallelism, activations
 from flatfsdp.plan.memory import memory_plan, stage_report, stage_sizes
 from flatfsdp.plan.parts import layouts_of, parts_of
 from flatfsdp.plan.schedule import in_flight
@@ -41,7 +41,7 @@ FP8, IN_LAYERS = (replace(BF16, fp8_weights=how) for how in (CurrentScaling(), "
 DELAYED = DelayedScaling(amax_history_len=4)
 
 
-def mesh_of(ranks: Arrangement) -> ParallelMesh:
+def mesh_of(ranks: Parallelism) -> ParallelMesh:
     return make_mesh(
         pp=ranks.pp, dp_replicate=ranks.dp_replicate, dp_shard=ranks.dp_shard, tp=ranks.tp, device_type="cpu"
     )
@@ -51,14 +51,14 @@ def pipeline_of(job: Job, mesh: ParallelMesh) -> LlamaPipeline:
     return LlamaPipeline(
         job.model,
         mesh,
-        job.ranks.schedule,
+        job.schedule,
         microbatches=job.microbatches,
         batch=job.batch,
-        stages_per_rank=job.ranks.stages_per_rank,
+        stages_per_rank=job.stages_per_rank,
         precision=job.precision,
         sequence_parallel=job.ranks.sequence_parallel,
         recipe=job.recipe,
-        reshard_after_forward=job.ranks.reshard_after_forward,
+        reshard_after_forward=job.reshard_after_forward,
         optimize_backward_concat=True,
     )
 
@@ -84,19 +84,20 @@ def without_step_counts(report: MemoryReport) -> list[Any]:
     return [row for row in report.rows if row.buffer != "optimizer state"]
 
 
-LAYOUTS = [
-    Arrangement(1),
-    Arrangement(3),
-    Arrangement(8, dp_replicate=2, reshard_after_forward=False),
-    Arrangement(4, tp=2),
-    Arrangement(6, tp=2, sequence_parallel=True),
-    Arrangement(6, pp=3),
-    Arrangement(8, tp=2, pp=2, schedule="interleaved", sequence_parallel=True),
+WAYS: list[tuple[Parallelism, dict[str, Any]]] = [
+    (Parallelism(), {}),
+    (Parallelism(dp_shard=3), {}),
+    (Parallelism(dp_replicate=2, dp_shard=4), {"reshard_after_forward": False}),
+    (Parallelism(dp_shard=2, tp=2), {}),
+    (Parallelism(dp_shard=3, tp=2, sequence_parallel=True), {}),
+    (Parallelism(pp=3, dp_shard=2), {}),
+    (Parallelism(pp=2, dp_shard=2, tp=2, sequence_parallel=True), {"schedule": "interleaved"}),
 ]
+"""Ranks, and further arguments of `Job`."""
 
 
-@pytest.mark.parametrize("ranks", LAYOUTS, ids=str)
-def test_buffers_are_those_of_the_memory_report(ranks: Arrangement) -> None:
+@pytest.mark.parametrize(("ranks", "more"), WAYS, ids=str)
+def test_buffers_are_those_of_the_memory_report(ranks: Parallelism, more: dict[str, Any]) -> None:
     for precision, recipe, config in (
         (FP32, None, CONFIG),
         (BF16, None, CONFIG),
@@ -104,10 +105,10 @@ def test_buffers_are_those_of_the_memory_report(ranks: Arrangement) -> None:
         (FP8, CurrentScaling(), FP8_CONFIG),
         (IN_LAYERS, CurrentScaling(), FP8_CONFIG),
     ):
-        job = Job(config, ranks, microbatches=4, precision=precision, recipe=recipe)
+        job = Job(config, ranks, microbatches=4, precision=precision, recipe=recipe, **more)
         between_steps = []
         for pp_rank, parts in enumerate(parts_of(job)):
-            with world(ranks.gpus, pp_rank * ranks.gpus // ranks.pp):
+            with world(ranks.world, pp_rank * ranks.world // ranks.pp):
                 pipeline = pipeline_of(job, mesh_of(ranks))
                 optimizer = AdamW(pipeline.parameters())
                 for flat in pipeline.parameters():
@@ -160,9 +161,9 @@ def saved_bytes(job: Job, mesh: ParallelMesh) -> int:
 
 def saved_as_planned(rank: int, world_size: int) -> None:
     for ranks in (
-        Arrangement(world_size),
-        Arrangement(world_size, tp=2),
-        Arrangement(world_size, tp=2, sequence_parallel=True),
+        Parallelism.over(world_size),
+        Parallelism.over(world_size, tp=2),
+        Parallelism.over(world_size, tp=2, sequence_parallel=True),
     ):
         mesh = mesh_of(ranks)
         for precision, recipe in RECIPES:
@@ -250,45 +251,51 @@ def watch_step(job: Job, mesh: ParallelMesh) -> Watched:
     )
 
 
-def sent_as_planned(rank: int, world_size: int, all_ranks: list[Arrangement]) -> None:
-    for ranks in all_ranks:
+def sent_as_planned(rank: int, world_size: int, ways: list[tuple[Parallelism, dict[str, Any]]]) -> None:
+    for ranks, more in ways:
         mesh = mesh_of(ranks)
         for precision, recipe, config in ((BF16, None, CONFIG), (FP8, DELAYED, FP8_CONFIG)):
-            job = Job(config, ranks, batch=2, microbatches=4, precision=precision, recipe=recipe)
+            job = Job(config, ranks, batch=2, microbatches=4, precision=precision, recipe=recipe, **more)
             step, planned = watch_step(job, mesh), sent_by_rank(job)[mesh.pp_rank]
-            case = f"{ranks}, {precision}"
+            case = f"{ranks}, {more}, {precision}"
             for kind in ("gather", "reduce", "all_reduce", "tp_all_reduce"):
                 assert getattr(planned, kind) == step.ledger[kind], (kind, case)
             assert planned.pp == step.pp, case
             # Amaxes are sent, too.
-            more = 0.02 if recipe else 1e-12
-            assert step.collectives == pytest.approx(planned.total - planned.pp, rel=more, abs=0), case
+            exactness = 0.02 if recipe else 1e-12
+            sent = planned.total - planned.pp
+            assert step.collectives == pytest.approx(sent, rel=exactness, abs=0), case
             assert ranks.pp == 1 or in_flight(job, mesh.pp_rank) == step.in_flight, case
 
 
 @pytest.mark.parametrize(
-    "ranks",
+    ("ranks", "more"),
     [
-        *(Arrangement(n, reshard_after_forward=frees) for n in (1, 3) for frees in (True, False)),
-        Arrangement(8, dp_replicate=2),
-        Arrangement(2, tp=2),
-        Arrangement(2, tp=2, sequence_parallel=True),
-        Arrangement(8, tp=2, sequence_parallel=True, dp_replicate=2),
+        *(
+            (Parallelism(dp_shard=n), {"reshard_after_forward": frees})
+            for n in (1, 3)
+            for frees in (True, False)
+        ),
+        (Parallelism(dp_replicate=2, dp_shard=4), {}),
+        (Parallelism(tp=2), {}),
+        (Parallelism(tp=2, sequence_parallel=True), {}),
+        (Parallelism(dp_replicate=2, dp_shard=2, tp=2, sequence_parallel=True), {}),
     ],
     ids=str,
 )
-def test_what_is_sent(ranks: Arrangement) -> None:
-    with world(ranks.gpus, 0):
-        sent_as_planned(0, ranks.gpus, [ranks])
+def test_what_is_sent(ranks: Parallelism, more: dict[str, Any]) -> None:
+    with world(ranks.world, 0):
+        sent_as_planned(0, ranks.world, [(ranks, more)])
 
 
 def test_what_a_pipeline_sends_and_has_in_flight() -> None:
+    both, all_four = Parallelism(pp=2, dp_shard=2), Parallelism(pp=4)
     pipelines = [
-        Arrangement(4, pp=4, schedule="gpipe"),
-        Arrangement(4, pp=4),
-        Arrangement(4, pp=2),
-        Arrangement(4, pp=2, reshard_after_forward=False),
-        Arrangement(4, pp=2, schedule="interleaved", tp=2, sequence_parallel=True),
+        (all_four, {"schedule": "gpipe"}),
+        (all_four, {}),
+        (both, {}),
+        (both, {"reshard_after_forward": False}),
+        (Parallelism(pp=2, tp=2, sequence_parallel=True), {"schedule": "interleaved"}),
     ]
     run_ranks(4, sent_as_planned, pipelines)
 

@@ -21,7 +21,7 @@ import torch
 from flatfsdp.engine.memory import GIB
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.models import PRESETS, LlamaConfig
-from flatfsdp.plan import Arrangement, Job, Machine, memory_plan, time_plan
+from flatfsdp.plan import Job, Machine, Parallelism, memory_plan, time_plan
 from flatfsdp.plan.links import Groups
 from flatfsdp.plan.memory import MemoryPlan, fullest
 from flatfsdp.plan.parts import Part, layouts_of, parts_of
@@ -58,9 +58,10 @@ STEPS = {
 def planned_step(file: str, engine: str) -> tuple[MemoryPlan, TimePlan]:
     model, frees, parts = STEPS[file]
     told = results(file)["job"]
-    ranks = Arrangement(results(file)["ranks"], reshard_after_forward=frees)
+    ranks = Parallelism.over(results(file)["ranks"])
     precision, recipe = PRECISIONS[engine]
-    job = Job(model, ranks, microbatches=told["microbatches"], precision=precision, recipe=recipe)
+    run = {"microbatches": told["microbatches"], "reshard_after_forward": frees}
+    job = Job(model, ranks, precision=precision, recipe=recipe, **run)
     layouts, parts = layouts_of(job), parts or parts_of(job)
     return fullest(job, parts, layouts), step_of(job, H200, parts, layouts)
 
@@ -130,12 +131,12 @@ def test_the_readmes_table(layouts: dict[str, Job]) -> None:
 @pytest.mark.parametrize(
     ("file", "ranks"),
     [
-        ("pretrain-1b-dp-2.json", Arrangement(2)),
-        ("pretrain-1b-tp-2.json", Arrangement(2, tp=2, sequence_parallel=True)),
+        ("pretrain-1b-dp-2.json", Parallelism(dp_shard=2)),
+        ("pretrain-1b-tp-2.json", Parallelism(tp=2, sequence_parallel=True)),
     ],
     ids=str,
 )
-def test_traced_steps(file: str, ranks: Arrangement) -> None:
+def test_traced_steps(file: str, ranks: Parallelism) -> None:
     """Recording delays the host, so that time in which nothing ran is left out."""
     found = breakdown(load_spans(RESULTS / file)[0])
     assert found is not None
@@ -160,7 +161,7 @@ LAYERS = {"one": (1, False), "tp": (2, False), "sp": (2, True)}
 )
 def test_layers_over_tensor_parallel_ranks(shape: str, split: str, dtype: str) -> None:
     tp, sequence_parallel = LAYERS[split]
-    ranks = Arrangement(tp, tp=tp, sequence_parallel=sequence_parallel)
+    ranks = Parallelism(tp=tp, sequence_parallel=sequence_parallel)
     precision, recipe = (FP8, DelayedScaling()) if dtype == "fp8" else (BF16, None)
     # Weights are cast once, and gradients added to others, as in one of many microbatches.
     job = Job(replace(PRESETS[shape], layers=1), ranks, microbatches=1000, precision=precision, recipe=recipe)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from flatfsdp.cli.app import app
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling
 from flatfsdp.models import PRESETS
-from flatfsdp.plan import Arrangement, Job, Machine, memory_plan, search, time_plan
+from flatfsdp.plan import Job, Machine, Parallelism, memory_plan, search, time_plan
 from flatfsdp.plan.links import Group
 from flatfsdp.policy import Precision
 
@@ -150,7 +150,7 @@ def test_what_does_not_go_together_is_said(options: list[str], message: str) -> 
 
 
 def test_search_over_thousands_of_gpus_takes_seconds() -> None:
-    job = Job(PRESETS["70b"], Arrangement(8192), precision=FP8, recipe=DelayedScaling())
+    job = Job(PRESETS["70b"], Parallelism.over(8192), precision=FP8, recipe=DelayedScaling())
     start = time.process_time()
     found = search(job, Machine(), global_batch=8192, count=5)
     assert time.process_time() - start < 15  # about two
@@ -158,7 +158,7 @@ def test_search_over_thousands_of_gpus_takes_seconds() -> None:
     assert seconds == sorted(seconds) and len(found) == 5
     for each in found:
         ranks = each.job.ranks
-        assert ranks.gpus == ranks.tp * ranks.pp * ranks.dp == 8192
+        assert ranks.world == ranks.tp * ranks.pp * ranks.dp == 8192
         assert each.job.batch * each.job.microbatches * ranks.dp == 8192
         assert each.memory.peak <= Machine().usable_memory()
         assert each.memory == memory_plan(each.job) and each.time == time_plan(each.job, Machine())
@@ -183,8 +183,8 @@ def test_a_table_of_layouts() -> None:
 @pytest.mark.parametrize("layers", [1, 8])
 def test_communication_waits_no_longer_than_it_takes(layers: int, frees: bool) -> None:
     """Of a few tokens, which hide next to nothing."""
-    model, ranks = replace(PRESETS["8b"], layers=layers, seq=16), Arrangement(8, reshard_after_forward=frees)
-    share = time_plan(Job(model, ranks), Machine()).hidden_share
+    model, ranks = replace(PRESETS["8b"], layers=layers, seq=16), Parallelism.over(8)
+    share = time_plan(Job(model, ranks, reshard_after_forward=frees), Machine()).hidden_share
     assert share is not None and -1e-9 < share < 0.1
 
 

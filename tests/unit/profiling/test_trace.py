@@ -118,7 +118,7 @@ def step_with_overlap() -> list[Span]:
 def test_overlap_by_kind() -> None:
     found = overlap_of(step_with_overlap())
     assert (found.begin, found.end) == (1000.0, 11000.0)
-    gathers, reductions = found.lanes
+    gathers, reductions = found.tracks
     assert (gathers.kind, reductions.kind) == ("TP all-gather", "reduce-scatter")
     assert gathers.busy == [(2000.0, 4000.0), (7000.0, 9000.0)]
     assert gathers.under == [(2000.0, 4000.0), (8000.0, 9000.0)]

@@ -1,97 +1,31 @@
-"""Trains one configuration of the matrix: a Llama over tensor, pipeline and data parallel ranks.
+"""Trains a Llama over tensor, pipeline and data parallel ranks.
 
 In:   `ParallelSettings`, a `Sampler` and a `Rank`.
-Out:  a `Trained`, as `training.py` returns.
-Next: `matrix.py` compares two of them bit for bit.
+Out:  a `Trained`, as of `gpt.py`.
+Next: `cli/matrix.py` compares two of them bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import Precision
-from flatfsdp.cli.training import AfterBackward, Fusion, PrecisionName, Step, Trained, now, require_positive
-from flatfsdp.fp8 import CurrentScaling
+from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.launch import Rank
-from flatfsdp.models import LlamaConfig, LlamaPipeline, stage_layers
-from flatfsdp.models.pipeline import ScheduleName
+from flatfsdp.models import LlamaConfig, LlamaPipeline
+from flatfsdp.models.pipeline import ScheduleName, pipeline_stages
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import ParallelMesh, make_mesh
+from flatfsdp.training.choices import Fusion, PrecisionName
+from flatfsdp.training.run import AfterBackward, OnStep, Step, Trained, ignore, now, require_positive
 
-
-class Schedule(str, Enum):
-    """In which order a pipeline's forwards and backwards run; `plain`: without a pipeline."""
-
-    plain = "plain"
-    gpipe = "GPipe"
-    one_f_one_b = "1F1B"
-    interleaved = "interleaved"
-
-    @property
-    def stages_per_rank(self) -> int:
-        return 2 if self is Schedule.interleaved else 1
-
-    @property
-    def option(self) -> ScheduleName:
-        """Of `LlamaPipeline`; without a pipeline it does not matter."""
-        if self is Schedule.gpipe:
-            return "gpipe"
-        return "interleaved" if self is Schedule.interleaved else "1f1b"
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How a model is spread over ranks, of which there are tp * pp * dp.
-
-    Attributes:
-        tp: ranks that share each layer.
-        pp: ranks that have different layers.
-        dp: ranks that have different data, and shards of the same parameters.
-        schedule: of the pipeline; plain without one.
-        sequence_parallel: activations between layers are split over the tp ranks, too.
-    """
-
-    tp: int = 1
-    pp: int = 1
-    dp: int = 1
-    schedule: Schedule = Schedule.plain
-    sequence_parallel: bool = False
-
-    def __post_init__(self) -> None:
-        if min(self.tp, self.pp, self.dp) < 1:
-            raise ValueError(f"a layout has {self.tp} x {self.pp} x {self.dp} ranks; each must be at least 1")
-        if (self.pp > 1) is (self.schedule is Schedule.plain):
-            raise ValueError(f"{self.pp} pipeline ranks do not go with the schedule {self.schedule.value}")
-        if self.sequence_parallel and self.tp == 1:
-            raise ValueError("sequence_parallel needs tp > 1")
-
-    @property
-    def world(self) -> int:
-        return self.tp * self.pp * self.dp
-
-    @property
-    def stages(self) -> int:
-        return self.pp * self.schedule.stages_per_rank
-
-    @property
-    def sizes(self) -> str:
-        """Such as "TP 2+SP x PP 2 x DP 2"."""
-        split = "+SP" if self.sequence_parallel else ""
-        named = ((f"TP {self.tp}{split}", self.tp), (f"PP {self.pp}", self.pp), (f"DP {self.dp}", self.dp))
-        return " x ".join(name for name, size in named if size > 1) or "one rank"
-
-    @property
-    def name(self) -> str:
-        """Such as "TP 2+SP x PP 2 x DP 2, 1F1B"."""
-        return self.sizes + ("" if self.schedule is Schedule.plain else f", {self.schedule.value}")
+STAGES_PER_RANK = 2
+"""With the interleaved schedule."""
 
 
 @dataclass(frozen=True)
@@ -99,14 +33,15 @@ class ParallelSettings:
     """Everything that decides a run's numbers.
 
     Attributes:
-        precision: of the compute, all in FlatFSDP's own layers.
+        schedule: of the pipeline; without effect where there is none.
         fusion, optimize_backward_concat, batch, microbatches, steps, lr, clip, seed, data: as in
             `TrainSettings`; `batch` is of one data-parallel rank.
         reshard: ZeRO-3, else ZeRO-2.
     """
 
     model: LlamaConfig
-    layout: Layout = field(default_factory=Layout)
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    schedule: ScheduleName = "1f1b"
     precision: PrecisionName = PrecisionName.bf16
     reshard: bool = True
     fusion: Fusion = Fusion.fused
@@ -121,18 +56,19 @@ class ParallelSettings:
 
     def __post_init__(self) -> None:
         require_positive(self)
-        stage_layers(self.model.layers, self.layout.stages)
+        ranks = self.parallelism
+        pipeline_stages(self.model, ranks.pp, self.schedule, STAGES_PER_RANK)
         shared = {"kv_heads": self.model.kv_heads}
-        if self.layout.sequence_parallel:
+        if ranks.sequence_parallel:
             shared["seq"] = self.model.seq
         for name, size in shared.items():
-            if size % self.layout.tp:
+            if size % ranks.tp:
                 raise ValueError(
-                    f"{name} is {size}, which {self.layout.tp} tensor-parallel ranks cannot share equally"
+                    f"{name} is {size}, which {ranks.tp} tensor-parallel ranks cannot share equally"
                 )
-        if self.layout.pp > 1 and self.microbatches % self.layout.pp:
+        if ranks.pp > 1 and self.microbatches % ranks.pp:
             raise ValueError(
-                f"microbatches is {self.microbatches}; pipelines of {self.layout.pp} ranks need a multiple"
+                f"microbatches is {self.microbatches}; pipelines of {ranks.pp} ranks need a multiple"
             )
 
     def sampler(self) -> Sampler:
@@ -141,30 +77,32 @@ class ParallelSettings:
 
 
 class Meshes:
-    """A mesh for each layout's sizes, because communicators are dear."""
+    """A mesh for each parallelism, because communicators are dear."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[int, int, int], ParallelMesh] = {}
+        self._found: dict[Parallelism, ParallelMesh] = {}
 
-    def of(self, layout: Layout) -> ParallelMesh:
+    def of(self, parallelism: Parallelism) -> ParallelMesh:
         """Collective, the first time."""
-        sizes = (layout.pp, layout.dp, layout.tp)
-        if sizes not in self._found:
-            self._found[sizes] = make_mesh(pp=layout.pp, dp_shard=layout.dp, tp=layout.tp)
-        return self._found[sizes]
+        key = replace(parallelism, sequence_parallel=False)
+        if key not in self._found:
+            self._found[key] = make_mesh(
+                pp=key.pp, dp_replicate=key.dp_replicate, dp_shard=key.dp_shard, tp=key.tp
+            )
+        return self._found[key]
 
 
 def _pipeline(settings: ParallelSettings, mesh: ParallelMesh, device: torch.device) -> LlamaPipeline:
-    stored = CurrentScaling() if settings.precision is PrecisionName.fp8_weights else None
     return LlamaPipeline(
         settings.model,
         mesh,
-        settings.layout.schedule.option,
+        settings.schedule,
         microbatches=settings.microbatches,
         batch=settings.batch,
         device=device,
-        precision=Precision(compute=settings.precision.compute, fp8_weights=stored),
-        sequence_parallel=settings.layout.sequence_parallel,
+        stages_per_rank=STAGES_PER_RANK,
+        precision=settings.precision.dtypes(),
+        sequence_parallel=settings.parallelism.sequence_parallel,
         fuse_wgrad_accumulation=settings.fusion.option,
         recipe=settings.precision.recipe,
         seed=settings.seed,
@@ -178,16 +116,15 @@ def train_parallel(
     sampler: Sampler,
     rank: Rank,
     meshes: Meshes,
-    on_step: Callable[[float, float], None],
-    after_backward: AfterBackward,
+    on_step: OnStep = ignore,
+    after_backward: AfterBackward = ignore,
 ) -> Trained:
     """Trains a fresh model; the same arguments give the same bits wherever the kernels are deterministic.
 
     Args:
-        on_step: called with the loss and with tokens per second of all ranks.
         after_backward: gets this rank's stages, a ModuleDict.
     """
-    mesh = meshes.of(settings.layout)
+    mesh = meshes.of(settings.parallelism)
     pipeline = _pipeline(settings, mesh, rank.device)
     named = zip(pipeline.numbers, pipeline.stages, strict=True)
     model = nn.ModuleDict({f"stage {number}": stage for number, stage in named})
@@ -201,7 +138,7 @@ def train_parallel(
     )
     steps: list[Step] = []
     local_losses = []
-    tokens = settings.layout.dp * settings.microbatches * settings.batch * settings.model.seq
+    tokens = settings.parallelism.dp * settings.microbatches * settings.batch * settings.model.seq
     for index in range(settings.steps):
         batches = [
             on(rank.device, sampler.sample(index, microbatch, mesh.dp_rank))

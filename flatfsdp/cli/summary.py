@@ -1,0 +1,48 @@
+"""The numbers of one run, as reports hold them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from flatfsdp.training.run import Trained
+
+LOCAL_COPIES = ("cast", "concat", "accumulate")
+"""The ledger's counters of bytes that move within one rank's memory; the others travel."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The numbers of one run, as rank 0 saw them.
+
+    Attributes:
+        losses: one a step, mean over ranks and microbatches; exact FP32 values.
+        final_loss_hex: the last of them as `float.hex`, which shows every bit.
+        ms: median of a step.
+        bytes_per_parameter: the byte ledger of the last step.
+        local_bytes: its sum over the copies within a rank.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    final_loss_hex: str
+    ms: float
+    bytes_per_parameter: dict[str, float]
+    local_bytes: float
+
+    @staticmethod
+    def of(trained: Trained) -> RunSummary:
+        losses, ledger = trained.losses(), trained.bytes_per_parameter
+        return RunSummary(
+            losses,
+            [step.grad_norm for step in trained.steps],
+            losses[-1].hex(),
+            trained.ms(),
+            ledger,
+            sum(ledger.get(name, 0.0) for name in LOCAL_COPIES),
+        )
+
+    @property
+    def falling(self) -> bool:
+        """Whether the last quarter of the steps has a lower mean loss than the first one."""
+        quarter = max(1, len(self.losses) // 4)
+        return sum(self.losses[-quarter:]) < sum(self.losses[:quarter])

@@ -1,0 +1,112 @@
+"""How ranks share a model, as numbers: the same value in a mesh, in a plan and in a report.
+
+In:   sizes, of which that of the shards may be left to fill the ranks.
+Out:  a `Parallelism`; no process group is needed.
+Next: `mesh.py` makes process groups of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
+"""Of the mesh of all ranks, outermost first."""
+
+
+@dataclass(frozen=True)
+class Parallelism:
+    """Ranks in each dimension of the mesh.
+
+    Attributes:
+        pp: pipeline ranks.
+        dp_replicate: replicas of each set of shards.
+        dp_shard: ranks over which parameters are sharded.
+        tp: ranks that share each layer.
+        sequence_parallel: those share activations between layers, too; without effect where tp is 1.
+
+    Raises:
+        ValueError: if a size is not positive.
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    tp: int = 1
+    sequence_parallel: bool = False
+
+    def __post_init__(self) -> None:
+        for name, size in self.sizes.items():
+            if size < 1:
+                raise ValueError(f"{name} is {size}; it has to be at least 1")
+        if self.tp == 1:
+            object.__setattr__(self, "sequence_parallel", False)
+
+    @staticmethod
+    def over(
+        world: int,
+        *,
+        pp: int = 1,
+        dp_replicate: int = 1,
+        dp_shard: int = -1,
+        tp: int = 1,
+        sequence_parallel: bool = False,
+    ) -> Parallelism:
+        """All of `world` ranks.
+
+        Args:
+            dp_shard: -1 for all ranks that are left.
+
+        Raises:
+            ValueError: if a size is not positive, or the sizes do not give the number of ranks.
+        """
+        others = Parallelism(pp=pp, dp_replicate=dp_replicate, tp=tp)
+        if dp_shard == -1:
+            if world % others.world:
+                raise ValueError(
+                    f"{_product({**others.sizes, 'dp_shard': -1})} needs a multiple of {others.world} ranks, "
+                    f"and there are {world}"
+                )
+            dp_shard = world // others.world
+        if dp_shard < 1:
+            raise ValueError(
+                f"dp_shard is {dp_shard}; it has to be at least 1, or -1 for all ranks that are left"
+            )
+        found = Parallelism(pp, dp_replicate, dp_shard, tp, sequence_parallel)
+        if found.world != world:
+            raise ValueError(
+                f"{_product(found.sizes)} needs {found.world} ranks, and there are {world}; leave dp_shard "
+                "out to fill them"
+            )
+        return found
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks by dimension of the mesh."""
+        return {name: getattr(self, name) for name in DIMENSIONS}
+
+    @property
+    def world(self) -> int:
+        """All ranks."""
+        return prod(self.sizes.values())
+
+    @property
+    def dp(self) -> int:
+        """Ranks that see different samples."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def sequence_ranks(self) -> int:
+        """Ranks over which activations between layers are split."""
+        return self.tp if self.sequence_parallel else 1
+
+    def __str__(self) -> str:
+        """Such as "pp 4 x dp_shard 16 x tp 8 + SP"."""
+        return _product(self.sizes) + (" + SP" if self.sequence_parallel else "")
+
+
+def _product(sizes: Mapping[str, int]) -> str:
+    """As pp 2 x tp 2, without ones; tp is last, and + SP may follow."""
+    factors = [f"{name} {'?' if size == -1 else size}" for name, size in sizes.items() if size != 1]
+    return " x ".join(factors) or "no parallelism"

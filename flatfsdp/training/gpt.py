@@ -1,0 +1,161 @@
+"""Trains a GPT over data-parallel ranks: build, wrap, and run steps of several microbatches.
+
+In:   `TrainSettings`, a `Sampler` and a `Rank`.
+Out:  a `Trained`: what every step measured, and the model and the optimizer as they ended.
+Next: `cli/verify.py` compares two of them bit for bit, `cli/train.py` reports one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp.fp8 import autocast
+from flatfsdp.kernels.gemm.gemm import ALIGNMENT
+from flatfsdp.launch import Rank
+from flatfsdp.layers import TransformerLayer
+from flatfsdp.models.fused_gpt import FusedGPT
+from flatfsdp.models.gpt import GPT, Block, GPTConfig
+from flatfsdp.models.text import Sampler, load_corpus
+from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
+from flatfsdp.training.run import AfterBackward, OnStep, Step, Trained, ignore, now, require_positive
+
+
+@dataclass(frozen=True)
+class TrainSettings:
+    """Everything that decides a run's numbers, but for the number of ranks.
+
+    Attributes:
+        fusion: only with FlatFSDP's own layers.
+        caches_weights: FP8 weights are cast in the first microbatch of a step only.
+        stores_fp8: with fp8_weights, whether the flat buffers really are FP8, or packed as if they were.
+        batch: sequences in one microbatch of one rank.
+        microbatches: forwards and backwards before one optimizer step.
+        decays: the learning rate falls linearly, to zero after the last step.
+        clip: largest norm of the gradient of one step.
+        data: file or folder with the text; None means the standard library.
+    """
+
+    model: GPTConfig = field(default_factory=GPTConfig)
+    precision: PrecisionName = PrecisionName.fp32
+    strategy: Strategy = Strategy.zero3
+    optimize_backward_concat: bool = True
+    fusion: Fusion = Fusion.fused
+    caches_weights: bool = True
+    stores_fp8: bool = True
+    batch: int = 4
+    microbatches: int = 4
+    steps: int = 20
+    lr: float = 3e-3
+    decays: bool = False
+    clip: float = 1.0
+    seed: int = 0
+    data: Path | None = None
+
+    def __post_init__(self) -> None:
+        require_positive(self)
+        sizes = (self.model.hidden, self.batch * self.model.seq)
+        if self.precision.recipe is not None and any(size % ALIGNMENT for size in sizes):
+            raise ValueError(
+                f"hidden is {sizes[0]} and batch * seq {sizes[1]}; FP8 products need multiples of {ALIGNMENT}"
+            )
+
+    @property
+    def label(self) -> str:
+        flag = "on" if self.optimize_backward_concat else "off"
+        return f"{self.precision.value} {self.strategy.value} flag {flag}"
+
+    @property
+    def dtypes(self) -> Precision:
+        """Dtypes of a parameter's stations."""
+        dtypes = self.precision.dtypes()
+        is_packed_only = dtypes.fp8_weights is not None and not self.stores_fp8
+        return replace(dtypes, fp8_weights="in_layers") if is_packed_only else dtypes
+
+    @property
+    def unit(self) -> type[nn.Module]:
+        """The layer that is one unit."""
+        return TransformerLayer if self.precision.has_own_layers else Block
+
+    def build(self) -> nn.Module:
+        if self.precision.has_own_layers:
+            return FusedGPT(self.model, self.seed, self.fusion.option)
+        return GPT(self.model, self.seed)
+
+    def sampler(self) -> Sampler:
+        """Reads the data; raises DataError if it cannot be used."""
+        return Sampler(load_corpus(self.data), self.batch, self.model.seq, self.seed)
+
+
+def train(
+    settings: TrainSettings,
+    sampler: Sampler,
+    rank: Rank,
+    on_step: OnStep = ignore,
+    after_backward: AfterBackward = ignore,
+) -> Trained:
+    """Trains a fresh model; the same arguments give the same bits wherever the kernels are deterministic."""
+    model = auto_wrap(
+        settings.build(),
+        by_class(settings.unit),
+        device=rank.device,
+        precision=settings.dtypes,
+        reshard_after_forward=settings.strategy is Strategy.zero3,
+        shard=settings.strategy is not Strategy.dp,
+        optimize_backward_concat=settings.optimize_backward_concat,
+    )
+    # No weight decay: a flat shard holds matrices and norms alike, and the norms should not decay.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    steps: list[Step] = []
+    local_losses = torch.empty(settings.steps, settings.microbatches)
+    tokens = rank.world * settings.microbatches * settings.batch * settings.model.seq
+    for index in range(settings.steps):
+        batches = [
+            tuple(tensor.to(rank.device) for tensor in sampler.sample(index, microbatch, rank.index))
+            for microbatch in range(settings.microbatches)
+        ]
+        model.ledger.reset()
+        start = now(rank.device)
+        with autocast(settings.precision.recipe is not None, recipe=settings.precision.recipe):
+            losses_m = _forward_backward(model, batches, settings)
+        reduced = now(rank.device)
+        after_backward(index, model)
+        resumed = now(rank.device)
+        norm = model.clip_grad_norm_(settings.clip)
+        if settings.decays:
+            for group in optimizer.param_groups:
+                group["lr"] = settings.lr * (1 - index / settings.steps)
+        optimizer.step()
+        optimizer.zero_grad()
+        ms = 1e3 * (now(rank.device) - resumed + reduced - start)
+        local_losses[index] = losses_m.cpu()
+        steps.append(Step(_mean_over_ranks(losses_m, rank.world), float(norm), ms))
+        on_step(steps[-1].loss, tokens / ms * 1e3)
+    return Trained(steps, local_losses, model.ledger.bytes_per_parameter(), model, optimizer)
+
+
+def _forward_backward(model: FlatFSDP, batches: list[tuple[Tensor, ...]], settings: TrainSettings) -> Tensor:
+    """One step's forwards and backwards; returns the losses, FP32 [microbatches]."""
+    losses = []
+    is_cached = settings.precision.recipe is not None and settings.caches_weights
+    for tokens_bt, targets_bt in microbatches(model, batches):
+        position = {"is_first_microbatch": model.microbatch.is_first} if is_cached else {}
+        loss = model(tokens_bt, targets_bt, **position)
+        (loss / len(batches)).backward()
+        losses.append(loss.detach())
+    return torch.stack(losses)
+
+
+def _mean_over_ranks(losses_m: Tensor, world: int) -> float:
+    """The mean of [world, microbatches] losses, added up in one fixed order on every rank.
+
+    Gathered and not all-reduced, whose order of additions belongs to the backend.
+    """
+    gathered = [torch.empty_like(losses_m) for _ in range(world)]
+    dist.all_gather(gathered, losses_m)
+    return float(torch.stack(gathered).cpu().mean())
