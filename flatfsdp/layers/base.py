@@ -21,7 +21,7 @@ from torch import Tensor
 
 from flatfsdp.contract.operand import Operand
 from flatfsdp.contract.tensor_parallel import declare_delayed
-from flatfsdp.fp8.casts import WITHOUT_FP8, Roles, delayed_roles, stateless_roles
+from flatfsdp.fp8.casts import WITHOUT_FP8, Casts, delayed_casts, stateless_casts
 from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
 from flatfsdp.fp8.recompute import current_tape, raise_recomputed, records_amax
 from flatfsdp.fp8.region import Region, current_region
@@ -40,7 +40,7 @@ from flatfsdp.torch_private import in_backward
 logger = logging.getLogger(__name__)
 
 
-class FP8Module(LateBuffers, Declaring):
+class MatmulLayer(LateBuffers, Declaring):
     """A layer with one or more linear maps.
 
     Attributes:
@@ -65,7 +65,7 @@ class FP8Module(LateBuffers, Declaring):
 
     # ---- how to cast ------------------------------------------------------------------------------------
 
-    def roles(self, device: torch.device) -> list[Roles]:
+    def casts(self, device: torch.device) -> list[Casts]:
         """One for each linear map.
 
         Raises:
@@ -87,9 +87,9 @@ class FP8Module(LateBuffers, Declaring):
             return self._delayed(region, region.recipe, device)
         if not region.enabled:
             return [WITHOUT_FP8] * len(self.linear_maps)
-        return [stateless_roles(region.recipe)] * len(self.linear_maps)
+        return [stateless_casts(region.recipe)] * len(self.linear_maps)
 
-    def _delayed(self, region: Region, recipe: DelayedScaling, device: torch.device) -> list[Roles]:
+    def _delayed(self, region: Region, recipe: DelayedScaling, device: torch.device) -> list[Casts]:
         records = records_amax()
         require_shared_scales(self, self.exchanges, recipe, region.group)
         forward = self._scaling("forward", recipe, device, renew=records)
@@ -97,7 +97,7 @@ class FP8Module(LateBuffers, Declaring):
         if records:
             region.use(forward)
             forward.was_loaded = backward.was_loaded = False
-        return delayed_roles(region, recipe, forward, backward, records=records)
+        return delayed_casts(region, recipe, forward, backward, records=records)
 
     def _scaling(
         self, direction: Direction, recipe: DelayedScaling, device: torch.device, *, renew: bool
@@ -131,7 +131,7 @@ class FP8Module(LateBuffers, Declaring):
         name: str,
         weight: Tensor,
         bias: Tensor | None,
-        roles: Roles,
+        casts: Casts,
         dtype: torch.dtype,
         is_first_microbatch: bool | None,
         sources: Iterable[Tensor | None],
@@ -149,7 +149,7 @@ class FP8Module(LateBuffers, Declaring):
         trains = torch.is_grad_enabled()
         needs_input_grad = trains and any(t is not None and t.requires_grad for t in sources)
         operand = self._weight_cache.operand(
-            name, weight, roles, is_first_microbatch, dtype, columnwise=needs_input_grad
+            name, weight, casts, is_first_microbatch, dtype, columnwise=needs_input_grad
         )
         exchange = self.exchanges.get(name, UNSPLIT)
         call = LinearCall(
@@ -157,10 +157,10 @@ class FP8Module(LateBuffers, Declaring):
             weight=weight if self.fuse_wgrad_accumulation or self._delayed_wgrads is not None else None,
             weight_dtype=weight.dtype,
             dtype=dtype,
-            split=roles.split,
+            split=casts.split,
             exchange=exchange,
-            quantizer=roles.x,
-            grad_quantizer=roles.grad,
+            quantizer=casts.x,
+            grad_quantizer=casts.grad,
             fuse_wgrad=self.fuse_wgrad_accumulation,
             is_first_microbatch=is_first_microbatch,
             stored_weight=getattr(weight, "fp8_operand", None),
@@ -168,7 +168,7 @@ class FP8Module(LateBuffers, Declaring):
             needs_weight_grad=trains and weight.requires_grad,
             bias_grad=bias.dtype if trains and bias is not None and bias.requires_grad else None,
             delayed=self._delayed_wgrads,
-            overlaps=exchange.overlap and _can_overlap(weight.device, roles.recipe),
+            overlaps=exchange.overlap and _can_overlap(weight.device, casts.recipe),
         )
         return operand, call
 
@@ -208,7 +208,7 @@ class FP8Module(LateBuffers, Declaring):
 
     # ---- module protocol --------------------------------------------------------------------------------
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Module:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MatmulLayer:
         """As `LateBuffers`; and forgets what was cast of the parameters before it."""
         super()._apply(fn, recurse)
         self._weight_cache.kept.clear()

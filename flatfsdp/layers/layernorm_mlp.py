@@ -25,7 +25,7 @@ from flatfsdp.contract.operand import Operand
 from flatfsdp.contract.tensor_parallel import Mode, TensorParallel, declare_map, declare_norm
 from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
-from flatfsdp.layers.base import FP8Module
+from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.checks import activation_dtype, require_fp8_shape
 from flatfsdp.layers.normalized import Normalized, NormKind, add_to, input_grads, normalize, reset_norm
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
@@ -43,7 +43,7 @@ from flatfsdp.matmul.linear_map import (
 )
 
 
-class LayerNormMLP(FP8Module):
+class LayerNormMLP(MatmulLayer):
     """y = fc2(activation(fc1(norm(x)))), or norm(x + residual), with Transformer Engine's arguments.
 
     Args:
@@ -185,8 +185,8 @@ class LayerNormMLP(FP8Module):
         added = residual_matrix(residual, inp, self.hidden_size, dtype, self)
         exchange = self.exchanges["fc1_weight"]
         exchange.leading_shape("LayerNormMLP", inp.shape)
-        fc1_roles, fc2_roles = self.roles(inp.device)
-        if fc1_roles.is_fp8:
+        fc1_casts, fc2_casts = self.casts(inp.device)
+        if fc1_casts.is_fp8:
             tokens = exchange.tokens(x.shape[0])
             require_fp8_shape(self, "fc1_weight", tokens, self.hidden_size, self.fc1_weight.shape[0])
             require_fp8_shape(self, "fc2_weight", tokens, self.ffn_hidden_size, self.hidden_size)
@@ -194,10 +194,10 @@ class LayerNormMLP(FP8Module):
         before_fc1 = (inp, residual, self.layer_norm_weight, self.layer_norm_bias)
         before_fc2 = (*before_fc1, self.fc1_weight, self.fc1_bias)
         fc1_weight, fc1 = self.prepare_map(
-            "fc1_weight", self.fc1_weight, self.fc1_bias, fc1_roles, dtype, is_first_microbatch, before_fc1
+            "fc1_weight", self.fc1_weight, self.fc1_bias, fc1_casts, dtype, is_first_microbatch, before_fc1
         )
         fc2_weight, fc2 = self.prepare_map(
-            "fc2_weight", self.fc2_weight, fc2_added, fc2_roles, dtype, is_first_microbatch, before_fc2
+            "fc2_weight", self.fc2_weight, fc2_added, fc2_casts, dtype, is_first_microbatch, before_fc2
         )
         spec = _Spec(
             self.norm,

@@ -12,7 +12,7 @@ from torch import Tensor
 from flatfsdp.comm.rng import GetTracker
 from flatfsdp.contract.operand import Operand
 from flatfsdp.contract.tensor_parallel import Mode, TensorParallel, declare_map
-from flatfsdp.layers.base import FP8Module
+from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.checks import activation_dtype, require_fp8_shape
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
 from flatfsdp.layers.shared import initialize
@@ -83,7 +83,7 @@ class Prepared(NamedTuple):
     out_shape: tuple[int, ...]
 
 
-class Projection(FP8Module):
+class Projection(MatmulLayer):
     """Holds weight [out_features, in_features] and bias [out_features], in one piece or split by rows.
 
     Attributes:
@@ -178,13 +178,13 @@ class Projection(FP8Module):
         x = as_matrix(inp, self.in_features, dtype, self)
         exchange = self.exchanges["weight"]
         leading = exchange.leading_shape(type(self).__name__, inp.shape)
-        (roles,) = self.roles(inp.device)
-        if roles.is_fp8:
+        (casts,) = self.casts(inp.device)
+        if casts.is_fp8:
             tokens = exchange.tokens(x.shape[0])
             require_fp8_shape(self, "weight", tokens, self.in_features, self.out_features)
         added = None if self.return_bias else bias
         sources = (inp, *also_trained)
-        operand, call = self.prepare_map("weight", weight, added, roles, dtype, is_first_microbatch, sources)
+        operand, call = self.prepare_map("weight", weight, added, casts, dtype, is_first_microbatch, sources)
         return Prepared(x, weight, bias, added, operand, call, (*leading, self.out_features))
 
     def _joined(self, kind: str) -> Tensor | None:

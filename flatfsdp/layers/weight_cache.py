@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.contract.operand import Operand
-from flatfsdp.fp8.casts import Roles
+from flatfsdp.fp8.casts import Casts
 from flatfsdp.fp8.quantizers import Quantizer, with_columnwise
 from flatfsdp.fp8.recipe import BlockScaling, Recipe
 from flatfsdp.fp8.recompute import current_tape
@@ -36,7 +36,7 @@ class WeightCache:
         self,
         name: str,
         weight: Tensor,
-        roles: Roles,
+        casts: Casts,
         is_first_microbatch: bool | None,
         dtype: torch.dtype,
         *,
@@ -55,24 +55,24 @@ class WeightCache:
         """
         kept_in_fp8 = getattr(weight, "fp8_operand", None)
         if kept_in_fp8 is not None:
-            self._require_tensor_scaling(name, roles.recipe)
+            self._require_tensor_scaling(name, casts.recipe)
             return kept_in_fp8()
-        if roles.recipe is None:
-            return roles.weight.cast(weight.detach().to(dtype), rowwise=True, columnwise=columnwise).operand
+        if casts.recipe is None:
+            return casts.weight.cast(weight.detach().to(dtype), rowwise=True, columnwise=columnwise).operand
         tape = current_tape()
         is_kept = is_first_microbatch is False or (
             is_first_microbatch is True and tape is not None and tape.is_replay
         )
         if not is_kept:
             source = weight.detach().contiguous()
-            operand = roles.weight.cast(source, rowwise=True, columnwise=columnwise).operand
+            operand = casts.weight.cast(source, rowwise=True, columnwise=columnwise).operand
         else:
-            operand = self.find(name, roles.recipe)
+            operand = self.find(name, casts.recipe)
             if columnwise and operand.columnwise is None:
                 # Kept by a forward without gradients.
-                operand = _with_columnwise(operand, weight, roles.weight)
+                operand = _with_columnwise(operand, weight, casts.weight)
         if is_first_microbatch is not None:
-            self.kept[name] = (roles.recipe, operand)
+            self.kept[name] = (casts.recipe, operand)
         return operand
 
     def find(self, name: str, recipe: Recipe) -> Operand:

@@ -30,7 +30,7 @@ from flatfsdp.layers import (
     TransformerLayer,
     cross_entropy,
 )
-from flatfsdp.layers.base import FP8Module
+from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.checks import require_fp8_shape
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.matmul.linear_map import FuseWgrad
@@ -123,7 +123,7 @@ class Llama(nn.Module):
             ValueError: if a product of a layer cannot be in FP8, with so many tokens.
         """
         for layer in self.layers.modules():
-            if isinstance(layer, FP8Module):
+            if isinstance(layer, MatmulLayer):
                 for name in layer.linear_maps:
                     out_features, in_features = layer.get_parameter(name).shape
                     require_fp8_shape(layer, name, tokens, in_features, out_features)
