@@ -13,14 +13,11 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from flatfsdp.fp8.recipe import DelayedScaling
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.matmul.exchange import Exchange
-
-INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What layers take activations in."""
 
 
 @cache
@@ -73,22 +70,6 @@ def require_bool_or_none(layer: str, is_first_microbatch: object) -> None:
         raise TypeError(
             f"{layer}: is_first_microbatch is {is_first_microbatch!r}; it must be None, True or False"
         )
-
-
-def activation_dtype(x: Tensor, layer: nn.Module, weight: Tensor) -> torch.dtype:
-    """The dtype of a layer's input after torch.autocast, if that is on.
-
-    Raises:
-        TypeError: if it is no floating-point dtype for products, or not the weight's without torch.autocast.
-    """
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    if x.dtype != weight.dtype or x.dtype not in INPUT_DTYPES:
-        raise TypeError(
-            f"{type(layer).__name__}: the input is {x.dtype}, the weight {weight.dtype}; outside of "
-            "torch.autocast both have to be FP32, fp16 or bf16 alike (params_dtype, or layer.to(dtype))"
-        )
-    return x.dtype
 
 
 def require_shared_scales(

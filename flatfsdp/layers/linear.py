@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from flatfsdp.contract.operand import Operand
-from flatfsdp.layers.projection import LinearOptions, Projection
+from flatfsdp.layers.options import LinearOptions
+from flatfsdp.layers.projection import Projection
 from flatfsdp.matmul.linear_map import (
     FuseWgrad,
     LinearCall,

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from flatfsdp.contract.tensor_parallel import declare_whole
 from flatfsdp.fp8.state_dict import WithoutExtraState
 from flatfsdp.kernels.norm.forward import norm_forward
-from flatfsdp.layers.checks import INPUT_DTYPES
+from flatfsdp.layers.inputs import INPUT_DTYPES
 from flatfsdp.layers.normalized import NormKind, normalize_backward, reset_norm
 from flatfsdp.layers.parameters import new_parameter
 from flatfsdp.layers.shared import Declaring

@@ -28,7 +28,7 @@ from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.cross_entropy import cross_entropy_grad, cross_entropy_statistics
 from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.loss.cross_entropy import Reduction, ReductionKind, ids_of, joined
-from flatfsdp.layers.projection import LinearOptions
+from flatfsdp.layers.options import LinearOptions
 from flatfsdp.matmul import products
 from flatfsdp.matmul.linear_map import LinearCall, LinearGrads, LinearSaved, linear_backward, linear_forward
 from flatfsdp.torch_private import receives_gradient
