@@ -24,7 +24,7 @@ class Casts:
 
     Attributes:
         grad: called in backward.
-        is_fp8: whether products are in FP8.
+        is_fp8: whether GEMMs are in FP8.
         recipe: whose casts these are; None without FP8.
     """
 
@@ -44,7 +44,7 @@ WITHOUT_FP8 = Casts(Unquantized(), Unquantized(), Unquantized, SplitAccumulator(
 
 @cache
 def stateless_casts(recipe: CurrentScaling | BlockScaling) -> Casts:
-    """The scales come from the tensors themselves."""
+    """Casts of a recipe whose scales come from the tensors themselves."""
     if isinstance(recipe, CurrentScaling):
         forward, backward = (
             Current(dtype, recipe.amax_epsilon, recipe.power_of_two_scales)
@@ -59,7 +59,7 @@ def stateless_casts(recipe: CurrentScaling | BlockScaling) -> Casts:
 def delayed_casts(
     region: Region, recipe: DelayedScaling, forward: Scaling, backward: Scaling, *, records: bool
 ) -> list[Casts]:
-    """One for each linear map of a layer.
+    """Casts with delayed scaling, for each linear map of a layer.
 
     Args:
         forward: of the inputs and the weights: x, weight, x, weight, ...

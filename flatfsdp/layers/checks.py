@@ -1,4 +1,4 @@
-"""What an FP8 layer asks for before it computes: devices, sizes, dtypes, equal scales.
+"""What an FP8 layer asks for before it computes: devices, sizes, equal scales.
 
 In:   a layer's arguments and the region around its call.
 Out:  nothing, or an error that names the layer, the cause and the fix.
@@ -22,7 +22,8 @@ from flatfsdp.matmul.exchange import Exchange
 
 @cache
 def require_fp8(device: torch.device, by_block: bool) -> None:
-    """
+    """Checks that a device can multiply FP8 numbers.
+
     Args:
         by_block: whether each block has a scale of its own.
 
@@ -45,24 +46,26 @@ def require_fp8(device: torch.device, by_block: bool) -> None:
 
 
 def require_fp8_shape(layer: nn.Module, name: str, tokens: int, in_features: int, out_features: int) -> None:
-    """
+    """Checks that a GEMM of these sizes can be in FP8.
+
     Args:
         name: of the layer's weight.
 
     Raises:
-        ValueError: if a product of these sizes cannot be in FP8.
+        ValueError: if a GEMM of these sizes cannot be in FP8.
     """
     sizes = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     for what, size in sizes.items():
         if size % ALIGNMENT:
             raise ValueError(
-                f"{type(layer).__name__}.{name}: {what} is {size}; FP8 products need multiples of "
+                f"{type(layer).__name__}.{name}: {what} is {size}; FP8 GEMMs need multiples of "
                 f"{ALIGNMENT}: pad it, or run this layer under autocast(enabled=False)"
             )
 
 
 def require_bool_or_none(layer: str, is_first_microbatch: object) -> None:
-    """
+    """Checks the argument of a layer's forward.
+
     Raises:
         TypeError: for other truth values, such as NumPy's, which would count as neither.
     """
@@ -78,7 +81,8 @@ def require_shared_scales(
     recipe: DelayedScaling,
     amax_group: dist.ProcessGroup | None,
 ) -> None:
-    """
+    """Checks that ranks which gather FP8 numbers have equal scales.
+
     Args:
         exchanges: of the layer's linear maps, by the names of their weights.
         amax_group: the ranks over which the region takes the largest amaxes.

@@ -1,7 +1,7 @@
 """`LayerNorm` and `RMSNorm`: one kernel forward, one backward, with weight gradients summed in FP32.
 
 In:   [..., *normalized_shape], FP32, fp16 or bf16;  out: the same shape and dtype.
-Next: `kernels/norm/forward.py` and `kernels/norm/backward.py`; `normalized.py` for norms before a product.
+Next: `kernels/norm/forward.py` and `kernels/norm/backward.py`; `normalized.py` for norms before a GEMM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flatfsdp.layers.shared import Declaring
 
 
 class _NormLayer(WithoutExtraState, Declaring):
-    """What both norms have in common."""
+    """The base of both norms."""
 
     normalization: ClassVar[str]
 
@@ -142,7 +142,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _rows(x: Tensor, weight: Tensor) -> Tensor:
-    """Contiguous, 2-D."""
+    """x as a contiguous matrix, one row for each time it is normalized."""
     return x.reshape(-1, weight.numel()).contiguous()
 
 
