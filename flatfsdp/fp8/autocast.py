@@ -25,7 +25,7 @@ def autocast(
     recipe: Recipe | None = None,
     amax_reduction_group: dist.ProcessGroup | None = None,
 ) -> Iterator[None]:
-    """Runs the layers of `flatfsdp.layers` inside with FP8 products; backward may be outside.
+    """Runs the layers of `flatfsdp.layers` inside with FP8 GEMMs; backward may be outside.
 
         with autocast(recipe=DelayedScaling(amax_history_len=16)):
             loss = model(tokens)

@@ -1,7 +1,7 @@
 """How the input, the weight and the gradient of a linear map are cast in one call.
 
 In:   the recipe of the region around the call; with delayed scaling the layer's scales, too.
-Out:  `Roles`, a quantizer for each of the three.
+Out:  `Casts`, a quantizer for each of the three.
 Next: `layers/base.py` hands them to the linear primitive; `quantizers.py` casts.
 """
 
@@ -19,12 +19,12 @@ from flatfsdp.fp8.scaling import Scaling
 
 
 @dataclass(slots=True)
-class Roles:
+class Casts:
     """How the tensors of one linear map are cast in one call.
 
     Attributes:
         grad: called in backward.
-        is_fp8: whether products are in FP8.
+        is_fp8: whether GEMMs are in FP8.
         recipe: whose casts these are; None without FP8.
     """
 
@@ -39,27 +39,27 @@ class Roles:
         return self.recipe is not None
 
 
-WITHOUT_FP8 = Roles(Unquantized(), Unquantized(), Unquantized, SplitAccumulator(), None)
+WITHOUT_FP8 = Casts(Unquantized(), Unquantized(), Unquantized, SplitAccumulator(), None)
 
 
 @cache
-def stateless_roles(recipe: CurrentScaling | BlockScaling) -> Roles:
-    """The scales come from the tensors themselves."""
+def stateless_casts(recipe: CurrentScaling | BlockScaling) -> Casts:
+    """Casts of a recipe whose scales come from the tensors themselves."""
     if isinstance(recipe, CurrentScaling):
         forward, backward = (
             Current(dtype, recipe.amax_epsilon, recipe.power_of_two_scales)
             for dtype in (recipe.fp8_format.forward, recipe.fp8_format.backward)
         )
-        return Roles(forward, forward, lambda: backward, recipe.split_accumulator, recipe)
+        return Casts(forward, forward, lambda: backward, recipe.split_accumulator, recipe)
     vectors = Blockwise("1x128", recipe.power_of_two_scales)
     squares = Blockwise("128x128", recipe.power_of_two_scales)
-    return Roles(vectors, squares, lambda: vectors, recipe.split_accumulator, recipe)
+    return Casts(vectors, squares, lambda: vectors, recipe.split_accumulator, recipe)
 
 
-def delayed_roles(
+def delayed_casts(
     region: Region, recipe: DelayedScaling, forward: Scaling, backward: Scaling, *, records: bool
-) -> list[Roles]:
-    """One for each linear map of a layer.
+) -> list[Casts]:
+    """Casts with delayed scaling, for each linear map of a layer.
 
     Args:
         forward: of the inputs and the weights: x, weight, x, weight, ...
@@ -87,6 +87,6 @@ def delayed_roles(
 
     used = recipe if region.enabled else None
     return [
-        Roles(quantizer(2 * i), quantizer(2 * i + 1), grad(i), recipe.split_accumulator, used)
+        Casts(quantizer(2 * i), quantizer(2 * i + 1), grad(i), recipe.split_accumulator, used)
         for i in range(len(backward.amaxes))
     ]

@@ -2,7 +2,7 @@
 
 In:   a matrix in FP32, fp16 or bf16.
 Out:  an `Operand`, and the column sums where they are asked for (a bias gradient is one).
-Next: `matmul/products.py` multiplies operands.
+Next: `matmul/gemms.py` multiplies operands.
 
 A kernel that produces the matrix (a norm, an activation) can cast it in the same pass if the scale is known
 before: it asks for `fused` and then calls `operand` on what it has written.
@@ -47,7 +47,8 @@ class Quantizer(Protocol):
     def cast(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
     ) -> Quantized:
-        """
+        """Casts a matrix in the forms that the coming GEMMs read.
+
         Args:
             x: [rows, cols], contiguous.
             column_sum: dtype of the sums over its rows; None: they are not wanted.
@@ -65,7 +66,7 @@ class Quantizer(Protocol):
 
 @dataclass(slots=True)
 class Unquantized:
-    """Products in the dtype of the activations.
+    """No cast: GEMMs are in the dtype of the activations.
 
     Attributes:
         amax: where a calibrating run records the amax; None: nowhere.
@@ -227,7 +228,7 @@ class Blockwise:
 
 
 def with_columnwise(operand: Operand) -> Operand:
-    """With what the same cast would have made for dgrad or wgrad; there is one scale for the tensor."""
+    """Adds what the same cast would have made for dgrad or wgrad; there is one scale for the tensor."""
     assert operand.rowwise is not None
     return operand._replace(columnwise=transpose(operand.rowwise), columnwise_inv=operand.rowwise_inv)
 

@@ -1,4 +1,4 @@
-"""FP8 recipes: how scales are found, which format each tensor has, how products are accumulated.
+"""FP8 recipes: how scales are found, which format each tensor has, how GEMMs accumulate.
 
 Plain frozen values, with Transformer Engine's names where it has them.
 """
@@ -34,7 +34,7 @@ def _check_bool(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class SplitAccumulator:
-    """Whether a product's partial sums are promoted to FP32 every 128 elements, instead of staying in the
+    """Whether a GEMM's partial sums are promoted to FP32 every 128 elements, instead of staying in the
     tensor core's accumulator of about 14 bits."""
 
     fprop: bool = False
@@ -42,8 +42,8 @@ class SplitAccumulator:
     wgrad: bool = True
 
     def __post_init__(self) -> None:
-        for product, is_split in vars(self).items():
-            _check_bool(product, is_split)
+        for gemm, is_split in vars(self).items():
+            _check_bool(gemm, is_split)
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ Recipe = DelayedScaling | CurrentScaling | BlockScaling
 
 
 def _check_common(recipe: Recipe) -> None:
-    """What all recipes have."""
+    """Checks the fields that all recipes have."""
     if not isinstance(recipe.fp8_format, Format):
         raise ValueError(f"fp8_format is {recipe.fp8_format!r}; it must be Format.HYBRID or Format.E4M3")
     if not isinstance(recipe.split_accumulator, SplitAccumulator):

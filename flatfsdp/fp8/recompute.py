@@ -138,7 +138,8 @@ def has_states(tracker: object) -> bool:
 
 
 def require_repeatable(tracker: Tracker) -> None:
-    """
+    """Checks that a recomputation draws the forward's numbers.
+
     Raises:
         RuntimeError: in a recomputation, if it would draw other numbers from `tracker` than the forward.
     """

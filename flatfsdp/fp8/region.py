@@ -22,8 +22,8 @@ class Region:
 
     Attributes:
         recipe: how to scale.
-        enabled: whether products are in FP8.
-        calibrating: whether amaxes are recorded although products are not in FP8.
+        enabled: whether GEMMs are in FP8.
+        calibrating: whether amaxes are recorded although GEMMs are not in FP8.
         group: ranks that share scales; None for this one alone.
     """
 

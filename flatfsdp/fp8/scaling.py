@@ -173,7 +173,7 @@ class Scaling:
         return all(map(is_, map(buffers.get, self._keys), self._views))
 
     def scales(self) -> tuple[Scales, ...]:
-        """Of this module's tensors, now."""
+        """The current scales of this module's tensors."""
         return self.arena.scales[self._start : self._start + len(self.fp8_max)]
 
     def forget(self) -> None:

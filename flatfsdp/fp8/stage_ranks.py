@@ -19,7 +19,7 @@ from flatfsdp.fp8.region import Region, current_region
 
 @dataclass(frozen=True)
 class StageRanks:
-    """A pipeline stage's.
+    """The ranks of a pipeline stage.
 
     Attributes:
         others: ranks that have other stages.  A reduction with them would never end: they wait for what this
@@ -33,7 +33,8 @@ class StageRanks:
     postponed: list[ValueError] = field(default_factory=list)
 
     def check(self, region: Region) -> None:
-        """
+        """Checks over which ranks a region reduces amaxes.
+
         Raises:
             ValueError: if the region reduces amaxes over other stages.
         """
@@ -56,7 +57,7 @@ class StageRanks:
             region.group = self.make_group()
 
     def raise_postponed(self) -> None:
-        """Where all ranks come without waiting for each other.
+        """Raises what `confine` postponed, where all ranks come without waiting for each other.
 
         Raises:
             ValueError: if a region was confined.
@@ -88,7 +89,7 @@ def inside_stage(ranks: StageRanks) -> Iterator[None]:
 
 
 def current_stage() -> StageRanks | None:
-    """That of the pipeline stage whose forward runs in this thread."""
+    """The ranks of the pipeline stage whose forward runs in this thread."""
     return _stage.get()
 
 

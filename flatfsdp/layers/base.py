@@ -1,4 +1,4 @@
-"""Base of the layers with FP8 products: what one call of each of their linear maps takes.
+"""`MatmulLayer`, the base of layers with linear maps: what one call of each of their GEMMs takes.
 
 In:   a layer's forward, with or without an `autocast` around it.
 Out:  for each linear map the quantizers (`fp8/casts.py`), the weight (`weight_cache.py`) and a `LinearCall`.
@@ -14,59 +14,98 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from flatfsdp.comm.rng import GetTracker
 from flatfsdp.contract.operand import FP8_OPERAND, Operand
-from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
-from flatfsdp.fp8.casts import WITHOUT_FP8, Roles, delayed_roles, stateless_roles
+from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK, TensorParallel
+from flatfsdp.fp8.casts import WITHOUT_FP8, Casts, delayed_casts, stateless_casts
 from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
 from flatfsdp.fp8.recompute import current_tape, raise_recomputed, records_amax
 from flatfsdp.fp8.region import Region, current_region
 from flatfsdp.fp8.scaling import Direction, Scaling, buffer_names
 from flatfsdp.fp8.state_dict import LateBuffers
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
-from flatfsdp.layers.checks import require_bool_or_none, require_fp8, require_shared_scales
+from flatfsdp.layers.checks import require_bool_or_none, require_fp8, require_fp8_shape, require_shared_scales
+from flatfsdp.layers.inputs import activation_dtype, as_matrix
+from flatfsdp.layers.parameters import new_parameter
 from flatfsdp.layers.shared import Declaring
 from flatfsdp.layers.weight_cache import WeightCache
 from flatfsdp.matmul import overlapped
 from flatfsdp.matmul.delayed_wgrad import DelayedWgrads
 from flatfsdp.matmul.exchange import UNSPLIT, Exchange
-from flatfsdp.matmul.linear_map import FuseWgrad, LinearCall
+from flatfsdp.matmul.linear_map import FuseWgrad, LinearCall, checked_fuse_wgrad
 from flatfsdp.torch_private import in_backward
 
 logger = logging.getLogger(__name__)
 
 
-class FP8Module(LateBuffers, Declaring):
-    """A layer with one or more linear maps.
+class CallInput(NamedTuple):
+    """The input of one call.
 
     Attributes:
-        linear_maps: the names of their weights.
-        exchanges: of those that are split over ranks.
-        allows_fp8: False: products are never in FP8, whatever autocast says.
+        x: [tokens, in_features], contiguous, in the dtype of the activations.
+        leading: the shape of the first map's result, without its last dimension.
+        casts: of each linear map.
+    """
+
+    x: Tensor
+    leading: tuple[int, ...]
+    casts: list[Casts]
+
+
+class MatmulLayer(LateBuffers, Declaring):
+    """A layer with one or more linear maps.
+
+    Args: see `MatmulOptions`.
+
+    Attributes:
+        linear_maps: the names of their weights, in the order of the forward.
+        exchanges: what ranks send each other, by those names.
+        allows_fp8: False: GEMMs are never in FP8, whatever autocast says.
     """
 
     late_buffers: ClassVar[tuple[str, ...]] = (*buffer_names("forward"), *buffer_names("backward"))
     linear_maps: ClassVar[tuple[str, ...]] = ("weight",)
-    fuse_wgrad_accumulation: FuseWgrad = False
     allows_fp8 = True
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        fuse_wgrad_accumulation: FuseWgrad = False,
+        delay_wgrad_compute: bool = False,
+        params_dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        tp_group: dist.ProcessGroup | None = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        tp_overlap: bool = False,
+        get_rng_state_tracker: GetTracker | None = None,
+    ) -> None:
         super().__init__()
+        name = type(self).__name__
+        self._parallel = TensorParallel.of(name, tp_group, tp_size, sequence_parallel, tp_overlap)
+        self.fuse_wgrad_accumulation = checked_fuse_wgrad(fuse_wgrad_accumulation, name)
+        self._params_dtype, self._params_device = params_dtype, device
         self.exchanges: dict[str, Exchange] = {}
         self._scalings: dict[Direction, Scaling] = {}
-        self._weight_cache = WeightCache(type(self).__name__)
-        self._delayed_wgrads: DelayedWgrads | None = None
+        self._weight_cache = WeightCache(name)
+        self._delayed_wgrads = DelayedWgrads() if delay_wgrad_compute else None
         self._last_recipe: Recipe | None = None
         self._ran_in_fp8 = False
 
+    def _new_parameter(self, *shape: int) -> nn.Parameter:
+        """Makes a parameter, uninitialised, for the constructor."""
+        return new_parameter(*shape, dtype=self._params_dtype, device=self._params_device)
+
     # ---- how to cast ------------------------------------------------------------------------------------
 
-    def roles(self, device: torch.device) -> list[Roles]:
-        """One for each linear map.
+    def casts(self, device: torch.device) -> list[Casts]:
+        """How this call casts, for each linear map.
 
         Raises:
             RuntimeError: if FP8 is asked for on a device without it.
@@ -78,7 +117,7 @@ class FP8Module(LateBuffers, Declaring):
                 raise_recomputed()
             self._ran_in_fp8 = False
             return [WITHOUT_FP8] * len(self.linear_maps)
-        if self._ran_in_fp8 is not region.enabled:  # to set what a module has is slow
+        if self._ran_in_fp8 is not region.enabled:  # nn.Module.__setattr__ is slow
             self._ran_in_fp8 = region.enabled
         if region.enabled:
             require_fp8(device, isinstance(region.recipe, BlockScaling))
@@ -87,9 +126,9 @@ class FP8Module(LateBuffers, Declaring):
             return self._delayed(region, region.recipe, device)
         if not region.enabled:
             return [WITHOUT_FP8] * len(self.linear_maps)
-        return [stateless_roles(region.recipe)] * len(self.linear_maps)
+        return [stateless_casts(region.recipe)] * len(self.linear_maps)
 
-    def _delayed(self, region: Region, recipe: DelayedScaling, device: torch.device) -> list[Roles]:
+    def _delayed(self, region: Region, recipe: DelayedScaling, device: torch.device) -> list[Casts]:
         records = records_amax()
         require_shared_scales(self, self.exchanges, recipe, region.group)
         forward = self._scaling("forward", recipe, device, renew=records)
@@ -97,12 +136,13 @@ class FP8Module(LateBuffers, Declaring):
         if records:
             region.use(forward)
             forward.was_loaded = backward.was_loaded = False
-        return delayed_roles(region, recipe, forward, backward, records=records)
+        return delayed_casts(region, recipe, forward, backward, records=records)
 
     def _scaling(
         self, direction: Direction, recipe: DelayedScaling, device: torch.device, *, renew: bool
     ) -> Scaling:
-        """
+        """This layer's scales of one direction, made or renewed where they are missing or stale.
+
         Args:
             renew: for another recipe.  A forward that records nothing changes nothing: on one rank alone it
                 would change which collectives that rank joins.
@@ -126,17 +166,38 @@ class FP8Module(LateBuffers, Declaring):
                 _warn_of_change(self._last_recipe, recipe)
             self._last_recipe = recipe
 
+    def prepare_input(self, inp: Tensor, *weights: Tensor) -> CallInput:
+        """Checks the input of a call, and says how the call casts.
+
+        Args:
+            weights: of the linear maps, whole.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: see `Linear.forward`.
+        """
+        dtype = activation_dtype(inp, self, weights[0])
+        x = as_matrix(inp, weights[0].shape[1], dtype, self)
+        exchange = self.exchanges[self.linear_maps[0]]
+        leading = exchange.leading_shape(type(self).__name__, inp.shape)
+        casts = self.casts(inp.device)
+        if casts[0].is_fp8:
+            tokens = exchange.tokens(x.shape[0])
+            for name, weight in zip(self.linear_maps, weights, strict=True):
+                out_features, in_features = weight.shape
+                require_fp8_shape(self, name, tokens, in_features, out_features)
+        return CallInput(x, leading, casts)
+
     def prepare_map(
         self,
         name: str,
         weight: Tensor,
         bias: Tensor | None,
-        roles: Roles,
+        casts: Casts,
         dtype: torch.dtype,
         is_first_microbatch: bool | None,
         sources: Iterable[Tensor | None],
     ) -> tuple[Operand, LinearCall]:
-        """What the linear primitive takes for one call of the map with this weight.
+        """The weight and the call that the linear primitive takes for one linear map.
 
         Args:
             sources: what the map's input is computed from; None for what is not there.
@@ -149,7 +210,7 @@ class FP8Module(LateBuffers, Declaring):
         trains = torch.is_grad_enabled()
         needs_input_grad = trains and any(t is not None and t.requires_grad for t in sources)
         operand = self._weight_cache.operand(
-            name, weight, roles, is_first_microbatch, dtype, columnwise=needs_input_grad
+            name, weight, casts, is_first_microbatch, dtype, columnwise=needs_input_grad
         )
         exchange = self.exchanges.get(name, UNSPLIT)
         call = LinearCall(
@@ -157,10 +218,10 @@ class FP8Module(LateBuffers, Declaring):
             weight=weight if self.fuse_wgrad_accumulation or self._delayed_wgrads is not None else None,
             weight_dtype=weight.dtype,
             dtype=dtype,
-            split=roles.split,
+            split=casts.split,
             exchange=exchange,
-            quantizer=roles.x,
-            grad_quantizer=roles.grad,
+            quantizer=casts.x,
+            grad_quantizer=casts.grad,
             fuse_wgrad=self.fuse_wgrad_accumulation,
             is_first_microbatch=is_first_microbatch,
             stored_weight=FP8_OPERAND.of(weight),
@@ -168,13 +229,14 @@ class FP8Module(LateBuffers, Declaring):
             needs_weight_grad=trains and weight.requires_grad,
             bias_grad=bias.dtype if trains and bias is not None and bias.requires_grad else None,
             delayed=self._delayed_wgrads,
-            overlaps=exchange.overlap and _can_overlap(weight.device, roles.recipe),
+            overlaps=exchange.overlap and _can_overlap(weight.device, casts.recipe),
         )
         return operand, call
 
-    def _delay_wgrads(self) -> None:
-        """From now on; called once the weights are there."""
-        self._delayed_wgrads = DelayedWgrads()
+    def _declare_delays(self) -> None:
+        """Marks the weights, once they are there, if their gradients come late."""
+        if self._delayed_wgrads is None:
+            return
         for name in self.linear_maps:
             SKIP_BACKWARD_POST_HOOK.leave(self.get_parameter(name), True)
 
@@ -192,11 +254,11 @@ class FP8Module(LateBuffers, Declaring):
                 self._delayed_wgrads.compute_oldest(self._name_of(name), weight)
 
     def _name_of(self, weight: str) -> str:
-        """In messages."""
+        """The weight's name in messages."""
         return f"{type(self).__name__}.{weight}"
 
     def fp8_weights(self) -> tuple[str, ...]:
-        """Names of parameters that are used for FP8 products only, so that they may be kept in FP8."""
+        """Names of parameters that only FP8 GEMMs read, so that they may be kept in FP8."""
         weights = {name: getattr(self, name, None) for name in self.linear_maps}
         return tuple(
             name
@@ -208,14 +270,14 @@ class FP8Module(LateBuffers, Declaring):
 
     # ---- module protocol --------------------------------------------------------------------------------
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FP8Module:
-        """As `LateBuffers`; and forgets what was cast of the parameters before it."""
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MatmulLayer:
+        """Forgets what was cast of the parameters before it; else as `LateBuffers`."""
         super()._apply(fn, recurse)
         self._weight_cache.kept.clear()
         return self
 
     def prepare_load(self, shapes: Mapping[str, torch.Size], device: torch.device | None) -> None:
-        """As `LateBuffers`; and forgets what belongs to the parameters before it."""
+        """Forgets what belongs to the parameters before it; else as `LateBuffers`."""
         self._weight_cache.kept.clear()
         for scaling in self._scalings.values():
             scaling.was_loaded = True

@@ -1,4 +1,4 @@
-"""What an FP8 layer asks for before it computes: devices, sizes, dtypes, equal scales.
+"""What an FP8 layer asks for before it computes: devices, sizes, equal scales.
 
 In:   a layer's arguments and the region around its call.
 Out:  nothing, or an error that names the layer, the cause and the fix.
@@ -13,19 +13,17 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from flatfsdp.fp8.recipe import DelayedScaling
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.matmul.exchange import Exchange
 
-INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What layers take activations in."""
-
 
 @cache
 def require_fp8(device: torch.device, by_block: bool) -> None:
-    """
+    """Checks that a device can multiply FP8 numbers.
+
     Args:
         by_block: whether each block has a scale of its own.
 
@@ -48,24 +46,26 @@ def require_fp8(device: torch.device, by_block: bool) -> None:
 
 
 def require_fp8_shape(layer: nn.Module, name: str, tokens: int, in_features: int, out_features: int) -> None:
-    """
+    """Checks that a GEMM of these sizes can be in FP8.
+
     Args:
         name: of the layer's weight.
 
     Raises:
-        ValueError: if a product of these sizes cannot be in FP8.
+        ValueError: if a GEMM of these sizes cannot be in FP8.
     """
     sizes = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     for what, size in sizes.items():
         if size % ALIGNMENT:
             raise ValueError(
-                f"{type(layer).__name__}.{name}: {what} is {size}; FP8 products need multiples of "
+                f"{type(layer).__name__}.{name}: {what} is {size}; FP8 GEMMs need multiples of "
                 f"{ALIGNMENT}: pad it, or run this layer under autocast(enabled=False)"
             )
 
 
 def require_bool_or_none(layer: str, is_first_microbatch: object) -> None:
-    """
+    """Checks the argument of a layer's forward.
+
     Raises:
         TypeError: for other truth values, such as NumPy's, which would count as neither.
     """
@@ -75,29 +75,14 @@ def require_bool_or_none(layer: str, is_first_microbatch: object) -> None:
         )
 
 
-def activation_dtype(x: Tensor, layer: nn.Module, weight: Tensor) -> torch.dtype:
-    """The dtype of a layer's input after torch.autocast, if that is on.
-
-    Raises:
-        TypeError: if it is no floating-point dtype for products, or not the weight's without torch.autocast.
-    """
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
-    if x.dtype != weight.dtype or x.dtype not in INPUT_DTYPES:
-        raise TypeError(
-            f"{type(layer).__name__}: the input is {x.dtype}, the weight {weight.dtype}; outside of "
-            "torch.autocast both have to be FP32, fp16 or bf16 alike (params_dtype, or layer.to(dtype))"
-        )
-    return x.dtype
-
-
 def require_shared_scales(
     layer: nn.Module,
     exchanges: Mapping[str, Exchange],
     recipe: DelayedScaling,
     amax_group: dist.ProcessGroup | None,
 ) -> None:
-    """
+    """Checks that ranks which gather FP8 numbers have equal scales.
+
     Args:
         exchanges: of the layer's linear maps, by the names of their weights.
         amax_group: the ranks over which the region takes the largest amaxes.

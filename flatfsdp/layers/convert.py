@@ -29,7 +29,7 @@ SMALLEST = 1024
 
 
 def is_large_enough(linear: nn.Linear, name: str) -> bool:
-    """The default filter: both sizes suit FP8, and the product is large enough to gain from it."""
+    """The default filter: both sizes suit FP8, and the GEMM is large enough to gain from it."""
     sizes = (linear.in_features, linear.out_features)
     return all(size % ALIGNMENT == 0 for size in sizes) and min(sizes) >= SMALLEST
 

@@ -93,7 +93,7 @@ class Embedding(Declaring):
 
     @property
     def _padding_row(self) -> int | None:
-        """Of this rank's rows."""
+        """The padding id's row, if it is one of this rank's."""
         row = -1 if self.padding_idx is None else self.padding_idx - self._first_row
         return row if 0 <= row < len(self.weight) else None
 

@@ -15,22 +15,23 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from flatfsdp.contract.operand import Operand
-from flatfsdp.contract.tensor_parallel import declare_norm
-from flatfsdp.layers.normalized import NormKind, add_to, input_grads, normalize, reset_norm
-from flatfsdp.layers.parameters import new_parameter
-from flatfsdp.layers.projection import LinearOptions, Projection, residual_matrix
+from flatfsdp.layers.inputs import residual_matrix
+from flatfsdp.layers.norm_first import NormFirst
+from flatfsdp.layers.normalized import NormKind, add_to, input_grads, normalize
+from flatfsdp.layers.options import LinearOptions
+from flatfsdp.layers.projection import Projection
 from flatfsdp.matmul.linear_map import LinearCall, LinearSaved, linear_backward, linear_forward, quantize_grad
 
 
-class LayerNormLinear(Projection):
+class LayerNormLinear(NormFirst, Projection):
     """y = norm(x) w^T + b, or norm(x + residual) w^T + b.
 
     Args:
+        in_features, out_features, bias: as `Linear`.
         eps: of the norm.
-        normalization: "LayerNorm" or "RMSNorm".
-        zero_centered_gamma: the norm's gain is 1 + layer_norm_weight.
+        normalization, zero_centered_gamma: see `BlockOptions`.
         return_layernorm_output: return norm(x) as well.
-        in_features, out_features, bias, options: as `Linear`, but for parallel_mode, which cannot be "row".
+        options: see `LinearOptions`; parallel_mode cannot be "row".
 
     Attributes:
         layer_norm_weight, layer_norm_bias: [in_features]; RMSNorm has no bias.
@@ -55,19 +56,13 @@ class LayerNormLinear(Projection):
         if options.get("parallel_mode") == "row":
             raise ValueError("LayerNormLinear: parallel_mode is 'row'; a norm needs all features of a token")
         super().__init__(in_features, out_features, bias, **options)
-        self.norm = NormKind.named(normalization, eps, zero_centered_gamma)
         self.return_layernorm_output = return_layernorm_output
-        dtype, device = options.get("params_dtype"), options.get("device")
-        self.layer_norm_weight = new_parameter(in_features, dtype=dtype, device=device)
-        shift = None if self.norm.rms else new_parameter(in_features, dtype=dtype, device=device)
-        self.layer_norm_bias: torch.nn.Parameter | None
-        self.register_parameter("layer_norm_bias", shift)
-        declare_norm(self._parallel, self.layer_norm_weight, shift)
+        self._add_norm(in_features, NormKind.named(normalization, eps, zero_centered_gamma))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.norm.zero_centered)
+        self._reset_norm()
 
     @torch.compiler.disable
     def forward(
@@ -96,19 +91,13 @@ class LayerNormLinear(Projection):
         """
         norm_weight, norm_bias = self.layer_norm_weight, self.layer_norm_bias
         ready = self.prepare(inp, is_first_microbatch, also_trained=(residual, norm_weight, norm_bias))
-        added = residual_matrix(residual, inp, self.in_features, ready.x.dtype, self)
+        added = residual_matrix(residual, inp, ready.x.dtype, self)
         spec = _Spec(self.norm, ready.call, self.return_layernorm_output)
         out, normalized, summed = _LayerNormLinear.apply(
             ready.x, added, norm_weight, norm_bias, ready.weight, ready.added_bias, ready.operand, spec
         )
-        results = [out.view(ready.out_shape)]
-        if self.return_bias:
-            results.append(None if ready.bias is None else ready.bias.to(out.dtype))
-        if self.return_layernorm_output:
-            results.append(normalized.view(inp.shape))
-        if return_residual:
-            results.append(summed.view(inp.shape))
-        return results[0] if len(results) == 1 else tuple(results)
+        out = out.view(ready.out_shape)
+        return self._results(out, ready.bias, normalized, summed, inp, return_residual=return_residual)
 
 
 @dataclass(slots=True)

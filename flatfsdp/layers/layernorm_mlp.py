@@ -16,52 +16,46 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from typing_extensions import Unpack
 
-from flatfsdp.comm.rng import GetTracker
 from flatfsdp.contract.operand import Operand
-from flatfsdp.contract.tensor_parallel import Mode, TensorParallel, declare_map, declare_norm
+from flatfsdp.contract.tensor_parallel import Mode, declare_map
 from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.activation import GATED, NAMES, activation_backward, activation_forward
-from flatfsdp.layers.base import FP8Module
-from flatfsdp.layers.checks import activation_dtype, require_fp8_shape
-from flatfsdp.layers.normalized import Normalized, NormKind, add_to, input_grads, normalize, reset_norm
-from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
-from flatfsdp.layers.projection import as_matrix, residual_matrix
+from flatfsdp.layers.base import CallInput
+from flatfsdp.layers.inputs import residual_matrix
+from flatfsdp.layers.norm_first import NormFirst
+from flatfsdp.layers.normalized import Normalized, NormKind, add_to, input_grads, normalize
+from flatfsdp.layers.options import MatmulOptions
+from flatfsdp.layers.parameters import InitMethod, normal_init
 from flatfsdp.layers.shared import initialize
 from flatfsdp.matmul.exchange import Exchange
 from flatfsdp.matmul.linear_map import (
-    FuseWgrad,
     LinearCall,
     LinearSaved,
-    checked_fuse_wgrad,
     linear_backward,
     linear_forward,
     quantize_grad,
 )
 
 
-class LayerNormMLP(FP8Module):
+class LayerNormMLP(NormFirst):
     """y = fc2(activation(fc1(norm(x)))), or norm(x + residual), with Transformer Engine's arguments.
 
     Args:
         hidden_size: of input and output.
         ffn_hidden_size: between the maps.
-        eps, normalization, zero_centered_gamma: of the norm, as `LayerNormLinear`.
-        bias: whether both maps have one.
+        eps: of the norm.
         activation: a name in `flatfsdp.kernels.activation.NAMES`; gated ones (swiglu, geglu, ...) double
             fc1's rows: [activated | linear].
-        init_method, output_layer_init_method: fill fc1's and fc2's weight.
+        init_method, output_layer_init_method: fill fc1's and fc2's weight; see `LinearOptions`.
         return_bias: do not add fc2's bias but return (out, bias).
         return_layernorm_output: return norm(x) as well.
-        checkpoint: save only the input, and compute norm, fc1 and activation again in backward.
-        set_parallel_mode: the ranks of `tp_group` share fc1 by its rows and fc2 by its columns; both sizes
-            given are those of the whole layer.
-        sequence_parallel: input and output are split over the ranks along dimension 0.
-        fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype, device, tp_group, tp_size, tp_overlap,
-            get_rng_state_tracker: as `LinearOptions`.
+        checkpoint: save only the input, and compute norm, fc1 and activation again in backward.  The name is
+            Transformer Engine's; nothing is saved to disk.
+        bias, normalization, zero_centered_gamma, set_parallel_mode, options: see `BlockOptions`.
 
     Attributes:
         hidden_size, ffn_hidden_size: the second one is this rank's part.
@@ -74,6 +68,10 @@ class LayerNormMLP(FP8Module):
     """
 
     linear_maps = ("fc1_weight", "fc2_weight")
+    fc1_weight: nn.Parameter
+    fc1_bias: nn.Parameter | None
+    fc2_weight: nn.Parameter
+    fc2_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -81,72 +79,58 @@ class LayerNormMLP(FP8Module):
         ffn_hidden_size: int,
         eps: float = 1e-5,
         *,
-        bias: bool = True,
-        normalization: str = "LayerNorm",
         activation: str = "gelu",
-        zero_centered_gamma: bool = False,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
         return_bias: bool = False,
         return_layernorm_output: bool = False,
         checkpoint: bool = False,
-        fuse_wgrad_accumulation: FuseWgrad = False,
-        delay_wgrad_compute: bool = False,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
         set_parallel_mode: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
-        tp_overlap: bool = False,
-        get_rng_state_tracker: GetTracker | None = None,
+        **options: Unpack[MatmulOptions],
     ) -> None:
-        super().__init__()
+        super().__init__(**options)
         if activation not in NAMES:
             raise ValueError(f"LayerNormMLP: activation is {activation!r}; there are {', '.join(NAMES)}")
-        parallel = TensorParallel.of("LayerNormMLP", tp_group, tp_size, sequence_parallel, tp_overlap)
-        modes: tuple[Mode | None, Mode | None] = ("column", "row") if set_parallel_mode else (None, None)
-        self._parallel = parallel
-        self.exchanges = {
-            name: Exchange.of(parallel, mode) for name, mode in zip(self.linear_maps, modes, strict=True)
-        }
-        ffn = ffn_hidden_size
-        if set_parallel_mode:
-            ffn = parallel.share("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size)
         self.hidden_size = hidden_size
-        self.ffn_hidden_size = ffn
-        self.norm = NormKind.named(normalization, eps, zero_centered_gamma)
+        self.ffn_hidden_size = ffn_hidden_size
+        if set_parallel_mode:
+            self.ffn_hidden_size = self._parallel.share("LayerNormMLP", "ffn_hidden_size", ffn_hidden_size)
         self.activation = activation
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.checkpoint = checkpoint
-        self.fuse_wgrad_accumulation = checked_fuse_wgrad(fuse_wgrad_accumulation, "LayerNormMLP")
         self.init_methods = (init_method or normal_init, output_layer_init_method or normal_init)
+        self._add_norm(hidden_size, NormKind.named(normalization, eps, zero_centered_gamma))
         parts = 2 if activation in GATED else 1
-
-        def parameter(*shape: int) -> torch.nn.Parameter:
-            return new_parameter(*shape, dtype=params_dtype, device=device)
-
-        self.layer_norm_bias: torch.nn.Parameter | None
-        self.fc1_bias: torch.nn.Parameter | None
-        self.fc2_bias: torch.nn.Parameter | None
-        self.layer_norm_weight = parameter(hidden_size)
-        self.register_parameter("layer_norm_bias", None if self.norm.rms else parameter(hidden_size))
-        self.fc1_weight = parameter(parts * ffn, hidden_size)
-        self.register_parameter("fc1_bias", parameter(parts * ffn) if bias else None)
-        self.fc2_weight = parameter(hidden_size, ffn)
-        self.register_parameter("fc2_bias", parameter(hidden_size) if bias else None)
-        declare_norm(parallel, self.layer_norm_weight, self.layer_norm_bias)
-        declare_map(parallel, modes[0], self.fc1_weight, self.fc1_bias, (ffn_hidden_size,) * parts)
-        declare_map(parallel, modes[1], self.fc2_weight, self.fc2_bias, (ffn_hidden_size,))
-        if delay_wgrad_compute:
-            self._delay_wgrads()
+        modes: tuple[Mode | None, Mode | None] = ("column", "row") if set_parallel_mode else (None, None)
+        fc1, fc2 = (parts * self.ffn_hidden_size, hidden_size), (hidden_size, self.ffn_hidden_size)
+        self._add_map("fc1", fc1, bias, modes[0], (ffn_hidden_size,) * parts)
+        self._add_map("fc2", fc2, bias, modes[1], (ffn_hidden_size,))
+        self._declare_delays()
         self.reset_parameters()
+
+    def _add_map(
+        self, name: str, shape: tuple[int, int], bias: bool, mode: Mode | None, sizes: tuple[int, ...]
+    ) -> None:
+        """Makes the parameters of fc1 or fc2.
+
+        Args:
+            sizes: see `declare_map`.
+        """
+        weight = self._new_parameter(*shape)
+        added = self._new_parameter(shape[0]) if bias else None
+        self.register_parameter(f"{name}_weight", weight)
+        self.register_parameter(f"{name}_bias", added)
+        self.exchanges[f"{name}_weight"] = Exchange.of(self._parallel, mode)
+        declare_map(self._parallel, mode, weight, added, sizes)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialises the parameters where they are; nothing on the meta device."""
-        reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.norm.zero_centered)
+        self._reset_norm()
         for init, weight, bias in zip(
             self.init_methods,
             (self.fc1_weight, self.fc2_weight),
@@ -180,54 +164,42 @@ class LayerNormMLP(FP8Module):
         Raises:
             ValueError, TypeError, RuntimeError: as `Linear`.
         """
-        dtype = activation_dtype(inp, self, self.fc1_weight)
-        x = as_matrix(inp, self.hidden_size, dtype, self)
-        added = residual_matrix(residual, inp, self.hidden_size, dtype, self)
-        exchange = self.exchanges["fc1_weight"]
-        exchange.leading_shape("LayerNormMLP", inp.shape)
-        fc1_roles, fc2_roles = self.roles(inp.device)
-        if fc1_roles.is_fp8:
-            tokens = exchange.tokens(x.shape[0])
-            require_fp8_shape(self, "fc1_weight", tokens, self.hidden_size, self.fc1_weight.shape[0])
-            require_fp8_shape(self, "fc2_weight", tokens, self.ffn_hidden_size, self.hidden_size)
-        fc2_added = None if self.return_bias else self.fc2_bias
-        before_fc1 = (inp, residual, self.layer_norm_weight, self.layer_norm_bias)
-        before_fc2 = (*before_fc1, self.fc1_weight, self.fc1_bias)
-        fc1_weight, fc1 = self.prepare_map(
-            "fc1_weight", self.fc1_weight, self.fc1_bias, fc1_roles, dtype, is_first_microbatch, before_fc1
-        )
-        fc2_weight, fc2 = self.prepare_map(
-            "fc2_weight", self.fc2_weight, fc2_added, fc2_roles, dtype, is_first_microbatch, before_fc2
-        )
-        spec = _Spec(
-            self.norm,
-            self.activation,
-            self.checkpoint,
-            self.return_layernorm_output,
-            fc1,
-            fc2,
-        )
+        ready = self.prepare_input(inp, self.fc1_weight, self.fc2_weight)
+        added = residual_matrix(residual, inp, ready.x.dtype, self)
+        fc1_weight, fc2_weight, spec = self._prepare_maps(inp, residual, ready, is_first_microbatch)
         out, normalized, summed = _LayerNormMLP.apply(
-            x,
+            ready.x,
             added,
             self.layer_norm_weight,
             self.layer_norm_bias,
             self.fc1_weight,
             self.fc1_bias,
             self.fc2_weight,
-            fc2_added,
+            None if self.return_bias else self.fc2_bias,
             fc1_weight,
             fc2_weight,
             spec,
         )
-        results = [out.view(inp.shape)]
-        if self.return_bias:
-            results.append(None if self.fc2_bias is None else self.fc2_bias.to(dtype))
-        if self.return_layernorm_output:
-            results.append(normalized.view(inp.shape))
-        if return_residual:
-            results.append(summed.view(inp.shape))
-        return results[0] if len(results) == 1 else tuple(results)
+        out = out.view(inp.shape)
+        return self._results(out, self.fc2_bias, normalized, summed, inp, return_residual=return_residual)
+
+    def _prepare_maps(
+        self, inp: Tensor, residual: Tensor | None, ready: CallInput, is_first_microbatch: bool | None
+    ) -> tuple[Operand, Operand, _Spec]:
+        """Both weights, and what else the node needs."""
+        fc2_bias = None if self.return_bias else self.fc2_bias
+        fc1_casts, fc2_casts = ready.casts
+        dtype, first = ready.x.dtype, is_first_microbatch
+        before_fc1 = (inp, residual, self.layer_norm_weight, self.layer_norm_bias)
+        before_fc2 = (*before_fc1, self.fc1_weight, self.fc1_bias)
+        fc1_weight, fc1 = self.prepare_map(
+            "fc1_weight", self.fc1_weight, self.fc1_bias, fc1_casts, dtype, first, before_fc1
+        )
+        fc2_weight, fc2 = self.prepare_map(
+            "fc2_weight", self.fc2_weight, fc2_bias, fc2_casts, dtype, first, before_fc2
+        )
+        spec = _Spec(self.norm, self.activation, self.checkpoint, self.return_layernorm_output, fc1, fc2)
+        return fc1_weight, fc2_weight, spec
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, {self.ffn_hidden_size}, activation={self.activation!r}"

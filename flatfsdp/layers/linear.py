@@ -1,4 +1,4 @@
-"""`Linear`: nn.Linear with FP8 products and the weight gradient accumulated in FP32.
+"""`Linear`: nn.Linear with FP8 GEMMs and the weight gradient accumulated in FP32.
 
 In:   [..., in_features];  out: [..., out_features].
 Next: `matmul/linear_map.py` has the primitive.
@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from flatfsdp.contract.operand import Operand
-from flatfsdp.layers.projection import LinearOptions, Projection
+from flatfsdp.layers.options import LinearOptions
+from flatfsdp.layers.projection import Projection
 from flatfsdp.matmul.linear_map import (
     FuseWgrad,
     LinearCall,
@@ -28,7 +29,7 @@ from flatfsdp.matmul.linear_map import (
 class Linear(Projection):
     """y = x w^T + b.  Drop-in for nn.Linear, with Transformer Engine's arguments.
 
-    Inside `flatfsdp.fp8.autocast` products are in FP8; input, output and parameters keep their dtype.
+    Inside `flatfsdp.fp8.autocast` GEMMs are in FP8; input, output and parameters keep their dtype.
 
     Args:
         in_features, out_features: sizes; multiples of 16 for FP8.

@@ -1,7 +1,7 @@
 """`LayerNorm` and `RMSNorm`: one kernel forward, one backward, with weight gradients summed in FP32.
 
 In:   [..., *normalized_shape], FP32, fp16 or bf16;  out: the same shape and dtype.
-Next: `kernels/norm/forward.py` and `kernels/norm/backward.py`; `normalized.py` for norms before a product.
+Next: `kernels/norm/forward.py` and `kernels/norm/backward.py`; `normalized.py` for norms before a GEMM.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch.autograd.function import once_differentiable
 from flatfsdp.contract.tensor_parallel import declare_whole
 from flatfsdp.fp8.state_dict import WithoutExtraState
 from flatfsdp.kernels.norm.forward import norm_forward
-from flatfsdp.layers.checks import INPUT_DTYPES
+from flatfsdp.layers.inputs import INPUT_DTYPES
 from flatfsdp.layers.normalized import NormKind, normalize_backward, reset_norm
 from flatfsdp.layers.parameters import new_parameter
 from flatfsdp.layers.shared import Declaring
 
 
 class _NormLayer(WithoutExtraState, Declaring):
-    """What both norms have in common."""
+    """The base of both norms."""
 
     normalization: ClassVar[str]
 
@@ -142,7 +142,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _rows(x: Tensor, weight: Tensor) -> Tensor:
-    """Contiguous, 2-D."""
+    """x as a contiguous matrix, one row for each time it is normalized."""
     return x.reshape(-1, weight.numel()).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""A norm whose result is the operand of a product: cast in the norm's own kernel where the scale is known.
+"""A norm whose result is the operand of a GEMM: cast in the norm's own kernel where the scale is known.
 
 In:   [tokens, hidden], perhaps a residual that is added first, and the norm's parameters.
 Out:  an `Operand`, and the result itself where it is asked for; backward the gradients.
@@ -22,7 +22,8 @@ from flatfsdp.kernels.norm.forward import norm_forward
 
 @dataclass(frozen=True)
 class NormKind:
-    """
+    """Which norm a layer has.
+
     Attributes:
         rms: RMSNorm, which has no bias, instead of LayerNorm.
         zero_centered: the gain is 1 + weight.
@@ -34,7 +35,8 @@ class NormKind:
 
     @staticmethod
     def named(normalization: str, eps: float, zero_centered: bool) -> NormKind:
-        """
+        """The norm that Transformer Engine calls so.
+
         Raises:
             ValueError: for an unknown name.
         """
@@ -44,9 +46,10 @@ class NormKind:
 
 
 class Normalized(NamedTuple):
-    """
+    """The result of a norm, and what its backward needs.
+
     Attributes:
-        operand: for the product that follows.
+        operand: for the GEMM that follows.
         out: the norm's result, [tokens, hidden]; None if it was not asked for.
         summed: what was normalized: x, or x + residual rounded to x's dtype; for backward.
         mean, rstd: FP32 [tokens], for backward; RMSNorm has no mean.
@@ -70,10 +73,11 @@ def normalize(
     columnwise: bool,
     keep: bool,
 ) -> Normalized:
-    """
+    """Normalizes x, or x + residual, and casts the result.
+
     Args:
         residual: is added to x in the same pass; of x's shape and dtype.
-        columnwise: whether the following product will need a weight gradient.
+        columnwise: whether the following GEMM will need a weight gradient.
         keep: whether the result is wanted in x's dtype, too.
     """
     fused = quantizer.fused
@@ -106,7 +110,8 @@ def normalize_backward(
     kind: NormKind,
     d_residual: Tensor | None,
 ) -> NormBackward:
-    """
+    """Computes the gradients of a norm's input and parameters.
+
     Args:
         x: what was normalized.
         d_residual: a gradient that reaches x past the norm; it is added in the same pass.
@@ -141,10 +146,11 @@ def input_grads(
     *,
     has_residual: bool,
 ) -> InputGrads:
-    """
+    """Computes the gradients of all that reaches a layer through its norm.
+
     Args:
         dy: of the norm's result; None if nothing reaches it.
-        saved: what was normalized, weight, mean and rstd; None where nothing before the product is trained.
+        saved: what was normalized, weight, mean and rstd; None where nothing before the GEMM is trained.
         d_residual: as in `normalize_backward`.
         has_residual: whether a residual was added to x, and needs a gradient: the same as x.
     """
@@ -165,7 +171,7 @@ def add_to(grad: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 @torch.no_grad()
 def reset_norm(weight: Tensor, bias: Tensor | None, zero_centered: bool) -> None:
-    """A gain of 1 and a shift of 0."""
+    """Makes the gain 1 and the shift 0."""
     if not weight.is_meta:
         weight.fill_(0.0 if zero_centered else 1.0)
         if bias is not None:

@@ -88,7 +88,7 @@ class Declaring(Shared):
     """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """As nn.Module; assigning a parameter calls it, too."""
+        """Marks the new parameter like the one before it; assigning a parameter calls this, too."""
         before = self._parameters.get(name)
         super().register_parameter(name, param)
         mark_like(param, marks_of(before))

@@ -14,19 +14,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
-from flatfsdp.comm.rng import GetTracker
 from flatfsdp.contract.tensor_parallel import TensorParallel
 from flatfsdp.layers.attention.masks import Window
 from flatfsdp.layers.attention.multihead import MultiheadAttention, Tables
 from flatfsdp.layers.dropout import OwnNumbers, bias_dropout_add
 from flatfsdp.layers.layernorm_mlp import LayerNormMLP
 from flatfsdp.layers.norm import LayerNorm, RMSNorm
+from flatfsdp.layers.options import AttentionOptions, BlockOptions, only, require_known, shared_by
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.shared import Shared
-from flatfsdp.matmul.linear_map import FuseWgrad
 
 
 class TransformerLayer(Shared):
@@ -35,22 +34,17 @@ class TransformerLayer(Shared):
     Args:
         hidden_size: of input and output.
         ffn_hidden_size, activation: of the perceptron; see `LayerNormMLP`.
+        layernorm_epsilon: of all norms.
         hidden_dropout: of what both branches add to their residual.
-        layernorm_epsilon, normalization, zero_centered_gamma: of all norms.
         init_method, output_layer_init_method: fill the first and the second weight of each branch.
         self_attn_mask_type, attn_input_format: attn_mask_type and qkv_format of `DotProductAttention`.
+        num_attention_heads, num_gqa_groups, attention_dropout, layer_number, kv_channels, window_size: as
+            `MultiheadAttention`.
         apply_residual_connection_post_layernorm: the residuals are the norms' results, not their inputs.
         output_layernorm: no norm before attention, but one at the end.
         parallel_attention_mlp: out = x + dropout(self_attention(norm(x)) + layernorm_mlp(x)).
-        bias: whether the linear maps have one.
-        num_attention_heads, num_gqa_groups, attention_dropout, layer_number, kv_channels, window_size,
-            fuse_qkv_params, qkv_weight_interleaved, rotary_pos_interleaved, rotary_base, qk_norm_type,
-            qk_norm_eps, qk_norm_before_rope: as `MultiheadAttention`.
-        fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype, device: as `Linear`, of all parts.
         layer_type, drop_path_rate: only "encoder", which includes GPTs, and 0.
-        set_parallel_mode, tp_group, tp_size, sequence_parallel, tp_overlap, get_rng_state_tracker: as
-            `MultiheadAttention`, of all parts.  Under sequence_parallel each rank draws the dropout of its
-            part of the sequence.
+        options: see `AttentionOptions`; of all parts.
 
     Attributes:
         self_attention: a MultiheadAttention.
@@ -82,53 +76,25 @@ class TransformerLayer(Shared):
         parallel_attention_mlp: bool = False,
         layer_type: str = "encoder",
         drop_path_rate: float = 0.0,
-        fuse_qkv_params: bool = False,
-        zero_centered_gamma: bool = False,
-        qkv_weight_interleaved: bool = True,
-        rotary_pos_interleaved: bool = False,
-        rotary_base: float | None = None,
-        bias: bool = True,
         activation: str = "gelu",
-        normalization: str = "LayerNorm",
         attn_input_format: str = "sbhd",
-        qk_norm_type: str | None = None,
-        qk_norm_eps: float = 1e-6,
-        qk_norm_before_rope: bool = False,
-        fuse_wgrad_accumulation: FuseWgrad = False,
-        delay_wgrad_compute: bool = False,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        set_parallel_mode: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
-        tp_overlap: bool = False,
-        get_rng_state_tracker: GetTracker | None = None,
+        **options: Unpack[AttentionOptions],
     ) -> None:
         super().__init__()
-        parallel = TensorParallel.of("TransformerLayer", tp_group, tp_size, sequence_parallel)
-        self._parallel = parallel
-        if layer_type != "encoder":
-            raise ValueError(
-                f"layer_type is {layer_type!r}; there is no cross-attention, so it must be 'encoder'"
-            )
-        if drop_path_rate != 0:
-            raise ValueError(
-                f"drop_path_rate is {drop_path_rate}; dropping whole paths is not offered: pass 0"
-            )
-        if not 0 <= hidden_dropout < 1:
-            raise ValueError(f"hidden_dropout is {hidden_dropout}; it must be 0 <= p < 1")
+        require_known("TransformerLayer", AttentionOptions, options)
+        self._parallel = shared_by("TransformerLayer", options)
+        _check(layer_type, drop_path_rate, hidden_dropout)
         if parallel_attention_mlp and (apply_residual_connection_post_layernorm or output_layernorm):
             raise ValueError(
                 "parallel_attention_mlp goes neither with apply_residual_connection_post_layernorm nor with "
                 "output_layernorm"
             )
         self.hidden_dropout = hidden_dropout
-        self._splits_sequence = parallel.sequence_parallel
-        self._numbers = OwnNumbers(get_rng_state_tracker, parallel.ranks)
+        self._splits_sequence = self._parallel.sequence_parallel
+        self._numbers = OwnNumbers(options.get("get_rng_state_tracker"), self._parallel.ranks)
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
-        # Without dropout the product adds the bias, and its gradient comes with the cast of dy.
+        # Without dropout the GEMM adds the bias, and its gradient comes with the cast of dy.
         return_bias = hidden_dropout > 0 and not parallel_attention_mlp
         self.self_attention = MultiheadAttention(
             hidden_size,
@@ -145,60 +111,22 @@ class TransformerLayer(Shared):
             return_bias=return_bias,
             return_layernorm_output=apply_residual_connection_post_layernorm and not output_layernorm,
             input_layernorm=not output_layernorm,
-            fuse_qkv_params=fuse_qkv_params,
-            zero_centered_gamma=zero_centered_gamma,
-            qkv_weight_interleaved=qkv_weight_interleaved,
-            rotary_pos_interleaved=rotary_pos_interleaved,
-            rotary_base=rotary_base,
-            bias=bias,
-            normalization=normalization,
             qkv_format=attn_input_format,
-            qk_norm_type=qk_norm_type,
-            qk_norm_eps=qk_norm_eps,
-            qk_norm_before_rope=qk_norm_before_rope,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            delay_wgrad_compute=delay_wgrad_compute,
-            params_dtype=params_dtype,
-            device=device,
-            set_parallel_mode=set_parallel_mode,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
-            tp_overlap=tp_overlap,
-            get_rng_state_tracker=get_rng_state_tracker,
+            **options,
         )
         self.layernorm_mlp = LayerNormMLP(
             hidden_size,
             ffn_hidden_size,
             layernorm_epsilon,
-            bias=bias,
-            normalization=normalization,
             activation=activation,
-            zero_centered_gamma=zero_centered_gamma,
             init_method=init_method,
             output_layer_init_method=output_layer_init_method,
             return_bias=return_bias,
             return_layernorm_output=apply_residual_connection_post_layernorm,
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-            delay_wgrad_compute=delay_wgrad_compute,
-            params_dtype=params_dtype,
-            device=device,
-            set_parallel_mode=set_parallel_mode,
-            tp_group=tp_group,
-            tp_size=tp_size,
-            sequence_parallel=sequence_parallel,
-            tp_overlap=tp_overlap,
+            **only(BlockOptions, options),
         )
         if output_layernorm:
-            norm = RMSNorm if normalization == "RMSNorm" else LayerNorm
-            self.layernorm = norm(
-                hidden_size,
-                layernorm_epsilon,
-                parallel.sequence_parallel,
-                params_dtype,
-                zero_centered_gamma,
-                device,
-            )
+            self.layernorm = _make_norm(hidden_size, layernorm_epsilon, self._parallel, options)
 
     def forward(
         self,
@@ -265,3 +193,34 @@ class TransformerLayer(Shared):
             return bias_dropout_add(
                 out, bias[0] if bias else None, residual, self.hidden_dropout, self.training
             )
+
+
+def _check(layer_type: str, drop_path_rate: float, hidden_dropout: float) -> None:
+    """Checks options that are here for Transformer Engine's sake, and the dropout.
+
+    Raises:
+        ValueError: see `TransformerLayer`.
+    """
+    if layer_type != "encoder":
+        raise ValueError(
+            f"layer_type is {layer_type!r}; there is no cross-attention, so it must be 'encoder'"
+        )
+    if drop_path_rate != 0:
+        raise ValueError(f"drop_path_rate is {drop_path_rate}; dropping whole paths is not offered: pass 0")
+    if not 0 <= hidden_dropout < 1:
+        raise ValueError(f"hidden_dropout is {hidden_dropout}; it must be 0 <= p < 1")
+
+
+def _make_norm(
+    hidden_size: int, eps: float, parallel: TensorParallel, options: AttentionOptions
+) -> LayerNorm | RMSNorm:
+    """The norm at the end of a layer."""
+    norm = RMSNorm if options.get("normalization") == "RMSNorm" else LayerNorm
+    return norm(
+        hidden_size,
+        eps,
+        parallel.sequence_parallel,
+        options.get("params_dtype"),
+        options.get("zero_centered_gamma", False),
+        options.get("device"),
+    )

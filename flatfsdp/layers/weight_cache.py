@@ -1,4 +1,4 @@
-"""Where a product has its weight from: the flat buffer, a cast of this call, or one of the first microbatch.
+"""Where a GEMM has its weight from: the flat buffer, a cast of this call, or one of the first microbatch.
 
 In:   a weight, and how it is cast in this call (`fp8/casts.py`).
 Out:  its `Operand`.
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from flatfsdp.contract.operand import FP8_OPERAND, Operand
-from flatfsdp.fp8.casts import Roles
+from flatfsdp.fp8.casts import Casts
 from flatfsdp.fp8.quantizers import Quantizer, with_columnwise
 from flatfsdp.fp8.recipe import BlockScaling, Recipe
 from flatfsdp.fp8.recompute import current_tape
-from flatfsdp.matmul.products import is_blockwise
+from flatfsdp.matmul.gemms import is_blockwise
 
 
 class WeightCache:
@@ -36,43 +36,43 @@ class WeightCache:
         self,
         name: str,
         weight: Tensor,
-        roles: Roles,
+        casts: Casts,
         is_first_microbatch: bool | None,
         dtype: torch.dtype,
         *,
         columnwise: bool,
     ) -> Operand:
-        """The weight for products: in FP8 as FlatFSDP keeps it, or cast now or in the first microbatch.
+        """The weight for GEMMs: in FP8 as FlatFSDP keeps it, or cast now or in the first microbatch.
 
         Args:
             is_first_microbatch: None: cast now, keep nothing; True: cast and keep; False: what is kept.
-            dtype: of the products without FP8.
+            dtype: of the GEMMs without FP8.
             columnwise: whether dgrad will need it.
 
         Raises:
             RuntimeError: if nothing is kept, or it was cast with another recipe; if the weight is kept in FP8
-                and products are not in FP8, or with a scale for each block.
+                and GEMMs are not in FP8, or with a scale for each block.
         """
         kept_in_fp8 = FP8_OPERAND.of(weight)
         if kept_in_fp8 is not None:
-            self._require_tensor_scaling(name, roles.recipe)
+            self._require_tensor_scaling(name, casts.recipe)
             return kept_in_fp8()
-        if roles.recipe is None:
-            return roles.weight.cast(weight.detach().to(dtype), rowwise=True, columnwise=columnwise).operand
+        if casts.recipe is None:
+            return casts.weight.cast(weight.detach().to(dtype), rowwise=True, columnwise=columnwise).operand
         tape = current_tape()
         is_kept = is_first_microbatch is False or (
             is_first_microbatch is True and tape is not None and tape.is_replay
         )
         if not is_kept:
             source = weight.detach().contiguous()
-            operand = roles.weight.cast(source, rowwise=True, columnwise=columnwise).operand
+            operand = casts.weight.cast(source, rowwise=True, columnwise=columnwise).operand
         else:
-            operand = self.find(name, roles.recipe)
+            operand = self.find(name, casts.recipe)
             if columnwise and operand.columnwise is None:
                 # Kept by a forward without gradients.
-                operand = _with_columnwise(operand, weight, roles.weight)
+                operand = _with_columnwise(operand, weight, casts.weight)
         if is_first_microbatch is not None:
-            self.kept[name] = (roles.recipe, operand)
+            self.kept[name] = (casts.recipe, operand)
         return operand
 
     def find(self, name: str, recipe: Recipe) -> Operand:
@@ -105,7 +105,7 @@ class WeightCache:
 
 
 def _with_columnwise(operand: Operand, weight: Tensor, quantizer: Quantizer) -> Operand:
-    """What the same cast would have made for dgrad."""
+    """Adds what the same cast would have made for dgrad."""
     if is_blockwise(operand.rowwise_inv):
         both = quantizer.cast(weight.detach().contiguous(), rowwise=False, columnwise=True).operand
         return operand._replace(columnwise=both.columnwise, columnwise_inv=both.columnwise_inv)

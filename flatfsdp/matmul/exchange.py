@@ -40,7 +40,7 @@ class Exchange:
 
     @staticmethod
     def of(parallel: TensorParallel, mode: Mode | None) -> Exchange:
-        """Of a linear map that the ranks of a layer share like this; None: they do not."""
+        """The exchange around a linear map that the ranks of a layer share like this; None: they do not."""
         mode = None if parallel.ranks.size == 1 else mode
         return Exchange(parallel.ranks, mode, parallel.sequence_parallel, parallel.overlap)
 
@@ -71,7 +71,7 @@ class Exchange:
         return start(addend, self.ranks)
 
     def tokens(self, rows: int) -> int:
-        """That the product sees, for an input of so many rows."""
+        """Rows the GEMM sees for a local input of `rows` rows."""
         return rows * self.ranks.size if self.gathers_input else rows
 
     def leading_shape(self, layer: str, shape: Sequence[int]) -> tuple[int, ...]:
@@ -96,4 +96,4 @@ class Exchange:
 
 
 UNSPLIT = Exchange(ALONE, None, False)
-"""Of a layer that is not split."""
+"""The exchange of a layer that is not split."""

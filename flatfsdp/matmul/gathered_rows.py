@@ -1,7 +1,7 @@
 """An operand from the rows that each of several ranks has, as sequence parallelism splits them.
 
 In:   this rank's rows as an `Operand`, cast by `Quantizer.for_rows`; in FP8 one byte an element is sent.
-Out:  an `Operand` of all rows, in the forms that products read.
+Out:  an `Operand` of all rows, in the forms that GEMMs read.
 Next: `linear_map.py` multiplies while the rows are on their way.
 """
 

@@ -1,7 +1,7 @@
 """The linear primitive: what `Linear`, `LayerNormLinear` and `LayerNormMLP` are made of.
 
 In:   the input as an `Operand` (a norm or an activation may have cast it already), weight and bias.
-Out:  forward the product, and what to save; backward the gradients of input, weight and bias.
+Out:  forward the result, and what to save; backward the gradients of input, weight and bias.
 Next: `layers/` composes it with norms and activations inside one autograd Function each.
 
     forward    x -> Operand    (cast here, or by the kernel that made x)
@@ -11,7 +11,7 @@ Next: `layers/` composes it with norms and activations inside one autograd Funct
     backward   dy -> Operand   (cast, transposed and summed for the bias in one pass)
                dx = dy w,  dw = dy^T x, accumulated into main_grad or returned
 
-What the ranks of a tensor-parallel layer send each other (`Exchange`) is on its way during a product where
+What the ranks of a tensor-parallel layer send each other (`Exchange`) is on its way during a GEMM where
 one is left to compute:
 
     forward    x gathered, y = x w^T, y summed
@@ -34,19 +34,20 @@ from flatfsdp.contract.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized, Quantizer
 from flatfsdp.fp8.recipe import SplitAccumulator
 from flatfsdp.kernels.cast.column_sum import column_sum as sum_columns
-from flatfsdp.matmul import overlapped, products
+from flatfsdp.matmul import gemms, overlapped
 from flatfsdp.matmul.delayed_wgrad import DelayedWgrads
 from flatfsdp.matmul.exchange import Exchange
 from flatfsdp.matmul.gathered_rows import RowsUnderWay
 from flatfsdp.torch_private import receives_gradient
 
 FuseWgrad = bool | Literal["two_pass"]
-"""Whether a layer adds its weight gradient to main_grad itself; "two_pass": in an FP32 product and an
-addition, for comparison, rather than in the product."""
+"""Whether a layer adds its weight gradient to main_grad itself; "two_pass": in an FP32 GEMM and an
+addition, for comparison, rather than in the GEMM."""
 
 
 def checked_fuse_wgrad(value: FuseWgrad, layer: str) -> FuseWgrad:
-    """
+    """The value, checked.
+
     Raises:
         ValueError: if it is none of the three.
     """
@@ -72,7 +73,7 @@ class LinearCall:
         needs_input_grad, needs_weight_grad: what is to be computed in backward.
         bias_grad: dtype of the bias's gradient; None: it is not to be computed.
         delayed: takes the weight's gradient, until `backward_dw`; None: it is computed in backward.
-        overlaps: whether products that wait for something sent begin with its first chunk.
+        overlaps: whether GEMMs that wait for something sent begin with its first chunk.
         keeps_gathered: whether gathered rows of x are kept for backward, not gathered once more.
     """
 
@@ -96,7 +97,7 @@ class LinearCall:
 
     @property
     def input_quantizer(self) -> Quantizer:
-        """Of the rows of x that this rank has."""
+        """The quantizer of the rows of x that this rank has."""
         return self.quantizer.for_rows(self.exchange.ranks) if self.exchange.gathers_input else self.quantizer
 
     @property
@@ -127,7 +128,7 @@ class LinearSaved(NamedTuple):
 
     @staticmethod
     def of(tensors: Sequence[Tensor | None]) -> LinearSaved:
-        """From what `ctx.saved_tensors` gives back of `tensors`."""
+        """The same again, from what `ctx.saved_tensors` gives back of `tensors`."""
         middle = len(tensors) // 2
         return LinearSaved(Operand(*tensors[:middle]), Operand(*tensors[middle:]))
 
@@ -159,20 +160,20 @@ def _multiply(x: Operand, weight: Operand, bias: Tensor | None, call: LinearCall
             whole = call.quantizer.of_rows(gathered, rowwise=True, columnwise=columnwise)
         else:
             whole = RowsUnderWay.start(x, call.quantizer, exchange).wait(rowwise=True, columnwise=columnwise)
-            out = products.fprop(whole, weight, bias, dtype, split)
+            out = gemms.fprop(whole, weight, bias, dtype, split)
         return out, whole.for_backward if call.keeps_gathered else x
     if not exchange.sums_output:
-        return products.fprop(x, weight, bias, dtype, split), x.for_backward
+        return gemms.fprop(x, weight, bias, dtype, split), x.for_backward
     if call.overlaps:
         out = overlapped.fprop_and_scatter(x, weight, dtype, split, exchange.ranks)
     else:
-        out = exchange.start_sum(products.fprop(x, weight, None, dtype, split)).wait()
+        out = exchange.start_sum(gemms.fprop(x, weight, None, dtype, split)).wait()
     # All ranks have the same bias, which is added once.
     return out if bias is None else out.add_(bias), x.for_backward
 
 
 def quantize_grad(dy: Tensor, call: LinearCall) -> Quantized:
-    """dy [tokens, out] as an Operand, empty if no product needs it, and its column sums for the bias.
+    """dy [tokens, out] as an Operand, empty if no GEMM needs it, and its column sums for the bias.
 
     Where ranks have rows of dy each, so do the operand and the sums.
     """
@@ -217,7 +218,7 @@ def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall) -> Line
 
 
 def _start_input_grad(dy: Operand, saved: LinearSaved, call: LinearCall) -> Pending:
-    dx = products.dgrad(dy, _weight(saved, call), call.dtype, call.split)
+    dx = gemms.dgrad(dy, _weight(saved, call), call.dtype, call.split)
     return call.exchange.start_sum(dx) if call.exchange.sums_input_grad else Pending(dx, None)
 
 
@@ -241,7 +242,7 @@ def _weight(saved: LinearSaved, call: LinearCall) -> Operand:
 
 
 def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
-    """In the weight's dtype, or None: it is in main_grad, left for later, or this backward asks for none."""
+    """The weight's gradient; None: it is in main_grad, left for later, or this backward asks for none."""
     if call.weight is not None and not receives_gradient(call.weight):
         return None
     if call.delayed is not None:
@@ -252,10 +253,10 @@ def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
 
 def _compute_weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
     if not call.fuse_wgrad:
-        return products.wgrad(dy, x, call.weight_dtype, call.split)
+        return gemms.wgrad(dy, x, call.weight_dtype, call.split)
     assert call.weight is not None
     slot = claim(call.weight, call.name, call.is_first_microbatch)
-    products.accumulate_wgrad(
+    gemms.accumulate_wgrad(
         slot.target,
         dy,
         x,

@@ -1,13 +1,13 @@
-"""Products that begin before all is there, and sums that begin before all is multiplied, over NVLink.
+"""GEMMs that begin before all is there, and sums that begin before all is multiplied, over NVLink.
 
-In:   operands, as `products`, and the ranks that have their rows, or addends.
-Out:  as a gather and then a product, or a product and then a sum that is scattered.
+In:   operands, as `gemms`, and the ranks that have their rows, or addends.
+Out:  as a gather and then a GEMM, or a GEMM and then a sum that is scattered.
 Next: `linear_map.py` calls these where nothing else is left to compute meanwhile.
 
 torch.ops.symm_mem cuts rows into one chunk a rank.  A chunk is copied from another rank's memory, or to it,
-by the copy engine, while the chunk before or after it is multiplied.  Products of fewer rows may be summed up
+by the copy engine, while the chunk before or after it is multiplied.  GEMMs of fewer rows may be summed up
 in another order, and sums over ranks are in FP32 and rounded once, so results differ in the last digits from
-those of `products` and NCCL; they are the same in every run.
+those of `gemms` and NCCL; they are the same in every run.
 
 PyTorch keeps one buffer a group in memory that all of its GPUs see: as large as the largest rows that were
 gathered, or as two chunks.  NVLink multicast is not used; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps PyTorch
@@ -28,14 +28,14 @@ from flatfsdp.fp8.recipe import SplitAccumulator
 
 
 def is_available(device: torch.device) -> bool:
-    """Elsewhere, things are sent first and multiplied then."""
+    """Whether a device has these; elsewhere, things are sent first and multiplied then."""
     return device.type == "cuda"
 
 
 class Gathered(NamedTuple):
-    """A product, and its first operand of all ranks' rows in the form in which they were sent."""
+    """The result of a GEMM, and its first operand of all ranks' rows in the form in which they were sent."""
 
-    product: Tensor
+    out: Tensor
     operand: Operand
 
 
@@ -87,17 +87,17 @@ def _gather_and_multiply(
 ) -> Gathered:
     """The rows of all ranks times `second`, [k, n]."""
     if rows.high is not None:
-        whole, (product,) = _ops().fused_all_gather_matmul(rows.high, [second], 0, ranks.name)
-        return Gathered(product if bias is None else product.add_(bias), Operand(high=whole))
-    # FP8 products with an FP32 result add no bias.
+        whole, (out,) = _ops().fused_all_gather_matmul(rows.high, [second], 0, ranks.name)
+        return Gathered(out if bias is None else out.add_(bias), Operand(high=whole))
+    # FP8 GEMMs with an FP32 result add no bias.
     own_bias = None if dtype == torch.float32 else bias
-    whole, (product,) = _ops().fused_all_gather_scaled_matmul(
+    whole, (out,) = _ops().fused_all_gather_scaled_matmul(
         *(rows.rowwise, [second], rows.rowwise_inv, [second_inv], 0, ranks.name),
         *([own_bias], [None], [dtype], [not split]),
     )
     if bias is not None and own_bias is None:
-        product.add_(bias)
-    return Gathered(product, rows._replace(rowwise=whole))
+        out.add_(bias)
+    return Gathered(out, rows._replace(rowwise=whole))
 
 
 def _turned(weight: Tensor | None) -> Tensor:

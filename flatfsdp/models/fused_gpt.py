@@ -1,4 +1,4 @@
-"""The GPT of `gpt.py` in FlatFSDP's own layers: products in FP8, weight gradients straight into main_grad.
+"""The GPT of `gpt.py` in FlatFSDP's own layers: GEMMs in FP8, weight gradients straight into main_grad.
 
 In:   tokens int64 [batch, seq], and targets of the same shape or nothing.
 Out:  the mean next-byte loss (FP32, 0-dim), or the logits [batch, seq, vocab].
@@ -17,9 +17,10 @@ from flatfsdp.models.gpt import GPTConfig, logits_or_loss
 
 
 class FusedGPT(nn.Module):
-    """As `GPT`, with the same initial distribution; the same `seed` gives the same parameters on every rank.
+    """The model of `GPT`, with the same initial distribution.
 
-    The head stays out of FP8, as the last layer usually does; its weight gradient is fused like the others.
+    The same `seed` gives the same parameters on every rank.  The head stays out of FP8, as the last layer
+    usually does; its weight gradient is fused like the others.
     """
 
     def __init__(self, config: GPTConfig, seed: int = 0, fuse_wgrad_accumulation: FuseWgrad = True) -> None:
@@ -68,7 +69,7 @@ class FusedGPT(nn.Module):
     def forward(
         self, tokens_bt: Tensor, targets_bt: Tensor | None = None, is_first_microbatch: bool | None = None
     ) -> Tensor:
-        """Returns the mean cross-entropy in nats (FP32) if there are targets, else the logits [b, t, v].
+        """The mean cross-entropy in nats (FP32) if there are targets, else the logits [b, t, v].
 
         Args:
             is_first_microbatch: FP8 weights are cast in every microbatch (None), or in the first one only.

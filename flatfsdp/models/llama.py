@@ -30,8 +30,9 @@ from flatfsdp.layers import (
     TransformerLayer,
     cross_entropy,
 )
-from flatfsdp.layers.base import FP8Module
+from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.checks import require_fp8_shape
+from flatfsdp.layers.options import MatmulOptions
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.models.config import LlamaConfig
@@ -50,13 +51,10 @@ class Llama(nn.Module):
     Args:
         layers: consecutive ones; default: all.  Those from 0 come with the embedding, those to the end with
             the last norm and the head.
-        tp_group: ranks that share each layer.
+        tp_group, sequence_parallel, tp_overlap, fuse_wgrad_accumulation: of all layers; see `MatmulOptions`.
         tp_size: of the group; may be left out.  Without the group the model cannot compute, but has its
             parameters' shapes; see `plan`.
-        sequence_parallel: they share the activations between layers, too.
-        tp_overlap: as of `Linear`.
-        fuse_wgrad_accumulation: add weight gradients to their FP32 `main_grad`; see `Linear`.
-        recipe: how to scale FP8 products, of the layers only; None: they are in the parameters' dtype.
+        recipe: how to scale FP8 GEMMs, of the layers only; None: they are in the parameters' dtype.
         amax_group: ranks that share scales; default: those that have this stage, if it is a `FlatStage`, else
             all.
         seed: of the initial values.
@@ -101,7 +99,15 @@ class Llama(nn.Module):
         # Stages without embedding and head raise with the others, and do not wait for them.
         self.parallel.share("Llama", "vocab", config.vocab)
         self.rotary = RotaryPositionEmbedding(config.head_dim, config.rope_theta)
-        new = _Factory(config, self.parallel, tp_group, fuse_wgrad_accumulation, params_dtype)
+        options: MatmulOptions = {
+            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
+            "params_dtype": params_dtype,
+            "tp_group": tp_group,
+            "tp_size": self.parallel.ranks.size,
+            "sequence_parallel": self.parallel.sequence_parallel,
+            "tp_overlap": self.parallel.overlap,
+        }
+        new = _Factory(config, options)
         # In the order of the forward.
         self.embedding = new.embedding() if layers.start == 0 else None
         self.layers = nn.ModuleDict({str(number): new.layer(number) for number in layers})
@@ -118,12 +124,13 @@ class Llama(nn.Module):
             materialize(owners, device, self.initialize)
 
     def require_fp8_shapes(self, tokens: int) -> None:
-        """
+        """Checks that all GEMMs of the layers suit FP8, for `tokens` tokens.
+
         Raises:
-            ValueError: if a product of a layer cannot be in FP8, with so many tokens.
+            ValueError: if one does not.
         """
         for layer in self.layers.modules():
-            if isinstance(layer, FP8Module):
+            if isinstance(layer, MatmulLayer):
                 for name in layer.linear_maps:
                     out_features, in_features = layer.get_parameter(name).shape
                     require_fp8_shape(layer, name, tokens, in_features, out_features)
@@ -187,38 +194,31 @@ class Llama(nn.Module):
 
 
 class _Factory:
-    """Makes the parts of a model, without memory for their parameters."""
+    """Makes the parts of a model, without memory for their parameters.
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        parallel: TensorParallel,
-        tp_group: dist.ProcessGroup | None,
-        fuse_wgrad_accumulation: FuseWgrad,
-        params_dtype: torch.dtype | None,
-    ) -> None:
+    Args:
+        options: of all of its layers.
+    """
+
+    def __init__(self, config: LlamaConfig, options: MatmulOptions) -> None:
         self._config = config
-        self._tp_group = tp_group
-        self._tp_size = parallel.ranks.size
-        self._sequence_parallel = parallel.sequence_parallel
-        self._tp_overlap = parallel.overlap
-        self._fuse_wgrad_accumulation = fuse_wgrad_accumulation
-        self._params_dtype = params_dtype
-        # Products keep the scale of what they are given; what adds to the residual stream starts smaller.
+        self._options: MatmulOptions = {**options, "device": "meta"}
+        # GEMMs keep the scale of what they are given; what adds to the residual stream starts smaller.
         self._inner = _normal(config.hidden**-0.5)
         self._to_residual = _normal((2 * config.layers * config.hidden) ** -0.5)
 
     def embedding(self) -> Embedding:
+        options = self._options
         return Embedding(
             self._config.vocab,
             self._config.hidden,
             init_method=_normal(1.0),
-            params_dtype=self._params_dtype,
-            device="meta",
-            fuse_wgrad_accumulation=bool(self._fuse_wgrad_accumulation),
-            tp_group=self._tp_group,
-            tp_size=self._tp_size,
-            sequence_parallel=self._sequence_parallel,
+            params_dtype=options["params_dtype"],
+            device=options["device"],
+            fuse_wgrad_accumulation=bool(options["fuse_wgrad_accumulation"]),
+            tp_group=options["tp_group"],
+            tp_size=options["tp_size"],
+            sequence_parallel=options["sequence_parallel"],
         )
 
     def layer(self, number: int) -> TransformerLayer:
@@ -238,37 +238,24 @@ class _Factory:
             activation="swiglu",
             normalization="RMSNorm",
             fuse_qkv_params=True,
-            fuse_wgrad_accumulation=self._fuse_wgrad_accumulation,
-            params_dtype=self._params_dtype,
-            device="meta",
             set_parallel_mode=True,
-            tp_group=self._tp_group,
-            tp_size=self._tp_size,
-            sequence_parallel=self._sequence_parallel,
-            tp_overlap=self._tp_overlap,
+            **self._options,
         )
 
     def norm(self) -> RMSNorm:
+        options = self._options
         return RMSNorm(
             self._config.hidden,
             self._config.norm_eps,
-            self._sequence_parallel,
-            self._params_dtype,
-            device="meta",
+            options["sequence_parallel"],
+            options["params_dtype"],
+            device=options["device"],
         )
 
     def head(self) -> LinearCrossEntropy:
+        config = self._config
         return LinearCrossEntropy(
-            self._config.hidden,
-            self._config.vocab,
-            init_method=self._inner,
-            fuse_wgrad_accumulation=self._fuse_wgrad_accumulation,
-            params_dtype=self._params_dtype,
-            device="meta",
-            parallel_mode="column",
-            tp_group=self._tp_group,
-            tp_size=self._tp_size,
-            sequence_parallel=self._sequence_parallel,
+            config.hidden, config.vocab, init_method=self._inner, parallel_mode="column", **self._options
         )
 
 

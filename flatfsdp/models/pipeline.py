@@ -128,21 +128,15 @@ class LlamaPipeline:
             seed=seed,
         )
         _check_tokens(config, mesh.tp_size if sequence_parallel else 1, microbatches, batch, recipe)
+        _check_fp8_weights(precision, recipe)
         self.config = config
         self.mesh = mesh
         self.microbatches = microbatches
         self.batch = batch
         self._cache_fp8_weights = cache_fp8_weights
-        if isinstance(precision.fp8_weights, CurrentScaling) and not isinstance(
-            recipe, (CurrentScaling, DelayedScaling)
-        ):
-            raise ValueError(
-                f"recipe is {recipe}; weights in FP8 (Precision(fp8_weights=...)) need a CurrentScaling or "
-                "DelayedScaling"
-            )
         layers = pipeline_stages(config, mesh.pp_size, schedule, stages_per_rank)
-        total = len(layers)
-        numbers = self.numbers = range(mesh.pp_rank, total, mesh.pp_size)
+        numbers = self.numbers = range(mesh.pp_rank, len(layers), mesh.pp_size)
+        fsdp_options |= {"device": device, "precision": precision}
         self.stages: list[FlatFSDP] = []
         for number in numbers:
             part = Llama(
@@ -158,33 +152,41 @@ class LlamaPipeline:
                 device="meta",
             )
             # On the meta device up to here: no device ever has more than one whole unit.
-            fsdp_options |= {"device": device, "precision": precision, "param_init_fn": part.initialize}
-            wrapped = auto_wrap(
-                part, by_class(TransformerLayer), mesh=mesh.dp, tp_group=mesh.tp_group, **fsdp_options
-            )
-            self.stages.append(wrapped)
-        self.has_first, self.has_last = 0 in numbers, total - 1 in numbers
+            self.stages.append(_shard(part, mesh, **fsdp_options))
+        self.has_first, self.has_last = 0 in numbers, len(layers) - 1 in numbers
         self._schedule: Any = None
         if mesh.pp_size > 1:
             length = config.seq // mesh.tp_size if sequence_parallel else config.seq
-            tokens = torch.empty(batch, config.seq, dtype=torch.int64, device="meta")
-            hidden = _example(length, batch, config.hidden, precision)
-            logits = _example(config.seq, batch, config.vocab // mesh.tp_size, precision)
-            stages = [
-                FlatStage(
-                    stage,
-                    number,
-                    total,
-                    # Known, so that no forward of zeros has to find out, which would move FP8 scales.
-                    input_args=tokens if number == 0 else hidden,
-                    output_args=logits if number == total - 1 else hidden,
-                    group=mesh.pp_group,
-                    cache_fp8_weights=cache_fp8_weights,
-                )
-                for number, stage in zip(numbers, self.stages, strict=True)
-            ]
+            stages = self._flat_stages(len(layers), length, precision.compute)
             some: Any = stages if schedule == "interleaved" else stages[0]
             self._schedule = SCHEDULES[schedule](some, microbatches, loss_fn=self.stages[-1].loss)
+
+    def _flat_stages(self, total: int, length: int, dtype: torch.dtype) -> list[FlatStage]:
+        """This rank's stages as a schedule runs them.
+
+        Args:
+            total: stages of all ranks.
+            length: tokens of a sequence between layers, on each tensor-parallel rank.
+            dtype: of what stages send each other.
+        """
+        config, mesh = self.config, self.mesh
+        tokens = torch.empty(self.batch, config.seq, dtype=torch.int64, device="meta")
+        hidden = torch.empty(length, self.batch, config.hidden, dtype=dtype, device="meta")
+        vocab = config.vocab // mesh.tp_size
+        logits = torch.empty(config.seq, self.batch, vocab, dtype=dtype, device="meta")
+        return [
+            FlatStage(
+                stage,
+                number,
+                total,
+                # Known, so that no forward of zeros has to find out, which would move FP8 scales.
+                input_args=tokens if number == 0 else hidden,
+                output_args=logits if number == total - 1 else hidden,
+                group=mesh.pp_group,
+                cache_fp8_weights=self._cache_fp8_weights,
+            )
+            for number, stage in zip(self.numbers, self.stages, strict=True)
+        ]
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The flat shards of all of this rank's stages."""
@@ -273,7 +275,8 @@ def _check_same(config: LlamaConfig, mesh: ParallelMesh, **arguments: Any) -> No
 def _check_tokens(
     config: LlamaConfig, sequence_ranks: int, microbatches: int, batch: int, recipe: Recipe | None
 ) -> None:
-    """
+    """Checks the sizes of a step.
+
     Raises:
         ValueError: see `LlamaPipeline`.
     """
@@ -287,9 +290,26 @@ def _check_tokens(
         )
     if recipe is not None and batch * config.seq % ALIGNMENT:
         raise ValueError(
-            f"{batch} x {config.seq} tokens are in a microbatch; FP8 products need a multiple of {ALIGNMENT}"
+            f"{batch} x {config.seq} tokens are in a microbatch; FP8 GEMMs need a multiple of {ALIGNMENT}"
         )
 
 
-def _example(length: int, batch: int, width: int, precision: Precision) -> Tensor:
-    return torch.empty(length, batch, width, dtype=precision.compute, device="meta")
+def _check_fp8_weights(precision: Precision, recipe: Recipe | None) -> None:
+    """Checks that GEMMs can read the weights as they are kept.
+
+    Raises:
+        ValueError: see `LlamaPipeline`.
+    """
+    has_one_scale = isinstance(recipe, (CurrentScaling, DelayedScaling))
+    if isinstance(precision.fp8_weights, CurrentScaling) and not has_one_scale:
+        raise ValueError(
+            f"recipe is {recipe}; weights in FP8 (Precision(fp8_weights=...)) need a CurrentScaling or "
+            "DelayedScaling"
+        )
+
+
+def _shard(part: Llama, mesh: ParallelMesh, **options: Any) -> FlatFSDP:
+    """A stage whose transformer layers are a unit each."""
+    layers = by_class(TransformerLayer)
+    options["param_init_fn"] = part.initialize
+    return auto_wrap(part, layers, mesh=mesh.dp, tp_group=mesh.tp_group, **options)

@@ -17,7 +17,7 @@ from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.tensor_parallel import part_of
 from flatfsdp.fp8 import DelayedScaling, autocast
 from flatfsdp.layers import LayerNormMLP, Linear
-from flatfsdp.matmul import products
+from flatfsdp.matmul import gemms
 from flatfsdp.matmul.exchange import Exchange
 from tests.support.plain_layers import error
 
@@ -213,7 +213,7 @@ def events() -> Iterator[list[str]]:
 
     with ExitStack() as stack:
         for name in ("fprop", "dgrad", "wgrad"):
-            stack.enter_context(noting(products, name, name))
+            stack.enter_context(noting(gemms, name, name))
         stack.enter_context(noting(Exchange, "start_gather", "gather"))
         stack.enter_context(noting(Exchange, "start_sum", "sum"))
         stack.enter_context(mock.patch.object(Pending, "wait", noted_wait))

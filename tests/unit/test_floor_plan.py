@@ -35,6 +35,7 @@ ORDER = (
     "plan",
     "compat",
     "profiling",
+    "training",
     "cli",
 )
 """From the ground up; packages inside a package stand for themselves where they are listed."""

@@ -12,10 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Unpack
 
-from flatfsdp.comm.rng import GetTracker
 from flatfsdp.contract.tensor_parallel import TensorParallel
 from flatfsdp.layers.attention.dot_product import DotProductAttention
 from flatfsdp.layers.attention.masks import Window
@@ -24,10 +23,17 @@ from flatfsdp.layers.attention.qkv import QKV, split_and_rotate, split_qkv
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, RotaryTables, apply_rotary
 from flatfsdp.layers.layernorm_linear import LayerNormLinear
 from flatfsdp.layers.linear import Linear
+from flatfsdp.layers.options import (
+    AttentionOptions,
+    LinearOptions,
+    MatmulOptions,
+    NormOptions,
+    only,
+    require_known,
+    shared_by,
+)
 from flatfsdp.layers.parameters import InitMethod
-from flatfsdp.layers.projection import LinearOptions
 from flatfsdp.layers.shared import Shared
-from flatfsdp.matmul.linear_map import FuseWgrad
 
 Tables = RotaryTables | tuple[Tensor, Tensor]
 
@@ -38,29 +44,16 @@ class MultiheadAttention(Shared):
     Args:
         hidden_size: of input and output.
         kv_channels: elements of a head; default: hidden_size / num_attention_heads.
-        layernorm_epsilon, normalization, zero_centered_gamma: of the norm with `input_layernorm`.
+        layernorm_epsilon: of the norm with `input_layernorm`.
         init_method, output_layer_init_method: fill the weights of the first and the second projection.
         num_gqa_groups: heads of key and value; default: as many as of the query.
         return_bias: do not add the last bias but return (out, bias).
         input_layernorm: begin with a norm.
         return_layernorm_output: return its result as well.
-        fuse_qkv_params: one weight for query, key and value; else query_weight, key_weight and value_weight.
-            fuse_wgrad_accumulation needs it.
-        qkv_weight_interleaved: with fuse_qkv_params: rows of the weight are [q.. k v] for each group of
-            heads, instead of [Q; K; V].
-        rotary_pos_interleaved: RoPE turns pairs of neighbours instead of halves.
-        rotary_base: use RoPE with this base, unless a call brings other tables; default: only if it does.
-        qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of queries and keys over each head.
-        qk_norm_before_rope: before RoPE, instead of after it.
-        qkv_format, attn_mask_type, window_size, attention_dropout, layer_number: as `DotProductAttention`.
-        bias, fuse_wgrad_accumulation, delay_wgrad_compute, params_dtype, device: as `Linear`, of both
-            projections.
         attention_type: only "self".
-        set_parallel_mode: the ranks of `tp_group` share the heads, and with them the rows of the first weight
-            and the columns of the second; sizes given are those of the whole layer.
-        sequence_parallel: input and output are split over the ranks along the sequence, which has to be in
-            front ("sbhd").
-        tp_group, tp_size, tp_overlap: as `Linear`;  get_rng_state_tracker: as `DotProductAttention`.
+        qkv_format, attn_mask_type, window_size, attention_dropout, layer_number: as `DotProductAttention`.
+        options: see `AttentionOptions`.  sequence_parallel needs set_parallel_mode, and the sequence in front
+            ("sbhd").
 
     Attributes:
         layernorm_qkv, or qkv; q_norm, k_norm; core_attention; proj: the parts.
@@ -87,59 +80,25 @@ class MultiheadAttention(Shared):
         return_layernorm_output: bool = False,
         input_layernorm: bool = False,
         attention_type: str = "self",
-        fuse_qkv_params: bool = False,
-        zero_centered_gamma: bool = False,
-        qkv_weight_interleaved: bool = True,
-        rotary_pos_interleaved: bool = False,
-        rotary_base: float | None = None,
-        bias: bool = True,
-        normalization: str = "LayerNorm",
         qkv_format: str = "sbhd",
-        qk_norm_type: str | None = None,
-        qk_norm_eps: float = 1e-6,
-        qk_norm_before_rope: bool = False,
-        fuse_wgrad_accumulation: FuseWgrad = False,
-        delay_wgrad_compute: bool = False,
-        params_dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-        set_parallel_mode: bool = False,
-        tp_group: dist.ProcessGroup | None = None,
-        tp_size: int = 1,
-        sequence_parallel: bool = False,
-        tp_overlap: bool = False,
-        get_rng_state_tracker: GetTracker | None = None,
+        **options: Unpack[AttentionOptions],
     ) -> None:
         super().__init__()
-        parallel = TensorParallel.of("MultiheadAttention", tp_group, tp_size, sequence_parallel)
-        self._parallel = parallel
-        if parallel.sequence_parallel and not set_parallel_mode:
-            raise ValueError("sequence_parallel needs set_parallel_mode=True: attention sees whole sequences")
-        if parallel.sequence_parallel and qkv_format != "sbhd":
-            raise ValueError(
-                f"sequence_parallel splits dimension 0, which is the batch with {qkv_format!r}; use 'sbhd'"
-            )
-        if attention_type != "self":
-            raise ValueError(f"attention_type is {attention_type!r}; there is only 'self'")
-        if fuse_wgrad_accumulation and not fuse_qkv_params:
-            raise ValueError(
-                "fuse_wgrad_accumulation needs fuse_qkv_params=True: one product cannot write to the "
-                "main_grad of query_weight, key_weight and value_weight"
-            )
+        require_known("MultiheadAttention", AttentionOptions, options)
+        self._parallel = shared_by("MultiheadAttention", options)
+        is_split = options.get("set_parallel_mode", False)
+        _check(options, self._parallel, attention_type, qkv_format)
         if return_layernorm_output and not input_layernorm:
             raise ValueError("return_layernorm_output needs input_layernorm=True")
         if kv_channels is None:
-            if hidden_size % num_attention_heads:
-                raise ValueError(
-                    f"hidden_size is {hidden_size}, which {num_attention_heads} heads cannot share equally; "
-                    "pass kv_channels"
-                )
-            kv_channels = hidden_size // num_attention_heads
+            kv_channels = _head_size(hidden_size, num_attention_heads)
         self.return_bias = return_bias
         self.return_layernorm_output = return_layernorm_output
         self.input_layernorm = input_layernorm
-        self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
-        self.rotary_pos_interleaved = rotary_pos_interleaved
-        self.qk_norm_before_rope = qk_norm_before_rope
+        is_joint = options.get("fuse_qkv_params", False)
+        self.qkv_weight_interleaved = is_joint and options.get("qkv_weight_interleaved", True)
+        self.rotary_pos_interleaved = options.get("rotary_pos_interleaved", False)
+        self.qk_norm_before_rope = options.get("qk_norm_before_rope", False)
         self.core_attention = DotProductAttention(
             num_attention_heads,
             kv_channels,
@@ -149,66 +108,61 @@ class MultiheadAttention(Shared):
             attn_mask_type,
             window_size,
             layer_number=layer_number,
-            tp_group=tp_group if set_parallel_mode else None,
-            tp_size=tp_size if set_parallel_mode else 1,
-            sequence_parallel=sequence_parallel,
-            get_rng_state_tracker=get_rng_state_tracker,
+            tp_group=options.get("tp_group") if is_split else None,
+            tp_size=options.get("tp_size", 1) if is_split else 1,
+            sequence_parallel=options.get("sequence_parallel", False),
+            get_rng_state_tracker=options.get("get_rng_state_tracker"),
         )
         query_size = num_attention_heads * kv_channels
         key_size = (num_gqa_groups or num_attention_heads) * kv_channels
         sizes = {"query": query_size, "key": key_size, "value": key_size}
-        options: LinearOptions = {
-            "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-            "delay_wgrad_compute": delay_wgrad_compute,
-            "params_dtype": params_dtype,
-            "device": device,
-            "tp_group": tp_group,
-            "tp_size": tp_size,
-            "sequence_parallel": sequence_parallel,
-            "tp_overlap": tp_overlap,
-        }
-        are_apart = fuse_qkv_params and not self.qkv_weight_interleaved
-        joint: LinearOptions = {
-            **options,
-            "init_method": init_method,
-            "parameters_split": None if fuse_qkv_params else sizes,
-            "parallel_mode": "column" if set_parallel_mode else None,
-            "partition_sizes": tuple(sizes.values()) if are_apart else None,
-        }
-        if input_layernorm:
-            self.layernorm_qkv = LayerNormLinear(
-                hidden_size,
-                sum(sizes.values()),
-                layernorm_epsilon,
-                bias,
-                normalization=normalization,
-                zero_centered_gamma=zero_centered_gamma,
-                return_layernorm_output=return_layernorm_output,
-                **joint,
-            )
-        else:
-            self.qkv = Linear(hidden_size, sum(sizes.values()), bias, **joint)
+        self._add_qkv(hidden_size, sizes, layernorm_epsilon, init_method, options)
         self.rotary = None
-        if rotary_base is not None:
-            self.rotary = RotaryPositionEmbedding(kv_channels, rotary_base, rotary_pos_interleaved)
-        self.q_norm, self.k_norm = (
-            make_qk_norm(
-                qk_norm_type,
-                kv_channels,
-                qk_norm_eps,
-                is_split=set_parallel_mode and parallel.ranks.size > 1,
-                params_dtype=params_dtype,
-                device=device,
-            )
-            for _ in range(2)
-        )
+        base = options.get("rotary_base")
+        if base is not None:
+            self.rotary = RotaryPositionEmbedding(kv_channels, base, self.rotary_pos_interleaved)
+        splits_norms = is_split and self._parallel.ranks.size > 1
+        self.q_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
+        self.k_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
         back: LinearOptions = {
-            **options,
+            **only(MatmulOptions, options),
             "return_bias": return_bias,
             "init_method": output_layer_init_method,
-            "parallel_mode": "row" if set_parallel_mode else None,
+            "parallel_mode": "row" if is_split else None,
         }
-        self.proj = Linear(query_size, hidden_size, bias, **back)
+        self.proj = Linear(query_size, hidden_size, options.get("bias", True), **back)
+
+    def _add_qkv(
+        self,
+        hidden_size: int,
+        sizes: dict[str, int],
+        eps: float,
+        init_method: InitMethod | None,
+        options: AttentionOptions,
+    ) -> None:
+        """Makes the projection of queries, keys and values, with or without a norm."""
+        is_joint = options.get("fuse_qkv_params", False)
+        are_apart = is_joint and not self.qkv_weight_interleaved
+        joint: LinearOptions = {
+            **only(MatmulOptions, options),
+            "init_method": init_method,
+            "parameters_split": None if is_joint else sizes,
+            "parallel_mode": "column" if options.get("set_parallel_mode") else None,
+            "partition_sizes": tuple(sizes.values()) if are_apart else None,
+        }
+        width, bias = sum(sizes.values()), options.get("bias", True)
+        if not self.input_layernorm:
+            self.qkv = Linear(hidden_size, width, bias, **joint)
+            return
+        self.layernorm_qkv = LayerNormLinear(
+            hidden_size,
+            width,
+            eps,
+            bias,
+            return_layernorm_output=self.return_layernorm_output,
+            **only(NormOptions, options),
+            **joint,
+        )
 
     def forward(
         self,
@@ -333,3 +287,37 @@ class MultiheadAttention(Shared):
     def _norm(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         assert self.q_norm is not None and self.k_norm is not None
         return self.q_norm(query), self.k_norm(key)
+
+
+def _check(options: AttentionOptions, parallel: TensorParallel, attention_type: str, qkv_format: str) -> None:
+    """Checks what attention can do.
+
+    Raises:
+        ValueError: see `MultiheadAttention`.
+    """
+    if parallel.sequence_parallel and not options.get("set_parallel_mode"):
+        raise ValueError("sequence_parallel needs set_parallel_mode=True: attention sees whole sequences")
+    if parallel.sequence_parallel and qkv_format != "sbhd":
+        raise ValueError(
+            f"sequence_parallel splits dimension 0, which is the batch with {qkv_format!r}; use 'sbhd'"
+        )
+    if attention_type != "self":
+        raise ValueError(f"attention_type is {attention_type!r}; there is only 'self'")
+    if options.get("fuse_wgrad_accumulation") and not options.get("fuse_qkv_params"):
+        raise ValueError(
+            "fuse_wgrad_accumulation needs fuse_qkv_params=True: one GEMM cannot write to the main_grad of "
+            "query_weight, key_weight and value_weight"
+        )
+
+
+def _head_size(hidden_size: int, heads: int) -> int:
+    """Elements of a head where heads share the hidden size.
+
+    Raises:
+        ValueError: if they cannot share it equally.
+    """
+    if hidden_size % heads:
+        raise ValueError(
+            f"hidden_size is {hidden_size}, which {heads} heads cannot share equally; pass kv_channels"
+        )
+    return hidden_size // heads

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from flatfsdp.fp8.state_dict import WithoutExtraState
 from flatfsdp.layers.norm import LayerNorm, RMSNorm, norm
 from flatfsdp.layers.normalized import NormKind
+from flatfsdp.layers.options import AttentionOptions
 
 
 class L2Normalization(WithoutExtraState):
@@ -32,30 +33,26 @@ class L2Normalization(WithoutExtraState):
         return f"{self.channels}, eps={self.eps}"
 
 
-def make_qk_norm(
-    qk_norm_type: str | None,
-    channels: int,
-    eps: float,
-    *,
-    is_split: bool,
-    params_dtype: torch.dtype | None,
-    device: torch.device | str | None,
-) -> nn.Module | None:
-    """
+def make_qk_norm(channels: int, options: AttentionOptions, *, is_split: bool) -> nn.Module | None:
+    """The norm of queries or keys that a layer's options ask for, if any.
+
     Args:
+        channels: elements of a head.
         is_split: whether each of several ranks has some of the heads, and so a part of the gradients.
 
     Raises:
         ValueError: for an unknown type.
     """
-    if qk_norm_type is None:
+    kind, eps = options.get("qk_norm_type"), options.get("qk_norm_eps", 1e-6)
+    dtype, device = options.get("params_dtype"), options.get("device")
+    if kind is None:
         return None
-    if qk_norm_type == "L2Normalization":
+    if kind == "L2Normalization":
         return L2Normalization(channels, eps)
-    if qk_norm_type == "RMSNorm":
-        return RMSNorm(channels, eps, is_split, params_dtype=params_dtype, device=device)
-    if qk_norm_type == "LayerNorm":
-        return LayerNorm(channels, eps, is_split, params_dtype=params_dtype, device=device)
+    if kind == "RMSNorm":
+        return RMSNorm(channels, eps, is_split, params_dtype=dtype, device=device)
+    if kind == "LayerNorm":
+        return LayerNorm(channels, eps, is_split, params_dtype=dtype, device=device)
     raise ValueError(
-        f"qk_norm_type is {qk_norm_type!r}; it must be None, 'L2Normalization', 'RMSNorm' or 'LayerNorm'"
+        f"qk_norm_type is {kind!r}; it must be None, 'L2Normalization', 'RMSNorm' or 'LayerNorm'"
     )

@@ -97,7 +97,7 @@ def split_and_rotate(
     batch_first: bool,
     neighbours: bool,
 ) -> QKV:
-    """As `split_qkv`, and queries and keys turned as by `apply_rotary`: one autograd node in place of three.
+    """Splits as `split_qkv` and rotates as `apply_rotary`, in one autograd node in place of three.
 
     Where `mixed` gets a gradient, the values are a copy.
 

@@ -122,5 +122,5 @@ class _Rotary(torch.autograd.Function):
 
 
 def _dense(x: Tensor) -> Tensor:
-    """With a last stride of 1, which the kernel needs."""
+    """x with a last stride of 1, which the kernel needs."""
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)

@@ -93,7 +93,10 @@ def _backends(query: Tensor, mask: Tensor | None) -> AbstractContextManager[obje
 
 
 class _InOrder:
-    """As `sdpa_kernel`, with whatever backends are on.  That one takes longer than attention on the host."""
+    """Backends in an order, whichever of them are on.
+
+    `sdpa_kernel` does the same, and takes longer on the host than attention.
+    """
 
     def __init__(self, order: list[int]) -> None:
         self._order = order

@@ -2,7 +2,7 @@
 
 In:   logits [..., vocabulary], or this rank's columns of them; targets [...].
 Out:  the loss in FP32; in backward a gradient in the logits' dtype.
-Next: `linear_cross_entropy.py` puts the head's product in front.
+Next: `linear_cross_entropy.py` puts the head's GEMM in front.
 
 With the vocabulary split over tensor-parallel ranks, each rank reads its own columns only:
 
@@ -39,7 +39,7 @@ def cross_entropy(
     tp_group: dist.ProcessGroup | None = None,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """As F.cross_entropy of logits in FP32, which do not come into being.
+    """The result of F.cross_entropy on FP32 logits, without making them.
 
     Args:
         logits: FP32, fp16 or bf16 [..., vocabulary]; with `tp_group` this rank's columns, in the order of
@@ -98,7 +98,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def joined(statistics: Tensor, ranks: Ranks) -> Statistics:
-    """Of the whole vocabulary, from those [3, tokens] of each rank's part, which are overwritten.
+    """Statistics of the whole vocabulary, from those [3, tokens] of each rank's part, which are overwritten.
 
     Collective over `ranks`: two all-reduces, unless there is one rank.
     """
@@ -115,7 +115,7 @@ def joined(statistics: Tensor, ranks: Ranks) -> Statistics:
 
 @dataclass(frozen=True)
 class Reduction:
-    """From losses of tokens to the loss.
+    """How the losses of tokens become the loss.
 
     Raises:
         ValueError: if `kind` is not one of the three.
@@ -129,7 +129,8 @@ class Reduction:
             raise ValueError(f"reduction is {self.kind!r}; it must be 'mean', 'sum' or 'none'")
 
     def require_ids(self, targets: Tensor, vocabulary: int) -> None:
-        """
+        """Checks the targets, without waiting for a GPU.
+
         Raises:
             RuntimeError: if a target is neither ignored nor an id; from a GPU later, as a failed assertion.
         """
@@ -170,7 +171,8 @@ def ids_of(function: str, shape: Sequence[int], targets: Tensor) -> Tensor:
 
 
 def _require_result(logits: Tensor) -> None:
-    """
+    """Checks that the logits may be overwritten.
+
     Raises:
         ValueError: if they are a leaf, or a view of one.
     """

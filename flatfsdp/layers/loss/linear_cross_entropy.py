@@ -1,7 +1,7 @@
 """`LinearCrossEntropy`: the head of a language model and its loss, in which logits need little memory.
 
 In:   [..., in_features], and targets [...];  out: the loss, FP32.
-Next: `cross_entropy.py` has the loss, `matmul/linear_map.py` the products.
+Next: `cross_entropy.py` has the loss, `matmul/linear_map.py` the GEMMs.
 
     chunk_tokens   forward                     kept for backward      backward
     None           all logits, statistics      x, w, logits           their gradient, over the logits
@@ -28,8 +28,8 @@ from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.cross_entropy import cross_entropy_grad, cross_entropy_statistics
 from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.loss.cross_entropy import Reduction, ReductionKind, ids_of, joined
-from flatfsdp.layers.projection import LinearOptions
-from flatfsdp.matmul import products
+from flatfsdp.layers.options import LinearOptions
+from flatfsdp.matmul import gemms
 from flatfsdp.matmul.linear_map import LinearCall, LinearGrads, LinearSaved, linear_backward, linear_forward
 from flatfsdp.torch_private import receives_gradient
 
@@ -37,7 +37,7 @@ from flatfsdp.torch_private import receives_gradient
 class LinearCrossEntropy(Linear):
     """A `Linear` without bias that, given targets, returns the cross-entropy of its result.
 
-    Products are in the dtype of the activations, never in FP8.
+    GEMMs are in the dtype of the activations, never in FP8.
 
     Args:
         in_features, out_features: hidden size and vocabulary.
@@ -45,7 +45,7 @@ class LinearCrossEntropy(Linear):
         ignore_index, reduction: see `cross_entropy`.
         chunk_tokens: None keeps the logits from forward to backward, in the dtype of the activations, and
             writes their gradient over them.  A number keeps none: forward and backward each compute those of
-            so many tokens at a time.  That costs a third product of the head, and without
+            so many tokens at a time.  That costs a third GEMM of the head, and without
             fuse_wgrad_accumulation an FP32 gradient of the weight, to which chunks are added in order.
         options: see `LinearOptions`.  parallel_mode="column" splits the vocabulary over `tp_group`; all its
             ranks are given the same targets, and get the same loss.
@@ -213,11 +213,11 @@ def _gathered(x: Tensor, call: LinearCall) -> Tensor:
 
 
 def _logits(x: Tensor, weight: Operand, call: LinearCall) -> Tensor:
-    return products.fprop(Operand(x), weight, None, call.dtype, call.split)
+    return gemms.fprop(Operand(x), weight, None, call.dtype, call.split)
 
 
 def _statistics(x: Tensor, targets: Tensor, first: int, weight: Operand, call: LinearCall) -> Tensor:
-    """Of logits that are gone when the next chunk's come."""
+    """Statistics of one chunk.  The logits are freed before the next chunk."""
     return cross_entropy_statistics(_logits(x, weight, call), targets, first=first)
 
 
@@ -234,26 +234,26 @@ def _chunked_backward(
     ):
         dy = of_chunk.over(_logits(chunk, saved.weight, call))
         if call.needs_input_grad:
-            dx.append(products.dgrad(dy, saved.weight, call.dtype, call.split))
+            dx.append(gemms.dgrad(dy, saved.weight, call.dtype, call.split))
         if slot is not None:
             two_passes = call.fuse_wgrad == "two_pass"
-            products.accumulate_wgrad(
+            gemms.accumulate_wgrad(
                 slot.target, dy, Operand(chunk), call.split, first=slot.first, two_passes=two_passes
             )
             slot = slot._replace(first=False)
-        # The next chunk's come into its place.
+        # Freed before the next chunk's logits, which take its place.
         del dy
     dweight = slot.target.to(call.weight_dtype) if slot is not None and call.weight is None else None
     return LinearGrads(_summed(torch.cat(dx), call) if dx else None, dweight, None)
 
 
 def _summed(dx: Tensor, call: LinearCall) -> Tensor:
-    """Over the ranks that share the vocabulary."""
+    """The sum of dx over the ranks that share the vocabulary."""
     return call.exchange.start_sum(dx).wait() if call.exchange.sums_input_grad else dx
 
 
 def _weight_grad_slot(weight: Tensor, call: LinearCall) -> MainGradSlot | None:
-    """Where chunks add up: main_grad, or a new tensor; None: this backward does not ask for it."""
+    """The tensor in which chunks add up: main_grad or a new one; None: this backward asks for none."""
     if not call.needs_weight_grad:
         return None
     if call.weight is None:

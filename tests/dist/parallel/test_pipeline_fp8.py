@@ -14,7 +14,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
-from flatfsdp.layers.base import FP8Module
+from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.weight_cache import WeightCache
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import ScheduleName
@@ -218,7 +218,7 @@ def test_weights_are_cast_once_a_step(world_size: int, schedule: ScheduleName) -
         uses_of_kept.append(find.call_count)
     assert same(*runs)
     maps = sum(
-        len(m.fp8_weights()) for stage in model.stages for m in stage.modules() if isinstance(m, FP8Module)
+        len(m.fp8_weights()) for stage in model.stages for m in stage.modules() if isinstance(m, MatmulLayer)
     )
     assert uses_of_kept == [0, STEPS * (MICROBATCHES - 1) * maps]
 

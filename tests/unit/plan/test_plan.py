@@ -135,7 +135,7 @@ def test_what_is_wrong_in_a_file_is_said(tmp_path: Path, option: str, content: A
             ["--gpus", "4", "--pp", "4", "--microbatches", "9", "--schedule", "interleaved"],
             "choose a multiple of 4",
         ),
-        (["--precision", "fp8-delayed", "--seq", "100"], "tokens is 100; FP8 products need multiples of 16"),
+        (["--precision", "fp8-delayed", "--seq", "100"], "tokens is 100; FP8 GEMMs need multiples of 16"),
         (["--precision", "bf16", "--fp8-weights"], "choose an FP8 precision"),
         (["--precision", "fp8-block", "--fp8-weights"], "choose another recipe"),
         (["--search"], "--search needs --global-batch"),

@@ -1,10 +1,10 @@
-"""The three matrix products of a linear layer over `Operand`s, in FP8 or not.
+"""The three GEMMs of a linear map over `Operand`s, in FP8 or not.
 
     fprop   y  = x w^T + bias   x [tokens, in], w [out, in]
     dgrad   dx = dy w           dy [tokens, out]
     wgrad   dw = dy^T x         into an FP32 buffer, or as a tensor
 
-FP8 products give 1 / (scale of a * scale of b) times the FP32 sum.
+FP8 GEMMs give 1 / (scale of a * scale of b) times the FP32 sum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def fprop(
     if x.high is not None:
         assert weight.high is not None
         return F.linear(x.high, weight.high, bias)
-    return _product(x.rowwise, x.rowwise_inv, weight.rowwise, weight.rowwise_inv, dtype, split.fprop, bias)
+    return _multiply(x.rowwise, x.rowwise_inv, weight.rowwise, weight.rowwise_inv, dtype, split.fprop, bias)
 
 
 def dgrad(dy: Operand, weight: Operand, dtype: torch.dtype, split: SplitAccumulator) -> Tensor:
@@ -36,7 +36,7 @@ def dgrad(dy: Operand, weight: Operand, dtype: torch.dtype, split: SplitAccumula
     if dy.high is not None:
         assert weight.high is not None
         return dy.high @ weight.high
-    return _product(dy.rowwise, dy.rowwise_inv, weight.columnwise, weight.columnwise_inv, dtype, split.dgrad)
+    return _multiply(dy.rowwise, dy.rowwise_inv, weight.columnwise, weight.columnwise_inv, dtype, split.dgrad)
 
 
 def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, split: SplitAccumulator) -> Tensor:
@@ -49,13 +49,13 @@ def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, split: SplitAccumulator) 
     if dy.high is not None:
         assert x.high is not None
         return dy.high.t() @ x.high
-    return _product(dy.columnwise, dy.columnwise_inv, x.columnwise, x.columnwise_inv, dtype, split.wgrad)
+    return _multiply(dy.columnwise, dy.columnwise_inv, x.columnwise, x.columnwise_inv, dtype, split.wgrad)
 
 
 def accumulate_wgrad(
     target: Tensor, dy: Operand, x: Operand, split: SplitAccumulator, *, first: bool, two_passes: bool = False
 ) -> None:
-    """Writes (`first`) or adds dy^T x to `target`, FP32 [out, in]; in the product itself or in two passes."""
+    """Writes (`first`) or adds dy^T x to `target`, FP32 [out, in]; in the GEMM itself or in two passes."""
     if _tokens(dy) == 0:
         if first:
             target.zero_()
@@ -68,10 +68,10 @@ def accumulate_wgrad(
     assert dy.columnwise is not None and x.columnwise is not None
     if is_blockwise(dy.columnwise_inv):
         # cuBLASLt has no beta for these.
-        product = _product(
+        dw = _multiply(
             dy.columnwise, dy.columnwise_inv, x.columnwise, x.columnwise_inv, torch.float32, split.wgrad
         )
-        accumulate(target, product, first=first)
+        accumulate(target, dw, first=first)
         return
     kernel(
         target,
@@ -84,7 +84,7 @@ def accumulate_wgrad(
     )
 
 
-def _product(
+def _multiply(
     a: Tensor | None,
     a_inv: Tensor | None,
     b: Tensor | None,
@@ -96,8 +96,8 @@ def _product(
     """a [m, k] times b [n, k] transposed."""
     assert a is not None and a_inv is not None and b is not None and b_inv is not None
     if is_blockwise(a_inv):
-        product = block_scaled_mm(a, a_inv, b, b_inv, dtype)
-        return product if bias is None else product.add_(bias)
+        out = block_scaled_mm(a, a_inv, b, b_inv, dtype)
+        return out if bias is None else out.add_(bias)
     return scaled_mm(a, b, a_inv, b_inv, bias=bias, out_dtype=dtype, split_accumulator=split)
 
 

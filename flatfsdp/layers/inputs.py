@@ -1,0 +1,67 @@
+"""The input of a layer, as the matrix that its first GEMM or norm reads.
+
+In:   [..., features], in FP32, fp16 or bf16.
+Out:  [tokens, features], contiguous, in the dtype of the activations.
+Next: `base.py` and `norm_first.py` begin a call with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+"""What layers take activations in."""
+
+
+def activation_dtype(x: Tensor, layer: nn.Module, weight: Tensor) -> torch.dtype:
+    """The dtype of a layer's input after torch.autocast, if that is on.
+
+    Raises:
+        TypeError: if it is no floating-point dtype for GEMMs, or not the weight's without torch.autocast.
+    """
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    if x.dtype != weight.dtype or x.dtype not in INPUT_DTYPES:
+        raise TypeError(
+            f"{type(layer).__name__}: the input is {x.dtype}, the weight {weight.dtype}; outside of "
+            "torch.autocast both have to be FP32, fp16 or bf16 alike (params_dtype, or layer.to(dtype))"
+        )
+    return x.dtype
+
+
+def as_matrix(inp: Tensor, features: int, dtype: torch.dtype, layer: nn.Module) -> Tensor:
+    """[..., features] as a contiguous [tokens, features] in `dtype`.
+
+    Raises:
+        ValueError: if the last dimension is another one.
+    """
+    if inp.dim() == 0 or inp.shape[-1] != features:
+        raise ValueError(
+            f"{type(layer).__name__}: the input has shape {tuple(inp.shape)}; its last dimension has to be "
+            f"{features}"
+        )
+    # With no tokens a -1 would be ambiguous.
+    return inp.to(dtype).reshape(inp.numel() // features, features).contiguous()
+
+
+def residual_matrix(
+    residual: Tensor | None, inp: Tensor, dtype: torch.dtype, layer: nn.Module
+) -> Tensor | None:
+    """What is added to `inp`, as `as_matrix` makes it.
+
+    Raises:
+        ValueError: if the two have different shapes.
+    """
+    if residual is None:
+        return None
+    if residual.shape != inp.shape:
+        raise ValueError(
+            f"{type(layer).__name__}: the residual has shape {tuple(residual.shape)}; it has to be the "
+            f"input's, {tuple(inp.shape)}"
+        )
+    if residual.is_leaf and residual.requires_grad:
+        # Both addends get one gradient.  For leaves autograd keeps it, and copies none that comes through a
+        # view, so that further backwards would add to both.
+        residual = residual * 1
+    return as_matrix(residual, inp.shape[-1], dtype, layer)

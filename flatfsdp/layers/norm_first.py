@@ -1,0 +1,63 @@
+"""`NormFirst`: the base of layers that normalize their input before their linear maps.
+
+Next: `layernorm_linear.py` and `layernorm_mlp.py`; `normalized.py` computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from flatfsdp.contract.tensor_parallel import declare_norm
+from flatfsdp.layers.base import MatmulLayer
+from flatfsdp.layers.normalized import NormKind, reset_norm
+
+
+class NormFirst(MatmulLayer):
+    """A layer with linear maps that begins with a norm.
+
+    Attributes:
+        norm: which one.
+        layer_norm_weight, layer_norm_bias: [features]; RMSNorm has no bias.
+        return_bias, return_layernorm_output: what a call returns besides its result.
+    """
+
+    return_bias: bool
+    return_layernorm_output: bool
+
+    def _add_norm(self, features: int, kind: NormKind) -> None:
+        """Makes the norm's parameters, whose place among the others is that of this call."""
+        self.norm = kind
+        self.layer_norm_bias: nn.Parameter | None
+        self.layer_norm_weight = self._new_parameter(features)
+        self.register_parameter("layer_norm_bias", None if kind.rms else self._new_parameter(features))
+        declare_norm(self._parallel, self.layer_norm_weight, self.layer_norm_bias)
+
+    def _reset_norm(self) -> None:
+        reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.norm.zero_centered)
+
+    def _results(
+        self,
+        out: Tensor,
+        bias: Tensor | None,
+        normalized: Tensor | None,
+        summed: Tensor,
+        inp: Tensor,
+        *,
+        return_residual: bool,
+    ) -> Any:
+        """What a call returns: `out`, or a tuple of it and what else the layer and the call ask for.
+
+        Args:
+            normalized: the norm's result; None if it is not asked for.
+            summed: what was normalized.
+        """
+        results: list[Tensor | None] = [out]
+        if self.return_bias:
+            results.append(None if bias is None else bias.to(out.dtype))
+        if normalized is not None:
+            results.append(normalized.view(inp.shape))
+        if return_residual:
+            results.append(summed.view(inp.shape))
+        return out if len(results) == 1 else tuple(results)
