@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -124,3 +125,22 @@ def test_every_folder_says_what_it_holds(folder: Path) -> None:
     first = (ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or "").partition("\n")[0]
     assert 20 < len(first) <= 110
     assert first.endswith(".")
+
+
+def test_files_that_texts_name_exist() -> None:
+    """In backticks, beside the file that names them, or below the package, the kernels or the repository."""
+    root = PACKAGE.parent
+    texts = [
+        p
+        for folder in ("flatfsdp", "kernels", "benchmarks", "examples", "docs")
+        for p in (root / folder).rglob("*.[mp][dy]")
+    ]
+    texts = [path for path in [root / "README.md", *texts] if path.name != "LOG.md"]
+    assert len(texts) > 250
+    missing = [
+        f"{path.relative_to(root)}: {name}"
+        for path in texts
+        for name in re.findall(r"`([\w/]+\.py)`", path.read_text())
+        if not any((folder / name).exists() for folder in (path.parent, PACKAGE, root / "kernels", root))
+    ]
+    assert missing == []

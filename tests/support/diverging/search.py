@@ -8,7 +8,7 @@ See `plans.py` for what is varied, `training.py` for what is right.  Each plan e
     SILENT    anything else: wrong numbers, be they followed by an error or not; an error that names
               nothing; an error where all has to be right
 
-CI runs some of them (`test_diverging.py`).  For more, and to find the smallest plan that is silent:
+CI runs some of them (`dist/comm/test_diverging.py`).  For more, and to find the smallest plan that is silent:
 
     python -m tests.support.diverging --examples 300 --ranks 2 --seed 1
 """

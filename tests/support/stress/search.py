@@ -5,7 +5,7 @@ Each plan is trained three times from the same seed (`training.py`):
     FlatFSDP, flag off  ==  FlatFSDP, flag on     bit for bit, on every rank
     FlatFSDP            ~   the plain model, on all ranks' data in one process
 
-CI runs some of them (`test_stress.py`).  For more, and to find the smallest plan that fails:
+CI runs some of them (`dist/engine/test_stress.py`).  For more, and to find the smallest plan that fails:
 
     python -m tests.support.stress --examples 5000 --ranks 2 --seed 1
 """
