@@ -128,7 +128,7 @@ def test_every_folder_says_what_it_holds(folder: Path) -> None:
 
 
 def test_files_that_texts_name_exist() -> None:
-    """In backticks, beside the file that names them, or below the package, the kernels or the repository."""
+    """In backticks: beside the file that names them, one folder up, or below the package, kernels or root."""
     root = PACKAGE.parent
     texts = [
         p
@@ -141,6 +141,9 @@ def test_files_that_texts_name_exist() -> None:
         f"{path.relative_to(root)}: {name}"
         for path in texts
         for name in re.findall(r"`([\w/]+\.py)`", path.read_text())
-        if not any((folder / name).exists() for folder in (path.parent, PACKAGE, root / "kernels", root))
+        if not any(
+            (folder / name).exists()
+            for folder in (path.parent, path.parent.parent, PACKAGE, root / "kernels", root)
+        )
     ]
     assert missing == []
