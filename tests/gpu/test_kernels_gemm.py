@@ -42,7 +42,7 @@ def test_products_of_layers(
 
 def test_the_preferred_tile_is_taken() -> None:
     product = cublas_lt.Product(8192, 12288, 4096, E4M3, E4M3, torch.bfloat16)
-    plan = cublas_lt.plan_of(torch.device("cuda", torch.cuda.current_device()), product)
-    assert plan is not None
+    prepared = cublas_lt.prepared_matmul(torch.device("cuda", torch.cuda.current_device()), product)
+    assert prepared is not None
     lt = cublas_lt.bindings()
-    assert lt.MatmulTile(plan._tile(plan._algorithm)).name == "TILE_176x128"
+    assert lt.MatmulTile(prepared._tile(prepared._algorithm)).name == "TILE_176x128"

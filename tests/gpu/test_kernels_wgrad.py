@@ -221,9 +221,9 @@ def test_the_host_does_not_wait() -> None:
 @pytest.fixture
 def _without_nvmath(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cublas_lt, "bindings", lambda: None)
-    cublas_lt.plan_of.cache_clear()
+    cublas_lt.prepared_matmul.cache_clear()
     yield
-    cublas_lt.plan_of.cache_clear()
+    cublas_lt.prepared_matmul.cache_clear()
 
 
 @pytest.mark.usefixtures("_without_nvmath")
