@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
-
-if TYPE_CHECKING:
-    from flatfsdp.matmul.linear_map import FuseWgrad
+from flatfsdp.layers.linear import Linear
+from flatfsdp.matmul.linear_map import FuseWgrad
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +52,6 @@ def convert(
     Raises:
         ValueError: if no layer is converted, or one has hooks, which would be lost.
     """
-    from flatfsdp.layers.linear import Linear
-
     fuses = not fp8 if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation
     if filter is None:
         filter = is_large_enough if fp8 else lambda linear, name: True

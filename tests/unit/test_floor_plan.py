@@ -9,8 +9,11 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 import flatfsdp
+from flatfsdp import FlatFSDP, FlattenParamsWrapper
+from flatfsdp.engine.units import UnitModule
 
 PACKAGE = Path(flatfsdp.__file__).parent
 ORDER = (
@@ -50,17 +53,8 @@ def room_of(module: str) -> str:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Modules of this package that a file imports, also inside its functions, but not for types alone."""
-    tree = ast.parse(path.read_text())
-    for_types = {
-        id(node)
-        for block in ast.walk(tree)
-        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
-        for node in ast.walk(block)
-    }
-    for node in ast.walk(tree):
-        if id(node) in for_types:
-            continue
+    """Modules of this package that a file imports, also inside its functions, and for types alone."""
+    for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("flatfsdp"):
             for alias in node.names:
                 inner = PACKAGE.parent / node.module.replace(".", "/") / alias.name
@@ -106,6 +100,27 @@ def test_layers_and_engine_meet_in_the_contract_alone() -> None:
 def test_no_circle_of_files() -> None:
     faces = {module for module, path in FILES.items() if path.name == "__init__.py"}
     TopologicalSorter({m: others - faces for m, others in EDGES.items() if m not in faces}).prepare()
+
+
+def test_nobody_outside_the_engine_reads_privates_of_a_wrapped_module() -> None:
+    """Subclasses may extend them."""
+    own = {name for cls in (FlatFSDP, UnitModule) for name in vars(cls) if name.startswith("_")}
+    private = {name for name in own if not name.endswith("__") and not hasattr(nn.Module, name)}
+    assert "_join" in private
+    model = FlatFSDP(nn.Linear(2, 2))
+    assert {name for name in vars(model) if name.startswith("_")} <= set(
+        vars(FlattenParamsWrapper(nn.Linear(2, 2)))
+    ) | set()
+    outside = [path for path in FILES.values() if PACKAGE / "engine" not in path.parents]
+    reads = [
+        f"{path}:{node.lineno}: {node.attr}"
+        for path in outside
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+        and node.attr in private
+        and ast.unparse(node.value) not in ("self", "super()")
+    ]
+    assert reads == []
 
 
 def test_at_most_ten_floors() -> None:

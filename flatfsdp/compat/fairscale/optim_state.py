@@ -12,23 +12,18 @@ Parameters are numbered unit by unit, outer units first, frozen ones included; f
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from flatfsdp.checkpoint import full_optimizer_state_dict
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.units import named_groups, units_in
+from flatfsdp.engine.units import UnitModule, named_groups, units_in
 from flatfsdp.flat.layout import ParamSlot
 
-if TYPE_CHECKING:
-    from torch.optim import Optimizer
 
-    from flatfsdp.compat.fairscale.fsdp import FullyShardedDataParallel
-    from flatfsdp.engine.units import UnitModule
-
-
-def gather_full(model: FullyShardedDataParallel, optimizer: Optimizer) -> dict[str, Any] | None:
+def gather_full(model: UnitModule, optimizer: Optimizer) -> dict[str, Any] | None:
     """The whole state on the first rank, on the CPU; None on the others.  Collective.
 
     Raises:
@@ -39,7 +34,7 @@ def gather_full(model: FullyShardedDataParallel, optimizer: Optimizer) -> dict[s
         "flatfsdp.checkpoint.full_optimizer_state_dict"
     )
     by_name = full_optimizer_state_dict(model, optimizer, rank0_only=True, cpu_offload=True)
-    if model.rank != 0:
+    if model.fsdp_state.grid.shard.rank != 0:
         return None
     state: dict[int, dict[str, Any]] = {}
     param_id_map: dict[int, int | None] = {}
@@ -68,13 +63,13 @@ def _outgoing(key: str, value: Any) -> Any:
     return value.item() if key == "step" else [value]
 
 
-def is_uncollected(unit: UnitModule, model: FullyShardedDataParallel) -> bool:
+def is_uncollected(unit: UnitModule, model: UnitModule) -> bool:
     """Whether each rank has a unit of `model` for itself, or its state was said not to be collected."""
-    is_alone = unit.fsdp_state.grid.num_ranks == 1 < model.world_size
+    is_alone = unit.fsdp_state.grid.num_ranks == 1 < model.fsdp_state.grid.num_ranks
     return bool(getattr(unit, "no_broadcast_optim_state", False)) or is_alone
 
 
-def _uncollected(model: FullyShardedDataParallel) -> list[int]:
+def _uncollected(model: UnitModule) -> list[int]:
     """Numbers of the flat parameters of such units."""
     alone = [
         is_uncollected(unit, model)
@@ -84,7 +79,7 @@ def _uncollected(model: FullyShardedDataParallel) -> list[int]:
     return [local_id for local_id, is_alone in enumerate(alone) if is_alone]
 
 
-def shard_of(model: FullyShardedDataParallel, full: dict[str, Any]) -> dict[str, Any]:
+def shard_of(model: UnitModule, full: dict[str, Any]) -> dict[str, Any]:
     """This rank's part of a whole state, for `optimizer.load_state_dict`.
 
     Raises:
@@ -95,7 +90,7 @@ def shard_of(model: FullyShardedDataParallel, full: dict[str, Any]) -> dict[str,
     numbered = [[(next(numbers), slot) for slot in master.layout.slots] for master in masters]
     _check_fits(numbered, full)
     state = {
-        local_id: _flat_state(master, slots, full["state"], model.rank)
+        local_id: _flat_state(master, slots, full["state"], model.fsdp_state.grid.shard.rank)
         for local_id, (master, slots) in enumerate(zip(masters, numbered, strict=True))
         if any(number in full["state"] for number, _ in slots)
     }
