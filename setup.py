@@ -36,6 +36,7 @@ setup(
             "mypy",
             "lightning-fabric",
         ],
+        "docs": ["mkdocs-material", "mkdocstrings[python]"],
         "baseline": ["fairscale==0.4.13"],
         "lightning": ["lightning-fabric"],
     },

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatfsdp.comm.parallelism import DIMENSIONS, Parallelism
-from flatfsdp.comm.plain_table import plain_table
 from flatfsdp.comm.ranks import Ranks
+from flatfsdp.comm.text_table import plain_table
 
 
 @dataclass(frozen=True)

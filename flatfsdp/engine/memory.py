@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flatfsdp.comm.plain_table import plain_table
+from flatfsdp.comm.text_table import plain_table
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.grid import Grid
 from flatfsdp.engine.step.root import Root
@@ -22,7 +23,6 @@ from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.flat.layout import ParamSlot, Role
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.sites import prefixed_modules
-from flatfsdp.ledger import ByteLedger
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Policy
 

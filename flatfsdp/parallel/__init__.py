@@ -2,7 +2,7 @@
 
 from flatfsdp.comm.mesh import ParallelMesh, make_mesh
 from flatfsdp.comm.rng import RNGTracker, seeded
-from flatfsdp.parallel.clip import clip_grad_norm_
+from flatfsdp.parallel.clip_stages import clip_grad_norm_
 from flatfsdp.parallel.stage import FlatStage
 
 __all__ = ["FlatStage", "ParallelMesh", "RNGTracker", "clip_grad_norm_", "make_mesh", "seeded"]

@@ -1,7 +1,7 @@
 """Counts what any data-parallel engine really copies and sends on this rank, without asking the engine.
 
-`ledger.py` is the engine's own account; this is the measurement from outside that it is held against, and
-the only way to put FlatFSDP, FSDP2 and others in one table.  A `CopyCounter` is a `TorchDispatchMode`: it
+`byte_ledger.py` is the engine's own account; this is the measurement from outside that it is held against,
+and the only way to put FlatFSDP, FSDP2 and others in one table.  A `CopyCounter` is a `TorchDispatchMode`: it
 sees every operator below autograd, the optimizer's and the collectives' included, and sorts them by what the
 kernel does, never by who called it:
 

@@ -25,7 +25,7 @@ ORDER = (
     "fp8",
     "policy",
     "microbatch",
-    "ledger",
+    "byte_ledger",
     "flat",
     "matmul",
     "layers",

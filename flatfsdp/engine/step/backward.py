@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
-from flatfsdp.engine.step.order import Forward
+from flatfsdp.engine.step.prefetch_order import Forward
 from flatfsdp.torch_private import call_at_end_of_backward, running_backward
 
 

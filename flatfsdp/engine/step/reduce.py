@@ -26,12 +26,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flatfsdp.byte_ledger import ByteLedger, span
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_reduce, reduce_scatter
 from flatfsdp.comm.streams import SideStream, compute_waits_for
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.ledger import ByteLedger, span
 
 logger = logging.getLogger(__name__)
 

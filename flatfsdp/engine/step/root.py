@@ -11,17 +11,18 @@ from collections.abc import Iterable
 
 import torch
 
+from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.checking.identity import Action, ModelIdentity
 from flatfsdp.comm.checking.journal import look
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.comm.streams import SideStream
 from flatfsdp.engine.step.backward import Backward
-from flatfsdp.engine.step.order import Forward, ForwardOrder
+from flatfsdp.engine.step.gather_and_free import reshard_unused
+from flatfsdp.engine.step.prefetch_order import Forward, ForwardOrder
 from flatfsdp.engine.step.reduce import Reducer
-from flatfsdp.engine.step.trained import follow_requires_grad
+from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
-from flatfsdp.ledger import ByteLedger
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Prefetch
 from flatfsdp.torch_private import never_traced, running_backward
@@ -127,7 +128,7 @@ class Root:
         """Frees what was gathered ahead and not used and, without a backward, everything."""
         self.in_forward = False
         for unit in self.units[1:]:
-            unit.drop_unused()
+            reshard_unused(unit.groups)
         if not backward_follows:
             self._free_parameters()
             self._finish_uploads()

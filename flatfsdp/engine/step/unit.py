@@ -36,11 +36,11 @@ from torch import Tensor
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.streams import SideStream
 from flatfsdp.engine.step.backward import Backward
-from flatfsdp.engine.step.gather import unshard
-from flatfsdp.engine.step.order import Forward, ForwardOrder, Ordered
+from flatfsdp.engine.step.gather_and_free import reshard, unshard, wait
+from flatfsdp.engine.step.in_place_writes import WriteCheck
+from flatfsdp.engine.step.prefetch_order import Forward, ForwardOrder, Ordered
 from flatfsdp.engine.step.reduce import Reducer
-from flatfsdp.engine.step.trained import follow_requires_grad, require_one_flag
-from flatfsdp.engine.step.writes import WriteCheck
+from flatfsdp.engine.step.requires_grad import follow_requires_grad, require_one_flag
 from flatfsdp.engine.storage.group import FlatGroup, ShardState
 from flatfsdp.engine.storage.master import Version
 from flatfsdp.flat.nested import map_tensors, tensors_in
@@ -110,21 +110,12 @@ class Unit:
     # ---- parameters -------------------------------------------------------------------------------------
 
     def unshard(self, action: Action) -> None:
+        """Starts to gather the parameters."""
         unshard(self.groups, self.root.gather_stream, action)
 
-    def _wait(self) -> None:
-        for group in self.groups:
-            group.wait()
-
     def reshard(self) -> None:
-        for group in self.groups:
-            group.reshard()
-
-    def drop_unused(self) -> None:
-        """Frees what was gathered ahead and not waited for."""
-        for group in self.groups:
-            if group.state is ShardState.GATHERING:
-                group.reshard()
+        """Frees the gathered parameters."""
+        reshard(self.groups)
 
     def expire(self) -> None:
         for group in self.groups:
@@ -135,7 +126,7 @@ class Unit:
         self.unshard(action)
         for unit in upcoming:
             unit.unshard(action)
-        self._wait()
+        wait(self.groups)
 
     # ---- forward ----------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import raise_to_largest
@@ -23,7 +24,6 @@ from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.fp8.recipe import CurrentScaling
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, current_scales
-from flatfsdp.ledger import ByteLedger
 
 
 def weight_scales(groups: Sequence[FlatGroup], ledger: ByteLedger) -> list[WeightScales]:

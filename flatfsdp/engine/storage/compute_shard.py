@@ -18,10 +18,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from flatfsdp.byte_ledger import ByteLedger, span
 from flatfsdp.engine.storage.fp8_weights import FP8Weights
 from flatfsdp.engine.storage.master import MasterShard, Version
 from flatfsdp.kernels.cast.scaling import Scales
-from flatfsdp.ledger import ByteLedger, span
 
 
 def compute_tensor(master: MasterShard, dtype: torch.dtype) -> Tensor:

@@ -3,7 +3,7 @@
 In:   the parameters of one unit that train and are stored alike, packed by `flat/layout.py`.
 Out:  `module.weight` aliases the gathered flat buffer from `unshard` to `reshard`; a weight stored in FP8 has
       an operand for products instead (`fp8_weights.py`).
-Next: `engine/step/gather.py` gathers all groups of a unit; gradients land in `MainGrad`, which
+Next: `engine/step/gather_and_free.py` gathers all groups of a unit; gradients land in `MainGrad`, which
       `engine/step/reduce.py` reduces.
 
     master shard --cast, once a step--> compute shard --all-gather--> flat buffer <--alias-- module.weight
@@ -23,6 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.byte_ledger import ByteLedger, span
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
 from flatfsdp.comm.checking.journal import declare, look
 from flatfsdp.comm.collectives import all_gather, broadcast
@@ -31,16 +32,15 @@ from flatfsdp.comm.ranks import ALONE
 from flatfsdp.comm.streams import compute_waits_for
 from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.contract.placement import Placement
+from flatfsdp.engine.storage.backward_concat import Leaves, Views
 from flatfsdp.engine.storage.compute_shard import ComputeShard, compute_tensor
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Weights
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.engine.storage.master import MasterShard, Version
-from flatfsdp.engine.storage.shown import Leaves, Views
 from flatfsdp.engine.storage.unreduced import UnreducedMarks
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import Role
-from flatfsdp.ledger import ByteLedger, span
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Division, Policy
 
@@ -318,7 +318,7 @@ class FlatGroup:
 
     @property
     def trains(self) -> bool:
-        """Whether the flat parameter requires gradients now; see `engine/step/trained.py`."""
+        """Whether the flat parameter requires gradients now; see `engine/step/requires_grad.py`."""
         return self.master.flat.requires_grad
 
     def open_main_grad(self) -> None:

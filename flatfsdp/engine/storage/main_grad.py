@@ -1,6 +1,6 @@
 """`MainGrad`: gradients of one group, added up over microbatches where reduce-scatter reads them.
 
-In:   gradients as they land, by a hook (`shown.py`) or by layers that claim a slot (`contract/main_grad.py`).
+In:   gradients as they land: by a hook (`backward_concat.py`), or by layers (`contract/main_grad.py`).
 Out:  the flat buffer, full, for `engine/step/reduce.py`.
 """
 
@@ -13,11 +13,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD, GET_MAIN_GRAD, IS_FSDP_PARAM, MAIN_GRAD
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.kernels.grad.accumulate import accumulate, bytes_moved
 from flatfsdp.kernels.grad.accumulate_many import DTYPES, accumulate_many
-from flatfsdp.ledger import ByteLedger
 from flatfsdp.microbatch import Microbatch
 
 logger = logging.getLogger(__name__)

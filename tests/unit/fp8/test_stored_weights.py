@@ -94,7 +94,7 @@ def test_either_scaling_of_tensors_will_do(recipe: Any) -> None:
 
 def test_a_model_without_such_layers_is_refused() -> None:
     model = FlatFSDP(nn.Linear(32, 32), precision=PRECISION)
-    with pytest.raises(ValueError, match="no layer has a weight that it needs for products in FP8"):
+    with pytest.raises(ValueError, match="no layer has a weight that only FP8 GEMMs read"):
         model(torch.randn(16, 32))
 
 

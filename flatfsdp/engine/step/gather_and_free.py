@@ -1,24 +1,23 @@
-"""All flat groups of one unit are gathered in one launch, beside what is computed.
+"""Parameters of a unit come and go: gathered in one launch, beside what is computed, and freed after use.
 
 In:   the groups of a unit (`engine/storage/group.py`), and the stream for it.
-Out:  buffers that fill; each group waits for its own when a module needs it.
-Next: `FlatGroup.wait`, and the layers compute.
+Out:  buffers that fill, each group's awaited when a module needs it, and that are empty again.
+Next: `unit.py` says when.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+from flatfsdp.byte_ledger import span
 from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.streams import SideStream
-from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.ledger import span
+from flatfsdp.engine.storage.group import FlatGroup, ShardState
 
 
 def unshard(groups: Sequence[FlatGroup], stream: SideStream, action: Action) -> None:
-    """Starts to gather the parameters of one unit, all groups in one launch; nothing if they are there, or on
-    their way, and up to date.
+    """Starts to gather the parameters of one unit, all groups in one launch, if they are missing or stale.
 
     Args:
         action: what for; for a backward FP8 weights are needed transposed, too.
@@ -40,6 +39,23 @@ def unshard(groups: Sequence[FlatGroup], stream: SideStream, action: Action) -> 
     event = stream.mark()
     for group in {*missing, *untransposed}:
         group.started(event)
+
+
+def wait(groups: Sequence[FlatGroup]) -> None:
+    """Makes the compute stream wait until the parameters of one unit are there."""
+    for group in groups:
+        group.wait()
+
+
+def reshard(groups: Sequence[FlatGroup]) -> None:
+    """Frees the gathered parameters of one unit, once the compute stream has used them."""
+    for group in groups:
+        group.reshard()
+
+
+def reshard_unused(groups: Sequence[FlatGroup]) -> None:
+    """Frees what was gathered ahead and not waited for."""
+    reshard([group for group in groups if group.state is ShardState.GATHERING])
 
 
 def _gather(groups: Sequence[FlatGroup], action: Action) -> None:
