@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
+from flatfsdp.fp8.delayed_scaling import Scaling
 from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed, Quantizer, Unquantized
 from flatfsdp.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, SplitAccumulator
 from flatfsdp.fp8.recompute import current_tape
 from flatfsdp.fp8.region import Region
-from flatfsdp.fp8.scaling import Scaling
 
 
 @dataclass(slots=True)

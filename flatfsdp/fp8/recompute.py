@@ -18,8 +18,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from flatfsdp.comm.rng import GetTracker, Tracker
+from flatfsdp.fp8.delayed_scaling import Scaling
 from flatfsdp.fp8.region import Region, current_region, entered
-from flatfsdp.fp8.scaling import Scaling
 from flatfsdp.kernels.cast.scaling import Scales
 from flatfsdp.torch_private import in_backward
 

@@ -2,7 +2,7 @@
 
 In:   a state dict with them, from before FP8, or of Transformer Engine's layers.
 Out:  late buffers, which stay in FP32 when the layer is cast.
-Next: `scaling.py` reads and updates them.
+Next: `delayed_scaling.py` reads and updates them.
 """
 
 from __future__ import annotations

@@ -24,10 +24,10 @@ from flatfsdp.comm.rng import GetTracker
 from flatfsdp.contract.operand import FP8_OPERAND, Operand
 from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK, TensorParallel
 from flatfsdp.fp8.casts import WITHOUT_FP8, Casts, delayed_casts, stateless_casts
+from flatfsdp.fp8.delayed_scaling import Direction, Scaling, buffer_names
 from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
 from flatfsdp.fp8.recompute import current_tape, raise_recomputed, records_amax
 from flatfsdp.fp8.region import Region, current_region
-from flatfsdp.fp8.scaling import Direction, Scaling, buffer_names
 from flatfsdp.fp8.state_dict import LateBuffers
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers.checks import require_bool_or_none, require_fp8, require_fp8_shape, require_shared_scales

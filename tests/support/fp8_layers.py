@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
-from flatfsdp.fp8.scaling import Arena
+from flatfsdp.fp8.delayed_scaling import Arena
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 
 TOKENS, WIDTH, FFN = 32, 32, 48
