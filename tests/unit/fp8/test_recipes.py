@@ -11,7 +11,7 @@ import torch
 
 from flatfsdp import fp8
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, SplitAccumulator, autocast
-from flatfsdp.fp8 import scaling as state
+from flatfsdp.fp8 import delayed_scaling as state
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from flatfsdp.layers.checks import require_fp8
 from tests.support.fp8_layers import FFN, SHORT, TOKENS, WIDTH, Stack, batch, seeded
