@@ -33,7 +33,8 @@ import torch
 import typer
 from lib import options
 from lib.common import RESULTS, environment, publish
-from lib.kernel_cases import FULL, IN_PLACE, TINY, Bench
+from lib.kernel_cases import IN_PLACE, Bench
+from lib.kernel_sizes import FULL, TINY
 from lib.kernel_times import WGRAD, measured_gemms, measured_kernels
 from rich.console import Console
 from rich.table import Table

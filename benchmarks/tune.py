@@ -14,7 +14,8 @@ from typing import Annotated
 
 import torch
 import typer
-from lib.kernel_cases import FULL, Bench, Case
+from lib.kernel_cases import Bench, Case
+from lib.kernel_sizes import FULL
 from lib.kernel_times import Timed
 from rich.console import Console
 from rich.table import Table

@@ -107,6 +107,6 @@ class Parallelism:
 
 
 def _product(sizes: Mapping[str, int]) -> str:
-    """As pp 2 x tp 2, without ones; tp is last, and + SP may follow."""
+    """Sizes above 1 in words, such as pp 2 x tp 2; tp is last, and + SP may follow."""
     factors = [f"{name} {'?' if size == -1 else size}" for name, size in sizes.items() if size != 1]
     return " x ".join(factors) or "no parallelism"

@@ -12,14 +12,19 @@ import torch
 from flatfsdp.contract.attribute import Attribute
 
 
-def _nothing_to_prepare(shapes: Mapping[str, torch.Size], device: torch.device | None) -> None:
-    """For layers without such buffers."""
+def _missing(shapes: Mapping[str, torch.Size], device: torch.device | None) -> None:
+    """Stands for the method in a layer that has the names alone.
+
+    Raises:
+        TypeError: always.
+    """
+    raise TypeError("a layer that names late_buffers needs prepare_load(shapes, device), too, to be loaded")
 
 
 LATE_BUFFERS = Attribute[tuple[str, ...]]("late_buffers", ())
 """Their names in the layer."""
 
 PREPARE_LOAD = Attribute[Callable[[Mapping[str, torch.Size], torch.device | None], None]](
-    "prepare_load", _nothing_to_prepare
+    "prepare_load", _missing
 )
 """A layer's method, called with the shapes of those that a checkpoint has: makes them."""

@@ -24,9 +24,12 @@ KERNELS = {
 
 
 @pytest.fixture
-def helpers(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType]:
+def helpers(monkeypatch: pytest.MonkeyPatch) -> tuple[ModuleType, ModuleType, ModuleType]:
+    """The modules of cases, of times and of sizes."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("lib.kernel_cases"), importlib.import_module("lib.kernel_times")
+    names = ("kernel_cases", "kernel_times", "kernel_sizes")
+    cases, times, sizes = (importlib.import_module(f"lib.{name}") for name in names)
+    return cases, times, sizes
 
 
 def test_everything_is_measured_and_written(tmp_path: Path) -> None:
@@ -80,10 +83,12 @@ def test_without_a_gpu_it_says_so() -> None:
     assert done.returncode == 2 and "no CUDA device" in done.stderr
 
 
-def test_bytes_are_those_of_what_is_read_and_written(helpers: tuple[ModuleType, ModuleType]) -> None:
+def test_bytes_are_those_of_what_is_read_and_written(
+    helpers: tuple[ModuleType, ModuleType, ModuleType],
+) -> None:
     """Counted from the tensors themselves, apart from sums, scales and amaxes."""
-    module, _ = helpers
-    bench = module.Bench(module.TINY, torch.device("cpu"), quick=True)
+    module, _, sizes = helpers
+    bench = module.Bench(sizes.TINY, torch.device("cpu"), quick=True)
     tokens, hidden = bench.sizes.tokens, bench.sizes.hidden
     cases: dict[str, Any] = {f"{case.kernel} {case.variant}": case for case in bench.cases()}
     both = cases["cast to E4M3: row, column"]
@@ -98,8 +103,8 @@ def test_bytes_are_those_of_what_is_read_and_written(helpers: tuple[ModuleType, 
     assert gated.bytes == 3 * tokens * bench.sizes.gated + result.rowwise.nbytes + result.columnwise.nbytes
 
 
-def test_results_that_are_not_finite_are_refused(helpers: tuple[ModuleType, ModuleType]) -> None:
-    _, times = helpers
+def test_results_that_are_not_finite_are_refused(helpers: tuple[ModuleType, ModuleType, ModuleType]) -> None:
+    _, times, _ = helpers
     broken = torch.tensor([1.0, torch.nan])
     for result in (broken, (None, broken), broken.to(torch.float8_e4m3fn)):
         timed = times.Timed("broken", [lambda result=result: result], torch.device("cpu"))
@@ -107,14 +112,14 @@ def test_results_that_are_not_finite_are_refused(helpers: tuple[ModuleType, Modu
             times.measure([timed], 1, "test")
 
 
-def test_calls_take_turns_on_different_data(helpers: tuple[ModuleType, ModuleType]) -> None:
-    module, times = helpers
+def test_calls_take_turns_on_different_data(helpers: tuple[ModuleType, ModuleType, ModuleType]) -> None:
+    module, times, sizes = helpers
     seen: list[int] = []
     calls = [lambda index=index: seen.append(index) for index in range(3)]
     timed = times.Timed("turns", calls, torch.device("cpu"))
     timed.warm_up()
     timed.measure()
     assert seen == [index % 3 for index in range(len(seen))] and len(seen) >= 9
-    full = module.Bench(module.FULL, torch.device("cpu"), quick=False)
+    full = module.Bench(sizes.FULL, torch.device("cpu"), quick=False)
     for case in full.cases():
-        assert case.copies >= 2 and (case.bytes is None or case.copies * case.bytes >= module.FULL.rotation)
+        assert case.copies >= 2 and (case.bytes is None or case.copies * case.bytes >= sizes.FULL.rotation)

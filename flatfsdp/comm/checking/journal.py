@@ -2,7 +2,7 @@
 
 In:   an `Identity` for everything that the engine gathers or reduces.
 Out:  the same launch, and with it an all-gather of one number a rank; RuntimeError if the numbers differ.
-Next: `comm/` has the collectives inside.
+Next: `comm/collectives.py` has the collectives inside.
 
 Without it, two collectives of equal size that meet are computed without a word: ranks that run their layers
 in another order train with a mix of two layers.

@@ -8,8 +8,12 @@ import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+from torch import nn
+
 import flatfsdp
-from flatfsdp import contract
+from flatfsdp import FlatFSDP, contract
+from flatfsdp.checkpoint.local import adopt_late_buffers
 from flatfsdp.contract.attribute import Attribute
 
 PACKAGE = Path(flatfsdp.__file__).parent
@@ -55,3 +59,12 @@ def test_the_overview_lists_all() -> None:
     assert contract.__doc__ is not None
     overview = contract.__doc__.replace("_flatfsdp_name(s)", "_flatfsdp_name _flatfsdp_names")
     assert [name for name in sorted(names()) if name not in overview] == []
+
+
+def test_a_layer_with_late_buffers_and_no_way_to_make_them_is_refused() -> None:
+    class Halfway(nn.Linear):
+        late_buffers = ("scale",)
+
+    model = FlatFSDP(nn.Sequential(Halfway(2, 2)))
+    with pytest.raises(TypeError, match="late_buffers needs prepare_load"):
+        adopt_late_buffers(model, {})
