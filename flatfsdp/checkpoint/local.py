@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.late_buffers import LATE_BUFFERS, PREPARE_LOAD
 from flatfsdp.contract.placement import Partition
+from flatfsdp.contract.transparent import prefixed_modules
 from flatfsdp.engine.storage.group import FlatGroup, settle
 from flatfsdp.engine.units import keys_of_slots, named_groups
 from flatfsdp.flat.layout import FlatLayout, ParamSpec
-from flatfsdp.flat.sites import prefixed_modules
 
 
 def local_state_dict(model: nn.Module) -> dict[str, Tensor]:

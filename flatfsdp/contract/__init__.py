@@ -23,5 +23,6 @@ FlatFSDP.
     flat_shard                  engine           optimizers          flat_shard.py
     _flatfsdp_name(s)           engine           engine, Lightning   claimed.py
 
-`placement.py` reads the marks of tensor parallelism for the engine.
+`placement.py` reads the marks of tensor parallelism for the engine.  Wrappers that add no level to the names
+of modules derive from `Transparent` (`transparent.py`).
 """

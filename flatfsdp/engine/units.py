@@ -17,12 +17,12 @@ from torch import nn
 from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.grid import Grid
+from flatfsdp.contract.transparent import prefixed_modules
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.flat.layout import ParamSlot, Role
 from flatfsdp.flat.module_wrapper import ModuleWrapper
-from flatfsdp.flat.sites import prefixed_modules
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Policy
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.contract.transparent import Transparent
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import ParamSlot
-from flatfsdp.flat.sites import Transparent
 
 
 class ModuleWrapper(Transparent, ABC):

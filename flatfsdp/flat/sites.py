@@ -13,27 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-
-class Transparent(nn.Module):
-    """A module that wraps another one, and adds no level to its state-dict keys.
-
-    Attributes:
-        module: the wrapped one.
-    """
-
-    module: nn.Module
-
-
-def prefixed_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """`module` and all modules below it, parents first, each with the prefix of its state-dict keys.
-
-    A module with several paths comes up once for each.
-    """
-    yield prefix, module
-    for name, child in module._modules.items():
-        if child is not None:
-            is_wrapped = isinstance(module, Transparent) and child is module.module
-            yield from prefixed_modules(child, prefix if is_wrapped else f"{prefix}{name}.")
+from flatfsdp.contract.transparent import prefixed_modules
 
 
 @dataclass(frozen=True)

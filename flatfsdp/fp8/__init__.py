@@ -1,6 +1,7 @@
-"""8 bits: recipes, the autocast region, quantizers, scaling states, and recompute with the same scales."""
+"""8 bits: recipes, autocast, quantizers, scaling states, recompute with the same scales, and counts."""
 
 from flatfsdp.fp8.autocast import autocast, fp8_autocast
+from flatfsdp.fp8.overflows import Overflows, count_overflows
 from flatfsdp.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, Recipe, SplitAccumulator
 from flatfsdp.fp8.recompute import checkpoint
 
@@ -9,9 +10,11 @@ __all__ = [
     "CurrentScaling",
     "DelayedScaling",
     "Format",
+    "Overflows",
     "Recipe",
     "SplitAccumulator",
     "autocast",
     "checkpoint",
+    "count_overflows",
     "fp8_autocast",
 ]

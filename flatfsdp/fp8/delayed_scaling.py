@@ -17,7 +17,7 @@ import logging
 import weakref
 from collections.abc import Iterable, Sequence
 from operator import is_
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,13 @@ logger = logging.getLogger(__name__)
 Direction = Literal["forward", "backward"]
 
 
+class Observer(Protocol):
+    """Somebody who looks at amaxes."""
+
+    def before_update(self, arena: Arena) -> None:
+        """Row 0 of the history has the amaxes since the last update, and `scale` is that of their casts."""
+
+
 class Arena:
     """Scales and histories of n tensors.
 
@@ -43,6 +50,8 @@ class Arena:
     Attributes:
         scale: FP32 [n]; what checkpoints save and load, in place.
         history: FP32 [L, n]; row 0 is raised by casts, row 1 is the oldest update, row L - 1 the latest.
+        fp8_max: FP32 [n].
+        observers: are called before each update, in this order; usually nobody.
     """
 
     def __init__(self, fp8_max: Sequence[float], length: int, device: torch.device) -> None:
@@ -50,11 +59,12 @@ class Arena:
         with torch.inference_mode(False):
             self.scale = torch.ones(n, dtype=fp32, device=device)
             self.history = torch.zeros(length, n, dtype=fp32, device=device)
-            self._fp8_max = torch.tensor(fp8_max, dtype=fp32, device=device)
+            self.fp8_max = torch.tensor(fp8_max, dtype=fp32, device=device)
         self._scales: tuple[Scales, ...] = ()
         self._version = -1
         self._agreed: weakref.ref[dist.ProcessGroup] | None = None
         self._members: list[weakref.ref[Scaling]] = []
+        self.observers: dict[Observer, None] = {}
 
     @property
     def members(self) -> list[Scaling]:
@@ -64,6 +74,10 @@ class Arena:
 
     def add(self, scaling: Scaling) -> None:
         self._members.append(weakref.ref(scaling))
+
+    def observe(self, observers: Iterable[Observer]) -> None:
+        """Adds to those who are called before each update."""
+        self.observers.update(dict.fromkeys(observers))
 
     @property
     def scales(self) -> tuple[Scales, ...]:
@@ -98,6 +112,8 @@ class Arena:
             )
         if group is not None:
             raise_to_largest(self.history[0], Ranks.of(group))
+        for observer in self.observers:
+            observer.before_update(self)
         self._advance(self.history, recipe)
 
     @torch.no_grad()
@@ -114,7 +130,7 @@ class Arena:
         scales = update_scales(
             history,
             self.scale,
-            self._fp8_max,
+            self.fp8_max,
             most_recent=recipe.amax_compute_algo == "most_recent",
             margin=recipe.margin,
             power_of_two=recipe.power_of_two_scales,
@@ -134,6 +150,7 @@ class Scaling:
     Attributes:
         was_loaded: whether the buffers hold what a checkpoint has saved, maybe with another recipe.
         amaxes: where casts of each tensor record their amax, FP32 [1].
+        columns: which of the arena's are this module's.
     """
 
     def __init__(
@@ -146,6 +163,7 @@ class Scaling:
     ) -> None:
         self.owner = owner
         self.was_loaded = False
+        self.direction = direction
         self._keys = buffer_names(direction)
         self.fp8_max = [torch.finfo(dtype).max for dtype in dtypes]
         self.recipe = recipe
@@ -174,7 +192,7 @@ class Scaling:
 
     def scales(self) -> tuple[Scales, ...]:
         """The current scales of this module's tensors."""
-        return self.arena.scales[self._start : self._start + len(self.fp8_max)]
+        return self.arena.scales[self.columns]
 
     def forget(self) -> None:
         """Drops the amaxes since the last update."""
@@ -202,9 +220,9 @@ class Scaling:
 
     def move_to(self, arena: Arena, start: int) -> None:
         """Takes `arena`'s columns from `start` on, which hold its values already."""
-        self.arena, self._start = arena, start
-        arena.add(self)
         n = len(self.fp8_max)
+        self.arena, self.columns = arena, slice(start, start + n)
+        arena.add(self)
         self._views = (arena.scale.narrow(0, start, n), arena.history.narrow(1, start, n))
         self._row0 = arena.history[0].narrow(0, start, n)
         self.amaxes = self._row0.split(1)
@@ -241,7 +259,7 @@ def update(scalings: Iterable[Scaling], group: dist.ProcessGroup | None) -> None
             arena.update(recipe, None)
 
 
-def _merged(arenas: Iterable[Arena], recipe: DelayedScaling, device: torch.device) -> Arena:
+def _merged(arenas: Sequence[Arena], recipe: DelayedScaling, device: torch.device) -> Arena:
     """A new arena with the columns of all members of these, side by side.
 
     Of all, not only of those that were used: layers that run in several regions would go back and forth.
@@ -249,6 +267,8 @@ def _merged(arenas: Iterable[Arena], recipe: DelayedScaling, device: torch.devic
     members = [scaling for arena in arenas for scaling in arena.members]
     fp8_max = [limit for scaling in members for limit in scaling.fp8_max]
     arena = Arena(fp8_max, recipe.amax_history_len, device)
+    for each in arenas:
+        arena.observe(each.observers)
     start = 0
     with torch.no_grad():
         for scaling in members:

@@ -25,6 +25,7 @@ from flatfsdp.contract.operand import FP8_OPERAND, Operand
 from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK, TensorParallel
 from flatfsdp.fp8.casts import WITHOUT_FP8, Casts, delayed_casts, stateless_casts
 from flatfsdp.fp8.delayed_scaling import Direction, Scaling, buffer_names
+from flatfsdp.fp8.overflows import Countable, counted
 from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
 from flatfsdp.fp8.recompute import current_tape, raise_recomputed, records_amax
 from flatfsdp.fp8.region import Region, current_region
@@ -58,7 +59,7 @@ class CallInput(NamedTuple):
     casts: list[Casts]
 
 
-class MatmulLayer(LateBuffers, Declaring):
+class MatmulLayer(LateBuffers, Countable, Declaring):
     """A layer with one or more linear maps.
 
     Args: see `MatmulOptions`.
@@ -126,7 +127,8 @@ class MatmulLayer(LateBuffers, Declaring):
             return self._delayed(region, region.recipe, device)
         if not region.enabled:
             return [WITHOUT_FP8] * len(self.linear_maps)
-        return [stateless_casts(region.recipe)] * len(self.linear_maps)
+        casts = [stateless_casts(region.recipe)] * len(self.linear_maps)
+        return counted(self, casts) if self.overflow_counters else casts
 
     def _delayed(self, region: Region, recipe: DelayedScaling, device: torch.device) -> list[Casts]:
         records = records_amax()
@@ -154,6 +156,7 @@ class MatmulLayer(LateBuffers, Declaring):
         forward, backward = recipe.fp8_format.forward, recipe.fp8_format.backward
         dtypes = [forward] * 2 if direction == "forward" else [backward]
         scaling = Scaling(self, direction, dtypes * len(self.linear_maps), recipe, device)
+        scaling.arena.observe(self.overflow_counters)
         is_other = before is not None and before.scale_means != scaling.scale_means
         if before is not None and is_other and not before.was_loaded:
             scaling.arena.rescale(recipe)
@@ -287,6 +290,7 @@ class MatmulLayer(LateBuffers, Declaring):
         """Copies and pickles have the buffers, and find their own place in an arena."""
         fresh = {
             "_scalings": {},
+            "overflow_counters": (),
             "_weight_cache": WeightCache(type(self).__name__),
             "_delayed_wgrads": None if self._delayed_wgrads is None else DelayedWgrads(),
         }

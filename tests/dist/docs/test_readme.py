@@ -14,7 +14,7 @@ from torch.distributed.pipelining import Schedule1F1B
 import flatfsdp
 from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.fp8 import DelayedScaling
-from flatfsdp.layers import Embedding, LinearCrossEntropy, TransformerLayer
+from flatfsdp.layers import Embedding, LayerNormLinear, Linear, LinearCrossEntropy, TransformerLayer
 from flatfsdp.models import PRESETS
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
@@ -110,6 +110,15 @@ def fp8_weights(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "fp8" in capsys.readouterr().out.lower()
 
 
+def fp8_overflows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints what the page shows below: of ones, then thousands, then infinities."""
+    model = flatfsdp.FlatFSDP(nn.Sequential(Linear(32, 32), LayerNormLinear(32, 32)))
+    batches = [(torch.full((16, 32), value), torch.ones(16, 32)) for value in (1.0, 1e3, float("inf"))]
+    run(BLOCKS[name], model=model, batches=batches)
+    printed = capsys.readouterr().out
+    assert printed.startswith("FP8 overflows") and f"```\n{printed}```" in PAGES["docs/fp8.md"].read_text()
+
+
 def parallel_ranks(name: str, _: pytest.CaptureFixture[str]) -> None:
     norms = run_ranks(4, norms_of_one_rank, BLOCKS[name])
     assert all(0 < norm < float("inf") for of_rank in norms for norm in of_rank)
@@ -159,6 +168,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "state = model.state_dict()": first_steps,
     "TransformerLayer(32, 64, 4": fp8_layers,
     "fp8_weights=CurrentScaling()": fp8_weights,
+    "count_overflows(model)": fp8_overflows,
     "make_mesh(pp=2, tp=2)": parallel_ranks,
     "from flatfsdp.compat.fairscale import": fairscale_imports,
     "consolidate_shard_weights": fairscale_shards,

@@ -1,0 +1,34 @@
+"""Names of modules as the user knows them: wrappers that are `Transparent` add no level.
+
+In:   a module tree, with wrappers of the engine somewhere in it.
+Out:  its modules, each with the prefix of its state-dict keys.
+Next: `flat/sites.py` finds parameters by these names, `fp8/overflows.py` FP8 layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+class Transparent(nn.Module):
+    """A module that wraps another one, and adds no level to its state-dict keys.
+
+    Attributes:
+        module: the wrapped one.
+    """
+
+    module: nn.Module
+
+
+def prefixed_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """`module` and all modules below it, parents first, each with the prefix of its state-dict keys.
+
+    A module with several paths comes up once for each.
+    """
+    yield prefix, module
+    for name, child in module._modules.items():
+        if child is not None:
+            is_wrapped = isinstance(module, Transparent) and child is module.module
+            yield from prefixed_modules(child, prefix if is_wrapped else f"{prefix}{name}.")
