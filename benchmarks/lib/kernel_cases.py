@@ -265,10 +265,13 @@ class Bench:
         return self._case("accumulate_many", "bf16, added", weights, 10, make)
 
     def _adamw(self, cols: int) -> Case:
-        numbers = adamw.Numbers.of(1e-4, (0.9, 0.95), 1e-8, 0.1, step=100)
+        numbers = adamw.Numbers.of(1e-4, (0.9, 0.95), 0.1)
 
         def make() -> Call:
-            run = self._run([self._normal_fp32(cols), self._normal_fp32(cols).square_()], numbers)
+            states = [self._normal_fp32(cols), self._normal_fp32(cols).square_()]
+            step = torch.full((), 100.0, device=self.device)
+            (corrected,) = adamw.bias_corrected([step], [adamw.Corrected(1e-4, 1e-8, 0.9, 0.95)], FP32)
+            run = self._run(states, numbers, corrected)
             update = partial(adamw.adamw, [run], grad_scale=self.scale, dtype=BF16)
             return _writing(update, run.param, *run.states)
 
@@ -279,17 +282,18 @@ class Bench:
         numbers = sgd.Numbers(1e-4, 0.1, 0.9)
 
         def make() -> Call:
-            run = self._run([self._normal_fp32(cols)], numbers)
+            step = torch.full((), 100.0, device=self.device)
+            run = self._run([self._normal_fp32(cols)], numbers, step)
             update = partial(sgd.sgd, [run], grad_scale=self.scale, dtype=BF16)
             return _writing(update, run.param, *run.states)
 
         size = [(self.sizes.tokens, cols)]
         return self._case("sgd", "momentum, bf16 copy and its amax", size, 22, make)
 
-    def _run(self, states: list[Tensor], numbers: Sequence[float]) -> Run:
+    def _run(self, states: list[Tensor], numbers: Sequence[float], on_device: Tensor) -> Run:
         """What an optimizer does with normal values and gradients, as many as each of its states."""
         param, grad = (torch.randn_like(states[0]) for _ in range(2))
-        return Run(param, grad, states, numbers, param.to(BF16), self._zero())
+        return Run(param, grad, states, numbers, on_device, param.to(BF16), self._zero())
 
     def _max_abs_many(self) -> Case:
         shards = self.sizes.shards

@@ -67,6 +67,19 @@ class Ranks:
             raise TypeError(f"a process group is needed, not {group!r}; pass what dist.new_group returns")
         return Ranks(group, dist.get_world_size(group), dist.get_rank(group))
 
+    @staticmethod
+    def among(global_ranks: tuple[int, ...]) -> Ranks:
+        """This process's place among ranks that are known by their numbers in the default process group.
+
+        Collective over these ranks, the first time.
+        """
+        everyone = default_group()
+        assert everyone is not None
+        known = _by_numbers.setdefault(everyone, {})
+        if global_ranks not in known:
+            known[global_ranks] = dist.new_group(list(global_ranks), use_local_synchronization=True)
+        return Ranks.of(known[global_ranks])
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """Copies of a layer are shared by the same ranks."""
         return self
@@ -136,6 +149,11 @@ before the group is destroyed."""
 
 
 _first_communicators: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
+
+_by_numbers: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
+    WeakKeyDictionary()
+)
+"""Of each default group: groups that `Ranks.among` has made."""
 
 
 ALONE = Ranks(None, 1, 0)

@@ -18,6 +18,18 @@ from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.attribute import Attribute
 
 
+class Moved(Protocol):
+    """What the forwards and backwards of a step have changed of a model, besides gradients: scales of FP8."""
+
+    def settle(self, taken: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer has decided on the step, and does not wait for the device to know how.
+
+        Args:
+            taken: 0-dim, FP32: 0 if the step is left out, so that everything goes back to what it was.
+            optimizer: a model may have several; each counts once in a step.
+        """
+
+
 class FlatShard(Protocol):
     """A parameter, 1-D, that is this rank's part of a flat buffer or a portion of that part."""
 
@@ -40,6 +52,10 @@ class FlatShard(Protocol):
     @property
     def device(self) -> torch.device:
         """Where the model computes and communicates; the parameter itself may be in host memory."""
+
+    @property
+    def moved(self) -> Moved | None:
+        """What else a step has changed, one object for a whole model; None before the model is used."""
 
     @property
     def rounding(self) -> torch.dtype:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.flat_shard import FLAT_SHARD, FlatShard
+from flatfsdp.contract.flat_shard import FLAT_SHARD, FlatShard, Moved
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.engine.units import Model, named_groups
@@ -155,6 +155,10 @@ class PortionTarget:
     @property
     def device(self) -> torch.device:
         return self._group.master.device
+
+    @property
+    def moved(self) -> Moved | None:
+        return self._group.moved
 
     @property
     def rounding(self) -> torch.dtype:

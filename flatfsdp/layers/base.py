@@ -30,6 +30,7 @@ from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
 from flatfsdp.fp8.recompute import current_tape, raise_recomputed, records_amax
 from flatfsdp.fp8.region import Region, current_region
 from flatfsdp.fp8.state_dict import LateBuffers
+from flatfsdp.fp8.step_scales import note
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers.checks import require_bool_or_none, require_fp8, require_fp8_shape, require_shared_scales
 from flatfsdp.layers.inputs import activation_dtype, as_matrix
@@ -137,6 +138,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         backward = self._scaling("backward", recipe, device, renew=records)
         if records:
             region.use(forward)
+            note((forward, backward))
             forward.was_loaded = backward.was_loaded = False
         return delayed_casts(region, recipe, forward, backward, records=records)
 

@@ -7,5 +7,6 @@ same pass.
 from flatfsdp.contract.flat_shard import FlatShard
 from flatfsdp.optim.adamw import AdamW
 from flatfsdp.optim.sgd import SGD
+from flatfsdp.optim.verdict import NonFinite, NonFiniteGradientError
 
-__all__ = ["SGD", "AdamW", "FlatShard"]
+__all__ = ["SGD", "AdamW", "FlatShard", "NonFinite", "NonFiniteGradientError"]

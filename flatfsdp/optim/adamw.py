@@ -5,16 +5,17 @@ Next: `flatfsdp.kernels.optim.adamw` has the formula.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from flatfsdp.kernels.optim.adamw import Numbers, adamw
+from flatfsdp.kernels.optim.adamw import Corrected, Numbers, adamw, bias_corrected
 from flatfsdp.kernels.optim.runs import Run
-from flatfsdp.optim.fused import Due, FusedOptimizer, LaunchKey
+from flatfsdp.optim.fused import STEP, Due, Formula, FusedOptimizer, LaunchKey, step_count, wide_of
+from flatfsdp.optim.verdict import NonFinite
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
@@ -26,9 +27,10 @@ class AdamW(FusedOptimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
 
     Options and state are those of `torch.optim.AdamW`: each loads the other's state dict, and learning rate
-    schedulers work.  A parameter is rounded once a step.  What is written to it through `.data` after a step
-    is not seen before the next one, as the shard that is gathered next is there already: write to the
-    parameter itself, under `torch.no_grad()`.
+    schedulers work.  `state["step"]` is on the parameter's device, as with `fused=True` there.  A parameter
+    is rounded once a step.  What is written to it through `.data` after a step is not seen before the next
+    one, as the shard that is gathered next is there already: write to the parameter itself, under
+    `torch.no_grad()`.
 
         no_decay = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
         optimizer = flatfsdp.optim.AdamW(flatfsdp.param_groups(model, [no_decay]), lr=3e-4, max_grad_norm=1.0)
@@ -37,8 +39,13 @@ class AdamW(FusedOptimizer):
         params: parameters of a FlatFSDP module, groups from `flatfsdp.param_groups`, ordinary parameters, or
             several of these; groups may have their own `lr`, `betas`, `eps` and `weight_decay`.
         max_grad_norm: clips gradients to this norm over all ranks, while they are read: with FP32 gradients
-            the same bits as `clip_grad_norm_` and then a step.  `step` is collective then, so that one
-            optimizer has to have all parameters of the model.
+            the same bits as `clip_grad_norm_` and then a step.
+        nonfinite: what a step does if the norm of the gradients is NaN or infinite, on any rank.  "raise" and
+            "skip" leave parameters, moments, step counts and the FP8 scales of the model's layers as if there
+            had been no such step.  The device decides, so no step waits for it: "raise" raises in the next
+            step (on a CPU at once), or in `state_dict()`; "skip" counts in `skipped_steps`.  Either reads all
+            gradients for their norm, and makes `step` collective, as `max_grad_norm` does, so that one
+            optimizer has to have all parameters of the model.  "step" goes on.
         pp_group: ranks that have the other stages of a pipeline, whose gradients count in that norm, too;
             default: as `FlatStage` has said.
         moment_dtype: FP32 or bf16, of `exp_avg` and `exp_avg_sq`; None for the parameter's.  In bf16 they
@@ -46,7 +53,9 @@ class AdamW(FusedOptimizer):
             rounded back to what it was, and never decay.
 
     Attributes:
-        grad_norm: of the last step, before clipping: 0-dim, on the device; None without `max_grad_norm`.
+        grad_norm: of the last step, before clipping: 0-dim, on the device.  None with `nonfinite="step"` and
+            no `max_grad_norm`, and where no rank knows it (experts).
+        skipped_steps: how many steps were left out, refused ones too: int64, 0-dim, on the device.
 
     Raises:
         ValueError: if an option is out of its range; for parameters that are not floating-point.
@@ -63,6 +72,7 @@ class AdamW(FusedOptimizer):
         max_grad_norm: float | None = None,
         pp_group: dist.ProcessGroup | None = None,
         moment_dtype: torch.dtype | None = None,
+        nonfinite: NonFinite = "raise",
     ) -> None:
         if moment_dtype is not None and moment_dtype not in MOMENT_DTYPES:
             raise ValueError(
@@ -71,7 +81,7 @@ class AdamW(FusedOptimizer):
             )
         self.moment_dtype = moment_dtype
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, max_grad_norm, pp_group)
+        super().__init__(params, defaults, max_grad_norm, pp_group, nonfinite)
 
     def _check_options(self, group: dict[str, Any]) -> None:
         for name in ("lr", "eps", "weight_decay"):
@@ -95,25 +105,41 @@ class AdamW(FusedOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Also part of `load_state_dict`, which has converted moments to the parameter's dtype."""
         super().__setstate__(state)
-        for of_parameter in filter(None, self.state.values()):
-            # That of a fused torch.optim.AdamW is on the device.
-            of_parameter["step"] = torch.tensor(float(of_parameter["step"]), device="cpu")
+        for parameter, of_parameter in self.state.items():
+            if not of_parameter:
+                continue
+            # Most others count on the host.
+            of_parameter[STEP] = step_count(of_parameter[STEP], parameter)
             if self.moment_dtype is not None:
                 for name in MOMENTS:
                     of_parameter[name] = of_parameter[name].to(self.moment_dtype)
 
-    def _advance(self, due: Due) -> tuple[list[Tensor], Sequence[float], bool]:
+    def _formula(self, due: Due) -> Formula:
         state, group = self.state[due.parameter], due.group
         if not state:
-            state["step"] = torch.zeros((), device="cpu")
+            state[STEP] = step_count(0, due.parameter)
             for name in MOMENTS:
                 state[name] = torch.zeros_like(due.parameter, dtype=self.moment_dtype)
-        state["step"] += 1
         beta1, beta2 = map(float, group["betas"])
-        numbers = Numbers.of(
-            float(group["lr"]), (beta1, beta2), group["eps"], group["weight_decay"], int(state["step"])
-        )
-        return [state[name] for name in MOMENTS], numbers, False
+        numbers = Numbers.of(float(group["lr"]), (beta1, beta2), group["weight_decay"])
+        return Formula([state[name] for name in MOMENTS], numbers)
 
-    def _update(self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None) -> None:
-        adamw(runs, grad_scale=grad_scale, dtype=kind.rounding)
+    def _on_device(self, counted: Sequence[Due]) -> Mapping[Tensor, Tensor]:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Due]] = {}
+        for due in counted:
+            by_kind.setdefault((due.parameter.device, due.parameter.dtype), []).append(due)
+        found: dict[Tensor, Tensor] = {}
+        for (_, dtype), of_kind in by_kind.items():
+            steps = [self.state[due.parameter][STEP] for due in of_kind]
+            results = bias_corrected(steps, [_corrected(due.group) for due in of_kind], wide_of(dtype))
+            found.update(zip((due.parameter for due in of_kind), results, strict=True))
+        return found
+
+    def _update(
+        self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None, taken: Tensor | None
+    ) -> None:
+        adamw(runs, grad_scale=grad_scale, taken=taken, dtype=kind.rounding)
+
+
+def _corrected(group: dict[str, Any]) -> Corrected:
+    return Corrected(float(group["lr"]), float(group["eps"]), *map(float, group["betas"]))

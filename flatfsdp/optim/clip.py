@@ -3,7 +3,7 @@
 In:   flat shards (`contract/flat_shard.py`) and their gradients.
 Out:  the norm over all ranks, and what to multiply gradients by.
 Next: `FlatFSDP.clip_grad_norm_` and `parallel.clip_grad_norm_` have them multiplied here; `fused.py` does so
-      where it reads them.
+      where it reads them, and `verdict.py` says whether there is a step at all.
 """
 
 from __future__ import annotations
@@ -72,14 +72,19 @@ def norm_over_ranks(
     norm_type: float = 2.0,
     *,
     alone: Sequence[Tensor] = (),
+    replicas: Sequence[Ranks] = (),
     stages: Ranks = ALONE,
 ) -> Tensor:
     """(sum over all gradients |.|^p)^(1/p), or the largest magnitude for an infinite p.  Collective.
+
+    A gradient that is not finite shows on all ranks that share the norm, also one that does not count on its
+    rank, because others have the same.
 
     Args:
         gradients: all ranks over which they are spread pass as many, also those that have no gradient.
         device: where to communicate.
         alone: gradients of ordinary parameters, which this rank has whole.
+        replicas: ranks that have the same gradients; the largest of their norms counts, and NaN before that.
         stages: ranks with further gradients.
 
     Returns:
@@ -90,22 +95,30 @@ def norm_over_ranks(
     """
     _require_same_grid(shard.grid for shard, _ in gradients)
     counted: dict[tuple[Ranks, ...], list[Tensor]] = {}
+    uncounted: list[Tensor] = []
     for shard, grads in gradients:
-        counted.setdefault(shard.grid.partners, []).extend(grads if shard.is_counted else ())
-    if alone:
-        counted[()] = list(alone)
-    dtype = _widest([*alone, *(grad for _, grads in gradients for grad in grads)])
-    identity = _identity_of_norm(shard for shard, _ in gradients)
-    norms = [
-        _norm_over(partners, _local_norm(grads, dtype, device, norm_type), norm_type, identity)
-        for partners, grads in counted.items()
+        of_partners = counted.setdefault(shard.grid.partners, [])
+        (of_partners if shard.is_counted else uncounted).extend(grads)
+    dtype = widest([*alone, *(grad for _, grads in gradients for grad in grads)])
+    identity = identity_of_norm(shard for shard, _ in gradients)
+    # What only this rank looks at.
+    own = [local_norm(grads, dtype, device, norm_type) for grads in (alone, uncounted) if grads]
+    local = {each: local_norm(grads, dtype, device, norm_type) for each, grads in counted.items()}
+    # Partners of one unit hear also of what is not finite in units that they do not share.
+    others = [*own, *local.values()] if len(own) + len(local) > 1 else []
+    bad = [unless_finite(norm) for norm in others]
+    norms = own[:1] if alone else []
+    norms += [
+        norm_over(partners, functools.reduce(torch.add, bad, norm), norm_type, identity)
+        for partners, norm in local.items()
     ]
     norm = norms[0] if len(norms) == 1 else _norm_of(norms, dtype, device, norm_type)
+    norm = norm_over(replicas, norm, math.inf, identity)
     if stages.size == 1:
         return norm
     # Stages may have other dtypes, and other settings.
     identity = Identity(Action.NORM) if identity is None else identity
-    return _norm_over((stages,), norm.double(), norm_type, identity).to(dtype)
+    return norm_over((stages,), norm.double(), norm_type, identity).to(dtype)
 
 
 def pipeline_of(given: dist.ProcessGroup | None, found: Iterable[Ranks]) -> Ranks:
@@ -115,7 +128,7 @@ def pipeline_of(given: dist.ProcessGroup | None, found: Iterable[Ranks]) -> Rank
     return next((ranks for ranks in found if ranks.size > 1), ALONE)
 
 
-def _identity_of_norm(shards: Iterable[FlatShard]) -> Identity | None:
+def identity_of_norm(shards: Iterable[FlatShard]) -> Identity | None:
     """The identity that collectives of a norm carry; None if those of these shards carry nothing."""
     first = next((found for shard in shards if (found := shard.identify(Action.NORM))), None)
     return None if first is None else Identity(Action.NORM, first.model)
@@ -135,9 +148,9 @@ def _require_same_grid(grids: Iterable[Grid]) -> None:
         )
 
 
-def _widest(grads: Iterable[Tensor]) -> torch.dtype:
+def widest(grads: Iterable[Tensor]) -> torch.dtype:
     """Dtype of a norm: FP32 at least, because 16 bits overflow, or lose digits, in the powers."""
-    return functools.reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
+    return functools.reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
@@ -151,9 +164,15 @@ def scale_grads(grads: list[Tensor], coefficient: Tensor) -> None:
         torch._foreach_mul_(grads, coefficient.to(grads[0].device))
 
 
-def _local_norm(grads: list[Tensor], dtype: torch.dtype, device: torch.device, norm_type: float) -> Tensor:
-    norms = torch._foreach_norm(grads, norm_type, dtype=dtype) if grads else []
+def local_norm(grads: Sequence[Tensor], dtype: torch.dtype, device: torch.device, norm_type: float) -> Tensor:
+    """The norm of what this rank has: 0-dim, on `device`."""
+    norms = torch._foreach_norm(list(grads), norm_type, dtype=dtype) if grads else []
     return _norm_of(norms, dtype, device, norm_type)
+
+
+def unless_finite(norm: Tensor) -> Tensor:
+    """0 for a finite norm, which others need not know, else the norm."""
+    return torch.where(norm < math.inf, 0.0, norm)
 
 
 def _norm_of(norms: Sequence[Tensor], dtype: torch.dtype, device: torch.device, norm_type: float) -> Tensor:
@@ -162,9 +181,7 @@ def _norm_of(norms: Sequence[Tensor], dtype: torch.dtype, device: torch.device, 
     return torch.linalg.vector_norm(torch.stack([norm.to(device) for norm in norms]), norm_type)
 
 
-def _norm_over(
-    partners: Sequence[Ranks], norm: Tensor, norm_type: float, identity: Identity | None
-) -> Tensor:
+def norm_over(partners: Sequence[Ranks], norm: Tensor, norm_type: float, identity: Identity | None) -> Tensor:
     """Combines per-rank norms into the norm over all these ranks."""
     several = [ranks for ranks in partners if ranks.size > 1]
     if not several:

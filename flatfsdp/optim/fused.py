@@ -4,24 +4,34 @@ In:   parameters with gradients, in `.grad`, or in `.main_grad` if that is there
 Out:  new values; of flat shards (`contract/flat_shard.py`) also the next compute shard and the amaxes.
 Next: the engine gathers the compute shard as it is.
 
-    norm of all gradients -> one number on the device -> kernel: gradient, states, parameter, copy, amax
+    norm of all gradients -> scale, and verdict -> kernel: gradient, states, parameter, copy, amax
+
+All of it is one way round on the device.  The host does not know whether a step is taken (`verdict.py`), so
+whatever depends on how many were, such as a bias correction, is computed on the device, too.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.flat_shard import FLAT_SHARD, FlatShard
 from flatfsdp.contract.main_grad import MAIN_GRAD
 from flatfsdp.contract.placement import is_shared
+from flatfsdp.contract.tensor_parallel import TENSOR_PARALLEL_RANKS
 from flatfsdp.kernels.optim.runs import Run
-from flatfsdp.optim.clip import clip_coefficient, norm_over_ranks, pipeline_of
+from flatfsdp.optim.clip import clip_coefficient, pipeline_of
+from flatfsdp.optim.verdict import CHOICES, Awaited, NonFinite, Verdict, judge
+
+STEP = "step"
+"""A state: how many updates a parameter has had, as `torch.optim.AdamW` counts them."""
 
 
 class LaunchKey(NamedTuple):
@@ -49,6 +59,20 @@ class Due(NamedTuple):
     shard: FlatShard | None
 
 
+class Formula(NamedTuple):
+    """What the optimizer's formula takes for one parameter.
+
+    Attributes:
+        states: updated along with it.
+        numbers: that the host knows.
+        variant: of the formula.
+    """
+
+    states: list[Tensor]
+    numbers: Sequence[float]
+    variant: bool = False
+
+
 class FusedOptimizer(torch.optim.Optimizer, ABC):
     """
     Args:
@@ -58,17 +82,21 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         max_grad_norm: gradients are scaled to a norm, over all ranks, of at most this while they are read.
         pp_group: ranks that have other pipeline stages, whose gradients count in the norm, too; default: as
             `FlatStage` has said.
+        nonfinite: what a step does whose gradients are not finite.
 
     Attributes:
         max_grad_norm: may be changed between steps.
-        grad_norm: of the last step, before scaling: 0-dim, on the device; None without `max_grad_norm`.
+        grad_norm: of the last step, before scaling: 0-dim, on the device.  None with `nonfinite="step"` and
+            no `max_grad_norm`, and where no rank knows it (experts).
+        skipped_steps: how many steps were left out, refused ones too: int64, 0-dim, on the device.
 
     Raises:
         ValueError: if an option is out of its range, or a parameter is not a real floating-point tensor.
     """
 
-    # A copy has none: process groups cannot be copied.
+    # A copy has none: process groups cannot be copied, nor is it told of what the original has done.
     pp_group: dist.ProcessGroup | None = None
+    _awaited: Awaited | None = None
 
     def __init__(
         self,
@@ -76,13 +104,32 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         defaults: dict[str, Any],
         max_grad_norm: float | None,
         pp_group: dist.ProcessGroup | None,
+        nonfinite: NonFinite,
     ) -> None:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm is {max_grad_norm!r}; it must be positive, or None not to clip")
         self.max_grad_norm = max_grad_norm
         self.pp_group = pp_group
+        self.nonfinite = nonfinite
         self.grad_norm: Tensor | None = None
         super().__init__(params, defaults)
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=self._device(self._shards()))
+
+    @property
+    def nonfinite(self) -> NonFinite:
+        """What a step does whose gradients are not finite, on any rank; may be changed between steps.
+
+        "raise"   changes nothing, and raises: on a CPU at once, on a GPU in the next step
+        "skip"    changes nothing, as if there had been no such step
+        "step"    goes on, which makes all parameters NaN if the norm is and `max_grad_norm` is set
+        """
+        return self._nonfinite
+
+    @nonfinite.setter
+    def nonfinite(self, value: NonFinite) -> None:
+        if value not in CHOICES:
+            raise ValueError(f'nonfinite is {value!r}; it must be "raise", "skip" or "step"')
+        self._nonfinite: NonFinite = value
 
     # ---- what a subclass says ---------------------------------------------------------------------------
 
@@ -91,11 +138,20 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """Raises ValueError for an option of a parameter group that is out of its range."""
 
     @abstractmethod
-    def _advance(self, due: Due) -> tuple[list[Tensor], Sequence[float], bool]:
-        """Counts the step: the states (new ones the first time), numbers and variant of the formula."""
+    def _formula(self, due: Due) -> Formula:
+        """What the formula takes for a parameter; the first time it gets new states, with no step counted.
+
+        A formula that depends on how many steps there were has a state `STEP`, which is counted here.
+        """
 
     @abstractmethod
-    def _update(self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None) -> None:
+    def _on_device(self, counted: Sequence[Due]) -> Mapping[Tensor, Tensor]:
+        """By parameter: numbers of the formula that depend on the count of steps; this one is counted."""
+
+    @abstractmethod
+    def _update(
+        self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None, taken: Tensor | None
+    ) -> None:
         """Launches the kernel."""
 
     # ---- torch.optim.Optimizer --------------------------------------------------------------------------
@@ -114,6 +170,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         for group in state_dict["param_groups"]:
             self._check_options({**self.defaults, **group})
         super().load_state_dict(state_dict)
+        # Whatever the last step was, its parameters and moments are others now.
+        self._awaited = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -128,7 +186,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient.  Collective if `max_grad_norm` is set.
+        """Updates every parameter that has a gradient.  Collective.
+
+        With `nonfinite="step"` and no `max_grad_norm` it is not collective.
 
         Args:
             closure: computes the loss again, and gradients with it.
@@ -137,25 +197,31 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             What `closure` returns.
 
         Raises:
-            ValueError: if a gradient does not fit its parameter; with `max_grad_norm`, for a parameter of a
-                layer that several ranks share and that is in no FlatFSDP.
+            NonFiniteGradientError: with `nonfinite="raise"`, on all ranks: on a CPU if gradients are not
+                finite, on a GPU if those of the step before were not.
+            ValueError: if a gradient does not fit its parameter; for a parameter of a layer that several
+                ranks share and that is in no FlatFSDP, with `max_grad_norm`, or if the layer has not said
+                which ranks these are.
             RuntimeError: if gradients are accumulated and not yet reduced.
             Nothing is changed then.
         """
+        self.raise_if_nonfinite()
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         due = list(self._due())
-        coefficient = self._clip(due)
+        coefficient, taken = self._decide(due)
+        formulas = [self._formula(one) for one in due]
+        on_device = self._count(due, taken)
         by_kind: dict[LaunchKey, list[Run]] = {}
-        for one in due:
-            kind, runs = self._runs(one)
+        for one, formula in zip(due, formulas, strict=True):
+            kind, runs = self._runs(one, formula, on_device.get(one.parameter))
             by_kind.setdefault(kind, []).extend(runs)
         for kind, of_kind in by_kind.items():
-            wide = torch.promote_types(kind.dtypes[0], torch.float32)
+            wide = wide_of(kind.dtypes[0])
             grad_scale = None if coefficient is None else coefficient.to(kind.device, wide)
-            self._update(of_kind, kind, grad_scale)
+            self._update(of_kind, kind, grad_scale, None if taken is None else taken.to(kind.device))
         # A kernel writes past the dispatcher, which counts writes.
         torch.autograd.graph.increment_version([one.parameter for one in due])
         for one in due:
@@ -163,9 +229,35 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
                 one.shard.cast_done()
         return loss
 
+    def raise_if_nonfinite(self) -> None:
+        """Raises for the last step, if it was refused; once.
+
+        Waits for the device, up to where it decided on that step.  `step` and checkpoints call it; call it
+        after the last step of all.
+
+        Raises:
+            NonFiniteGradientError: if gradients of the last step were not finite, with `nonfinite="raise"`;
+                on all ranks.
+        """
+        awaited, self._awaited = self._awaited, None
+        if awaited is not None:
+            awaited.check()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As PyTorch's.
+
+        Raises:
+            NonFiniteGradientError: as long as `raise_if_nonfinite` would raise.
+        """
+        if self._awaited is not None:
+            # Only looked at: a state dict may be asked of some ranks alone, and `step` raises on all.
+            self._awaited.check()
+        return super().state_dict()
+
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the optimizer; its `state_dict` has none of these."""
-        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "grad_norm": self.grad_norm}
+        own = ("max_grad_norm", "grad_norm", "_nonfinite", "skipped_steps")
+        return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     # ---- one step ---------------------------------------------------------------------------------------
 
@@ -180,29 +272,77 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
                     check_grad(parameter, grad)
                     yield Due(parameter, grad, group, FLAT_SHARD.of(parameter))
 
-    def _clip(self, due: Sequence[Due]) -> Tensor | None:
-        """Takes the norm; what to multiply gradients by, 0-dim, or None."""
-        self.grad_norm = None
-        if self.max_grad_norm is None:
-            return None
+    def _shards(self) -> list[FlatShard]:
+        """Those of all parameters, in the same order on all ranks, whichever of their portions is first."""
         shards = [shard for shard in map(FLAT_SHARD.of, self._parameters()) if shard is not None]
-        # All ranks take part in the same order, whichever of their portions comes first and has a gradient.
-        shards.sort(key=lambda shard: [ranks.name for ranks in shard.grid.partners])
+        return sorted(shards, key=lambda shard: [ranks.name for ranks in shard.grid.partners])
+
+    def _device(self, shards: Sequence[FlatShard]) -> torch.device:
+        """Where norms are taken."""
+        computing = (shard.device for shard in shards)
+        own = (parameter.device for parameter in self._parameters())
+        return next(computing, None) or next(own, torch.device("cpu"))
+
+    def _decide(self, due: Sequence[Due]) -> tuple[Tensor | None, Tensor | None]:
+        """What to multiply gradients by, and whether to take the step, each 0-dim; None: do not ask.
+
+        Raises:
+            NonFiniteGradientError: if the step is refused, and the host knows it.
+        """
+        self.grad_norm = None
+        if self.max_grad_norm is None and self.nonfinite == "step":
+            return None, None
+        shards = self._shards()
+        verdict = self._judge(due, shards)
+        coefficient = None
+        if verdict.is_norm:
+            self.grad_norm = verdict.worst
+        if self.max_grad_norm is not None:
+            coefficient = clip_coefficient(verdict.worst, self.max_grad_norm)
+        if self.nonfinite == "step":
+            return coefficient, None
+        taken = verdict.taken
+        self.skipped_steps = self.skipped_steps.to(taken.device).add_(taken == 0)
+        for moved in dict.fromkeys(shard.moved for shard in shards):
+            if moved is not None:
+                moved.settle(taken, self)
+        if self.nonfinite == "raise":
+            self._awaited = Awaited.of(verdict)
+            if self._awaited.arrived is None:
+                self.raise_if_nonfinite()
+                return coefficient, None
+        return coefficient, taken
+
+    def _judge(self, due: Sequence[Due], shards: Sequence[FlatShard]) -> Verdict:
         grads = {one.shard: one.grad for one in due if one.shard is not None}
         alone = [one for one in due if one.shard is None]
-        for one in alone:
-            _require_alone(one.parameter)
-        devices = [shard.device for shard in shards] or [one.grad.device for one in due]
-        self.grad_norm = norm_over_ranks(
+        clips = self.max_grad_norm is not None
+        # Of all that are trained: ranks may have gradients of other ones.
+        ordinary = (each for each in self._parameters() if each.requires_grad and FLAT_SHARD.of(each) is None)
+        sharing = {ranks for each in ordinary for ranks in _sharing(each, clips=clips)}
+        return judge(
             [(shard, [grads[shard]] if shard in grads else []) for shard in shards],
-            devices[0] if devices else torch.device("cpu"),
+            self._device(shards),
             alone=[one.grad for one in alone],
+            tensor_parallel=[Ranks.among(ranks) for ranks in sorted(sharing)],
             stages=pipeline_of(self.pp_group, (shard.stages for shard in shards)),
+            needs_norm=clips,
         )
-        return clip_coefficient(self.grad_norm, self.max_grad_norm)
 
-    def _runs(self, due: Due) -> tuple[LaunchKey, Iterable[Run]]:
-        states, numbers, variant = self._advance(due)
+    def _count(self, due: Sequence[Due], taken: Tensor | None) -> Mapping[Tensor, Tensor]:
+        """Counts the step where it is taken, and returns what the formula makes of the counts."""
+        counted = [one for one in due if STEP in self.state.get(one.parameter, ())]
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for one in counted:
+            step = self.state[one.parameter][STEP]
+            by_device.setdefault(step.device, []).append(step)
+        for device, steps in by_device.items():
+            # A list, because a number of one element is fetched to the host.
+            torch._foreach_add_(steps, 1.0 if taken is None else [taken.to(device)] * len(steps))
+        return self._on_device(counted)
+
+    def _runs(self, due: Due, formula: Formula, on_device: Tensor | None) -> tuple[LaunchKey, Iterable[Run]]:
+        states, numbers, variant = formula
         values, grad, shard = due.parameter.detach(), due.grad, due.shard
         if values.is_contiguous():
             grad = grad.contiguous()
@@ -215,13 +355,14 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             variant,
         )
         if shard is None:
-            return kind, [Run(values, grad, states, numbers)]
+            return kind, [Run(values, grad, states, numbers, on_device)]
         return kind, (
             Run(
                 values[start:stop],
                 grad[start:stop],
                 [state[start:stop] for state in states],
                 numbers,
+                on_device,
                 None if shard.compute is None else shard.compute[start:stop],
                 amax,
             )
@@ -229,17 +370,43 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         )
 
 
-def _require_alone(parameter: Tensor) -> None:
-    """
+def _sharing(parameter: Tensor, *, clips: bool) -> Iterator[tuple[int, ...]]:
+    """The ranks that share the layer of an ordinary parameter, by their global numbers; none for most.
+
+    Args:
+        clips: whether the norm is needed, which no rank knows then.
+
     Raises:
-        ValueError: for an ordinary parameter of a layer that several ranks share.
+        ValueError: if there are any, and the norm is needed or nobody has said which ranks these are.
     """
-    if is_shared(parameter):
+    if not is_shared(parameter):
+        return
+    what = f"a parameter of shape {tuple(parameter.shape)} is of a layer that tensor-parallel ranks share"
+    if clips:
         raise ValueError(
-            f"max_grad_norm is set, and a parameter of shape {tuple(parameter.shape)} is of a layer that "
-            "tensor-parallel ranks share, so that no rank knows the norm; wrap the layer with FlatFSDP, or "
-            "clip gradients before the step, without max_grad_norm"
+            f"max_grad_norm is set, and {what}, so that no rank knows the norm; wrap the layer with "
+            "FlatFSDP, or clip gradients before the step, without max_grad_norm"
         )
+    ranks = TENSOR_PARALLEL_RANKS.of(parameter)
+    if not ranks:
+        raise ValueError(
+            f"{what} and that does not say which ranks these are (tensor_parallel_ranks), so nobody can tell "
+            'whether all of their gradients are finite; wrap the layer with FlatFSDP, or set nonfinite="step"'
+        )
+    yield ranks
+
+
+def step_count(value: Tensor | float, parameter: Tensor) -> Tensor:
+    """A count of updates as the device goes on with it: FP32, 0-dim, beside the parameter, and a copy."""
+    if isinstance(value, Tensor):
+        return value.detach().to(parameter.device, torch.float32, copy=True)
+    return torch.full((), value, dtype=torch.float32, device=parameter.device)
+
+
+@cache
+def wide_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which parameters of this dtype are updated."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def grad_of(parameter: Tensor) -> Tensor | None:

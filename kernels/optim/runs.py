@@ -7,10 +7,13 @@ to the `dtype` that the model computes in, one for the whole call:
     compute = round(param)
     amax    = max(amax, max |round(param)|);  NaN wins
 
+A step may be left out, by a number on the device that the host does not know (`taken`): parameters and states
+then keep their bits, whatever the gradients are, and copy and amax are of the parameter as it is.
+
 All about the runs travels in one table (`device_table`), a column for each, with these rows:
 
-    0 first block   1 elements   addresses: 2 param   3 grad   4 compute   5 amax   (0 for none)
-    6 ...           the bits of the optimizer's FP32 numbers, then the addresses of its states
+    0 first block   1 elements   addresses: 2 param   3 grad   4 compute   5 amax   6 on_device   (0 for none)
+    7 ...           the bits of the FP32 numbers that the host knows, then the addresses of the states
 
 so one compiled kernel serves lists of any length.  A program updates one block of one run; it finds its
 `place` by `place_of_program`, and by it what the table holds for this run.
@@ -23,6 +26,7 @@ Arguments that functions of kernels share:
     place      (address of the run's column in the table, n, the program's first element in the run)
     ROW        row of the table, as above
     mask       elements of the block that the run has
+    taken_ptr  one FP32 number: 0 leaves the step out; None: it is taken
     GRAD       dtype of the gradients;  DTYPE  dtype of the copies, None without copies and amaxes
     BLOCK      elements of one program
     ALIGNED    all tensors but amaxes start at multiples of 16 bytes
@@ -50,6 +54,8 @@ class Run(NamedTuple):
         grad: only read.
         states: the optimizer's, updated in place.
         numbers: of the optimizer's formula, such as a learning rate.
+        on_device: further numbers of it, which the device computes from a count of steps: FP32, contiguous
+            (FP64 for an FP64 parameter); or None.
         compute: set to the new values, in the dtype of the call; or None.
         amax: FP32, one element, raised to the largest magnitude of the new values; or None.
     """
@@ -58,6 +64,7 @@ class Run(NamedTuple):
     grad: Tensor
     states: Sequence[Tensor]
     numbers: Sequence[float]
+    on_device: Tensor | None = None
     compute: Tensor | None = None
     amax: Tensor | None = None
 
@@ -69,6 +76,7 @@ class Columns(NamedTuple):
     grads: list[Tensor]
     states: list[list[Tensor]]
     numbers: list[float]
+    on_device: list[Tensor]
     computes: list[Tensor]
     amaxes: list[Tensor]
 
@@ -81,6 +89,7 @@ class Columns(NamedTuple):
             [run.grad for run in runs],
             [list(states) for states in zip(*(run.states for run in runs), strict=True)],
             [number for run in runs for number in run.numbers],
+            [none if run.on_device is None else run.on_device for run in runs],
             [none if run.compute is None else run.compute for run in runs],
             [none if run.amax is None else run.amax for run in runs],
         )
@@ -97,7 +106,9 @@ class Columns(NamedTuple):
         return is_plain and all(param.dtype == torch.float32 for param in self.params)
 
 
-def check_runs(runs: Sequence[Run], grad_scale: Tensor | None, dtype: torch.dtype | None) -> None:
+def check_runs(
+    runs: Sequence[Run], grad_scale: Tensor | None, taken: Tensor | None, dtype: torch.dtype | None
+) -> None:
     """Check the runs of one call.
 
     Raises:
@@ -106,7 +117,7 @@ def check_runs(runs: Sequence[Run], grad_scale: Tensor | None, dtype: torch.dtyp
     first = runs[0]
     names = ["compute", "param", "grad", *(f"states[{i}]" for i in range(len(first.states)))]
     kinds = [dtype, *(tensor.dtype for tensor in (first.param, first.grad, *first.states))]
-    device = first.param.device
+    device, wide = first.param.device, torch.promote_types(first.param.dtype, torch.float32)
     for index, run in enumerate(runs):
         if len(run.states) != len(first.states):
             raise ValueError(
@@ -123,12 +134,27 @@ def check_runs(runs: Sequence[Run], grad_scale: Tensor | None, dtype: torch.dtyp
         if run.amax is not None and dtype is None:
             raise ValueError(f"run {index} has an amax, which is of rounded values; pass their dtype")
         check_scalar(f"amax of run {index}", run.amax, run.param)
-    scale, wide = grad_scale, torch.promote_types(first.param.dtype, torch.float32)
+        given = run.on_device
+        if given is not None and not (
+            given.dtype in (torch.float32, wide) and given.device == device and given.is_contiguous()
+        ):
+            raise ValueError(
+                f"on_device of run {index} is {given.dtype} {tuple(given.shape)} on {given.device}; it must "
+                f"be contiguous, in {wide} on {device}"
+            )
+    check_scalar("taken", taken, first.param)
+    scale = grad_scale
     if scale is not None and (scale.numel(), scale.dtype, scale.device) != (1, wide, device):
         raise ValueError(
             f"grad_scale is {scale.dtype} {tuple(scale.shape)} on {scale.device}; it must be one number in "
             f"{wide} on {device}"
         )
+
+
+def write_new(target: Tensor, value: Tensor, taken: Tensor | None) -> None:
+    """Write a new value in plain PyTorch, if the step is taken."""
+    value = value.to(target.dtype)
+    target.copy_(value if taken is None else torch.where(taken != 0, value, target))
 
 
 def write_rounded(param: Tensor, compute: Tensor, amax: Tensor, dtype: torch.dtype | None) -> None:
@@ -167,6 +193,7 @@ def table_of(columns: Columns, block: int) -> Table:
         [param.numel() for param in columns.params],
         *of_elements[:3],
         [amax.data_ptr() for amax in columns.amaxes],
+        [numbers.data_ptr() for numbers in columns.on_device],
         *bits.view(len(starts), -1).t().tolist(),
         *of_elements[3:],
     ]
@@ -175,12 +202,17 @@ def table_of(columns: Columns, block: int) -> Table:
 
 
 def launch_runs(
-    kernel: Any, name: str, columns: Columns, grad_scale: Tensor | None, constants: Sequence[Any]
+    kernel: Any,
+    name: str,
+    columns: Columns,
+    grad_scale: Tensor | None,
+    taken: Tensor | None,
+    constants: Sequence[Any],
 ) -> None:
     """Start an optimizer's kernel on all runs.
 
     Args:
-        kernel: takes (table, n, grad_scale, N_POW2, *constants, BLOCK, ALIGNED).
+        kernel: takes (table, n, grad_scale, taken, N_POW2, *constants, BLOCK, ALIGNED).
         name: the kernel's in the table of tiles.
         constants: what the kernel's constexprs between these are, such as Triton's dtypes of the gradients.
     """
@@ -188,7 +220,7 @@ def launch_runs(
     table, n = table_of(columns, tile.cols), len(columns.params)
     with on_device_of(columns.params[0]):
         kernel[(table.blocks,)](
-            *(table.rows, n, grad_scale, power_of_two(n), *constants, tile.cols, table.aligned),
+            *(table.rows, n, grad_scale, taken, power_of_two(n), *constants, tile.cols, table.aligned),
             **tile.options,
             enable_fp_fusion=False,  # no product and sum become one operation, as in the reference
         )
@@ -222,6 +254,12 @@ def number(place, ROW: tl.constexpr):
 
 
 @jit
+def number_on_device(place, INDEX: tl.constexpr):
+    """A number of this run from `on_device`, FP32."""
+    return tl.load(field(place, 6).to(tl.pointer_type(tl.float32)) + INDEX)
+
+
+@jit
 def elements(place, ROW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr, ALIGNED: tl.constexpr):
     """Pointers to the program's block of the tensor whose address is in this row; DTYPE is its dtype."""
     first = field(place, ROW).to(tl.pointer_type(DTYPE)) + place[2]
@@ -238,6 +276,22 @@ def load_grad(place, mask, grad_scale_ptr, GRAD: tl.constexpr, BLOCK: tl.constex
     if grad_scale_ptr is not None:
         grad *= tl.load(grad_scale_ptr)
     return grad
+
+
+@jit
+def written(mask, taken_ptr):
+    """The elements of the block that get new values."""
+    if taken_ptr is not None:
+        mask = mask & (tl.load(taken_ptr).to(tl.int32) != 0)
+    return mask
+
+
+@jit
+def new_or_old(new, old, is_new, taken_ptr):
+    """The values of the block after the step; `is_new` is from `written`."""
+    if taken_ptr is not None:
+        new = tl.where(is_new, new, old)
+    return new
 
 
 @jit

@@ -3,17 +3,18 @@
 For each element, in FP32, with a scale s for all gradients (clipping, the inverse of a loss scale):
 
     g = s * grad + weight_decay param
-    b = g                                    the first time (b is not read then)
+    b = g                                    in the first step (b is not read then)
     b = momentum b + (1 - dampening) g       later
     d = b,  or g + momentum b with Nesterov's momentum (Sutskever et al., 2013),  or g without momentum
     param = param - lr d
     compute = round(param);  amax = max(amax, max |round(param)|)
 
-This is PyTorch's SGD.  Each operation rounds to nearest and no two are contracted into one, so that reference
-and kernel have the same bits.
+This is PyTorch's SGD.  Whether a step is the first one is decided on the device, by a count of the steps
+that were not left out (`taken` in `runs.py`).  Each operation rounds to nearest and no two are contracted
+into one, so that reference and kernel have the same bits.
 
 Bytes per element: 20 with an FP32 gradient and momentum (8 of them written), 12 without momentum; 2 more for
-a bf16 copy.
+a bf16 copy.  A step that is left out writes the copy alone.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ from flatfsdp.kernels.optim.runs import (
     elements,
     launch_runs,
     load_grad,
+    new_or_old,
     number,
+    number_on_device,
     place_of_program,
     store_rounded,
+    write_new,
     write_rounded,
+    written,
 )
 from flatfsdp.kernels.shared.ops import operator
 from flatfsdp.kernels.shared.triton import jit, tl, triton_dtype
@@ -45,14 +50,12 @@ class Numbers(NamedTuple):
 
     Attributes:
         rest: 1 - dampening.
-        is_first: 1 if there is no momentum yet, else 0.
     """
 
     lr: float
     weight_decay: float
     momentum: float = 0.0
     rest: float = 1.0
-    is_first: float = 0.0
 
 
 def reference(
@@ -61,15 +64,18 @@ def reference(
     grads: list[Tensor],
     buffers: list[Tensor],
     numbers: list[float],
+    on_device: list[Tensor],
     computes: list[Tensor],
     amaxes: list[Tensor],
     grad_scale: Tensor | None,
+    taken: Tensor | None,
     nesterov: bool,
     dtype: torch.dtype | None,
 ) -> None:
     for index, (param, compute, amax) in enumerate(zip(params, computes, amaxes, strict=True)):
-        own = Numbers(*numbers[5 * index : 5 * index + 5])
-        _update(param, grads[index], buffers[index] if buffers else None, own, grad_scale, nesterov)
+        own = Numbers(*numbers[4 * index : 4 * index + 4])
+        buffer = buffers[index] if buffers else None
+        _update(param, grads[index], buffer, own, on_device[index], grad_scale, taken, nesterov)
         write_rounded(param, compute, amax, dtype)
 
 
@@ -78,7 +84,9 @@ def _update(
     grad: Tensor,
     buffer: Tensor | None,
     numbers: Numbers,
+    step: Tensor,
     grad_scale: Tensor | None,
+    taken: Tensor | None,
     nesterov: bool,
 ) -> None:
     """Update one run in plain PyTorch, in FP32 at least."""
@@ -88,10 +96,10 @@ def _update(
         g = g * grad_scale
     direction = g = g + old * numbers.weight_decay
     if buffer is not None:
-        b = g if numbers.is_first else buffer.to(wide) * numbers.momentum + g * numbers.rest
+        b = torch.where(step <= 1, g, buffer.to(wide) * numbers.momentum + g * numbers.rest)
         direction = g + b * numbers.momentum if nesterov else b
-        buffer.copy_(b)
-    param.copy_(old - direction * numbers.lr)
+        write_new(buffer, b, taken)
+    write_new(param, old - direction * numbers.lr, taken)
 
 
 @jit
@@ -99,6 +107,7 @@ def _update_block(
     place,
     mask,
     grad_scale_ptr,
+    taken_ptr,
     GRAD: tl.constexpr,
     BUFFER: tl.constexpr,
     NESTEROV: tl.constexpr,
@@ -107,22 +116,24 @@ def _update_block(
     ALIGNED: tl.constexpr,
 ):
     """Update one block; arguments are those of `_sgd_kernel`, and `place` and `mask` as in `runs.py`."""
-    # Rows of the table: 2 param, 3 grad, 6 to 10 `Numbers`, 11 momentum buffer.
+    # Rows of the table: 2 param, 3 grad, 6 count of steps, 7 to 10 `Numbers`, 11 momentum buffer.
     param_ptr = elements(place, 2, tl.float32, BLOCK, ALIGNED)
-    lr, weight_decay = number(place, 6), number(place, 7)
+    lr, weight_decay = number(place, 7), number(place, 8)
     param = tl.load(param_ptr, mask, 0.0)
     g = load_grad(place, mask, grad_scale_ptr, GRAD, BLOCK, ALIGNED)
     g += param * weight_decay
     direction = g
+    is_new = written(mask, taken_ptr)
     if BUFFER is not None:
-        momentum, rest, is_first = number(place, 8), number(place, 9), number(place, 10) != 0
+        momentum, rest, is_first = number(place, 9), number(place, 10), number_on_device(place, 0) <= 1
         buffer_ptr = elements(place, 11, BUFFER, BLOCK, ALIGNED)
         b = tl.load(buffer_ptr, mask & (not is_first), 0.0).to(tl.float32)
         b = tl.where(is_first, g, b * momentum + g * rest)
-        tl.store(buffer_ptr, b.to(BUFFER), mask)
+        tl.store(buffer_ptr, b.to(BUFFER), is_new)
         direction = g + b * momentum if NESTEROV else b
-    param -= direction * lr
-    tl.store(param_ptr, param, mask)
+    new = param - direction * lr
+    tl.store(param_ptr, new, is_new)
+    param = new_or_old(new, param, is_new, taken_ptr)
     store_rounded(place, param, mask, DTYPE, BLOCK, ALIGNED)
 
 
@@ -131,6 +142,7 @@ def _sgd_kernel(
     table_ptr,  # the runs [12, n], or [11, n] without momentum, int64, as in `runs.py`
     n,  # number of runs
     grad_scale_ptr,  # what all gradients are multiplied by, one FP32 number; None: nothing
+    taken_ptr,  # one FP32 number, 0 leaves the step out; None: it is taken
     N_POW2: tl.constexpr,  # n, rounded up to a power of two
     GRAD: tl.constexpr,  # dtype of the gradients
     BUFFER: tl.constexpr,  # dtype of the momentum buffers; None: there are none
@@ -144,10 +156,10 @@ def _sgd_kernel(
     if left >= BLOCK:
         # Without a mask that differs between elements, loads are as wide as they can be.
         inside = tl.full([BLOCK], 1, tl.int1)
-        _update_block(place, inside, grad_scale_ptr, GRAD, BUFFER, NESTEROV, DTYPE, BLOCK, ALIGNED)
+        _update_block(place, inside, grad_scale_ptr, taken_ptr, GRAD, BUFFER, NESTEROV, DTYPE, BLOCK, ALIGNED)
     else:
         inside = tl.arange(0, BLOCK) < left
-        _update_block(place, inside, grad_scale_ptr, GRAD, BUFFER, NESTEROV, DTYPE, BLOCK, ALIGNED)
+        _update_block(place, inside, grad_scale_ptr, taken_ptr, GRAD, BUFFER, NESTEROV, DTYPE, BLOCK, ALIGNED)
 
 
 def launch(
@@ -156,25 +168,29 @@ def launch(
     grads: list[Tensor],
     buffers: list[Tensor],
     numbers: list[float],
+    on_device: list[Tensor],
     computes: list[Tensor],
     amaxes: list[Tensor],
     grad_scale: Tensor | None,
+    taken: Tensor | None,
     nesterov: bool,
     dtype: torch.dtype | None,
 ) -> None:
-    columns = Columns(params, grads, [buffers] if buffers else [], numbers, computes, amaxes)
+    columns = Columns(params, grads, [buffers] if buffers else [], numbers, on_device, computes, amaxes)
     if columns.fits_a_kernel:
         buffer = triton_dtype(buffers[0].dtype if buffers else None)
         constants = [triton_dtype(grads[0].dtype), buffer, nesterov, triton_dtype(dtype)]
-        launch_runs(_sgd_kernel, "sgd", columns, grad_scale, constants)
+        launch_runs(_sgd_kernel, "sgd", columns, grad_scale, taken, constants)
     else:
-        reference(like, params, grads, buffers, numbers, computes, amaxes, grad_scale, nesterov, dtype)
+        rest = numbers, on_device, computes, amaxes, grad_scale, taken, nesterov, dtype
+        reference(like, params, grads, buffers, *rest)
 
 
 # `like` is there for the dispatch, which looks at the first argument.
 _sgd = operator(
     "sgd_(Tensor like, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] buffers, float[] numbers, "
-    "Tensor(c!)[] computes, Tensor(d!)[] amaxes, Tensor? grad_scale, bool nesterov, ScalarType? dtype) -> ()",
+    "Tensor[] on_device, Tensor(c!)[] computes, Tensor(d!)[] amaxes, Tensor? grad_scale, Tensor? taken, "
+    "bool nesterov, ScalarType? dtype) -> ()",
     reference=reference,
     launch=launch,
 )
@@ -184,14 +200,17 @@ def sgd(
     runs: Sequence[Run],
     *,
     grad_scale: Tensor | None = None,
+    taken: Tensor | None = None,
     nesterov: bool = False,
     dtype: torch.dtype | None = None,
 ) -> None:
     """Take one step for all runs, in place: one launch on CUDA.
 
     Args:
-        runs: with states [momentum buffer], or none in all runs, and `Numbers`.  All of one dtype per field.
+        runs: with `Numbers`, states [momentum buffer], or none in all runs, and with those, on the device,
+            the number of steps of the parameter, this one included.  All of one dtype per field.
         grad_scale: FP32, one element on the runs' device; multiplies every gradient.
+        taken: FP32, one element on the runs' device; 0 leaves the step out.
         nesterov: take Nesterov's momentum, for all runs; needs buffers.
         dtype: dtype of the copies, to which values are rounded for an amax; needed if a run has either.
 
@@ -200,10 +219,10 @@ def sgd(
     """
     if not runs:
         return
-    check_runs(runs, grad_scale, dtype)
+    check_runs(runs, grad_scale, taken, dtype)
     columns = Columns.of(runs)
     buffers = columns.states[0] if columns.states else []
     _sgd(
-        *(columns.params[0], columns.params, columns.grads, buffers, columns.numbers),
-        *(columns.computes, columns.amaxes, grad_scale, nesterov, dtype),
+        *(columns.params[0], columns.params, columns.grads, buffers, columns.numbers, columns.on_device),
+        *(columns.computes, columns.amaxes, grad_scale, taken, nesterov, dtype),
     )

@@ -21,15 +21,17 @@ LOAD_BYTES = 16
 """Width of the widest load; tensors that start at multiples of it are read and written at full speed."""
 
 
-def device_table(fields: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """An int64 table [fields, n] on `device`, sent without waiting for the device.
+def device_table(
+    fields: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """A table [fields, n] on `device`, sent without waiting for the device.
 
     On CUDA it goes through pinned memory, copied on the current stream.  Nobody has to keep the pinned
     tensor: PyTorch's host allocator hands its memory out again only when the copy is over.  The table may be
     dropped after a launch on the same stream, like any temporary.  Do not capture this in a CUDA graph, which
     would repeat the copy from memory that others own by then.
     """
-    table = torch.tensor(fields, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    table = torch.tensor(fields, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
 
 

@@ -23,6 +23,8 @@ from flatfsdp.engine.step.reduce import Reducer
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
+from flatfsdp.fp8.recompute import current_tape
+from flatfsdp.fp8.step_scales import StepScales
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Prefetch
 from flatfsdp.torch_private import never_traced, running_backward
@@ -39,6 +41,7 @@ class Root:
     Attributes:
         units: in registration order; the root module's own comes first.
         groups: of all units, in that order.
+        scales: of FP8 layers, as they were when the step began.
         forward_action: what the running forward, or the last one, gathers for.
         backward: the one that runs, if any.
     """
@@ -57,6 +60,7 @@ class Root:
         self.groups = [group for unit in units for group in unit.groups]
         self.microbatch = microbatch
         self.ledger = ledger
+        self.scales = StepScales()
         self.order = ForwardOrder(prefetch)
         self.gather_stream = SideStream(device)
         self.reducer = Reducer([unit.groups for unit in units if unit.groups], device, ledger)
@@ -70,7 +74,7 @@ class Root:
     def _join(self, number: int) -> ModelIdentity:
         """All groups get what they share.  Collective: what is the same on several ranks becomes equal."""
         for group in self.groups:
-            group.attach(self.microbatch, self.ledger)
+            group.attach(self.microbatch, self.ledger, self.scales)
         grids = [grid for group in self.groups for grid in (group.grid, group.reduce_grid)]
         model = ModelIdentity(
             number,
@@ -108,6 +112,10 @@ class Root:
         self._follow_user()
         self.order.start(self.units)
         self._refresh_scales()
+        tape = current_tape()
+        # A reentrant checkpoint runs a training forward without gradients first.
+        if torch.is_grad_enabled() or (tape is not None and tape.trains):
+            self.scales.begin_forward([group.master.version for group in self.groups])
         self.in_forward = True
 
     def _require_own_memory(self) -> None:
@@ -127,6 +135,7 @@ class Root:
     def end_forward(self, *, backward_follows: bool) -> None:
         """Frees what was gathered ahead and not used and, without a backward, everything."""
         self.in_forward = False
+        self.scales.end_forward()
         for unit in self.units[1:]:
             reshard_unused(unit.groups)
         if not backward_follows:
@@ -142,6 +151,7 @@ class Root:
     def fail_forward(self) -> None:
         """The outermost forward raised; one without a backward has left gradients alone."""
         self.in_forward = False
+        self.scales.end_forward()
         self.order.forget()
         if torch.is_grad_enabled():
             self.abandon_step()
@@ -212,6 +222,7 @@ class Root:
         self.reducer.abandon()
         for unit in self.units:
             unit.abandon()
+        self.scales.forget()
         self.microbatch.end_step()
 
 

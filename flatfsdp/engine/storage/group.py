@@ -30,6 +30,7 @@ from flatfsdp.comm.collectives import all_gather, broadcast
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import ALONE
 from flatfsdp.comm.streams import compute_waits_for
+from flatfsdp.contract.flat_shard import Moved
 from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.backward_concat import Leaves, Views
@@ -76,6 +77,7 @@ class FlatGroup:
         built_frozen: whether it was frozen when it was wrapped.
         division: None for the mean over ranks.
         model: whose this is; None before it is used, or if collectives are not checked.
+        moved: what else steps of the model change; None before it is used.
         params: what the module sees.
     """
 
@@ -100,6 +102,7 @@ class FlatGroup:
         self.state = ShardState.SHARDED
         self.division: Division | None = None
         self.model: ModelIdentity | None = None
+        self.moved: Moved | None = None
         self._unit = 0
         self._gathered: torch.cuda.Event | None = None
         self._partial_grad: Tensor | None = None
@@ -182,9 +185,9 @@ class FlatGroup:
 
     # ---- the root ---------------------------------------------------------------------------------------
 
-    def attach(self, microbatch: Microbatch, ledger: ByteLedger) -> None:
-        """Joins a root: its microbatch and its ledger from now on, and communicators for reductions."""
-        self.microbatch, self.ledger = microbatch, ledger
+    def attach(self, microbatch: Microbatch, ledger: ByteLedger, moved: Moved) -> None:
+        """Joins a root: what all its units share from now on, and communicators for reductions."""
+        self.microbatch, self.ledger, self.moved = microbatch, ledger, moved
         if self.main_grad is not None:
             self.main_grad.microbatch, self.main_grad.ledger = microbatch, ledger
         self.reduce_grid = Grid(

@@ -17,19 +17,32 @@ from flatfsdp.kernels.shared.tiles import find
 from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.support.kernels.flat_runs import FlatRuns, same
 
+BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
 TILE = find("sgd", torch.float32, 1)
 BLOCK = TILE.cols
 NUMELS = [5, BLOCK, 123, BLOCK + 1, 0, 2 * BLOCK + 48, 1]
+TAKEN = {"taken_ptr": "*fp32"}
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 KINDS = pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 
 
 def numbers(index: int) -> Numbers:
-    """Every run has its own, and every other has no momentum yet."""
-    return Numbers(0.1 * (index + 1), 0.01, 0.9, 0.8, float(index % 2))
+    """Every run has its own."""
+    return Numbers(0.1 * (index + 1), 0.01, 0.9, 0.8)
 
 
-def called(start: FlatRuns, function: Callable[..., None], momentum: float, nesterov: bool) -> FlatRuns:
+def steps(index: int) -> list[float]:
+    """For every other run it is the first step."""
+    return [float(1 + index % 2)]
+
+
+def called(
+    start: FlatRuns,
+    function: Callable[..., None],
+    momentum: float,
+    nesterov: bool,
+    taken: Tensor | None = None,
+) -> FlatRuns:
     """A copy, after two steps."""
     problem = start.clone()
     scale = torch.tensor(0.3, device=start.amaxes.device)
@@ -38,7 +51,7 @@ def called(start: FlatRuns, function: Callable[..., None], momentum: float, nest
         function(like, params, grads, *(rest if momentum else ([], *rest)))
 
     for _ in range(2):
-        problem.call(on_buffers, scale, nesterov)
+        problem.call(on_buffers, scale, nesterov, taken=taken)
     return problem
 
 
@@ -49,7 +62,7 @@ def test_kernel_and_reference_have_the_same_bits(
     momentum: float, nesterov: bool, grad: torch.dtype, gap: int, device: str
 ) -> None:
     dtypes = [FP32, grad, FP32] if momentum else [FP32, grad]
-    start = FlatRuns.random(NUMELS, numbers, dtypes, device, gap=gap)
+    start = FlatRuns.random(NUMELS, numbers, dtypes, device, gap=gap, on_device=steps)
     ours, twice = (called(start, module.launch, momentum, nesterov) for _ in range(2))
     reference = called(start, module.reference, momentum, nesterov)
     assert same(ours, reference)
@@ -57,7 +70,25 @@ def test_kernel_and_reference_have_the_same_bits(
     assert not same(ours, start)
 
 
-@pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
+@pytest.mark.filterwarnings("ignore:invalid value")  # from numpy, which interprets kernels
+@BOTH
+@KINDS
+def test_a_step_that_is_left_out_keeps_all_bits(
+    run: Any, momentum: float, nesterov: bool, device: str
+) -> None:
+    dtypes = [FP32, FP32, BF16] if momentum else [FP32, FP32]
+    start = FlatRuns.random(NUMELS, numbers, dtypes, device, on_device=steps)
+    taken = called(start, run, momentum, nesterov, torch.ones((), device=device))
+    assert same(taken, called(start, run, momentum, nesterov))
+    start.flats[1][start.starts[1]], start.flats[1][start.starts[2]] = torch.nan, torch.inf
+    left_out = called(start, run, momentum, nesterov, torch.zeros((), device=device))
+    kept = zip(left_out.bits()[: len(dtypes)], start.bits(), strict=False)
+    assert all(torch.equal(a, b) for a, b in kept)
+    for own in left_out.runs:
+        assert own.compute is None or torch.equal(own.compute, own.param.to(BF16))
+
+
+@BOTH
 @KINDS
 def test_steps_against_float64(run: Any, momentum: float, nesterov: bool, device: str) -> None:
     """From the first step on, when there is no momentum: it is not read, and NaN here."""
@@ -74,8 +105,8 @@ def test_steps_against_float64(run: Any, momentum: float, nesterov: bool, device
         grad = torch.randn(numel, device=device)
         exact.grad = grad.double()
         reference.step()
-        own = Numbers(0.05, 0.1, momentum, 1 - dampening, float(step == 0))
-        run(param, [param], [grad], buffers, list(own), none, none, None, nesterov, None)
+        own, count = Numbers(0.05, 0.1, momentum, 1 - dampening), [torch.full((), step + 1.0, device=device)]
+        run(param, [param], [grad], buffers, list(own), count, none, none, None, None, nesterov, None)
     assert (param - exact).norm() <= 1e-6 * exact.norm()
     for buffer in buffers:
         right = reference.state[exact]["momentum_buffer"]
@@ -83,7 +114,7 @@ def test_steps_against_float64(run: Any, momentum: float, nesterov: bool, device
 
 
 def test_copies_and_amaxes(device: str) -> None:
-    problem = FlatRuns.random(NUMELS, numbers, [FP32, FP32, FP32], device)
+    problem = FlatRuns.random(NUMELS, numbers, [FP32, FP32, FP32], device, on_device=steps)
     sgd(problem.runs, dtype=BF16)
     for run in problem.runs:
         rounded = run.param.bfloat16()
@@ -93,7 +124,7 @@ def test_copies_and_amaxes(device: str) -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     x = torch.ones(4)
-    good = Run(x, x, [x], numbers(0))
+    good = Run(x, x, [x], numbers(0), torch.ones(()))
     with pytest.raises(ValueError, match=r"states\[0\] of run 1 is torch\.float32 \(3,\)"):
         sgd([good, good._replace(states=[x[:3]])])
     with pytest.raises(ValueError, match="run 0 has 1 states and run 1 has 0"):
@@ -104,17 +135,25 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     tensors = [[torch.rand(4), torch.rand(7)] for _ in range(3)]
     computes = [torch.zeros(4, dtype=BF16), torch.zeros(0, dtype=BF16)]
     own = [number for index in range(2) for number in numbers(index)]
-    arguments = (torch.empty(0), *tensors, own, computes, [torch.zeros(1), torch.zeros(1)], None, True, BF16)
+    count, amaxes = [torch.ones(()), torch.ones(())], [torch.zeros(1), torch.zeros(1)]
+    arguments = (torch.empty(0), *tensors, own, count, computes, amaxes, None, None, True, BF16)
     library.opcheck(torch.ops.flatfsdp.sgd_.default, arguments)
 
 
-def test_it_compiles_for_hopper_with_wide_loads_and_without_spills() -> None:
+@pytest.mark.parametrize("always", [True, False], ids=["always taken", "maybe left out"])
+def test_it_compiles_for_hopper_with_wide_loads_and_without_spills(always: bool) -> None:
     types = {"GRAD": tl.float32, "BUFFER": tl.float32, "DTYPE": tl.bfloat16}
     compiled = compile_for_hopper(
         "optim.sgd",
         "_sgd_kernel",
-        {"table_ptr": "*i64", "n": "i32", "grad_scale_ptr": "*fp32"},
-        {**types, "NESTEROV": True, "N_POW2": 512, "BLOCK": BLOCK, "ALIGNED": True},
+        {
+            "table_ptr": "*i64",
+            "n": "i32",
+            "grad_scale_ptr": "*fp32",
+            **({} if always else TAKEN),
+        },
+        {**types, "NESTEROV": True, "N_POW2": 512, "BLOCK": BLOCK, "ALIGNED": True}
+        | ({"taken_ptr": None} if always else {}),
         num_warps=TILE.warps,
         contract=False,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ class FlatRuns:
     Attributes:
         flats: param, grad, the states, and compute; NaN in the gaps, and in all of compute.
         amaxes: one for each run; -1 where the run has none.
+        on_device: of each run, FP32.
     """
 
     starts: list[int]
@@ -27,6 +28,7 @@ class FlatRuns:
     amaxes: Tensor
     numbers: list[Sequence[float]]
     dtype: torch.dtype
+    on_device: list[Tensor]
 
     @staticmethod
     def random(
@@ -35,6 +37,7 @@ class FlatRuns:
         dtypes: Sequence[torch.dtype],
         device: str,
         *,
+        on_device: Callable[[int], Sequence[float]] = lambda _: (),
         copy: torch.dtype = torch.bfloat16,
         gap: int = 16,
     ) -> FlatRuns:
@@ -53,11 +56,13 @@ class FlatRuns:
             flat[outside.to(device)] = torch.nan
         flats.append(torch.full((end,), torch.nan, dtype=copy, device=device))
         amaxes = torch.tensor([0.0, -1.0, -1.0]).repeat(len(numels))[: len(numels)].to(device)
-        return FlatRuns(starts, stops, flats, amaxes, [numbers(i) for i in range(len(numels))], copy)
+        count = range(len(numels))
+        given = [torch.tensor(on_device(i), dtype=torch.float32, device=device) for i in count]
+        return FlatRuns(starts, stops, flats, amaxes, [numbers(i) for i in count], copy, given)
 
     def clone(self) -> FlatRuns:
         flats = [flat.clone() for flat in self.flats]
-        return FlatRuns(self.starts, self.stops, flats, self.amaxes.clone(), self.numbers, self.dtype)
+        return replace(self, flats=flats, amaxes=self.amaxes.clone())
 
     @property
     def runs(self) -> list[Run]:
@@ -65,16 +70,22 @@ class FlatRuns:
         for index, (start, stop) in enumerate(zip(self.starts, self.stops, strict=True)):
             param, grad, *states, compute = (flat[start:stop] for flat in self.flats)
             amax = self.amaxes[index : index + 1] if index % 3 == 0 else None
-            numbers = self.numbers[index]
-            found.append(Run(param, grad, states, numbers, None if index % 3 == 2 else compute, amax))
+            copy = None if index % 3 == 2 else compute
+            found.append(Run(param, grad, states, self.numbers[index], self.on_device[index], copy, amax))
         return found
 
-    def call(self, function: Callable[..., None], grad_scale: Tensor | None, *options: Any) -> None:
+    def call(
+        self,
+        function: Callable[..., None],
+        grad_scale: Tensor | None,
+        *options: Any,
+        taken: Tensor | None = None,
+    ) -> None:
         """A kernel's `reference` or `launch`."""
         columns = Columns.of(self.runs)
         tensors = [columns.params, columns.grads, *columns.states]
-        rounded = [columns.computes, columns.amaxes, grad_scale, *options, self.dtype]
-        function(columns.params[0], *tensors, columns.numbers, *rounded)
+        rounded = [columns.computes, columns.amaxes, grad_scale, taken, *options, self.dtype]
+        function(columns.params[0], *tensors, columns.numbers, columns.on_device, *rounded)
 
     def bits(self) -> list[Tensor]:
         """Of everything, the gaps too, for comparisons in which NaN equals itself."""

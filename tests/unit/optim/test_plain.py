@@ -64,7 +64,7 @@ class Shard:
     def __init__(self, parameter: Tensor, runs: Sequence[tuple[int, int]], has_copy: bool = True) -> None:
         alone = Ranks.of(None)
         self.grid, self.device, self.rounding = Grid(alone, alone), parameter.device, torch.bfloat16
-        self.stages, self.is_counted = alone, True
+        self.stages, self.is_counted, self.moved = alone, True, None
         self.compute = torch.full(parameter.shape, torch.nan, dtype=torch.bfloat16) if has_copy else None
         self.amaxes = [torch.full((1,), torch.nan) for _ in runs]
         self.done: list[int] = []
@@ -150,7 +150,7 @@ def test_clipping_in_the_step_is_clipping_before_it(kind: Any) -> None:
 
 def test_a_norm_that_is_not_finite_shows() -> None:
     ours = parameters()
-    optimizer = AdamW(ours, max_grad_norm=1.0)
+    optimizer = AdamW(ours, max_grad_norm=1.0, nonfinite="step")
     set_grads(ours)
     ours[1].grad[3] = torch.nan
     optimizer.step()
