@@ -7,14 +7,34 @@ local       this rank's flat shards as they are, for the same world size, or for
 Tensor parallelism shows in local ones only: parts are joined, or written at their places in the whole tensor.
 Stages of a pipeline are saved together in a sharded one.  FP8 scales are those of the first tensor-parallel
 rank; an amax_reduction_group with all of them, such as the default, keeps them equal.
+
+`save` and `load` are of the sharded form: a save is there whole or not at all, a load verifies every file and
+executes nothing.  In the order of a save, then of a load:
+
+    saving -> sharded -> writer -> digests, manifest, commit
+    loading -> opening -> reader, fit, verification
+
+manager     `CheckpointManager`: the checkpoints of a run; goes on from the newest that is whole
 """
 
+from flatfsdp.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from flatfsdp.checkpoint.full import full_state_dict, load_full_state_dict
 from flatfsdp.checkpoint.full_optimizer import full_optimizer_state_dict, load_full_optimizer_state_dict
+from flatfsdp.checkpoint.loading import load
 from flatfsdp.checkpoint.local import consolidate, load_local_state_dict, local_metadata, local_state_dict
-from flatfsdp.checkpoint.sharded import load, save, sharded_optimizer_state_dict, sharded_state_dict
+from flatfsdp.checkpoint.manager import CheckpointManager
+from flatfsdp.checkpoint.reader import Reader, WeightsOnlyPlanner
+from flatfsdp.checkpoint.saving import save
+from flatfsdp.checkpoint.sharded import sharded_optimizer_state_dict, sharded_state_dict
+from flatfsdp.checkpoint.writer import Writer
 
 __all__ = [
+    "CheckpointError",
+    "CheckpointManager",
+    "DamagedCheckpoint",
+    "Reader",
+    "WeightsOnlyPlanner",
+    "Writer",
     "consolidate",
     "full_optimizer_state_dict",
     "full_state_dict",

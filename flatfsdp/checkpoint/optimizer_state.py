@@ -2,7 +2,7 @@
 
 In:   an optimizer over the portions of a model's master shards.
 Out:  `described`: for each parameter, its group and which states it has; `state_shard`: one state of one flat
-      group, as long as the master shard; `install`: the reverse.
+      group, as long as the master shard; `loadable_state` and `install`: the reverse.
 Next: `full_optimizer.py` joins the shards to whole tensors, `sharded.py` leaves them apart.
 """
 
@@ -19,6 +19,7 @@ from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.engine.units import Model, named_groups
 from flatfsdp.flat.layout import ParamSlot
+from flatfsdp.optim.fused import FusedOptimizer
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,11 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
     Raises:
         ValueError: if the optimizer is not over this model's shards.
         TypeError: if a state is neither one number nor as large as its parameter.
-        Both on every rank.
+        NonFiniteGradientError: if the optimizer has refused its last step.
+        All on every rank.
     """
+    if isinstance(optimizer, FusedOptimizer):
+        optimizer.raise_if_nonfinite()
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     owned = {portion.parameter for _, master in masters for portion in master.portions}
     # `model.parameters()` lists frozen ones, too, for which an optimizer keeps nothing.
@@ -189,6 +193,20 @@ def install(
 ) -> None:
     """Gives the optimizer this state, through its own `load_state_dict`.  Collective, as `described` is.
 
+    Args and raises: as `loadable_state`; if it raises, nothing is changed.
+    """
+    optimizer.load_state_dict(loadable_state(masters, optimizer, states, param_groups, shard_of))
+
+
+def loadable_state(
+    masters: Sequence[tuple[str, MasterShard]],
+    optimizer: torch.optim.Optimizer,
+    states: dict[str, SlotState],
+    param_groups: Sequence[dict[str, Any]],
+    shard_of: Callable[[str, MasterShard, str, torch.dtype], Tensor],
+) -> dict[str, Any]:
+    """What the optimizer's own `load_state_dict` takes.  Collective, as `described` is.
+
     A group of parameters that were not trained when the state was saved keeps its options and has no state.
 
     Args:
@@ -197,7 +215,7 @@ def install(
         shard_of: (prefix, master, key, dtype) -> the state's shard; called on all ranks in the same order.
 
     Raises:
-        ValueError: if names or parameter groups do not fit; nothing is changed.
+        ValueError: if names or parameter groups do not fit.
     """
     current = described(masters, optimizer)
     options = [
@@ -222,7 +240,7 @@ def install(
         {**saved, "params": [numbers[p] for p in group["params"]]}
         for saved, group in zip(options, optimizer.param_groups, strict=True)
     ]
-    optimizer.load_state_dict({"state": {n: s for n, s in state.items() if s}, "param_groups": groups})
+    return {"state": {n: s for n, s in state.items() if s}, "param_groups": groups}
 
 
 def _options_for(index: int, own: dict[str, Any], saved: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -19,6 +19,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from flatfsdp import checkpoint
+from flatfsdp.checkpoint.loading import load_opened
+from flatfsdp.checkpoint.opening import open_checkpoint
+from flatfsdp.checkpoint.saving import write
+from flatfsdp.checkpoint.stages import world_of
 from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.engine.fsdp import FlatFSDP
 
@@ -38,11 +42,6 @@ except ModuleNotFoundError:
 
 __all__ = ["Fabric", "FlatFSDPStrategy"]
 
-REST = "meta.pt"
-"""In a checkpoint's folder: what is neither model nor optimizer; Fabric's own strategies call it so, too."""
-COMPLETE = ".metadata"
-"""What torch.distributed.checkpoint writes there last."""
-
 
 class FlatFSDPStrategy(DDPStrategy):
     """Fabric with FlatFSDP as its engine: one process for each device, which Fabric or torchrun starts.
@@ -61,17 +60,21 @@ class FlatFSDPStrategy(DDPStrategy):
     Where the model is wrapped, it is said how it is sharded and in which dtypes it computes.  Gradients are
     accumulated with `microbatches` or with `fabric.no_backward_sync`; the first also tells FP8 layers which
     microbatch is the first.  A checkpoint is a folder that `flatfsdp.checkpoint.load` reads, too, on any
-    number of ranks; what is neither model nor optimizer is in a file in it.
+    number of ranks; what is neither model nor optimizer is its `extra`.
 
     Args:
+        overwrite: whether `fabric.save` replaces a checkpoint that the folder holds.  Fabric's own strategies
+            do, too, but here the old one can be loaded until the new one is complete.  False: it raises
+            FileExistsError.
         options: of Fabric's DDPStrategy, but none for DistributedDataParallel.
 
     Raises:
         TypeError: for other options.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, overwrite: bool = True, **options: Any) -> None:
         super().__init__(**options)
+        self._overwrite = overwrite
         if self._ddp_kwargs:
             raise TypeError(
                 f"FlatFSDPStrategy has no option {', '.join(self._ddp_kwargs)}; what concerns the model is "
@@ -159,11 +162,13 @@ class FlatFSDPStrategy(DDPStrategy):
         storage_options: Any = None,
         filter: Any = None,
     ) -> None:
-        """Writes a folder, each rank its part.
+        """Writes a folder, each rank its part, as `flatfsdp.checkpoint.save`.
 
         Raises:
             NotImplementedError: with storage_options or a filter.
             ValueError: unless `state` has one model, and no more than one optimizer.
+            FileExistsError: if the folder holds a checkpoint, and the strategy is not to overwrite.
+            CheckpointError: on every rank, if one of them could not write.
         """
         if storage_options is not None or filter:
             raise NotImplementedError(
@@ -171,14 +176,10 @@ class FlatFSDPStrategy(DDPStrategy):
                 "flatfsdp.checkpoint.full_state_dict(model.module)"
             )
         model, optimizer, rest = _parts(state)
-        folder = Path(self.broadcast(path))
-        if self.is_global_zero:
-            folder.mkdir(parents=True, exist_ok=True)
-            states = {key: each.state_dict() if _is_stateful(each) else each for key, each in rest.items()}
-            # A checkpoint is complete as soon as it has this file: not while another one is written over it.
-            (folder / COMPLETE).unlink(missing_ok=True)
-            torch.save(states, folder / REST)
-        checkpoint.save(folder, model, optimizer)
+        extra = {key: each.state_dict() if _is_stateful(each) else each for key, each in rest.items()}
+        # Objects of any class: who loads them says weights_only=False.
+        writer = checkpoint.Writer(self.broadcast(path), overwrite=self._overwrite, extra=extra)
+        write(writer, model, optimizer)
 
     def load_checkpoint(
         self,
@@ -191,15 +192,18 @@ class FlatFSDPStrategy(DDPStrategy):
 
         Args:
             strict: whether everything in `state` has to be in the checkpoint.
-            weights_only: as of `torch.load`, for what is neither model nor optimizer.
+            weights_only: as of `torch.load`, for what is neither model nor optimizer; None is True.
 
         Returns:
             What `state` does not have a place for.
 
         Raises:
-            ValueError: unless `state` has one model, and no more than one optimizer; if the optimizer's state
-                is missing, or does not fit.
+            ValueError: unless `state` has one model, and no more than one optimizer; if one of them is not
+                what was saved.
             KeyError: if something else is missing.
+            DamagedCheckpoint: if the folder does not hold what was written there.
+            CheckpointError: if `weights_only` refuses what is neither model nor optimizer.
+            Nothing has changed then.
         """
         folder = Path(self.broadcast(path))
         if isinstance(state, FlatFSDP):
@@ -207,12 +211,12 @@ class FlatFSDPStrategy(DDPStrategy):
             state.load_state_dict(saved, strict)
             return {}
         model, optimizer, rest = _parts(state)
-        file = folder / REST
-        saved = torch.load(file, map_location="cpu", weights_only=weights_only) if file.exists() else {}
+        opened = open_checkpoint(folder, *world_of(model))
+        saved = opened.extra(weights_only is not False)
         missing = rest.keys() - saved.keys()
         if strict and missing:
             raise KeyError(f"the checkpoint {folder} has no {', '.join(sorted(missing))}; it has {[*saved]}")
-        checkpoint.load(folder, model, optimizer)
+        load_opened(opened, model, optimizer)
         for key in rest.keys() - missing:
             value = saved.pop(key)
             if _is_stateful(state[key]):

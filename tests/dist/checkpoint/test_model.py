@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.fsdp import fully_shard
 
 import flatfsdp
@@ -92,24 +92,26 @@ def test_fsdp2_reads_ours_and_we_read_its(tmp_path: Path) -> None:
 
 @on_ranks(2)
 def test_asynchronous_saving(tmp_path: Path) -> None:
-    folder = str(tmp_path)
     model = wrapped(0)
-    state = checkpoint.sharded_state_dict(model)
+    optimizer = adamw(model, False)
+    step(model, optimizer, 0)
+    extra = {"step": torch.tensor(1)}
+    state = {"model": checkpoint.sharded_state_dict(model)}
+    state["optimizer"] = checkpoint.sharded_optimizer_state_dict(model, optimizer)
     done = dist.checkpoint.async_save(
         state,
-        checkpoint_id=folder,
+        storage_writer=checkpoint.Writer(tmp_path, extra=extra),
         process_group=dist.new_group(backend="gloo"),
-        async_stager=BlockingAsyncStager(),
     )
-    before = checkpoint.full_state_dict(model)
-    # Staged copies are written, whatever happens to the model meanwhile.
-    with torch.no_grad(), model.summon_full_params():
-        for parameter in model.parameters():
-            parameter.zero_()
+    before = copy.deepcopy(full_state(model, optimizer))
+    # Staged copies are written, whatever happens meanwhile.
+    extra["step"] += 1
+    step(model, optimizer, 1)
     getattr(done, "upload_completion", done).result()
     other = wrapped(1)
-    dist.checkpoint.load(checkpoint.sharded_state_dict(other), checkpoint_id=folder)
-    assert equal(dict(checkpoint.full_state_dict(other)), dict(before))
+    resumed = adamw(other, False)
+    assert checkpoint.load(tmp_path, other, resumed) == {"step": torch.tensor(1)}
+    assert equal(full_state(other, resumed), before)
 
 
 def local(

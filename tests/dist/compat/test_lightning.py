@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, microbatches
+from flatfsdp.checkpoint import commit
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import convert
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
@@ -175,17 +177,27 @@ def test_a_run_goes_on_from_its_checkpoint(rank: int, world_size: int, tmp_path:
     assert all(found.values()), found
 
 
-@on_ranks(1)
-def test_what_is_half_overwritten_is_no_checkpoint(rank: int, world_size: int, tmp_path: Path) -> None:
-    """Its step would not be that of its parameters."""
+@on_ranks(1, 2)
+def test_a_checkpoint_is_overwritten_whole_or_not_at_all(rank: int, world_size: int, tmp_path: Path) -> None:
     run = Run(rank, world_size)
     run.fabric.save(tmp_path, run.state)
-    assert (tmp_path / ".metadata").exists()
+    before = run.result()
     run.train(1)
-    full = OSError("no space left")
-    with mock.patch.object(checkpoint, "save", side_effect=full), pytest.raises(OSError, match="no space"):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with mock.patch.object(commit.os, "replace", side_effect=full):
+        with pytest.raises(
+            checkpoint.CheckpointError, match="was not saved: rank 0: No space left on device"
+        ):
+            run.fabric.save(tmp_path, run.state)
+    other = Run(rank, world_size)
+    other.fabric.load(tmp_path, other.state)
+    assert same(other.result(), before) and other.state["step"] == 0
+    run.fabric.save(tmp_path, run.state)
+    other.fabric.load(tmp_path, other.state)
+    assert same(other.result(), run.result()) and other.state["step"] == 1
+    run.fabric.strategy._overwrite = False
+    with pytest.raises(FileExistsError, match="holds a checkpoint"):
         run.fabric.save(tmp_path, run.state)
-    assert not (tmp_path / ".metadata").exists()
 
 
 def loads_plain_file(rank: int, world_size: int, file: Path) -> bool:

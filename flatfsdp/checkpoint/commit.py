@@ -1,0 +1,109 @@
+"""The end of a save: everything is on the disk before one rename makes it the checkpoint.
+
+In:   what the ranks have written, and their digests.
+Out:  a folder whose `.metadata` is the new save's, with nothing left of earlier ones.
+Next: `opening.py` reads it.
+
+    extra-<id>.pt, .metadata.tmp, manifest-<id>.json      written and flushed to the disk, as data files were
+    .metadata.tmp -> .metadata                            the commit: until then the old checkpoint loads
+    files of other saves                                  removed
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from flatfsdp.checkpoint.digests import digest_of
+from flatfsdp.checkpoint.errors import CheckpointError
+from flatfsdp.checkpoint.manifest import (
+    COORDINATOR,
+    METADATA,
+    FileRecord,
+    Manifest,
+    data_prefix,
+    extra_name,
+    is_ours,
+)
+
+
+def commit(
+    folder: Path, save_id: str, data_files: Mapping[str, FileRecord], metadata: bytes, extra: bytes | None
+) -> None:
+    """Makes a save the folder's checkpoint.  On one rank, when all have written.
+
+    Raises:
+        OSError: if something cannot be written.
+        CheckpointError: if a data file is not as long as its rank has written.
+        In both cases the old checkpoint, if any, is still the folder's.
+    """
+    _check_lengths(folder, save_id, data_files)
+    contents = {METADATA: metadata}
+    if extra is not None:
+        contents[extra_name(save_id)] = extra
+    records = {name: FileRecord(COORDINATOR, digest_of(data)) for name, data in contents.items()}
+    manifest = Manifest(save_id, {**data_files, **records})
+    contents[manifest.name] = manifest.to_bytes()
+    temporary = folder / f"{METADATA}.tmp"
+    places = {name: temporary if name == METADATA else folder / name for name in contents}
+    try:
+        for name, data in contents.items():
+            _write(places[name], data)
+        sync_folder(folder)
+        os.replace(temporary, folder / METADATA)
+    except BaseException:
+        for place in places.values():
+            with suppress(OSError):
+                place.unlink(missing_ok=True)
+        raise
+    sync_folder(folder)
+    sync_folder(folder.parent)
+    _remove_leftovers(folder, manifest)
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings the names in a folder to the disk; files are brought there by themselves."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except PermissionError:
+        # The parent may be somebody else's, who lets us pass, but not look.
+        return
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        # Some network file systems have no such thing.
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(handle)
+
+
+def _check_lengths(folder: Path, save_id: str, files: Mapping[str, FileRecord]) -> None:
+    """Of files that this rank can see: on storage of its own, another rank's may be elsewhere."""
+    for name, (rank, digest) in files.items():
+        path = folder / name
+        if not name.startswith(data_prefix(rank, save_id)):
+            raise CheckpointError(f"{path} is not of this save ({save_id}); give each save a plan of its own")
+        if rank != COORDINATOR and not path.exists():
+            continue
+        length = path.stat().st_size
+        if length != digest.bytes:
+            raise CheckpointError(f"rank {rank} wrote {digest.bytes} bytes to {path}, which has {length}")
+
+
+def _write(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _remove_leftovers(folder: Path, manifest: Manifest) -> None:
+    """Removes files of saves that were overwritten or did not end; what stays is removed by the next save."""
+    for name in os.listdir(folder):
+        if is_ours(name) and name not in manifest.files and name != manifest.name:
+            with suppress(OSError):
+                (folder / name).unlink()

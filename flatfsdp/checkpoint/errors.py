@@ -1,0 +1,44 @@
+"""What can be wrong with a checkpoint; and torch's reports of failed ranks, in one sentence.
+
+In:   the `CheckpointException` of torch.distributed.checkpoint, which holds every rank's traceback.
+Out:  `CheckpointError`, or `DamagedCheckpoint` where what is in the folder is not what was written.
+Next: `saving.py` and `loading.py` raise them, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.checkpoint import CheckpointException
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be saved or loaded, for a reason that is not the caller's."""
+
+
+class DamagedCheckpoint(CheckpointError):  # noqa: N818 - says what it is
+    """What is in the folder is not what a save has written there, or not all of it."""
+
+
+def damaged(place: object, what: str, rank: int | None = None) -> DamagedCheckpoint:
+    """The error for a file, or a folder, that does not hold what was written there.
+
+    Args:
+        place: the file, or the folder.
+        what: is wrong with it.
+        rank: that wrote it, if known.
+    """
+    writer = "" if rank is None else f", written by rank {rank},"
+    return DamagedCheckpoint(f"{place}{writer} {what}; load an older checkpoint, or a copy of this one")
+
+
+def first_failure(error: CheckpointException) -> tuple[int, BaseException]:
+    """The lowest rank that failed, and its exception."""
+    rank = min(error.failures)
+    return rank, error.failures[rank][0]
+
+
+def reason(error: BaseException) -> str:
+    """The exception in one line; of an OSError the system's words and the file."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line}"

@@ -1,0 +1,160 @@
+"""Whether a checkpoint is of this model and this optimizer, before anything is read or changed.
+
+In:   a checkpoint's metadata, and a model or the stages of one.
+Out:  nothing, or one ValueError on all ranks: what differs, by name, and what would let it through.
+Next: `loading.py` reads what fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from flatfsdp.checkpoint.local import persistent_buffers
+from flatfsdp.checkpoint.stages import of_each_stage, raise_on_all
+from flatfsdp.contract.late_buffers import LATE_BUFFERS
+from flatfsdp.engine.units import Model, keys_of_slots, named_groups, parts_of
+from flatfsdp.flat.sites import prefixed_modules
+
+Accepted = Literal["dtype", "surplus", "optimizer"]
+"""What `load` lets through: values of another dtype, which are converted; entries of the checkpoint that the
+model has no place for, which are left out; the state of an optimizer of another class."""
+
+_SHOWN = 3
+"""Names in one message."""
+
+
+def check_accepted(accept: Collection[str]) -> None:
+    """Refuses a misspelt value, which would accept nothing.
+
+    Raises:
+        ValueError: if `accept` has more than `Accepted` knows, or is a string.
+    """
+    unknown = [accept] if isinstance(accept, str) else sorted(set(accept) - set(get_args(Accepted)))
+    if unknown:
+        raise ValueError(
+            f"accept is a collection of {', '.join(map(repr, get_args(Accepted)))}; it has {unknown[0]!r}"
+        )
+
+
+def saved_shapes(metadata: Metadata) -> dict[str, torch.Size]:
+    """Shapes of the model's tensors, by their names in it."""
+    return {
+        name: about.size
+        for name, about in _saved(metadata).items()
+        if isinstance(about, TensorStorageMetadata)
+    }
+
+
+def check_model_fits(metadata: Metadata, model: Model, accept: Collection[str]) -> None:
+    """Compares names, shapes and dtypes.  Collective over all ranks.
+
+    Raises:
+        ValueError: on every rank, naming what is missing, of another shape, or, unless accepted, of another
+            dtype or of no stage.
+    """
+    saved, own = _saved(metadata), _entries(model)
+    missing = [name for name in own if name not in saved]
+    shapes, dtypes = [], []
+    for name, (shape, dtype) in own.items():
+        about = saved.get(name)
+        if about is None:
+            continue
+        if not isinstance(about, TensorStorageMetadata):
+            shapes.append(f"{name} (no tensor, here {shape})")
+        elif tuple(about.size) != shape:
+            shapes.append(f"{name} ({tuple(about.size)}, here {shape})")
+        elif about.properties.dtype != dtype:
+            dtypes.append(f"{name} ({about.properties.dtype}, here {dtype})")
+    of_stages = of_each_stage((missing, shapes, dtypes, _names(model)), model)
+    missing, shapes, dtypes, names = (
+        list(dict.fromkeys(each for of_stage in lists for each in of_stage))
+        for lists in zip(*of_stages, strict=True)
+    )
+    surplus = sorted(saved.keys() - set(names))
+    problems = [
+        _told(missing, "missing in the checkpoint"),
+        _told(shapes, "of another shape"),
+        _told([] if "dtype" in accept else dtypes, "of another dtype; accept=('dtype',) converts them"),
+        _told(
+            [] if "surplus" in accept else surplus,
+            "only in the checkpoint; accept=('surplus',) leaves them out",
+        ),
+    ]
+    if any(problems):
+        raise ValueError(f"the checkpoint is not of this model: {'. '.join(filter(None, problems))}")
+
+
+def check_optimizer_fits(
+    saved_class: Any, optimizer: torch.optim.Optimizer, accept: Collection[str], model: Model
+) -> None:
+    """Compares the class of the optimizer.  Collective over all ranks.
+
+    Args:
+        saved_class: the name of the class of the optimizer that was saved; None, if that is not known.
+
+    Raises:
+        ValueError: on every rank, if it is another one (unless accepted).
+    """
+    error, own = None, type(optimizer).__name__
+    if saved_class is not None and saved_class != own and "optimizer" not in accept:
+        error = ValueError(
+            f"the checkpoint has the state of {saved_class}, and the optimizer is {own}; load the model "
+            "alone, or let the optimizer take the state over as it is with accept=('optimizer',)"
+        )
+    raise_on_all(error, model)
+
+
+class _Entry(NamedTuple):
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def _saved(metadata: Metadata) -> dict[str, Any]:
+    """The model's entries, by their names in it; what modules keep as extra state is nobody's."""
+    found = {}
+    for flat_name, about in metadata.state_dict_metadata.items():
+        path = (metadata.planner_data or {}).get(flat_name, (flat_name,))
+        if path[0] == "model" and not str(path[-1]).endswith("_extra_state"):
+            found[".".join(map(str, path[1:]))] = about
+    return found
+
+
+def _entries(model: Model) -> dict[str, _Entry]:
+    """What `sharded_state_dict` has, but for buffers that a layer can do without until it is used."""
+    parameters = {
+        # A checkpoint cuts along dimensions, so there has to be one.
+        prefix + slot.name: _Entry(slot.whole_shape or (1,), group.master.flat.dtype)
+        for prefix, group in named_groups(model)
+        for slot in group.layout.slots
+    }
+    buffers = {
+        name: _Entry(tuple(buffer.shape), buffer.dtype)
+        for part in parts_of(model)
+        for name, buffer in persistent_buffers(part)
+    }
+    late = set(_late_names(model))
+    return {name: entry for name, entry in {**parameters, **buffers}.items() if name not in late}
+
+
+def _names(model: Model) -> list[str]:
+    """All that a checkpoint of it may have: also buffers to come, and other names of tied parameters."""
+    tied = (name for part in parts_of(model) for names in keys_of_slots(part).values() for name in names)
+    return [*_entries(model), *_late_names(model), *tied]
+
+
+def _late_names(model: Model) -> Iterable[str]:
+    for part in parts_of(model):
+        for prefix, owner in prefixed_modules(part):
+            yield from (prefix + name for name in LATE_BUFFERS.of(owner))
+
+
+def _told(names: list[str], what: str) -> str:
+    """One sentence about these names; none, if there are none."""
+    if not names:
+        return ""
+    more = f", and {len(names) - _SHOWN} more," if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more} {'is' if len(names) == 1 else 'are'} {what}"

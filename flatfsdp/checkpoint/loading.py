@@ -1,0 +1,259 @@
+"""`load`: a checkpoint into a model and its optimizer, if it is whole and fits; otherwise nothing changes.
+
+In:   a folder that `save`, or plain torch.distributed.checkpoint, has written.
+Out:  the model's shards, filled in place; the optimizer's state.
+
+    open       `.metadata`, manifest and extra, on one rank for all                        opening.py
+    fit        names, shapes, dtypes                                                       fit.py
+    verify     digests of data files, in other threads, while ...                          verification.py
+    read       ... the optimizer's state is read, to tensors of its own
+    change     optimizer and model, now that all ranks know that all files are whole
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason
+from flatfsdp.checkpoint.fit import (
+    Accepted,
+    check_accepted,
+    check_model_fits,
+    check_optimizer_fits,
+    saved_shapes,
+)
+from flatfsdp.checkpoint.local import adopt_late_buffers
+from flatfsdp.checkpoint.opening import OpenCheckpoint, open_checkpoint
+from flatfsdp.checkpoint.optimizer_state import SlotState, loadable_state, trained_masters
+from flatfsdp.checkpoint.reader import Reader, WeightsOnlyPlanner
+from flatfsdp.checkpoint.sharded import owners_of, sharded_slot, sharded_state_dict
+from flatfsdp.checkpoint.stages import check_names, raise_on_all, world_of
+from flatfsdp.checkpoint.verification import Verification
+from flatfsdp.engine.storage.master import MasterShard
+from flatfsdp.engine.units import Model, named_groups, parts_of
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: Model,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    accept: Collection[Accepted] = (),
+    verify: bool = True,
+) -> dict[str, Any]:
+    """Reads what `save` has written, with any number of ranks of each kind.  Collective over all ranks.
+
+    Nothing that is read is executed.
+
+    Args:
+        model: or the stages of a pipeline that this rank has.
+        optimizer: over all parameters of `model`.
+        accept: what may differ.  "dtype": values are converted to the model's dtypes.  "surplus": what the
+            checkpoint has and no stage of the model is left out.  "optimizer": the state may be that of
+            another class of optimizer.
+        verify: compare the contents of all files with their digests; without it, only whether files are there
+            and as long as they were.  A checkpoint of plain torch.distributed.checkpoint has no digests.
+
+    Returns:
+        The `extra` that was saved, on every rank; {} if none.
+
+    Raises:
+        FileNotFoundError: if there is no such folder.
+        DamagedCheckpoint: if a file is missing, or not what was written, or the save did not end.
+        CheckpointError: if something cannot be read, or reading it could run code.
+        ValueError: if model, optimizer or parameter groups are not those that were saved; for unknown values
+            in `accept`; if two stages have parameters of the same name.
+        All of them on every rank, and nothing has changed then.
+    """
+    check_accepted(accept)
+    opened = open_checkpoint(path, *world_of(model))
+    extra = opened.extra()
+    load_opened(opened, model, optimizer, accept, verify=verify)
+    return extra
+
+
+def load_opened(
+    opened: OpenCheckpoint,
+    model: Model,
+    optimizer: torch.optim.Optimizer | None,
+    accept: Collection[str] = (),
+    *,
+    verify: bool = True,
+) -> None:
+    """Loads a checkpoint of which all but data files has been read; raises what `load` raises."""
+    names = check_names(model)
+    check_model_fits(opened.metadata, model, accept)
+    groups = _saved_groups(opened.metadata) if optimizer is not None else {}
+    kept = None
+    with Verification(opened, *world_of(model), compares_digests=verify) as verification:
+        try:
+            if optimizer is not None:
+                kept = _read_optimizer(opened, model, optimizer, names, groups, accept)
+        except (Exception, dcp.CheckpointException):
+            # What is damaged has a name; what torch makes of it has not.
+            verification.verdict()
+            raise
+        verification.verdict()
+    if optimizer is not None and kept is not None:
+        check_optimizer_fits(kept.saved_class, optimizer, accept, model)
+        optimizer.load_state_dict(_fitted(kept, model, optimizer))
+    saved = saved_shapes(opened.metadata)
+    absent = {name for part in parts_of(model) for name in adopt_late_buffers(part, saved)}
+    state = {key: value for key, value in sharded_state_dict(model).items() if key not in absent}
+    _read(opened, {"model": state}, WeightsOnlyPlanner())
+    for _, group in named_groups(model):
+        group.master.generation += 1
+
+
+def _read(opened: OpenCheckpoint, state: dict[str, Any], planner: WeightsOnlyPlanner) -> None:
+    """Fills `state`.  Collective over all ranks.
+
+    Raises:
+        CheckpointError: on every rank, if one of them cannot read something.
+    """
+    try:
+        dcp.load(state, storage_reader=Reader(opened.folder, metadata=opened.metadata), planner=planner)
+    except dcp.CheckpointException as failed:
+        rank, error = first_failure(failed)
+        raise CheckpointError(
+            f"the checkpoint {opened.folder} cannot be read: rank {rank}: {reason(error)}"
+        ) from None
+
+
+class _Kept(NamedTuple):
+    """The optimizer's part of a checkpoint.
+
+    Attributes:
+        states: by parameter name.
+        shards: of each state with as many elements as the parameter.
+        groups: the parameter groups, in their order.
+        saved_class: name of the optimizer's class, if the checkpoint says so.
+    """
+
+    states: dict[str, SlotState]
+    shards: dict[tuple[MasterShard, str], Tensor]
+    groups: list[dict[str, Any]]
+    saved_class: str | None
+
+
+def _read_optimizer(
+    opened: OpenCheckpoint,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    names: set[str],
+    groups: dict[str, dict[str, Any]],
+    accept: Collection[str],
+) -> _Kept:
+    """Into tensors of its own.
+
+    Args:
+        names: of the parameters of all stages.
+        groups: as `_saved_groups` returns them.
+    """
+    metadata = opened.metadata
+    masters = trained_masters(model, optimizer)
+    owners = owners_of(master for _, master in masters)
+    own = {prefix + slot.name for prefix, master in masters for slot in master.layout.slots}
+    # Other stages take theirs; what is of no stage is an error, unless it is not wanted.
+    states = {
+        name: state
+        for name, state in _saved_states(metadata).items()
+        if name in own or (name not in names and "surplus" not in accept)
+    }
+    shards: dict[tuple[MasterShard, str], Tensor] = {}
+    target: dict[str, Any] = {
+        "state": {
+            name: {key: _place(about) for key, about in state.values.items()}
+            for name, state in states.items()
+        },
+        "param_groups": groups,
+    }
+    if ("optimizer", "class") in metadata.planner_data.values():
+        target["class"] = None
+    for prefix, master in masters:
+        for slot in master.layout.slots:
+            name = prefix + slot.name
+            for key, dtype in states[name].elements.items() if name in states else ():
+                if (master, key) not in shards:
+                    shards[master, key] = torch.zeros_like(master.flat.detach(), dtype=dtype)
+                target["state"][name][key] = sharded_slot(master, slot, shards[master, key], owners)
+    # Its default drops tensors of which this rank has nothing, and then looks for an older format.
+    _read(opened, {"optimizer": target}, WeightsOnlyPlanner(flatten_sharded_tensors=False))
+    loaded = {
+        name: SlotState(0, state.elements, {key: target["state"][name][key] for key in state.values})
+        for name, state in states.items()
+    }
+    numbers = sorted(target["param_groups"], key=int)
+    return _Kept(loaded, shards, [target["param_groups"][number] for number in numbers], target.get("class"))
+
+
+def _fitted(kept: _Kept, model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """For the optimizer's own `load_state_dict`.  Collective over all ranks.
+
+    Raises:
+        ValueError: on every rank, if names or parameter groups do not fit on one of them.
+    """
+    fitted, problem = None, None
+    try:
+        fitted = loadable_state(
+            trained_masters(model, optimizer),
+            optimizer,
+            kept.states,
+            kept.groups,
+            lambda _, master, key, __: kept.shards[master, key],
+        )
+    except Exception as error:
+        problem = error
+    raise_on_all(problem, model)
+    assert fitted is not None
+    return fitted
+
+
+def _saved_states(metadata: Metadata) -> dict[str, SlotState]:
+    """Which states the checkpoint has for each parameter; their values are still to be read."""
+    states: dict[str, SlotState] = {}
+    for flat_key, about in metadata.state_dict_metadata.items():
+        path = metadata.planner_data[flat_key]
+        if path[:2] != ("optimizer", "state"):
+            continue
+        _, _, name, key = path
+        state = states.setdefault(name, SlotState(0, {}, {}))
+        if isinstance(about, TensorStorageMetadata) and len(about.size) > 0:
+            state.elements[key] = about.properties.dtype
+        else:
+            state.values[key] = about
+    return states
+
+
+def _place(about: Any) -> Tensor | None:
+    """What `dcp.load` fills: a tensor in place, anything else by replacing it."""
+    return (
+        torch.zeros(about.size, dtype=about.properties.dtype, device="cpu")
+        if isinstance(about, TensorStorageMetadata)
+        else None
+    )
+
+
+def _saved_groups(metadata: Metadata) -> dict[str, dict[str, Any]]:
+    """The checkpoint's parameter groups by number, with nothing filled in.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    planner_data: Mapping[str, Any] = metadata.planner_data or {}
+    for flat_key, path in planner_data.items():
+        if path[:2] == ("optimizer", "param_groups"):
+            _, _, number, option = path
+            about = metadata.state_dict_metadata[flat_key]
+            groups.setdefault(number, {})[option] = _place(about)
+    if not groups:
+        raise ValueError("the checkpoint has no optimizer state; save it with save(path, model, optimizer)")
+    return groups

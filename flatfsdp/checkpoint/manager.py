@@ -1,0 +1,214 @@
+"""The checkpoints of one training run: which there are, which is loaded, and which may go.
+
+In:   a folder, in which each saved step has a folder of its own, `step-00000100`.
+Out:  the newest checkpoint that is whole, loaded; older ones removed.
+Next: `examples/pretrain_llama.py` saves and goes on with it.
+
+    step-00000100            a checkpoint, or, without .metadata, what a save that was stopped has left
+    damaged-step-00000100    a checkpoint whose files are damaged, put aside for whoever wants to look
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.checkpoint.errors import DamagedCheckpoint
+from flatfsdp.checkpoint.fit import Accepted
+from flatfsdp.checkpoint.loading import load
+from flatfsdp.checkpoint.saving import save
+from flatfsdp.comm.collectives import raise_to_largest
+from flatfsdp.comm.objects import broadcast_object
+from flatfsdp.comm.ranks import Ranks, default_group
+from flatfsdp.engine.units import Model, named_groups
+
+COMPLETE = ".metadata"
+"""What a save writes last."""
+
+
+class Resumed(NamedTuple):
+    """What was loaded.
+
+    Attributes:
+        step: the number that it was saved under.
+        extra: what was saved with it.
+    """
+
+    step: int
+    extra: dict[str, Any]
+
+
+class CheckpointManager:
+    """Saves the steps of a training run into one folder, and goes on from the newest that is whole.
+
+        manager = checkpoint.CheckpointManager("out/checkpoints")
+        found = manager.resume(model, optimizer)
+        for step in range(found.step if found else 0, steps):
+            ...
+            manager.save(step + 1, model, optimizer)
+
+    All methods are collective over all ranks, which see the same files.  A run that is killed at any moment
+    loses at most the steps since its last save: the checkpoint before is removed after the next is complete.
+
+    Args:
+        folder: of this run alone; made when the first checkpoint is saved.
+        keep: how many checkpoints to keep.
+
+    Raises:
+        ValueError: if `keep` is less than 1.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}; a run needs at least 1 checkpoint to go on from")
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def path(self, step: int) -> Path:
+        """The folder of one step's checkpoint."""
+        return self.folder / f"step-{step:08}"
+
+    def save(
+        self,
+        step: int,
+        model: Model,
+        optimizer: torch.optim.Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Writes the checkpoint of one step, and removes those before the newest `keep`.
+
+        Weights or optimizer states with a NaN or an infinity are not saved: nothing could go on from them,
+        and they would take the place of a checkpoint from which a run can.
+
+        Args:
+            step: optimizer steps so far; a checkpoint of the same step is replaced.
+            extra: as `checkpoint.save` takes it.
+
+        Returns:
+            Whether it was saved; if not, a warning says why.
+        """
+        if not is_finite(model, optimizer):
+            _warn(
+                f"step {step} is not saved: its weights or optimizer states have NaN or infinite numbers; "
+                "the checkpoints before it stay"
+            )
+            return False
+        save(self.path(step), model, optimizer, extra=extra, overwrite=True)
+        if _world().rank == 0:
+            older = [each for each in self._complete() if each < step]
+            for each in older[: max(0, len(older) + 1 - self.keep)]:
+                remove(self.path(each))
+        return True
+
+    def resume(
+        self,
+        model: Model,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        accept: Collection[Accepted] = (),
+        verify: bool = True,
+    ) -> Resumed | None:
+        """Loads the newest checkpoint that is whole; None if there is no checkpoint.
+
+        A damaged one is put aside with a warning, and the one before it is loaded, as if the damaged one had
+        never been saved.  What saves that were stopped have left is removed.
+
+        Args:
+            accept, verify: as `checkpoint.load` takes them.
+
+        Raises:
+            DamagedCheckpoint: if there are checkpoints and all of them are damaged.
+            ValueError: as `checkpoint.load`.
+        """
+        world = _world()
+        # One rank looks, so that all try the same ones.
+        found = self._complete() if world.rank == 0 else None
+        steps = broadcast_object(found, [world], named_groups(model)[0][1].master.device)
+        damage: list[DamagedCheckpoint] = []
+        for step in reversed(steps):
+            try:
+                extra = load(self.path(step), model, optimizer, accept=accept, verify=verify)
+            except DamagedCheckpoint as error:
+                damage.append(error)
+                continue
+            self._tidy(step, damage)
+            return Resumed(step, extra)
+        if damage:
+            raise DamagedCheckpoint(
+                f"all {len(damage)} checkpoints in {self.folder} are damaged; the newest: {damage[0]}"
+            ) from damage[0]
+        self._tidy(0, [])
+        return None
+
+    # ---- files ------------------------------------------------------------------------------------------
+
+    def _complete(self) -> list[int]:
+        """Steps with a complete checkpoint, ascending."""
+        return sorted(step for step, path in self._folders() if (path / COMPLETE).exists())
+
+    def _folders(self) -> list[tuple[int, Path]]:
+        if not self.folder.is_dir():
+            return []
+        named = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in self.folder.iterdir())
+        return [(int(match[1]), path) for match, path in named if match]
+
+    def _tidy(self, loaded: int, damage: Collection[DamagedCheckpoint]) -> None:
+        """Puts damaged checkpoints, those after step `loaded`, aside, and removes incomplete ones."""
+        for error in damage:
+            _warn(f"{error}; going on from step {loaded}, and the damaged one is put aside")
+        if _world().rank:
+            return
+        for step, path in self._folders():
+            if not (path / COMPLETE).exists():
+                shutil.rmtree(path)
+            elif step > loaded:
+                aside = path.with_name(f"damaged-{path.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                path.rename(aside)
+
+
+def remove(path: Path) -> None:
+    """Removes a checkpoint's folder: what is left, if this is stopped, is not taken for a checkpoint."""
+    (path / COMPLETE).unlink()
+    shutil.rmtree(path)
+
+
+@torch.no_grad()
+def is_finite(model: Model, optimizer: torch.optim.Optimizer | None = None) -> bool:
+    """Whether all weights and optimizer states of all ranks are finite.  Collective over all ranks.
+
+    Args:
+        model: or the stages of a pipeline that this rank has.
+    """
+    masters = [group.master for _, group in named_groups(model)]
+    values = [master.flat.detach() for master in masters]
+    if optimizer is not None:
+        states = (value for state in optimizer.state.values() for value in state.values())
+        values += [each for each in states if isinstance(each, Tensor) and each.is_floating_point()]
+    device = masters[0].device
+    # The largest magnitude is not finite if any number is not, and takes no memory.
+    norms = torch._foreach_norm([each for each in values if each.numel()], torch.inf)
+    flags = [norm.isfinite().logical_not().to(device) for norm in norms]
+    bad = torch.stack(flags).any().float() if flags else torch.zeros((), device=device)
+    world = _world()
+    if world.size > 1:
+        raise_to_largest(bad, world)
+    return not bad.item()
+
+
+def _world() -> Ranks:
+    return Ranks.of(default_group())
+
+
+def _warn(message: str) -> None:
+    """On the first rank, because all say the same."""
+    if _world().rank == 0:
+        warnings.warn(message, stacklevel=3)

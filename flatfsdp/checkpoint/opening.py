@@ -1,0 +1,209 @@
+"""What a folder holds, and whether it is what a save has written there; data files apart.
+
+In:   a folder.
+Out:  an `OpenCheckpoint`, the same on all ranks: one of them has read it.
+Next: `fit.py` compares it with the model; `verification.py` looks at data files.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from flatfsdp.checkpoint.digests import FileDigest, digest_of
+from flatfsdp.checkpoint.errors import CheckpointError, damaged, reason
+from flatfsdp.checkpoint.manifest import (
+    COORDINATOR,
+    METADATA,
+    Manifest,
+    extra_name,
+    is_ours,
+    manifest_name,
+    parse_manifest,
+    save_id_of_manifest,
+    save_ids_in,
+)
+from flatfsdp.checkpoint.reader import unpickled_metadata
+from flatfsdp.comm.objects import broadcast_object
+from flatfsdp.comm.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """A checkpoint of which all but data files has been read and verified.
+
+    Attributes:
+        folder: where it is.
+        metadata: what `.metadata` holds.
+        manifest: None, if plain torch.distributed.checkpoint has written it.
+        extra_data: what the file with `extra` holds, if there is one.
+    """
+
+    folder: Path
+    metadata: Metadata
+    manifest: Manifest | None
+    extra_data: bytes | None
+
+    def extra(self, weights_only: bool = True) -> dict[str, Any]:
+        """What the save was given as `extra`; {} if nothing.
+
+        Args:
+            weights_only: as of `torch.load`; where False, reading can run code.
+
+        Raises:
+            CheckpointError: if there is more in it than `weights_only` lets through.
+        """
+        if self.extra_data is None or self.manifest is None:
+            return {}
+        try:
+            return torch.load(io.BytesIO(self.extra_data), map_location="cpu", weights_only=weights_only)
+        except pickle.UnpicklingError as error:
+            file = self.folder / extra_name(self.manifest.save_id)
+            raise CheckpointError(
+                f"{file} is refused, because reading it could run code: {reason(error)}"
+            ) from None
+
+
+def data_files(metadata: Metadata) -> dict[str, int]:
+    """Which files the metadata names, and how many bytes they have at least."""
+    files: dict[str, int] = {}
+    for about in metadata.storage_data.values():
+        end = about.offset + about.length
+        files[about.relative_path] = max(end, files.get(about.relative_path, 0))
+    return files
+
+
+def open_checkpoint(path: str | os.PathLike[str], world: Ranks, device: torch.device) -> OpenCheckpoint:
+    """Reads all but data files on one rank, for all.  Collective.
+
+    Raises:
+        FileNotFoundError: if there is no such folder.
+        DamagedCheckpoint: if something is missing there, or not what was written.
+        CheckpointError: if something cannot be read.
+        All of them on every rank.
+    """
+    opened: OpenCheckpoint | Exception | None = None
+    if world.rank == 0:
+        try:
+            opened = read_folder(Path(path))
+        except (FileNotFoundError, CheckpointError) as error:
+            opened = error
+        except Exception as error:
+            # Whatever it is: the other ranks wait.
+            opened = CheckpointError(f"the checkpoint {path} cannot be read: {reason(error)}")
+    opened = broadcast_object(opened, [world], device)
+    if not isinstance(opened, OpenCheckpoint):
+        assert opened is not None
+        raise opened
+    return opened
+
+
+def read_folder(folder: Path) -> OpenCheckpoint:
+    """Reads the folder on this rank alone; raises what `open_checkpoint` raises."""
+    if not folder.is_dir():
+        what = "it is a file" if folder.exists() else "there is no such folder"
+        raise FileNotFoundError(f"no checkpoint at {folder}: {what}")
+    manifests = _manifests(folder)
+    valid = {name: each for name, each in manifests.items() if isinstance(each, Manifest)}
+    try:
+        data = (folder / METADATA).read_bytes()
+    except FileNotFoundError:
+        if not any(is_ours(name) for name in os.listdir(folder)):
+            raise damaged(folder / METADATA, "is missing, so this is no checkpoint") from None
+        raise damaged(
+            folder / METADATA,
+            "is missing: a save to this folder did not end, or the file was removed",
+            COORDINATOR,
+        ) from None
+    found = digest_of(data)
+    manifest = next((each for each in valid.values() if each.files[METADATA].digest == found), None)
+    if manifest is None:
+        _check_is_not_ours(folder, data, found, manifests)
+        return OpenCheckpoint(folder, _read_metadata(folder, data), None, None)
+    metadata = _read_metadata(folder, data)
+    unknown = sorted(data_files(metadata).keys() - manifest.files.keys())
+    if unknown:
+        raise damaged(folder / METADATA, f"names {unknown[0]}, which {manifest.name} does not", COORDINATOR)
+    return OpenCheckpoint(folder, metadata, manifest, _read_extra(folder, manifest))
+
+
+def _read_metadata(folder: Path, data: bytes) -> Metadata:
+    try:
+        return unpickled_metadata(data)
+    except pickle.UnpicklingError as error:
+        raise damaged(folder / METADATA, f"is refused: {error}") from None
+
+
+def _manifests(folder: Path) -> dict[str, Manifest | str]:
+    """All manifests in the folder, by file name; or what is wrong with them."""
+    found: dict[str, Manifest | str] = {}
+    for name in sorted(os.listdir(folder)):
+        if save_id_of_manifest(name) is not None:
+            try:
+                found[name] = parse_manifest(name, (folder / name).read_bytes())
+            except ValueError as error:
+                found[name] = str(error)
+    return found
+
+
+def _check_is_not_ours(
+    folder: Path, data: bytes, found: FileDigest, manifests: Mapping[str, Manifest | str]
+) -> None:
+    """Raises DamagedCheckpoint if `.metadata`, which no manifest knows, was written by `Writer`.
+
+    It is not unpickled to find out: it may be anything.
+    """
+    # The id is in it several times, so one that is damaged itself does not hide the others.
+    known = {name for name in manifests if (save_id_of_manifest(name) or "").encode() in data}
+    for name in sorted(known):
+        problem = manifests[name]
+        if isinstance(problem, str):
+            raise damaged(folder / name, problem, COORDINATOR)
+        raise damaged(folder / METADATA, difference(problem.files[METADATA].digest, found), COORDINATOR)
+    named = sorted(save_ids_in(data))
+    if named:
+        others = "" if not manifests else f", or {METADATA} is another save's than {', '.join(manifests)}"
+        raise damaged(folder / manifest_name(named[0]), f"is missing{others}", COORDINATOR)
+    if manifests and not _is_metadata(data):
+        raise damaged(folder / METADATA, "does not hold what was written there", COORDINATOR)
+
+
+def _is_metadata(data: bytes) -> bool:
+    try:
+        unpickled_metadata(data)
+    except pickle.UnpicklingError:
+        return False
+    return True
+
+
+def _read_extra(folder: Path, manifest: Manifest) -> bytes | None:
+    name = extra_name(manifest.save_id)
+    record = manifest.files.get(name)
+    if record is None:
+        return None
+    try:
+        data = (folder / name).read_bytes()
+    except FileNotFoundError:
+        raise damaged(folder / name, "is missing", record.rank) from None
+    found = digest_of(data)
+    if found != record.digest:
+        raise damaged(folder / name, difference(record.digest, found), record.rank)
+    return data
+
+
+def difference(written: FileDigest, found: FileDigest) -> str:
+    """Between what was written and what is there, in words."""
+    if written.bytes != found.bytes:
+        return f"has {found.bytes} bytes, and {written.bytes} were written"
+    return (
+        f"does not hold what was written there: its digest is {found.sha256[:12]}..., "
+        f"and was {written.sha256[:12]}..."
+    )

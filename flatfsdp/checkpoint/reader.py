@@ -1,0 +1,154 @@
+"""Reading without executing anything: a checkpoint from elsewhere holds numbers, not programs.
+
+In:   `.metadata`, which is a pickle, and data files, in which values that are no tensors are pickles.
+Out:  metadata of the few classes that torch.distributed.checkpoint writes; values of `weights_only=True`.
+Next: `opening.py` and `loading.py` read through these.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pathlib
+import pickle
+from collections import OrderedDict
+from enum import Enum
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as classes
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from flatfsdp.checkpoint.errors import CheckpointError, reason
+from flatfsdp.checkpoint.manifest import METADATA
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads any checkpoint of torch.distributed.checkpoint, and executes nothing of what it reads.
+
+        dcp.load(state, storage_reader=Reader("out/step-100"), planner=WeightsOnlyPlanner())
+
+    Args:
+        path: the folder.
+        metadata: what is in it, if that has been read already.
+
+    Raises:
+        pickle.UnpicklingError: by `read_metadata`, if `.metadata` asks for anything but data, or names files
+            outside of the folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, metadata: Metadata | None = None) -> None:
+        super().__init__(path)
+        self._metadata = metadata
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        super().reset(checkpoint_id)
+        if checkpoint_id is not None:
+            self._metadata = None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        rank = kwargs.get("rank")
+        if self._metadata is not None and rank is None:
+            return self._metadata
+        name = METADATA if rank is None else f"__{rank}{METADATA}"
+        metadata = unpickled_metadata((Path(self.path) / name).read_bytes())
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class WeightsOnlyPlanner(dcp.DefaultLoadPlanner):
+    """Loads values that are no tensors as `torch.load(weights_only=True)` does; tensors as its base class.
+
+    Raises:
+        CheckpointError: by `dcp.load`, inside its CheckpointException, for a value that is anything else.
+    """
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        name = read_item.dest_index.fqn
+        try:
+            checked = torch.load(value, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise CheckpointError(f"value {name!r} is refused, because reading it could run code") from error
+        # The base class reads pickles of any kind, so it gets one that was made here.
+        own = io.BytesIO()
+        torch.save(checked, own)
+        own.seek(0)
+        super().load_bytes(read_item, own)
+
+
+def unpickled_metadata(data: bytes) -> Metadata:
+    """What `.metadata` holds.
+
+    Raises:
+        pickle.UnpicklingError: if it is not whole, asks for anything but data, or names files outside of the
+            folder.
+    """
+    try:
+        metadata = _MetadataUnpickler(io.BytesIO(data)).load()
+    except pickle.UnpicklingError:
+        raise
+    except Exception as error:
+        # Whatever bytes that are no pickle lead to.
+        raise pickle.UnpicklingError(reason(error)) from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise pickle.UnpicklingError(f"it holds {type(metadata).__name__}, not the metadata of a checkpoint")
+    if not isinstance(metadata.storage_data, dict):
+        raise pickle.UnpicklingError("it does not say which files its entries are in")
+    for about in metadata.storage_data.values():
+        _require_inside(getattr(about, "relative_path", None))
+    return metadata
+
+
+def _require_inside(name: Any) -> None:
+    """Refuses names that lead out of the folder.
+
+    Raises:
+        pickle.UnpicklingError: unless `name` is that of a file in the folder, or in a folder in it.
+    """
+    if not isinstance(name, str) or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+        raise pickle.UnpicklingError(f"it names a file outside of the checkpoint's folder: {name!r}")
+
+
+def _member(enumeration: type[Enum], name: str) -> Enum:
+    """What some versions of Python pickle as `getattr` of an enumeration."""
+    if not (isinstance(enumeration, type) and issubclass(enumeration, Enum)):
+        raise pickle.UnpicklingError(f"it asks for attribute {name!r} of {enumeration!r}")
+    return enumeration[name]
+
+
+_CLASSES = (
+    *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    *("TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+)
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(classes.__name__, name): getattr(classes, name) for name in _CLASSES},
+    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("builtins", "getattr"): _member,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
+    # The folder that was saved to.  A path of another system, or of another Python's module, stays a path.
+    **{
+        (module, name): getattr(pathlib, f"Pure{name.removeprefix('Pure')}")
+        for module in ("pathlib", "pathlib._local")
+        for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath")
+    },
+}
+"""All that the metadata of torch 2.11 to 2.13 asks for, dtypes apart."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        # Not getattr: torch imports modules for some names.
+        dtype = vars(torch).get(name) if module == "torch" else None
+        if isinstance(dtype, torch.dtype):
+            return dtype
+        if (module, name) not in _ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no metadata needs")
+        return _ALLOWED[module, name]

@@ -1,0 +1,66 @@
+"""What the stages of a model tell each other about a sharded checkpoint, which is of all of them.
+
+In:   a model, or the stages of a pipeline that this rank has.
+Out:  names and problems of all stages, the same on every rank.
+Next: `saving.py`, `loading.py` and `fit.py` ask before they write, read or change anything.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+
+from flatfsdp.checkpoint.errors import CheckpointError, reason
+from flatfsdp.comm.objects import all_gather_object
+from flatfsdp.comm.ranks import Ranks, default_group
+from flatfsdp.engine.storage.master import require_same_ranks
+from flatfsdp.engine.units import Model, named_groups
+
+
+def world_of(model: Model) -> tuple[Ranks, torch.device]:
+    """All ranks, and where they communicate."""
+    return Ranks.of(default_group()), named_groups(model)[0][1].master.device
+
+
+def of_each_stage(value: Any, model: Model) -> list[Any]:
+    """What the first rank of each stage passes, which has to be picklable.  Collective over all ranks."""
+    is_first = named_groups(model)[0][1].master.grid.is_first
+    world, device = world_of(model)
+    everyones = all_gather_object([value] if is_first else [], world, device)
+    return [each for of_rank in everyones for each in of_rank]
+
+
+def check_names(model: Model) -> set[str]:
+    """The names of all parameters of all stages.  Collective over all ranks.
+
+    Raises:
+        ValueError: if two stages have one name; one of the two would be lost.
+    """
+    groups = named_groups(model)
+    require_same_ranks((group.master for _, group in groups), "a sharded checkpoint")
+    own = [prefix + slot.name for prefix, group in groups for slot in group.layout.slots]
+    names = Counter(name for of_stage in of_each_stage(own, model) for name in of_stage)
+    twice = [name for name, count in names.items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"two stages have a parameter {twice[0]!r}; give layers the same names as in the whole model, "
+            "such as keys of an nn.ModuleDict by the number of the layer"
+        )
+    return set(names)
+
+
+def raise_on_all(error: Exception | None, model: Model) -> None:
+    """Raises on every rank what has happened on one of them.  Collective over all ranks.
+
+    Args:
+        error: of this rank, if any; the lowest rank's is raised.
+    """
+    world, device = world_of(model)
+    told: Exception | None = error
+    if not isinstance(error, ValueError | TypeError | CheckpointError | None):
+        told = CheckpointError(f"rank {world.rank}: {reason(error)}")
+    for theirs in all_gather_object(told, world, device):
+        if theirs is not None:
+            raise theirs

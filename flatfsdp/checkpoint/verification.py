@@ -1,0 +1,104 @@
+"""Data files against the manifest, in other threads, while this one reads; one verdict for all ranks.
+
+In:   an `OpenCheckpoint`.
+Out:  nothing, or `DamagedCheckpoint` on every rank.
+Next: `loading.py` asks before it changes anything.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+
+import torch
+
+from flatfsdp.checkpoint.digests import THREADS, FileDigest, digest_of_file
+from flatfsdp.checkpoint.errors import CheckpointError, DamagedCheckpoint, damaged, reason
+from flatfsdp.checkpoint.opening import OpenCheckpoint, data_files, difference
+from flatfsdp.comm.objects import all_gather_object
+from flatfsdp.comm.ranks import Ranks
+
+
+class Verification:
+    """Runs from construction until `verdict`, or until the end of a `with` block.
+
+    Files are shared out: each is read by one rank, by several threads.
+
+    Args:
+        world: all ranks.
+        device: where they communicate.
+        compares_digests: also the contents of files, not only whether they are there and long enough; a
+            checkpoint of plain torch.distributed.checkpoint has no digests.
+    """
+
+    def __init__(
+        self, opened: OpenCheckpoint, world: Ranks, device: torch.device, *, compares_digests: bool
+    ) -> None:
+        self._opened, self._world, self._device = opened, world, device
+        self._problem: CheckpointError | None = None
+        self._is_stopped = threading.Event()
+        needed = data_files(opened.metadata)
+        recorded = opened.manifest.files if opened.manifest is not None else {}
+        # The longest first, each to the rank that has least so far.
+        sizes = {name: recorded[name].digest.bytes if name in recorded else needed[name] for name in needed}
+        loads = [0] * world.size
+        own: list[str] = []
+        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
+            rank = loads.index(min(loads))
+            loads[rank] += sizes[name]
+            own += [name] if rank == world.rank else []
+        self._own = {name: needed[name] for name in sorted(own)}
+        self._thread = threading.Thread(target=self._run, args=(compares_digests,), name="verification")
+        self._thread.start()
+
+    def verdict(self) -> None:
+        """Waits for all ranks' files.  Collective over all ranks.
+
+        Raises:
+            DamagedCheckpoint: if a file is missing, or not what was written.
+            CheckpointError: if one cannot be read.
+            Both on every rank.
+        """
+        self._thread.join()
+        problems = all_gather_object(self._problem, self._world, self._device)
+        for problem in problems:
+            if problem is not None:
+                raise problem
+
+    def __enter__(self) -> Verification:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_stopped.set()
+        self._thread.join()
+
+    def _run(self, compares_digests: bool) -> None:
+        try:
+            with ThreadPoolExecutor(THREADS, thread_name_prefix="verification") as pool:
+                for name, needed in self._own.items():
+                    self._check(name, needed, pool if compares_digests else None)
+        except DamagedCheckpoint as problem:
+            self._problem = problem
+        except Exception as error:
+            self._problem = CheckpointError(f"{self._opened.folder} cannot be verified: {reason(error)}")
+
+    def _check(self, name: str, needed: int, pool: ThreadPoolExecutor | None) -> None:
+        path = self._opened.folder / name
+        record = self._opened.manifest.files[name] if self._opened.manifest is not None else None
+        rank = None if record is None else record.rank
+        try:
+            size = path.stat().st_size
+        except FileNotFoundError:
+            raise damaged(path, "is missing", rank) from None
+        if record is None:
+            if size < needed:
+                raise damaged(path, f"has {size} bytes, and at least {needed} were written")
+            return
+        found = FileDigest(size, record.digest.sha256)
+        if pool is not None and size == record.digest.bytes:
+            found = digest_of_file(path, pool, self._is_stopped.is_set)
+        if found != record.digest and not self._is_stopped.is_set():
+            raise damaged(path, difference(record.digest, found), rank)

@@ -1,0 +1,88 @@
+"""Damaged, missing and foreign files are named on every rank, before the model is changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from flatfsdp import checkpoint
+from flatfsdp.checkpoint import DamagedCheckpoint
+from tests.support.faults.damage import KINDS, random_damage
+from tests.support.faults.training import Run
+from tests.support.ranks import on_ranks
+
+
+def test_every_kind_of_damage_to_every_file() -> None:
+    """A sample of what `python -m tests.support.faults damage` tries."""
+    trials = list(random_damage(5 * len(KINDS), seed=1))
+    tried, wrong = trials[-1]
+    assert wrong == [] and tried.keys() == set(KINDS) and tried.total() == 5 * len(KINDS)
+
+
+def saved(folder: Path) -> Run:
+    run = Run()
+    run.train()
+    checkpoint.save(folder, run.model, run.optimizer, extra={"step": 1})
+    dist.barrier()
+    return run
+
+
+@on_ranks(2)
+def test_folders_without_a_checkpoint(rank: int, tmp_path: Path) -> None:
+    run = Run()
+    with pytest.raises(FileNotFoundError, match="there is no such folder"):
+        run.load(tmp_path / "nowhere")
+    (tmp_path / f"empty-{rank}").mkdir()
+    dist.barrier()
+    with pytest.raises(DamagedCheckpoint, match=r"\.metadata is missing, so this is no checkpoint"):
+        run.load(tmp_path / "empty-0")
+    saved(tmp_path / "checkpoint")
+    if rank == 1:
+        (tmp_path / "checkpoint" / ".metadata").unlink()
+    dist.barrier()
+    with pytest.raises(DamagedCheckpoint, match="a save to this folder did not end"):
+        run.load(tmp_path / "checkpoint")
+
+
+@on_ranks(2)
+def test_without_verification_lengths_count_all_the_same(rank: int, tmp_path: Path) -> None:
+    run = saved(tmp_path)
+    run.train()
+    before = run.digest()
+    name = next(tmp_path.glob("__1_*")).name
+    if rank == 0:
+        data = (tmp_path / name).read_bytes()
+        (tmp_path / name).write_bytes(data[:-1])
+    dist.barrier()
+    with pytest.raises(DamagedCheckpoint, match=f"{name}, written by rank 1, has [0-9]+ bytes, and"):
+        checkpoint.load(tmp_path, run.model, run.optimizer, verify=False)
+    assert run.digest() == before
+
+
+@on_ranks(2)
+def test_what_plain_dcp_has_written_is_read_as_far_as_it_is_there(rank: int, tmp_path: Path) -> None:
+    """It has no digests, but lengths; also where a checkpoint of ours was before."""
+    run = saved(tmp_path)
+    run.train()
+    before = run.digest()
+    state = {
+        "model": checkpoint.sharded_state_dict(run.model),
+        "optimizer": checkpoint.sharded_optimizer_state_dict(run.model, run.optimizer),
+    }
+    dcp.save(state, checkpoint_id=tmp_path)
+    other = Run(seed=1)
+    assert checkpoint.load(tmp_path, other.model, other.optimizer) == {}
+    other.step = run.step
+    assert other.digest() == before
+    if rank == 0:
+        data = (tmp_path / "__0_0.distcp").read_bytes()
+        (tmp_path / "__0_0.distcp").write_bytes(data[: len(data) // 2])
+    dist.barrier()
+    other.train()
+    before = other.digest()
+    with pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp has [0-9]+ bytes, and at least"):
+        checkpoint.load(tmp_path, other.model, other.optimizer)
+    assert other.digest() == before

@@ -1,0 +1,109 @@
+"""Faults on purpose, from the command line.
+
+\b
+    python -m tests.support.faults kills --save plain --every 40
+    python -m tests.support.faults random-kills --count 200 --seed 7
+    python -m tests.support.faults damage --count 200
+
+Each prints what it counts, ends with what was wrong, and fails if anything was.
+"""
+
+from __future__ import annotations
+
+import time
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from tests.support.faults.damage import random_damage
+from tests.support.faults.kills import ALL, Kill, Kills, enumerated
+from tests.support.faults.kills import random_kills as killed_at_random
+from tests.support.faults.training import SAVES
+
+app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
+
+Ranks = Annotated[int, typer.Option(help="Ranks that save, and that load.")]
+Seed = Annotated[int, typer.Option(help="Another one makes other choices.")]
+SECONDS = 5.0
+"""Between two lines of progress."""
+
+
+@app.command()
+def kills(
+    save: Annotated[str, typer.Option(help=f"One of {', '.join(SAVES)}; all by default.")] = "",
+    every: Annotated[int, typer.Option(help="Take every so many of the writes to one data file.")] = 40,
+    ranks: Ranks = 2,
+    slow: Annotated[int, typer.Option(help="A rank whose writes take longer; -1 for none.")] = -1,
+) -> None:
+    """Kill a save after each of its operations on files, on each rank and on all of them."""
+    wrong: list[str] = []
+    for name in [save] if save else _available():
+        for is_same_folder in (True, False):
+            with Kills(ranks) as trials:
+                where = "the same folder" if is_same_folder else "a new folder"
+                plan = Kill(name, is_same_folder, 0, 0, slow if slow >= 0 else None)
+                progress = Progress(f"{name}, {where}")
+                for kill, digests in enumerated(trials, plan, [ALL, *range(ranks)], every):
+                    trials.kill(kill, digests)
+                    progress.show(trials.count)
+                progress.show(trials.count, at_once=True)
+                wrong += trials.count.wrong
+    _end(wrong)
+
+
+@app.command()
+def random_kills(
+    count: Annotated[int, typer.Option(help="How many.")] = 200, seed: Seed = 0, ranks: Ranks = 2
+) -> None:
+    """Kill training that saves after every step to one folder, at random times, on one rank or all."""
+    with Kills(ranks) as trials:
+        progress = Progress("at random times")
+        for so_far in killed_at_random(trials, count, seed, _available()):
+            progress.show(so_far)
+        progress.show(trials.count, at_once=True)
+        _end(trials.count.wrong)
+
+
+@app.command()
+def damage(
+    count: Annotated[int, typer.Option(help="How many.")] = 200, seed: Seed = 0, ranks: Ranks = 2
+) -> None:
+    """Damage one file of a checkpoint, in every way that storage does, and load it."""
+    progress, wrong = Progress("damage"), list[str]()
+    kinds = None
+    for kinds, wrong in random_damage(count, seed, ranks):
+        progress.show(f"{kinds.total()} files damaged, {len(wrong)} wrong")
+    progress.show(
+        f"{kinds.total()} files damaged, {len(wrong)} wrong: {dict(kinds)}" if kinds else "", at_once=True
+    )
+    _end(wrong)
+
+
+class Progress:
+    """A line now and then."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._start = self._last = time.monotonic()
+
+    def show(self, count: object, at_once: bool = False) -> None:
+        now = time.monotonic()
+        if at_once or now - self._last > SECONDS:
+            self._last = now
+            typer.echo(f"{self._what}: {count}  ({now - self._start:.0f} s)")
+
+
+def _available() -> list[str]:
+    has_fabric = any(find_spec(name) for name in ("lightning", "lightning_fabric"))
+    return [name for name in SAVES if name != "fabric" or has_fabric]
+
+
+def _end(wrong: list[str]) -> None:
+    for each in wrong:
+        typer.echo(each)
+    raise typer.Exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    app()
