@@ -12,7 +12,6 @@ torchrun --nproc-per-node 4 examples/data_parallel.py
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -34,6 +33,7 @@ from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.profiling.environment import environment
 from flatfsdp.training import options
+from flatfsdp.training.figures import to_json
 
 GROUPS = 2
 """Of the hybrid."""
@@ -285,7 +285,7 @@ def main(
         if as_json:
             described = [{**asdict(row), "memory_total": row.memory.total} for row in rows]
             payload = {**found, "settings": asdict(settings), "rows": described}
-            typer.echo(json.dumps({**payload, "largest_loss_difference": difference}, indent=2))
+            typer.echo(to_json({**payload, "largest_loss_difference": difference}, indent=2))
         else:
             show(rows, found["parameters"])
             typer.echo(f"Losses of all steps agree within {difference:.1e}, relative.")

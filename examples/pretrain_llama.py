@@ -3,19 +3,20 @@
     python examples/pretrain_llama.py --help
 
 The text is bytes, one a token.  A run that was killed goes on from its last checkpoint when the same command
-starts it again, and has the same losses, bit for bit; on GPUs with --deterministic.
+starts it again, and has the same losses, bit for bit; on GPUs with --deterministic.  SIGTERM, which
+schedulers of clusters send before they take machines away, makes it save and end.
 """
 
 from __future__ import annotations
 
 import gc
-import json
+import hashlib
 import math
 import os
 import resource
-import shutil
+import signal
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,43 +28,46 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import checkpoint, param_groups
+from flatfsdp import param_groups
+from flatfsdp.checkpoint import CheckpointManager
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
 from flatfsdp.models.text import Sampler, load_corpus
-from flatfsdp.optim import AdamW
+from flatfsdp.optim import AdamW, NonFinite
 from flatfsdp.parallel import make_mesh
 from flatfsdp.profiling.timeline import redraw, save_spans
 from flatfsdp.profiling.trace import cpu_spans_of, spans_in
 from flatfsdp.training import options
 from flatfsdp.training.choices import PrecisionName
+from flatfsdp.training.figures import to_json
+
+ENDED_BY_SIGTERM = 128 + signal.SIGTERM
+"""What a shell reports for a process that the signal has ended."""
 
 
-@dataclass(frozen=True)
-class Checkpoints:
-    """Folders step-00000100, ... with the model and the optimizer, readable with any other parallelism."""
+class Termination:
+    """Whether this process was asked to end, by SIGTERM: it does so between two steps."""
 
-    folder: Path
-    keep: int = 2
+    def __init__(self) -> None:
+        self.is_asked = False
+        signal.signal(signal.SIGTERM, self._ask)
 
-    def all(self) -> list[Path]:
-        """The complete ones, oldest first; .metadata is written at the end."""
-        return sorted(path.parent for path in self.folder.glob("step-*/.metadata"))
+    def _ask(self, *_: Any) -> None:
+        self.is_asked = True
 
-    def save(self, step: int, model: LlamaPipeline, optimizer: AdamW) -> None:
-        checkpoint.save(self.folder / f"step-{step:08}", model.stages, optimizer)
-        if dist.get_rank() == 0:
-            for path in self.all()[: -self.keep]:
-                shutil.rmtree(path)
 
-    def resume(self, model: LlamaPipeline, optimizer: AdamW) -> int:
-        """Loads the latest; returns the number of steps that it has."""
-        found = self.all()
-        # Nobody goes on, and saves, before all have looked.
-        dist.barrier()
-        if not found:
-            return 0
-        checkpoint.load(found[-1], model.stages, optimizer)
-        return int(found[-1].name.removeprefix("step-"))
+def check_same_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """
+    Raises:
+        typer.BadParameter: if the checkpoint was saved by a run with other settings; names them.
+    """
+    changed = [
+        f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]
+    ]
+    if changed:
+        raise typer.BadParameter(
+            f"the run in --out has other settings: {'; '.join(changed)}.  Start it as before, choose another "
+            "--out, or go on with the new settings by --accept-changes"
+        )
 
 
 def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
@@ -89,7 +93,7 @@ class Report:
 
     def step(self, **figures: float) -> None:
         if self.as_json and self.is_main:
-            print(json.dumps(figures), flush=True)
+            print(to_json(figures), flush=True)
         text = (
             "loss {loss:.4f}  gradient norm {grad_norm:.2f}  {tokens_per_s:,.0f} tokens/s  "
             "{tflops_per_rank:.3g} TFLOP/s a rank  {peak_gib:.1f} GiB"
@@ -120,13 +124,16 @@ def peak_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def mean_loss(losses: list[Tensor], model: LlamaPipeline, device: torch.device) -> float:
-    """Mean over microbatches and data-parallel ranks, known on every rank."""
-    mean = torch.zeros((), device=device)
+def told_to_all(
+    losses: list[Tensor], is_asked: bool, model: LlamaPipeline, device: torch.device
+) -> tuple[float, bool]:
+    """The loss, a mean over microbatches and data-parallel ranks, and whether any rank was asked to end."""
+    sums = torch.tensor([0.0, is_asked], device=device)
     if model.has_last and model.mesh.tp_rank == 0:
-        mean += torch.stack(losses).mean() / model.mesh.dp_size
-    dist.all_reduce(mean)
-    return mean.item()
+        sums[0] += torch.stack(losses).mean() / model.mesh.dp_size
+    dist.all_reduce(sums)
+    loss, asked = sums.tolist()
+    return loss, asked > 0
 
 
 app = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
@@ -161,6 +168,14 @@ def main(
     data: Annotated[Path | None, typer.Option(help="File or folder; default: Python's sources.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for what is written.")] = Path("out/pretrain"),
     save_every: Annotated[int, typer.Option(min=0, help="Steps between checkpoints; 0: none.")] = 50,
+    keep: Annotated[int, typer.Option(min=1, help="Checkpoints to keep.")] = 2,
+    nonfinite: Annotated[
+        NonFinite, typer.Option(help="At a gradient with NaN: stop, leave the step out, or take it.")
+    ] = "raise",
+    accept_changes: Annotated[
+        bool,
+        typer.Option("--accept-changes", help="Go on with other settings than the run was started with."),
+    ] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Draw the third step, or the last.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="A line of JSON a step.")] = False,
 ) -> None:
@@ -204,21 +219,35 @@ def main(
         weight_decay=weight_decay,
         max_grad_norm=clip,
         pp_group=mesh.pp_group,
+        nonfinite=nonfinite,
     )
+    settings = {
+        "model": asdict(sizes),
+        "seed": seed,
+        "data": hashlib.sha256(text.corpus.bytes_n.numpy()).hexdigest()[:16],
+        "sequences a step": mesh.dp_size * microbatches * batch,
+        "steps": steps,
+        "lr": lr,
+        "warmup": warmup,
+        "weight decay": weight_decay,
+        "clip": clip,
+        "precision": f"{precision.value}{', FP8 weights' if fp8_weights else ''}",
+    }
 
-    def train(step: int) -> float:
+    def train(step: int) -> tuple[float, bool]:
         batches = [
             tuple(part.to(device) for part in text.sample(step, microbatch, mesh.dp_rank))
             for microbatch in range(microbatches)
         ]
+        taken = step - skipped - int(optimizer.skipped_steps)
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, steps, lr, warmup)
+            group["lr"] = learning_rate(taken, steps, lr, warmup)
         losses = model.forward_backward(batches)
         optimizer.step()
         optimizer.zero_grad()
-        return mean_loss(losses, model, device)
+        return told_to_all(losses, termination.is_asked, model, device)
 
-    def traced(step: int) -> float:
+    def traced(step: int) -> tuple[float, bool]:
         """A step that leaves trace.json, for a browser, and step.png, a picture of what ran when.
 
         `flatfsdp.profiling.timeline.redraw` makes the picture from step.json, which is small.  Recording
@@ -227,17 +256,29 @@ def main(
         on_gpu = device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         with profile(activities=kinds) as recorded:
-            loss = train(step)
+            told = train(step)
         recorded.export_chrome_trace(str(out / "trace.json"))
         groups = {mesh.tp_group.group_name: "TP"}
         spans = spans_in(out / "trace.json", groups) if on_gpu else cpu_spans_of(recorded)
         save_spans(spans, out / "step.json", f"{mesh}, {precision.value}, step {step + 1}")
         redraw(out / "step.json")
-        return loss
+        return told
 
     out.mkdir(parents=True, exist_ok=True)
-    checkpoints = Checkpoints(out / "checkpoints")
-    first = checkpoints.resume(model, optimizer)
+    termination = Termination()
+    checkpoints = CheckpointManager(out / "checkpoints", keep=keep)
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    resumed = checkpoints.resume(
+        model.stages, optimizer, accept=("dtype", "surplus") if accept_changes else ()
+    )
+    first, skipped, is_asked_to_end = 0, 0, False
+    if resumed is not None:
+        first, skipped = resumed.step, resumed.extra["skipped"]
+        if not accept_changes:
+            check_same_run(resumed.extra["settings"], settings)
+        # A checkpoint has the options of its parameter groups, too.
+        for group, decay in zip(optimizer.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
     report = Report(as_json, first, steps)
     report.title(f"{mesh}, {device.type}, {text.corpus.source}", mesh.table())
     tokens = mesh.dp_size * microbatches * batch * sizes.seq
@@ -246,7 +287,7 @@ def main(
             start = time.perf_counter()
             is_drawn = trace and report.is_main and step == min(first + 2, steps - 1)
             run = traced if is_drawn else train
-            loss = run(step)
+            loss, is_asked_to_end = run(step)
             per_s = tokens / (time.perf_counter() - start)
             report.step(
                 step=step + 1,
@@ -256,13 +297,19 @@ def main(
                 tflops_per_rank=per_s * flops_per_token(sizes) / dist.get_world_size() / 1e12,
                 peak_gib=peak_gib(device),
             )
-            if save_every and (step + 1) % save_every == 0:
-                checkpoints.save(step + 1, model, optimizer)
+            if save_every and ((step + 1) % save_every == 0 or is_asked_to_end):
+                in_all = skipped + int(optimizer.skipped_steps)
+                checkpoints.save(step + 1, model.stages, optimizer, {"settings": settings, "skipped": in_all})
+            if is_asked_to_end:
+                break
+    optimizer.raise_if_nonfinite()
     # The mesh and the pipeline's stages hold process groups.  Those have to go before the interpreter does:
     # gloo's threads may still have tensors to let go of, and would abort the process.
     mesh = model = optimizer = None
     gc.collect()
     dist.destroy_process_group()
+    if is_asked_to_end:
+        raise typer.Exit(ENDED_BY_SIGTERM)
 
 
 if __name__ == "__main__":

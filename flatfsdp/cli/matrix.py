@@ -18,7 +18,7 @@ from rich.table import Table
 
 from flatfsdp.cli.evidence import KINDS, differences_on_all_ranks, observed
 from flatfsdp.cli.progress import StepBar
-from flatfsdp.cli.report import compared_cells, comparison_table, difference_lines, to_json
+from flatfsdp.cli.report import compared_cells, comparison_table, difference_lines
 from flatfsdp.cli.summary import RunSummary
 from flatfsdp.cli.verify import Switch
 from flatfsdp.comm.parallelism import Parallelism
@@ -28,6 +28,7 @@ from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.models.text import Sampler
 from flatfsdp.profiling.environment import environment
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
+from flatfsdp.training.figures import to_json
 from flatfsdp.training.llama import Meshes, ParallelSettings, train_parallel
 
 ON_CPU = ParallelSettings(LlamaConfig(4, 64, 128, heads=4, kv_heads=2, vocab=256, seq=32), steps=4)
@@ -279,7 +280,8 @@ class MatrixReport:
                 "rows": [found.described() for found in self.compared],
                 "not_run": [row.name for row in self.plan.rows if row not in done],
                 "left_out": {why: [row.name for row in rows] for why, rows in self.plan.left_out.items()},
-            }
+            },
+            indent=2,
         )
 
     def write(self, folder: Path) -> list[Path]:

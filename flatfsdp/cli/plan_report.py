@@ -10,11 +10,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.cli.report import to_json
 from flatfsdp.engine.memory import GIB
 from flatfsdp.plan import Candidate, Job, Machine, MemoryPlan, Sent, TimePlan, memory_plan, time_plan
 from flatfsdp.plan.parts import parts_of
 from flatfsdp.plan.traffic import named, sent_by_rank
+from flatfsdp.training.figures import to_json
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class PlanReport:
                 "seconds": self.time.lines,
                 "communication_seconds": self.time.communication,
                 "hidden_share": self.time.hidden_share,
-            }
+            },
+            indent=2,
         )
 
     def show(self, console: Console) -> None:
@@ -152,7 +153,8 @@ class SearchReport:
             for each in self.candidates
         ]
         return to_json(
-            {**_described(self.job, self.machine), "global_batch": self.global_batch, "found": found}
+            {**_described(self.job, self.machine), "global_batch": self.global_batch, "found": found},
+            indent=2,
         )
 
     def show(self, console: Console) -> None:

@@ -6,10 +6,8 @@ Out:  tables for the terminal, text, and a PNG.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -19,11 +17,6 @@ from rich.table import Table
 from rich.text import Text
 
 from flatfsdp.cli.summary import RunSummary
-
-
-def to_json(value: Mapping[str, Any]) -> str:
-    """Indented JSON; paths become strings."""
-    return json.dumps(value, indent=2, default=str)
 
 
 def verdict(good: bool, yes: str, no: str) -> Text:

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from flatfsdp.cli.progress import StepBar
-from flatfsdp.cli.report import plot_losses, to_json
+from flatfsdp.cli.report import plot_losses
 from flatfsdp.cli.summary import RunSummary
 from flatfsdp.launch import Rank
 from flatfsdp.profiling.environment import environment
+from flatfsdp.training.figures import to_json
 from flatfsdp.training.gpt import TrainSettings, train
 
 
@@ -28,7 +29,8 @@ class TrainReport:
 
     def json(self) -> str:
         return to_json(
-            {"environment": self.environment, "options": asdict(self.settings), "run": asdict(self.run)}
+            {"environment": self.environment, "options": asdict(self.settings), "run": asdict(self.run)},
+            indent=2,
         )
 
     def write(self, folder: Path) -> None:

@@ -21,7 +21,6 @@ from flatfsdp.cli.report import (
     comparison_table,
     difference_lines,
     plot_losses,
-    to_json,
     verdict,
 )
 from flatfsdp.cli.summary import RunSummary
@@ -29,6 +28,7 @@ from flatfsdp.launch import Rank
 from flatfsdp.models.text import Sampler
 from flatfsdp.profiling.environment import environment
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
+from flatfsdp.training.figures import to_json
 from flatfsdp.training.gpt import TrainSettings, train
 from flatfsdp.training.run import AfterBackward, Trained
 
@@ -161,7 +161,7 @@ class Report:
         ):
             del options["settings"][varied]
         return to_json(
-            {"equal": self.equal, "environment": self.environment, "options": options, "rows": rows}
+            {"equal": self.equal, "environment": self.environment, "options": options, "rows": rows}, indent=2
         )
 
     def write(self, folder: Path) -> list[Path]:

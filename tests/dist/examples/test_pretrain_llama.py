@@ -1,7 +1,8 @@
-"""`examples/pretrain_llama.py` trains over several ranks, and goes on after it was killed."""
+"""`examples/pretrain_llama.py` trains over several ranks, and goes on after it was killed or told to end."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -10,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from flatfsdp.profiling.timeline import load_spans, overlap_of
 
@@ -74,3 +77,46 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path: Path) -> Non
     assert "send/recv" in [track.kind for track in overlap_of(spans).tracks]
     assert title.endswith(f"fp8-delayed, step {min(first + 3, 6)}")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+
+
+def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    ended: list[dict[str, Any]] = []
+    run = start(tmp_path)
+    for step in steps_of(run):
+        ended.append(step)
+        if step["step"] == 3:
+            # As torchrun itself is told to end, which tells its ranks.
+            run.terminate()
+    assert run.wait() != 0
+    newest = max((tmp_path / "checkpoints").glob("step-*/.metadata")).parent
+    # Step 4 may have begun before the signal came, or not; it would be saved in any case.
+    last = ended[-1]["step"]
+    assert newest.name == f"step-{last:08}"
+    assert last < 6
+    for file in newest.glob("*.distcp"):
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 16
+        file.write_bytes(content)
+
+    run = start(tmp_path)
+    resumed = list(steps_of(run))
+    assert run.wait() == 0
+    assert [step["step"] for step in resumed] == [3, 4, 5, 6]
+    for before, after in zip(ended[2:], resumed, strict=False):
+        assert (after["loss"], after["grad_norm"]) == (before["loss"], before["grad_norm"])
+    assert f"damaged-{newest.name}" in [path.name for path in (tmp_path / "checkpoints").iterdir()]
+
+
+def test_other_settings_are_refused_by_name() -> None:
+    spec = importlib.util.spec_from_file_location("pretrain_llama", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    settings = {"model": {"heads": 2}, "seed": 0, "precision": "bf16"}
+    example.check_same_run(settings, dict(settings))
+    with pytest.raises(
+        example.typer.BadParameter, match="seed was 0 and is 1; precision was bf16 and is fp32"
+    ):
+        example.check_same_run(settings, {**settings, "seed": 1, "precision": "fp32"})
+    with pytest.raises(example.typer.BadParameter, match=r"heads.: 4"):
+        example.check_same_run(settings, {**settings, "model": {"heads": 4}})

@@ -1,0 +1,289 @@
+"""How long do saving and loading a sharded model take, beside plain torch.distributed.checkpoint?
+
+A Llama and its AdamW (12 bytes a parameter) are sharded over all ranks, each of which writes and reads its
+part.  Measured by turns, on the same tensors, with random values in all of them:
+
+    FlatFSDP    `checkpoint.save` and `load`: a digest of every file is written and verified
+    unverified  `load` with verify=False
+    plain       `dcp.save` and `dcp.load` of `sharded_state_dict` and `sharded_optimizer_state_dict`
+
+As in a run that is started again, an optimizer has no state before it is loaded.  Plain DCP fills tensors, so
+there they are made first, in the time that is measured.
+
+A time is that of the slowest rank, between barriers, with files synced; every save goes to a new folder.
+What was just written is read from the page cache where memory is large enough, so that reading is compared at
+its fastest, where digests cost most.  After each load, parameters are compared bit for bit with those that
+were saved.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib as mpl
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import typer
+from lib import options
+from lib.common import RESULTS, environment, launch_of, publish
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from flatfsdp import checkpoint
+from flatfsdp.launch import Device, Rank, is_main, run_on_ranks
+from flatfsdp.models import PRESETS, LlamaPipeline
+from flatfsdp.models.config import PresetName
+from flatfsdp.optim import AdamW
+from flatfsdp.parallel import make_mesh
+
+OURS, UNVERIFIED, PLAIN = "FlatFSDP", "FlatFSDP, unverified", "plain DCP"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is measured.
+
+    Attributes:
+        folder: where checkpoints are written, and removed; that of rank 0 counts.
+    """
+
+    preset: PresetName
+    rounds: int
+    folder: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was measured, on rank 0.
+
+    Attributes:
+        parameters: of the whole model.
+        bytes: of one checkpoint on disk.
+        save_s, load_s: seconds of each round, by what was measured.
+    """
+
+    parameters: int
+    bytes: int
+    save_s: dict[str, list[float]]
+    load_s: dict[str, list[float]]
+
+
+class Trained:
+    """A model and an optimizer whose states are all there, filled with random numbers."""
+
+    def __init__(self, job: Job, rank: Rank) -> None:
+        sizes = PRESETS[job.preset]
+        self.model = LlamaPipeline(sizes, make_mesh(), "1f1b", microbatches=1, batch=1, device=rank.device)
+        self.parameters: list[Tensor] = [each for stage in self.model.stages for each in stage.parameters()]
+        self.optimizer = AdamW(self.parameters, lr=1e-3)
+        for parameter in self.parameters:
+            parameter.grad = torch.randn_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def save(self, folder: Path) -> None:
+        checkpoint.save(folder, self.model.stages, self.optimizer)
+
+    @torch.no_grad()
+    def forget(self) -> dict[Tensor, dict[str, Tensor]]:
+        """Weights become NaN, and the optimizer has no state any more; returns that."""
+        for parameter in self.parameters:
+            parameter.fill_(torch.nan)
+        state = dict(self.optimizer.state)
+        self.optimizer.state.clear()
+        return state
+
+    def load(self, folder: Path, verify: bool = True) -> None:
+        self.forget()
+        checkpoint.load(folder, self.model.stages, self.optimizer, verify=verify)
+
+    def plain_save(self, folder: Path) -> None:
+        dcp.save(self._state(), checkpoint_id=folder)
+
+    def plain_load(self, folder: Path) -> None:
+        for parameter, state in self.forget().items():
+            self.optimizer.state[parameter] = {key: torch.zeros_like(value) for key, value in state.items()}
+        dcp.load(
+            self._state(),
+            checkpoint_id=folder,
+            planner=dcp.DefaultLoadPlanner(flatten_sharded_tensors=False),
+        )
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "model": checkpoint.sharded_state_dict(self.model.stages),
+            "optimizer": checkpoint.sharded_optimizer_state_dict(self.model.stages, self.optimizer),
+        }
+
+
+def measure(rank: Rank, job: Job) -> Report:
+    """Times every way to save and to load in each round."""
+    trained = Trained(job, rank)
+    # Under torchrun, each rank has made a folder of its own.
+    shared = [job.folder]
+    dist.broadcast_object_list(shared, src=0)
+    saved = [parameter.detach().clone() for parameter in trained.parameters]
+    saves = {OURS: trained.save, PLAIN: trained.plain_save}
+    loads: dict[str, Callable[[Path], None]] = {
+        OURS: trained.load,
+        UNVERIFIED: partial(trained.load, verify=False),
+        PLAIN: trained.plain_load,
+    }
+    report = Report(_summed(saved, rank), 0, {name: [] for name in saves}, {name: [] for name in loads})
+    for number in range(job.rounds):
+        folders = {name: Path(shared[0]) / f"{number}-{index}" for index, name in enumerate(saves)}
+        for name, save in saves.items():
+            report.save_s[name].append(_seconds(partial(save, folders[name]), rank))
+        for name, load in loads.items():
+            source = folders[PLAIN if name == PLAIN else OURS]
+            report.load_s[name].append(_seconds(partial(load, source), rank))
+            _check(trained.parameters, saved, name)
+        size = sum(file.stat().st_size for file in folders[OURS].iterdir())
+        dist.barrier()
+        if rank.index == 0:
+            for folder in folders.values():
+                shutil.rmtree(folder)
+    return Report(report.parameters, size, report.save_s, report.load_s)
+
+
+def _summed(shards: list[Tensor], rank: Rank) -> int:
+    count = torch.tensor(sum(shard.numel() for shard in shards), device=rank.device)
+    dist.all_reduce(count)
+    return int(count)
+
+
+def _check(parameters: list[Tensor], saved: list[Tensor], name: str) -> None:
+    """
+    Raises:
+        RuntimeError: if a load has not brought back what was saved.
+    """
+    for parameter, before in zip(parameters, saved, strict=True):
+        if not torch.equal(parameter, before):
+            raise RuntimeError(f"{name} has loaded other numbers than were saved")
+
+
+def _seconds(action: Callable[[], object], rank: Rank) -> float:
+    """Of the slowest rank."""
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize()
+    dist.barrier()
+    start = time.perf_counter()
+    action()
+    if rank.device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = torch.tensor(time.perf_counter() - start, device=rank.device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
+
+
+def rows_of(report: Report) -> list[dict[str, Any]]:
+    """One row for each action and way; `ratio` is to plain DCP of the same rounds."""
+    rows = []
+    for action, found in (("save", report.save_s), ("load", report.load_s)):
+        for name, seconds in found.items():
+            ratios = [own / plain for own, plain in zip(seconds, found[PLAIN], strict=True)]
+            rows.append(
+                {
+                    "action": action,
+                    "name": name,
+                    "seconds": statistics.median(seconds),
+                    "gb_s": report.bytes / statistics.median(seconds) / 1e9,
+                    "ratio": statistics.median(ratios),
+                    "seconds_of_each_round": seconds,
+                }
+            )
+    return rows
+
+
+def _title(payload: dict[str, Any]) -> str:
+    return (
+        f"A Llama of {payload['parameters'] / 1e9:.2g} billion parameters and its AdamW, "
+        f"{payload['bytes'] / 1e9:.1f} GB, on {payload['ranks']} ranks"
+    )
+
+
+def show(payload: dict[str, Any]) -> None:
+    table = Table(title=f"\n{_title(payload)}", title_justify="left", box=None, padding=(0, 0, 0, 2))
+    for column in ("", "", "seconds", "GB/s", "of plain DCP"):
+        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    for row in payload["rows"]:
+        table.add_row(
+            row["action"], row["name"], f"{row['seconds']:.2f}", f"{row['gb_s']:.2f}", f"{row['ratio']:.3f}"
+        )
+    Console(width=100).print(table)
+
+
+def draw(payload: dict[str, Any], path: Path) -> None:
+    """One bar for each row."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    rows = payload["rows"][::-1]
+    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.4 * len(rows)), layout="constrained")
+    colors = ["#bab0ac" if row["name"] == PLAIN else "#4e79a7" for row in rows]
+    bars = axis.barh([f"{row['action']}: {row['name']}" for row in rows], [row["seconds"] for row in rows])
+    for bar, color in zip(bars, colors, strict=True):
+        bar.set_color(color)
+    axis.bar_label(bars, [f"{row['ratio']:.2f}" for row in rows], padding=3)
+    axis.set_xlabel("seconds; beside the bar: time relative to plain DCP")
+    axis.set_title(_title(payload), loc="left", fontsize=10)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
+
+
+@app.command(
+    help="Seconds to save and to load a sharded model, beside plain torch.distributed.checkpoint.",
+    epilog="""Examples:
+
+    torchrun --nproc-per-node 4 benchmarks/checkpoint.py
+
+    python benchmarks/checkpoint.py --device cpu --ranks 4 --preset debug --rounds 5
+
+    python benchmarks/checkpoint.py --device cpu --preset tiny --json""",
+)
+def main(
+    preset: Annotated[PresetName, typer.Option(help="Sizes of the Llama.")] = "1b",
+    rounds: Annotated[int, typer.Option(min=1, help="Times to measure everything, by turns.")] = 3,
+    folder: Annotated[
+        Path | None,
+        typer.Option(help="Where to write checkpoints.", show_default="a new one where temporary files go"),
+    ] = None,
+    device: options.OnDevice = Device.auto,
+    ranks: options.Ranks = 2,
+    out: options.Out = RESULTS,
+    as_json: options.Json = False,
+) -> None:
+    launch = launch_of(ranks, device)
+    kind = "cuda" if launch.use_cuda() else "cpu"
+    with tempfile.TemporaryDirectory(prefix="checkpoints-", dir=folder) as own:
+        report = run_on_ranks(measure, Job(preset, rounds, own), launch)
+    if is_main():
+        payload = {
+            "environment": environment(kind),
+            "preset": preset,
+            "ranks": launch.world,
+            "rounds": rounds,
+            "parameters": report.parameters,
+            "bytes": report.bytes,
+            "rows": rows_of(report),
+        }
+        name = f"checkpoint-{preset}-{launch.world}{'' if kind == 'cuda' else '-cpu'}"
+        publish(payload, out, name, draw=partial(draw, payload), show=partial(show, payload), as_json=as_json)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,37 @@
+"""The benchmark of checkpoints measures every way to save and to load, beside plain DCP."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from tests.support.programs import run_program
+
+
+def test_rows(tmp_path: Path) -> None:
+    options = ("--device", "cpu", "--ranks", "2", "--preset", "tiny", "--rounds", "2", "--json")
+    done = run_program("benchmarks/checkpoint.py", *options, "--out", tmp_path, "--folder", tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    payload = json.loads(done.stdout)
+    assert json.loads((tmp_path / "checkpoint-tiny-2-cpu.json").read_text()) == payload
+    assert (tmp_path / "checkpoint-tiny-2-cpu.png").stat().st_size > 0
+    # FP32 parameters and two moments, and what files say about them.
+    assert payload["bytes"] > 12 * payload["parameters"]
+    rows = {(row["action"], row["name"]): row for row in payload["rows"]}
+    ours, unverified, plain = "FlatFSDP", "FlatFSDP, unverified", "plain DCP"
+    assert list(rows) == [
+        (a, n) for a in ("save", "load") for n in (ours, unverified, plain) if (a, n) != ("save", unverified)
+    ]
+    for (action, _), row in rows.items():
+        seconds = row["seconds_of_each_round"]
+        assert len(seconds) == 2 and min(seconds) > 0
+        assert row["seconds"] == statistics.median(seconds)
+        of_plain = rows[action, plain]["seconds_of_each_round"]
+        assert row["ratio"] == pytest.approx(
+            statistics.median(a / b for a, b in zip(seconds, of_plain, strict=True))
+        )
+    # Nothing is left of what was written.
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".png"]
