@@ -4,7 +4,8 @@
 
 The text is bytes, one a token.  A run that was killed goes on from its last checkpoint when the same command
 starts it again, and has the same losses, bit for bit; on GPUs with --deterministic.  SIGTERM, which
-schedulers of clusters send before they take machines away, makes it save and end.
+schedulers of clusters send before they take machines away, makes it save and end, unless --save-every is 0:
+give it the time of a step and a save (torchrun waits for 30 s).
 """
 
 from __future__ import annotations
@@ -225,7 +226,9 @@ def main(
         "model": asdict(sizes),
         "seed": seed,
         "data": hashlib.sha256(text.corpus.bytes_n.numpy()).hexdigest()[:16],
-        "sequences a step": mesh.dp_size * microbatches * batch,
+        "data-parallel ranks": mesh.dp_size,
+        "microbatches": microbatches,
+        "batch": batch,
         "steps": steps,
         "lr": lr,
         "warmup": warmup,
@@ -297,7 +300,8 @@ def main(
                 tflops_per_rank=per_s * flops_per_token(sizes) / dist.get_world_size() / 1e12,
                 peak_gib=peak_gib(device),
             )
-            if save_every and ((step + 1) % save_every == 0 or is_asked_to_end):
+            is_last = is_asked_to_end or step + 1 == steps
+            if save_every and (is_last or (step + 1) % save_every == 0):
                 in_all = skipped + int(optimizer.skipped_steps)
                 checkpoints.save(step + 1, model.stages, optimizer, {"settings": settings, "skipped": in_all})
             if is_asked_to_end:

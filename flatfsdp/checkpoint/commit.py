@@ -22,6 +22,7 @@ from flatfsdp.checkpoint.errors import CheckpointError
 from flatfsdp.checkpoint.manifest import (
     COORDINATOR,
     METADATA,
+    TEMPORARY,
     FileRecord,
     Manifest,
     data_prefix,
@@ -37,7 +38,7 @@ def commit(
 
     Raises:
         OSError: if something cannot be written.
-        CheckpointError: if a data file is not as long as its rank has written.
+        CheckpointError: if a data file is not here, or not as long as its rank has written.
         In both cases the old checkpoint, if any, is still the folder's.
     """
     _check_lengths(folder, save_id, data_files)
@@ -47,7 +48,7 @@ def commit(
     records = {name: FileRecord(COORDINATOR, digest_of(data)) for name, data in contents.items()}
     manifest = Manifest(save_id, {**data_files, **records})
     contents[manifest.name] = manifest.to_bytes()
-    temporary = folder / f"{METADATA}.tmp"
+    temporary = folder / TEMPORARY
     places = {name: temporary if name == METADATA else folder / name for name in contents}
     try:
         for name, data in contents.items():
@@ -82,13 +83,15 @@ def sync_folder(folder: Path) -> None:
 
 
 def _check_lengths(folder: Path, save_id: str, files: Mapping[str, FileRecord]) -> None:
-    """Of files that this rank can see: on storage of its own, another rank's may be elsewhere."""
     for name, (rank, digest) in files.items():
         path = folder / name
         if not name.startswith(data_prefix(rank, save_id)):
             raise CheckpointError(f"{path} is not of this save ({save_id}); give each save a plan of its own")
-        if rank != COORDINATOR and not path.exists():
-            continue
+        if not path.exists():
+            raise CheckpointError(
+                f"rank {rank} wrote {path}, which rank {COORDINATOR} does not see; save to storage that all "
+                "ranks share"
+            )
         length = path.stat().st_size
         if length != digest.bytes:
             raise CheckpointError(f"rank {rank} wrote {digest.bytes} bytes to {path}, which has {length}")

@@ -70,7 +70,8 @@ def load(
         CheckpointError: if something cannot be read, or reading it could run code.
         ValueError: if model, optimizer or parameter groups are not those that were saved; for unknown values
             in `accept`; if two stages have parameters of the same name.
-        All of them on every rank, and nothing has changed then.
+        All of them on every rank, and nothing has changed then; but where files cannot be read any more after
+        they were verified, the model may be loaded in part.
     """
     check_accepted(accept)
     opened = open_checkpoint(path, *world_of(model))
@@ -101,15 +102,18 @@ def load_opened(
             verification.verdict()
             raise
         verification.verdict()
+    fitted = None
     if optimizer is not None and kept is not None:
         check_optimizer_fits(kept.saved_class, optimizer, accept, model)
-        optimizer.load_state_dict(_fitted(kept, model, optimizer))
+        fitted = _fitted(kept, model, optimizer)
     saved = saved_shapes(opened.metadata)
     absent = {name for part in parts_of(model) for name in adopt_late_buffers(part, saved)}
     state = {key: value for key, value in sharded_state_dict(model).items() if key not in absent}
     _read(opened, {"model": state}, WeightsOnlyPlanner())
     for _, group in named_groups(model):
         group.master.generation += 1
+    if optimizer is not None and fitted is not None:
+        optimizer.load_state_dict(fitted)
 
 
 def _read(opened: OpenCheckpoint, state: dict[str, Any], planner: WeightsOnlyPlanner) -> None:

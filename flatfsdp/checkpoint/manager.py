@@ -4,7 +4,8 @@ In:   a folder, in which each saved step has a folder of its own, `step-00000100
 Out:  the newest checkpoint that is whole, loaded; older ones removed.
 Next: `examples/pretrain_llama.py` saves and goes on with it.
 
-    step-00000100            a checkpoint, or, without .metadata, what a save that was stopped has left
+    step-00000100            a checkpoint, or what a save that was stopped has left
+    removed-step-00000100    what a removal that was stopped has left
     damaged-step-00000100    a checkpoint whose files are damaged, put aside for whoever wants to look
 """
 
@@ -14,7 +15,8 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,14 +26,18 @@ from torch import Tensor
 from flatfsdp.checkpoint.errors import DamagedCheckpoint
 from flatfsdp.checkpoint.fit import Accepted
 from flatfsdp.checkpoint.loading import load
+from flatfsdp.checkpoint.local import persistent_buffers
+from flatfsdp.checkpoint.manifest import METADATA, TEMPORARY, is_ours, save_id_of_manifest
 from flatfsdp.checkpoint.saving import save
+from flatfsdp.checkpoint.stages import raise_on_all
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.comm.ranks import Ranks, default_group
-from flatfsdp.engine.units import Model, named_groups
+from flatfsdp.engine.units import Model, named_groups, parts_of
+from flatfsdp.fp8.delayed_scaling import buffer_names
 
-COMPLETE = ".metadata"
-"""What a save writes last."""
+AMAX_HISTORIES = tuple(buffer_names(direction)[1] for direction in ("forward", "backward"))
+"""Of delayed scaling, by the ends of their names."""
 
 
 class Resumed(NamedTuple):
@@ -103,9 +109,10 @@ class CheckpointManager:
             return False
         save(self.path(step), model, optimizer, extra=extra, overwrite=True)
         if _world().rank == 0:
-            older = [each for each in self._complete() if each < step]
-            for each in older[: max(0, len(older) + 1 - self.keep)]:
-                remove(self.path(each))
+            with _never_fatal():
+                older = [each for each in self._complete() if each < step]
+                for each in older[: max(0, len(older) + 1 - self.keep)]:
+                    remove(self.path(each))
         return True
 
     def resume(
@@ -119,19 +126,27 @@ class CheckpointManager:
         """Loads the newest checkpoint that is whole; None if there is no checkpoint.
 
         A damaged one is put aside with a warning, and the one before it is loaded, as if the damaged one had
-        never been saved.  What saves that were stopped have left is removed.
+        never been saved.  What saves and removals that were stopped have left is removed; folders with other
+        files in them are left alone.
 
         Args:
             accept, verify: as `checkpoint.load` takes them.
 
         Raises:
             DamagedCheckpoint: if there are checkpoints and all of them are damaged.
+            CheckpointError: if the folder or the newest checkpoint cannot be read.
             ValueError: as `checkpoint.load`.
         """
-        world = _world()
+        steps: list[int] = []
+        problem: Exception | None = None
         # One rank looks, so that all try the same ones.
-        found = self._complete() if world.rank == 0 else None
-        steps = broadcast_object(found, [world], named_groups(model)[0][1].master.device)
+        if _world().rank == 0:
+            try:
+                steps = self._complete()
+            except OSError as error:
+                problem = error
+        raise_on_all(problem, model)
+        steps = broadcast_object(steps, [_world()], named_groups(model)[0][1].master.device)
         damage: list[DamagedCheckpoint] = []
         for step in reversed(steps):
             try:
@@ -152,50 +167,88 @@ class CheckpointManager:
 
     def _complete(self) -> list[int]:
         """Steps with a complete checkpoint, ascending."""
-        return sorted(step for step, path in self._folders() if (path / COMPLETE).exists())
+        return sorted(step for step, path in self._folders() if (path / METADATA).exists())
 
     def _folders(self) -> list[tuple[int, Path]]:
         if not self.folder.is_dir():
             return []
         named = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in self.folder.iterdir())
-        return [(int(match[1]), path) for match, path in named if match]
+        return [(int(match[1]), path) for match, path in named if match and path.is_dir()]
 
     def _tidy(self, loaded: int, damage: Collection[DamagedCheckpoint]) -> None:
-        """Puts damaged checkpoints, those after step `loaded`, aside, and removes incomplete ones."""
+        """Puts damaged checkpoints, those after step `loaded`, aside, and removes what was stopped."""
         for error in damage:
             _warn(f"{error}; going on from step {loaded}, and the damaged one is put aside")
-        if _world().rank:
+        if _world().rank or not self.folder.is_dir():
             return
-        for step, path in self._folders():
-            if not (path / COMPLETE).exists():
+        for path in self.folder.glob("removed-step-*"):
+            with _never_fatal():
                 shutil.rmtree(path)
-            elif step > loaded:
-                aside = path.with_name(f"damaged-{path.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                path.rename(aside)
+        for step, path in self._folders():
+            with _never_fatal():
+                if not (path / METADATA).exists():
+                    _remove_incomplete(path)
+                elif step > loaded:
+                    _put_aside(path)
 
 
 def remove(path: Path) -> None:
     """Removes a checkpoint's folder: what is left, if this is stopped, is not taken for a checkpoint."""
-    (path / COMPLETE).unlink()
-    shutil.rmtree(path)
+    going = path.with_name(f"removed-{path.name}")
+    path.rename(going)
+    shutil.rmtree(going)
+
+
+def _remove_incomplete(path: Path) -> None:
+    """Removes what a save that was stopped has left, and nothing else."""
+    names = {file.name for file in path.iterdir()}
+    # Just before its end a save has both; the last thing that it does is to rename the first.
+    has_ended = TEMPORARY not in names and any(save_id_of_manifest(name) for name in names)
+    if has_ended:
+        _warn(f"{path} has lost its {METADATA} and cannot be loaded; it is put aside")
+        _put_aside(path)
+    elif all(name == TEMPORARY or is_ours(name) for name in names):
+        shutil.rmtree(path)
+    else:
+        _warn(f"{path} is no checkpoint and has other files in it; it is left alone")
+
+
+def _put_aside(path: Path) -> None:
+    aside = path.with_name(f"damaged-{path.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    path.rename(aside)
+
+
+@contextmanager
+def _never_fatal() -> Iterator[None]:
+    """Tidying on one rank, while the others go on, says what went wrong and goes on, too."""
+    try:
+        yield
+    except OSError as error:
+        _warn(f"not tidied: {error}")
 
 
 @torch.no_grad()
 def is_finite(model: Model, optimizer: torch.optim.Optimizer | None = None) -> bool:
-    """Whether all weights and optimizer states of all ranks are finite.  Collective over all ranks.
+    """Whether all weights, buffers and optimizer states of all ranks are finite.  Collective over all ranks.
 
     Args:
         model: or the stages of a pipeline that this rank has.
     """
     masters = [group.master for _, group in named_groups(model)]
     values = [master.flat.detach() for master in masters]
+    buffers = [named for part in parts_of(model) for named in persistent_buffers(part)]
+    # An infinite amax in a history does no harm: scales stay as they are.
+    values += [
+        buffer for name, buffer in buffers if buffer.is_floating_point() and not name.endswith(AMAX_HISTORIES)
+    ]
     if optimizer is not None:
         states = (value for state in optimizer.state.values() for value in state.values())
         values += [each for each in states if isinstance(each, Tensor) and each.is_floating_point()]
     device = masters[0].device
     # The largest magnitude is not finite if any number is not, and takes no memory.
-    norms = torch._foreach_norm([each for each in values if each.numel()], torch.inf)
+    values = [each for each in values if each.numel()]
+    norms = torch._foreach_norm(values, torch.inf) if values else []
     flags = [norm.isfinite().logical_not().to(device) for norm in norms]
     bad = torch.stack(flags).any().float() if flags else torch.zeros((), device=device)
     world = _world()

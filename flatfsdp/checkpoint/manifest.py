@@ -25,6 +25,8 @@ from flatfsdp.checkpoint.digests import FileDigest
 
 METADATA = ".metadata"
 """What torch.distributed.checkpoint looks for first."""
+TEMPORARY = ".metadata.tmp"
+"""What it is called until the save ends."""
 COORDINATOR = 0
 """The rank that writes everything but data files."""
 

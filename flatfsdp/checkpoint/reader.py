@@ -14,7 +14,7 @@ import pickle
 from collections import OrderedDict
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -143,7 +143,25 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 """All that the metadata of torch 2.11 to 2.13 asks for, dtypes apart."""
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+_KINDS = frozenset(kind for kind in _ALLOWED.values() if isinstance(kind, type))
+
+
+_Unpickler: Any = pickle._Unpickler
+
+
+class _MetadataUnpickler(_Unpickler):
+    """In Python, because of `load_build`: what sets attributes could set those of classes and functions."""
+
+    dispatch: ClassVar[dict[int, Any]] = dict(_Unpickler.dispatch)
+
+    def load_build(self) -> None:
+        state, built = self.stack[-1], self.stack[-2]
+        if type(built) not in _KINDS or not (isinstance(state, dict) or hasattr(built, "__setstate__")):
+            raise pickle.UnpicklingError(f"it sets attributes of {built!r}")
+        super().load_build()
+
+    dispatch[pickle.BUILD[0]] = load_build
+
     def find_class(self, module: str, name: str) -> Any:
         # Not getattr: torch imports modules for some names.
         dtype = vars(torch).get(name) if module == "torch" else None

@@ -23,7 +23,7 @@ from flatfsdp.comm.ranks import Ranks
 class Verification:
     """Runs from construction until `verdict`, or until the end of a `with` block.
 
-    Files are shared out: each is read by one rank, by several threads.
+    Each file is read by one rank, that of the same number as has written it, by several threads.
 
     Args:
         world: all ranks.
@@ -40,15 +40,12 @@ class Verification:
         self._is_stopped = threading.Event()
         needed = data_files(opened.metadata)
         recorded = opened.manifest.files if opened.manifest is not None else {}
-        # The longest first, each to the rank that has least so far.
-        sizes = {name: recorded[name].digest.bytes if name in recorded else needed[name] for name in needed}
-        loads = [0] * world.size
-        own: list[str] = []
-        for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-            rank = loads.index(min(loads))
-            loads[rank] += sizes[name]
-            own += [name] if rank == world.rank else []
-        self._own = {name: needed[name] for name in sorted(own)}
+        # Where as many ranks read as wrote, each has read its file's bytes itself.
+        writers = {
+            name: recorded[name].rank if name in recorded else number
+            for number, name in enumerate(sorted(needed))
+        }
+        self._own = {name: needed[name] for name, rank in writers.items() if rank % world.size == world.rank}
         self._thread = threading.Thread(target=self._run, args=(compares_digests,), name="verification")
         self._thread.start()
 

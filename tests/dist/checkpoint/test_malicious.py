@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import os
 import pickle
@@ -153,3 +154,24 @@ def test_metadata_of_any_dtype_and_protocol_is_read(protocol: int, tmp_path: Pat
     found = unpickled_metadata(pickle.dumps(metadata, protocol))
     assert found.state_dict_metadata == metadata.state_dict_metadata
     assert found.storage_data == metadata.storage_data
+
+
+def built(target: str, state: Any) -> bytes:
+    """A pickle that sets attributes of a global, such as "pathlib\\nPurePosixPath"."""
+    return b"c" + target.encode() + b"\n" + pickle.dumps(state, protocol=2)[2:-1] + b"b."
+
+
+@pytest.mark.parametrize(
+    ("target", "state"),
+    [
+        ("pathlib\nPurePosixPath", (None, {"mark": 1})),
+        ("torch.serialization\n_get_layout", {"mark": 1}),
+        ("torch.distributed.checkpoint.metadata\nMetadata", (None, {"mark": 1})),
+        ("torch.distributed.checkpoint.metadata\nMetadata", {"mark": 1}),
+    ],
+)
+def test_attributes_of_classes_and_functions_are_not_set(target: str, state: Any) -> None:
+    with pytest.raises(pickle.UnpicklingError, match="it sets attributes of"):
+        unpickled_metadata(built(target, state))
+    module, name = target.split("\n")
+    assert not hasattr(getattr(importlib.import_module(module), name), "mark")

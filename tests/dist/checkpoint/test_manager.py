@@ -13,6 +13,8 @@ import torch.distributed as dist
 
 from flatfsdp import FlatFSDP
 from flatfsdp.checkpoint import CheckpointManager, DamagedCheckpoint
+from flatfsdp.checkpoint.manager import is_finite
+from flatfsdp.checkpoint.manifest import data_prefix
 from tests.support.checkpoints import adamw, equal, full_state, step, wrapped
 from tests.support.ranks import on_ranks
 
@@ -58,7 +60,7 @@ def test_the_newest_that_is_whole_is_loaded(tmp_path: Path, rank: int) -> None:
         damage(manager.path(4))
         # What a kill leaves in a save, and in the removal of an old checkpoint.
         (manager.folder / "step-00000007").mkdir()
-        (manager.folder / "step-00000007" / "__0_0.distcp").touch()
+        (manager.folder / "step-00000007" / f"{data_prefix(0, '0123456789ab')}0.distcp").touch()
     dist.barrier()
     model, optimizer = after(1, seed=1)
     with warnings.catch_warnings(record=True) as caught:
@@ -95,7 +97,7 @@ def test_only_damaged_ones_raise(tmp_path: Path, rank: int) -> None:
     assert names(manager.folder) == ["step-00000001", "step-00000002"]
 
 
-@pytest.mark.parametrize("what", ["weight", "moment"])
+@pytest.mark.parametrize("what", ["weight", "moment", "buffer"])
 @on_ranks(2)
 def test_nan_takes_no_place(tmp_path: Path, rank: int, what: str) -> None:
     manager = CheckpointManager(tmp_path, keep=1)
@@ -103,9 +105,13 @@ def test_nan_takes_no_place(tmp_path: Path, rank: int, what: str) -> None:
     assert manager.save(1, model, optimizer)
     if rank == 1:
         parameter = next(each for each in model.parameters() if each.requires_grad)
-        number = parameter if what == "weight" else optimizer.state[parameter]["exp_avg_sq"]
+        number = {
+            "weight": parameter,
+            "moment": optimizer.state[parameter]["exp_avg_sq"],
+            "buffer": model.module.count,
+        }[what]
         with torch.no_grad():
-            number[3] = float("nan") if what == "weight" else float("inf")
+            number[2] = float("inf") if what == "moment" else float("nan")
     if rank == 0:
         with pytest.warns(UserWarning, match=r"step 2 is not saved: .* NaN or infinite"):
             assert not manager.save(2, model, optimizer)
@@ -122,7 +128,6 @@ def test_a_run_needs_a_checkpoint(tmp_path: Path) -> None:
 def test_removal_that_was_stopped_leaves_no_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first file to go is the one by which a checkpoint is known."""
     manager = CheckpointManager(tmp_path, keep=1)
     model, optimizer = after(1)
     manager.save(1, model, optimizer)
@@ -130,7 +135,7 @@ def test_removal_that_was_stopped_leaves_no_checkpoint(
     with pytest.raises(KeyboardInterrupt):
         manager.save(2, model, optimizer)
     monkeypatch.undo()
-    assert names(tmp_path) == ["step-00000001", "step-00000002"]
+    assert names(tmp_path) == ["removed-step-00000001", "step-00000002"]
     assert manager.resume(model, optimizer) == (2, {})
     assert names(tmp_path) == ["step-00000002"]
 
@@ -138,3 +143,48 @@ def test_removal_that_was_stopped_leaves_no_checkpoint(
 def _stop(path: Path) -> None:
     os.unlink(next(path.glob("__0_*")))
     raise KeyboardInterrupt
+
+
+@on_ranks(2)
+def test_what_is_not_its_own_is_left_alone(tmp_path: Path, rank: int) -> None:
+    manager = CheckpointManager(tmp_path)
+    model, optimizer = after(1)
+    for number in (1, 2):
+        manager.save(number, model, optimizer)
+    dist.barrier()
+    if rank == 0:
+        # As tools that copy no hidden files do; and what other programs call so.
+        (manager.path(2) / ".metadata").unlink()
+        (tmp_path / "step-00000009").mkdir()
+        (tmp_path / "step-00000009" / "model.pth").touch()
+        (tmp_path / "step-00000010").touch()
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert manager.resume(model, optimizer) == (1, {})
+    said = " ".join(str(each.message) for each in caught)
+    assert (rank == 0) == ("has lost its .metadata" in said and "step-00000009 is no checkpoint" in said)
+    dist.barrier()
+    kept = ["damaged-step-00000002", "step-00000001", "step-00000009", "step-00000010"]
+    assert names(tmp_path) == kept
+    assert names(tmp_path / "step-00000009") == ["model.pth"]
+
+
+@on_ranks(2)
+def test_tidying_that_fails_stops_nobody(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = CheckpointManager(tmp_path, keep=1)
+    model, optimizer = after(1)
+    manager.save(1, model, optimizer)
+    monkeypatch.setattr("flatfsdp.checkpoint.manager.remove", _refuse)
+    assert manager.save(2, model, optimizer)
+    assert manager.resume(model, optimizer) == (2, {})
+
+
+@on_ranks(2)
+def test_a_rank_without_numbers_takes_part(tmp_path: Path, rank: int) -> None:
+    model = FlatFSDP(torch.nn.Linear(1, 1, bias=False))
+    assert is_finite(model)
+
+
+def _refuse(path: Path) -> None:
+    raise PermissionError(f"{path} belongs to somebody else")
