@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
 import flatfsdp
+from flatfsdp import checkpoint
 from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.fp8 import DelayedScaling
 from flatfsdp.layers import Embedding, LayerNormLinear, Linear, LinearCrossEntropy, TransformerLayer
@@ -141,6 +145,22 @@ def norms_of_one_rank(rank: int, world_size: int, block: str) -> list[float]:
     return [float(parameter.grad.norm()) for parameter in found["model"].parameters()]
 
 
+def async_save(name: str, _: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        assert run_ranks(2, saved_and_loaded, BLOCKS[name], f"{folder}/step-7") == [{"step": 7}] * 2
+
+
+def saved_and_loaded(rank: int, world_size: int, block: str, path: str) -> dict[str, int]:
+    model = flatfsdp.FlatFSDP(nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    names = {"checkpoint": checkpoint, "dcp": dcp, "model": model, "optimizer": optimizer}
+    found = run(block, **names, path=path, step=7, gloo_group=dist.new_group(backend="gloo"))
+    found["saved"].result()
+    return checkpoint.load(path, model, optimizer)
+
+
 def fairscale_imports(name: str, _: pytest.CaptureFixture[str]) -> None:
     found = run_alone(BLOCKS[name])
     imported = re.search(r"^from flatfsdp.*?\((.*?)\)", BLOCKS[name], re.DOTALL | re.MULTILINE)
@@ -170,6 +190,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "fp8_weights=CurrentScaling()": fp8_weights,
     "count_overflows(model)": fp8_overflows,
     "make_mesh(pp=2, tp=2)": parallel_ranks,
+    "dcp.async_save": async_save,
     "from flatfsdp.compat.fairscale import": fairscale_imports,
     "consolidate_shard_weights": fairscale_shards,
 }
