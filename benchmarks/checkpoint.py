@@ -5,7 +5,7 @@ part.  Measured by turns, on the same tensors, with random values in all of them
 
     FlatFSDP    `checkpoint.save` and `load`: a digest of every file is written and verified
     unverified  `load` with verify=False
-    plain       `dcp.save` and `dcp.load` of `sharded_state_dict` and `sharded_optimizer_state_dict`
+    plain       `dcp.save` and `dcp.load` of `sharded_training_state`
 
 As in a run that is started again, an optimizer has no state before it is loaded.  Plain DCP fills tensors, so
 there they are made first, in the time that is measured.
@@ -120,10 +120,7 @@ class Trained:
         )
 
     def _state(self) -> dict[str, Any]:
-        return {
-            "model": checkpoint.sharded_state_dict(self.model.stages),
-            "optimizer": checkpoint.sharded_optimizer_state_dict(self.model.stages, self.optimizer),
-        }
+        return checkpoint.sharded_training_state(self.model.stages, self.optimizer)
 
 
 def measure(rank: Rank, job: Job) -> Report:

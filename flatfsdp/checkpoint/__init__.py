@@ -23,8 +23,8 @@ from flatfsdp.checkpoint.full_optimizer import full_optimizer_state_dict, load_f
 from flatfsdp.checkpoint.loading import load
 from flatfsdp.checkpoint.local import consolidate, load_local_state_dict, local_metadata, local_state_dict
 from flatfsdp.checkpoint.manager import CheckpointManager
-from flatfsdp.checkpoint.reader import Reader, WeightsOnlyPlanner
-from flatfsdp.checkpoint.saving import save
+from flatfsdp.checkpoint.reader import Reader
+from flatfsdp.checkpoint.saving import save, sharded_training_state
 from flatfsdp.checkpoint.sharded import sharded_optimizer_state_dict, sharded_state_dict
 from flatfsdp.checkpoint.writer import Writer
 
@@ -33,7 +33,6 @@ __all__ = [
     "CheckpointManager",
     "DamagedCheckpoint",
     "Reader",
-    "WeightsOnlyPlanner",
     "Writer",
     "consolidate",
     "full_optimizer_state_dict",
@@ -47,4 +46,5 @@ __all__ = [
     "save",
     "sharded_optimizer_state_dict",
     "sharded_state_dict",
+    "sharded_training_state",
 ]

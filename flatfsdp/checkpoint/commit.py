@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import errno
 import os
+import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from flatfsdp.checkpoint.digests import digest_of
-from flatfsdp.checkpoint.errors import CheckpointError
+from flatfsdp.checkpoint.errors import CheckpointError, reason
 from flatfsdp.checkpoint.manifest import (
     COORDINATOR,
     METADATA,
@@ -60,9 +61,20 @@ def commit(
             with suppress(OSError):
                 place.unlink(missing_ok=True)
         raise
-    sync_folder(folder)
-    sync_folder(folder.parent)
-    _remove_leftovers(folder, manifest)
+    # It is the folder's checkpoint by now, whatever happens.
+    try:
+        sync_folder(folder)
+        _remove_leftovers(folder, manifest)
+    except OSError as error:
+        warnings.warn(f"{folder} is saved, but not tidied: {reason(error)}", stacklevel=2)
+
+
+def make_folder(folder: Path) -> None:
+    """Makes a folder and those above it, and brings their names to the disk."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_folder(each.parent)
 
 
 def sync_folder(folder: Path) -> None:

@@ -12,19 +12,18 @@ A file's digest is the SHA-256 of the SHA-256s of its pieces of 1 MiB, so that t
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
-from functools import partial
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
 PIECE = 1 << 20
 """Bytes that are hashed by themselves."""
-SMALL = 1 << 20
-"""Fewer bytes than this are hashed without asking another thread."""
 THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
 """On each rank.  hashlib lets other threads run; one core hashes 1 to 2 GB/s."""
 
@@ -36,42 +35,11 @@ class FileDigest(NamedTuple):
     sha256: str
 
 
-class RunningDigest:
-    """The digest of a file of which the beginning is known.
-
-    Attributes:
-        bytes: that have come so far.
-    """
-
-    def __init__(self) -> None:
-        self.bytes = 0
-        self._pieces: list[Any] = []
-
-    def jobs(self, data: memoryview) -> Iterator[Callable[[], None]]:
-        """What is left to compute for the next bytes, in any order and any thread, before `result`.
-
-        No two of one call are about the same piece; the jobs of a call are done before the next call.
-        """
-        while data:
-            filled = self.bytes % PIECE
-            if filled == 0:
-                self._pieces.append(hashlib.sha256())
-            part = data[: PIECE - filled]
-            yield partial(self._pieces[-1].update, part)
-            self.bytes += len(part)
-            data = data[len(part) :]
-
-    @property
-    def result(self) -> FileDigest:
-        return FileDigest(self.bytes, _joined(piece.digest() for piece in self._pieces))
-
-
 def digest_of(data: bytes) -> FileDigest:
     """The digest of a file that holds `data`."""
-    running = RunningDigest()
-    for job in running.jobs(memoryview(data)):
-        job()
-    return running.result
+    view = memoryview(data)
+    starts = range(0, len(data), PIECE)
+    return _joined(len(data), (hashlib.sha256(view[start : start + PIECE]).digest() for start in starts))
 
 
 def digest_of_file(path: Path, pool: Executor, is_stopped: Callable[[], bool]) -> FileDigest:
@@ -81,36 +49,43 @@ def digest_of_file(path: Path, pool: Executor, is_stopped: Callable[[], bool]) -
         is_stopped: asked before each piece; where it says so, the digest is not the file's.
 
     Raises:
-        OSError: if it cannot be read.
+        OSError: if it cannot be read, or becomes shorter meanwhile.
     """
     with open(path, "rb", buffering=0) as file:
         number, size = file.fileno(), os.fstat(file.fileno()).st_size
 
         def piece(start: int) -> bytes:
-            hashed, end = hashlib.sha256(), start + PIECE
-            # Threads share the file, so that each says from where it reads.
-            while not is_stopped() and (data := os.pread(number, end - start, start)):
-                hashed.update(data)
-                start += len(data)
-            return hashed.digest()
+            return b"" if is_stopped() else _hashed(number, start, min(start + PIECE, size))
 
-        return FileDigest(size, _joined(pool.map(piece, range(0, size, PIECE))))
+        return _joined(size, pool.map(piece, range(0, size, PIECE)))
 
 
-def _joined(pieces: Iterator[bytes]) -> str:
-    return hashlib.sha256(b"".join(pieces)).hexdigest()
+def _hashed(number: int, start: int, end: int) -> bytes:
+    """The SHA-256 of bytes [start, end) of an open file, which other threads read and write, too."""
+    hashed = hashlib.sha256()
+    while start < end:
+        data = os.pread(number, end - start, start)
+        if not data:
+            raise OSError(errno.EIO, "the file has become shorter")
+        hashed.update(data)
+        start += len(data)
+    return hashed.digest()
+
+
+def _joined(size: int, pieces: Iterator[bytes]) -> FileDigest:
+    return FileDigest(size, hashlib.sha256(b"".join(pieces)).hexdigest())
 
 
 class DigestingFile:
     """A new file, opened for writing, that knows the digest of what was written.
 
-    A view is hashed by other threads while this one writes it; it may change as soon as `write` returns.
+    Threads follow the writing: they read each piece back, as soon as all of it is in the file, and hash it.
 
     Args:
         path: of a file that does not exist yet.
 
     Attributes:
-        digest: of what has been written so far.
+        digest: of the whole file, once it is closed.
         error: the system's first refusal, which torch's writer replaces by another error on its way out.
 
     Raises:
@@ -119,51 +94,46 @@ class DigestingFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.digest = RunningDigest()
+        self.digest: FileDigest | None = None
         self.error: OSError | None = None
-        self._file = open(path, "xb")  # noqa: SIM115 - closed by `close`
-        self._pool: Executor | None = None
+        # Without a buffer, so that what was written can be read back at once.
+        self._file = open(path, "x+b", buffering=0)  # noqa: SIM115 - closed by `close`
+        self._length = 0
+        self._pieces: list[Future[bytes]] = []
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="digest")
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        jobs = list(self.digest.jobs(view))
-        try:
-            if len(view) < SMALL or THREADS == 1:
-                for job in jobs:
-                    job()
-                self._file.write(view)
-                return len(view)
-            if self._pool is None:
-                self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="digest")
-            running = [self._pool.submit(job) for job in jobs]
-            try:
-                self._file.write(view)
-            finally:
-                for each in running:
-                    each.result()
-        except OSError as error:
-            self.error = self.error or error
-            raise
+        written = 0
+        with self._remembering_refusal():
+            while written < len(view):
+                # The system may take less than all of it.
+                written += self._file.write(view[written:])
+        self._length += len(view)
+        self._hash(self._length - self._length % PIECE)
         return len(view)
 
     def flush(self) -> None:
-        try:
-            self._file.flush()
-        except OSError as error:
-            self.error = self.error or error
-            raise
+        """There is nothing to flush: no buffer keeps anything back."""
 
     def tell(self) -> int:
-        return self._file.tell()
+        return self._length
 
     def fileno(self) -> int:
         return self._file.fileno()
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
-        self._file.close()
+        """Waits for the digest; a second call does nothing."""
+        if self._file.closed:
+            return
+        try:
+            with self._remembering_refusal():
+                self._hash(self._length)
+                self.digest = _joined(self._length, (piece.result() for piece in self._pieces))
+        finally:
+            self._pool.shutdown(cancel_futures=True)
+            with self._remembering_refusal():
+                self._file.close()
 
     def __enter__(self) -> DigestingFile:
         return self
@@ -173,8 +143,22 @@ class DigestingFile:
     ) -> None:
         try:
             self.close()
-        except OSError as refusal:
-            # A file whose buffer cannot be flushed; the first error is the one to report.
-            self.error = self.error or refusal
+        except OSError:
+            # The first error is the one to report.
             if error is None:
                 raise
+
+    def _hash(self, end: int) -> None:
+        """Has all pieces that begin before `end` hashed."""
+        number = self._file.fileno()
+        for start in range(len(self._pieces) * PIECE, end, PIECE):
+            stop = min(start + PIECE, self._length)
+            self._pieces.append(self._pool.submit(_hashed, number, start, stop))
+
+    @contextmanager
+    def _remembering_refusal(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.error = self.error or error
+            raise

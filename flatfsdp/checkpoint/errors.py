@@ -7,6 +7,8 @@ Next: `saving.py` and `loading.py` raise them, the same on every rank.
 
 from __future__ import annotations
 
+import errno
+
 from torch.distributed.checkpoint import CheckpointException
 
 
@@ -28,6 +30,19 @@ def damaged(place: object, what: str, rank: int | None = None) -> DamagedCheckpo
     """
     writer = "" if rank is None else f", written by rank {rank},"
     return DamagedCheckpoint(f"{place}{writer} {what}; load an older checkpoint, or a copy of this one")
+
+
+def unreadable(place: object, error: Exception, rank: int | None = None) -> CheckpointError:
+    """The error for a file, or a folder, that the system does not let us read.
+
+    A medium that has lost what was written there is damage; what may pass, such as a network that is down, is
+    not.
+
+    Args: as `damaged`.
+    """
+    if isinstance(error, OSError) and error.errno == errno.EIO:
+        return damaged(place, f"cannot be read: {error.strerror}", rank)
+    return CheckpointError(f"{place} cannot be read: {reason(error)}")
 
 
 def first_failure(error: CheckpointException) -> tuple[int, BaseException]:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from flatfsdp.checkpoint.local import persistent_buffers
-from flatfsdp.checkpoint.stages import of_each_stage, raise_on_all
+from flatfsdp.checkpoint.stages import of_each_stage, raising_on_all
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.engine.units import Model, keys_of_slots, named_groups, parts_of
 from flatfsdp.flat.sites import prefixed_modules
@@ -99,13 +99,13 @@ def check_optimizer_fits(
     Raises:
         ValueError: on every rank, if it is another one (unless accepted).
     """
-    error, own = None, type(optimizer).__name__
-    if saved_class is not None and saved_class != own and "optimizer" not in accept:
-        error = ValueError(
-            f"the checkpoint has the state of {saved_class}, and the optimizer is {own}; load the model "
-            "alone, or let the optimizer take the state over as it is with accept=('optimizer',)"
-        )
-    raise_on_all(error, model)
+    own = type(optimizer).__name__
+    with raising_on_all(model):
+        if saved_class is not None and saved_class != own and "optimizer" not in accept:
+            raise ValueError(
+                f"the checkpoint has the state of {saved_class}, and the optimizer is {own}; load the model "
+                "alone, or let the optimizer take the state over as it is with accept=('optimizer',)"
+            )
 
 
 class _Entry(NamedTuple):

@@ -3,7 +3,7 @@
 In:   a folder that `save`, or plain torch.distributed.checkpoint, has written.
 Out:  the model's shards, filled in place; the optimizer's state.
 
-    open       `.metadata`, manifest and extra, on one rank for all                        opening.py
+    open       `.metadata`, manifest and extra: one rank reads, each decodes               opening.py
     fit        names, shapes, dtypes                                                       fit.py
     verify     digests of data files, in other threads, while ...                          verification.py
     read       ... the optimizer's state is read, to tensors of its own
@@ -32,9 +32,9 @@ from flatfsdp.checkpoint.fit import (
 from flatfsdp.checkpoint.local import adopt_late_buffers
 from flatfsdp.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from flatfsdp.checkpoint.optimizer_state import SlotState, loadable_state, trained_masters
-from flatfsdp.checkpoint.reader import Reader, WeightsOnlyPlanner
+from flatfsdp.checkpoint.reader import Reader
 from flatfsdp.checkpoint.sharded import owners_of, sharded_slot, sharded_state_dict
-from flatfsdp.checkpoint.stages import check_names, raise_on_all, world_of
+from flatfsdp.checkpoint.stages import check_names, raising_on_all, world_of
 from flatfsdp.checkpoint.verification import Verification
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.units import Model, named_groups, parts_of
@@ -70,12 +70,13 @@ def load(
         CheckpointError: if something cannot be read, or reading it could run code.
         ValueError: if model, optimizer or parameter groups are not those that were saved; for unknown values
             in `accept`; if two stages have parameters of the same name.
-        All of them on every rank, and nothing has changed then; but where files cannot be read any more after
-        they were verified, the model may be loaded in part.
+        All of them on every rank, and nothing has changed then; but where memory is short, or files cannot be
+        read any more after they were verified, model and optimizer may be loaded in part.
     """
     check_accepted(accept)
     opened = open_checkpoint(path, *world_of(model))
-    extra = opened.extra()
+    with raising_on_all(model):
+        extra = opened.extra()
     load_opened(opened, model, optimizer, accept, verify=verify)
     return extra
 
@@ -102,28 +103,30 @@ def load_opened(
             verification.verdict()
             raise
         verification.verdict()
-    fitted = None
     if optimizer is not None and kept is not None:
         check_optimizer_fits(kept.saved_class, optimizer, accept, model)
-        fitted = _fitted(kept, model, optimizer)
+        _fill_optimizer(kept, model, optimizer)
     saved = saved_shapes(opened.metadata)
-    absent = {name for part in parts_of(model) for name in adopt_late_buffers(part, saved)}
+    with raising_on_all(model):
+        absent = {name for part in parts_of(model) for name in adopt_late_buffers(part, saved)}
     state = {key: value for key, value in sharded_state_dict(model).items() if key not in absent}
-    _read(opened, {"model": state}, WeightsOnlyPlanner())
+    _read(opened, {"model": state})
     for _, group in named_groups(model):
         group.master.generation += 1
-    if optimizer is not None and fitted is not None:
-        optimizer.load_state_dict(fitted)
 
 
-def _read(opened: OpenCheckpoint, state: dict[str, Any], planner: WeightsOnlyPlanner) -> None:
+def _read(opened: OpenCheckpoint, state: dict[str, Any], **options: bool) -> None:
     """Fills `state`.  Collective over all ranks.
+
+    Args:
+        options: of torch's DefaultLoadPlanner.
 
     Raises:
         CheckpointError: on every rank, if one of them cannot read something.
     """
+    reader = Reader(opened.folder, metadata=opened.metadata)
     try:
-        dcp.load(state, storage_reader=Reader(opened.folder, metadata=opened.metadata), planner=planner)
+        dcp.load(state, storage_reader=reader, planner=dcp.DefaultLoadPlanner(**options))
     except dcp.CheckpointException as failed:
         rank, error = first_failure(failed)
         raise CheckpointError(
@@ -181,15 +184,16 @@ def _read_optimizer(
     }
     if ("optimizer", "class") in metadata.planner_data.values():
         target["class"] = None
-    for prefix, master in masters:
-        for slot in master.layout.slots:
-            name = prefix + slot.name
-            for key, dtype in states[name].elements.items() if name in states else ():
-                if (master, key) not in shards:
-                    shards[master, key] = torch.zeros_like(master.flat.detach(), dtype=dtype)
-                target["state"][name][key] = sharded_slot(master, slot, shards[master, key], owners)
+    with raising_on_all(model):
+        for prefix, master in masters:
+            for slot in master.layout.slots:
+                name = prefix + slot.name
+                for key, dtype in states[name].elements.items() if name in states else ():
+                    if (master, key) not in shards:
+                        shards[master, key] = torch.zeros_like(master.flat.detach(), dtype=dtype)
+                    target["state"][name][key] = sharded_slot(master, slot, shards[master, key], owners)
     # Its default drops tensors of which this rank has nothing, and then looks for an older format.
-    _read(opened, {"optimizer": target}, WeightsOnlyPlanner(flatten_sharded_tensors=False))
+    _read(opened, {"optimizer": target}, flatten_sharded_tensors=False)
     loaded = {
         name: SlotState(0, state.elements, {key: target["state"][name][key] for key in state.values})
         for name, state in states.items()
@@ -198,14 +202,14 @@ def _read_optimizer(
     return _Kept(loaded, shards, [target["param_groups"][number] for number in numbers], target.get("class"))
 
 
-def _fitted(kept: _Kept, model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """For the optimizer's own `load_state_dict`.  Collective over all ranks.
+def _fill_optimizer(kept: _Kept, model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Gives the optimizer what was read.  Collective over all ranks.
 
     Raises:
         ValueError: on every rank, if names or parameter groups do not fit on one of them.
     """
-    fitted, problem = None, None
-    try:
+    # Collective over the ranks of a stage, which raise together; other stages hear of it here.
+    with raising_on_all(model):
         fitted = loadable_state(
             trained_masters(model, optimizer),
             optimizer,
@@ -213,11 +217,8 @@ def _fitted(kept: _Kept, model: Model, optimizer: torch.optim.Optimizer) -> dict
             kept.groups,
             lambda _, master, key, __: kept.shards[master, key],
         )
-    except Exception as error:
-        problem = error
-    raise_on_all(problem, model)
-    assert fitted is not None
-    return fitted
+    with raising_on_all(model):
+        optimizer.load_state_dict(fitted)
 
 
 def _saved_states(metadata: Metadata) -> dict[str, SlotState]:

@@ -29,7 +29,7 @@ from flatfsdp.checkpoint.loading import load
 from flatfsdp.checkpoint.local import persistent_buffers
 from flatfsdp.checkpoint.manifest import METADATA, TEMPORARY, is_ours, save_id_of_manifest
 from flatfsdp.checkpoint.saving import save
-from flatfsdp.checkpoint.stages import raise_on_all
+from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.comm.ranks import Ranks, default_group
@@ -108,7 +108,7 @@ class CheckpointManager:
             )
             return False
         save(self.path(step), model, optimizer, extra=extra, overwrite=True)
-        if _world().rank == 0:
+        if _is_first():
             with _never_fatal():
                 older = [each for each in self._complete() if each < step]
                 for each in older[: max(0, len(older) + 1 - self.keep)]:
@@ -137,16 +137,11 @@ class CheckpointManager:
             CheckpointError: if the folder or the newest checkpoint cannot be read.
             ValueError: as `checkpoint.load`.
         """
-        steps: list[int] = []
-        problem: Exception | None = None
-        # One rank looks, so that all try the same ones.
-        if _world().rank == 0:
-            try:
-                steps = self._complete()
-            except OSError as error:
-                problem = error
-        raise_on_all(problem, model)
-        steps = broadcast_object(steps, [_world()], named_groups(model)[0][1].master.device)
+        world, device = world_of(model)
+        with raising_on_all(model):
+            # One rank looks, so that all try the same ones.
+            steps = self._complete() if world.rank == 0 else []
+        steps = broadcast_object(steps, [world], device)
         damage: list[DamagedCheckpoint] = []
         for step in reversed(steps):
             try:
@@ -179,7 +174,7 @@ class CheckpointManager:
         """Puts damaged checkpoints, those after step `loaded`, aside, and removes what was stopped."""
         for error in damage:
             _warn(f"{error}; going on from step {loaded}, and the damaged one is put aside")
-        if _world().rank or not self.folder.is_dir():
+        if not _is_first() or not self.folder.is_dir():
             return
         for path in self.folder.glob("removed-step-*"):
             with _never_fatal():
@@ -245,23 +240,22 @@ def is_finite(model: Model, optimizer: torch.optim.Optimizer | None = None) -> b
     if optimizer is not None:
         states = (value for state in optimizer.state.values() for value in state.values())
         values += [each for each in states if isinstance(each, Tensor) and each.is_floating_point()]
-    device = masters[0].device
+    world, device = world_of(model)
     # The largest magnitude is not finite if any number is not, and takes no memory.
     values = [each for each in values if each.numel()]
     norms = torch._foreach_norm(values, torch.inf) if values else []
     flags = [norm.isfinite().logical_not().to(device) for norm in norms]
     bad = torch.stack(flags).any().float() if flags else torch.zeros((), device=device)
-    world = _world()
     if world.size > 1:
         raise_to_largest(bad, world)
     return not bad.item()
 
 
-def _world() -> Ranks:
-    return Ranks.of(default_group())
+def _is_first() -> bool:
+    return Ranks.of(default_group()).rank == 0
 
 
 def _warn(message: str) -> None:
     """On the first rank, because all say the same."""
-    if _world().rank == 0:
+    if _is_first():
         warnings.warn(message, stacklevel=3)

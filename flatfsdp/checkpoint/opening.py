@@ -1,7 +1,7 @@
 """What a folder holds, and whether it is what a save has written there; data files apart.
 
 In:   a folder.
-Out:  an `OpenCheckpoint`, the same on all ranks: one of them has read it.
+Out:  an `OpenCheckpoint`, the same on all ranks: one of them reads, and each decodes what that one has read.
 Next: `fit.py` compares it with the model; `verification.py` looks at data files.
 """
 
@@ -13,13 +13,13 @@ import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from flatfsdp.checkpoint.digests import FileDigest, digest_of
-from flatfsdp.checkpoint.errors import CheckpointError, damaged, reason
+from flatfsdp.checkpoint.errors import CheckpointError, damaged, reason, unreadable
 from flatfsdp.checkpoint.manifest import (
     COORDINATOR,
     METADATA,
@@ -90,24 +90,44 @@ def open_checkpoint(path: str | os.PathLike[str], world: Ranks, device: torch.de
         CheckpointError: if something cannot be read.
         All of them on every rank.
     """
-    opened: OpenCheckpoint | Exception | None = None
+    folder = Path(path)
+    contents: _Contents | Exception | None = None
     if world.rank == 0:
         try:
-            opened = read_folder(Path(path))
+            contents = _read_contents(folder)
         except (FileNotFoundError, CheckpointError) as error:
-            opened = error
+            contents = error
         except Exception as error:
             # Whatever it is: the other ranks wait.
-            opened = CheckpointError(f"the checkpoint {path} cannot be read: {reason(error)}")
-    opened = broadcast_object(opened, [world], device)
-    if not isinstance(opened, OpenCheckpoint):
-        assert opened is not None
-        raise opened
-    return opened
+            contents = unreadable(folder, error)
+    # As it was read: what is in it need not be such that it can be pickled again.
+    contents = broadcast_object(contents, [world], device)
+    if not isinstance(contents, _Contents):
+        assert contents is not None
+        raise contents
+    return _decoded(folder, contents)
 
 
 def read_folder(folder: Path) -> OpenCheckpoint:
     """Reads the folder on this rank alone; raises what `open_checkpoint` raises."""
+    return _decoded(folder, _read_contents(folder))
+
+
+class _Contents(NamedTuple):
+    """All files of a checkpoint but data files, as they were read, and verified where a digest is known.
+
+    Attributes:
+        manifest: that of `metadata`, if there is one.
+        is_beside_manifests: whether the folder has any.
+    """
+
+    metadata: bytes
+    extra: bytes | None
+    manifest: Manifest | None
+    is_beside_manifests: bool
+
+
+def _read_contents(folder: Path) -> _Contents:
     if not folder.is_dir():
         what = "it is a file" if folder.exists() else "there is no such folder"
         raise FileNotFoundError(f"no checkpoint at {folder}: {what}")
@@ -127,19 +147,28 @@ def read_folder(folder: Path) -> OpenCheckpoint:
     manifest = next((each for each in valid.values() if each.files[METADATA].digest == found), None)
     if manifest is None:
         _check_is_not_ours(folder, data, found, manifests)
-        return OpenCheckpoint(folder, _read_metadata(folder, data), None, None)
-    metadata = _read_metadata(folder, data)
-    unknown = sorted(data_files(metadata).keys() - manifest.files.keys())
-    if unknown:
-        raise damaged(folder / METADATA, f"names {unknown[0]}, which {manifest.name} does not", COORDINATOR)
-    return OpenCheckpoint(folder, metadata, manifest, _read_extra(folder, manifest))
+        return _Contents(data, None, None, bool(manifests))
+    return _Contents(data, _read_extra(folder, manifest), manifest, True)
 
 
-def _read_metadata(folder: Path, data: bytes) -> Metadata:
+def _decoded(folder: Path, contents: _Contents) -> OpenCheckpoint:
+    """
+    Raises:
+        DamagedCheckpoint: on every rank alike.
+    """
     try:
-        return unpickled_metadata(data)
+        metadata = unpickled_metadata(contents.metadata)
     except pickle.UnpicklingError as error:
-        raise damaged(folder / METADATA, f"is refused: {error}") from None
+        writer = COORDINATOR if contents.is_beside_manifests else None
+        raise damaged(folder / METADATA, f"is refused: {error}", writer) from None
+    manifest = contents.manifest
+    if manifest is not None:
+        unknown = sorted(data_files(metadata).keys() - manifest.files.keys())
+        if unknown:
+            raise damaged(
+                folder / METADATA, f"names {unknown[0]}, which {manifest.name} does not", COORDINATOR
+            )
+    return OpenCheckpoint(folder, metadata, manifest, contents.extra)
 
 
 def _manifests(folder: Path) -> dict[str, Manifest | str]:
@@ -172,16 +201,6 @@ def _check_is_not_ours(
     if named:
         others = "" if not manifests else f", or {METADATA} is another save's than {', '.join(manifests)}"
         raise damaged(folder / manifest_name(named[0]), f"is missing{others}", COORDINATOR)
-    if manifests and not _is_metadata(data):
-        raise damaged(folder / METADATA, "does not hold what was written there", COORDINATOR)
-
-
-def _is_metadata(data: bytes) -> bool:
-    try:
-        unpickled_metadata(data)
-    except pickle.UnpicklingError:
-        return False
-    return True
 
 
 def _read_extra(folder: Path, manifest: Manifest) -> bytes | None:

@@ -14,14 +14,15 @@ import pickle
 from collections import OrderedDict
 from enum import Enum
 from pathlib import Path, PurePath
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as classes
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
 
 from flatfsdp.checkpoint.errors import CheckpointError, reason
 from flatfsdp.checkpoint.manifest import METADATA
@@ -30,15 +31,16 @@ from flatfsdp.checkpoint.manifest import METADATA
 class Reader(dcp.FileSystemReader):
     """Reads any checkpoint of torch.distributed.checkpoint, and executes nothing of what it reads.
 
-        dcp.load(state, storage_reader=Reader("out/step-100"), planner=WeightsOnlyPlanner())
+        dcp.load(state, storage_reader=Reader("out/step-100"))
 
     Args:
         path: the folder.
-        metadata: what is in it, if that has been read already.
+        metadata: what `.metadata` holds, if that has been read already.
 
     Raises:
-        pickle.UnpicklingError: by `read_metadata`, if `.metadata` asks for anything but data, or names files
-            outside of the folder.
+        pickle.UnpicklingError: by `dcp.load`, inside its CheckpointException, if `.metadata` asks for more
+            than data, or names files outside of the folder.
+        CheckpointError: the same way, for a value that is more than `torch.load(weights_only=True)` reads.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, metadata: Metadata | None = None) -> None:
@@ -61,13 +63,15 @@ class Reader(dcp.FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        return super().read_data(plan, cast(LoadPlanner, _WeightsOnly(planner)))
 
-class WeightsOnlyPlanner(dcp.DefaultLoadPlanner):
-    """Loads values that are no tensors as `torch.load(weights_only=True)` does; tensors as its base class.
 
-    Raises:
-        CheckpointError: by `dcp.load`, inside its CheckpointException, for a value that is anything else.
-    """
+class _WeightsOnly:
+    """A planner that is only given pickles which were made here: planners unpickle what they get."""
+
+    def __init__(self, planner: LoadPlanner) -> None:
+        self._planner = planner
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
@@ -75,11 +79,13 @@ class WeightsOnlyPlanner(dcp.DefaultLoadPlanner):
             checked = torch.load(value, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise CheckpointError(f"value {name!r} is refused, because reading it could run code") from error
-        # The base class reads pickles of any kind, so it gets one that was made here.
         own = io.BytesIO()
         torch.save(checked, own)
         own.seek(0)
-        super().load_bytes(read_item, own)
+        self._planner.load_bytes(read_item, own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._planner, name)
 
 
 def unpickled_metadata(data: bytes) -> Metadata:

@@ -7,21 +7,18 @@ Next: `writer.py` writes it.
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 
 from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason
 from flatfsdp.checkpoint.optimizer_state import merged_groups
 from flatfsdp.checkpoint.sharded import numbered, sharded_optimizer_state_dict, sharded_state_dict
-from flatfsdp.checkpoint.stages import check_names, of_each_stage, raise_on_all
-from flatfsdp.checkpoint.writer import Writer
+from flatfsdp.checkpoint.stages import check_names, of_each_stage, raising_on_all
+from flatfsdp.checkpoint.writer import Writer, pickled
 from flatfsdp.engine.units import Model
 
 
@@ -53,58 +50,49 @@ def save(
         CheckpointError: if a rank could not write, with the system's reason.
         All of them on every rank, and what the folder held before can still be loaded.
     """
-    problem: Exception | None = None
-    try:
-        if extra:
-            _check_loadable(dict(extra), "extra")
-        for group in optimizer.param_groups if optimizer is not None else ():
-            for option, value in group.items():
-                if option != "params":
-                    _check_loadable(value, f"the optimizer's {option}")
-    except Exception as error:
-        problem = error
-    raise_on_all(problem, model)
     write(Writer(path, overwrite=overwrite, extra=extra), model, optimizer)
 
 
 def write(writer: Writer, model: Model, optimizer: torch.optim.Optimizer | None) -> None:
-    """Saves with this writer, whatever it has been given as `extra`; otherwise raises what `save` raises."""
-    check_names(model)
-    state: dict[str, Any] = {"model": sharded_state_dict(model)}
-    if optimizer is not None:
-        state["optimizer"] = sharded_optimizer_state_dict(model, optimizer)
-        groups = state["optimizer"]["param_groups"]
-        of_stages = of_each_stage([groups[number] for number in sorted(groups, key=int)], model)
-        state["optimizer"]["param_groups"] = numbered(merged_groups(of_stages))
+    """Saves with this writer, which has been given `extra`; otherwise raises what `save` raises."""
+    state = sharded_training_state(model, optimizer)
     try:
         dcp.save(state, storage_writer=writer)
     except dcp.CheckpointException as failed:
+        writer.discard()
         rank, error = first_failure(failed)
-        # The writer's own has no number of the system's.
-        if isinstance(error, FileExistsError) and error.errno is None:
-            raise FileExistsError(*error.args) from None
+        # The writer's own refusals; the system's FileExistsError has a number.
+        if isinstance(error, TypeError) or (isinstance(error, FileExistsError) and error.errno is None):
+            raise error from None
         raise CheckpointError(
             f"the checkpoint {writer.path} was not saved: rank {rank}: {reason(error)}"
         ) from None
 
 
-def _check_loadable(value: Any, what: str) -> None:
-    """Saves and loads a value in memory, as `load` will.
+def sharded_training_state(model: Model, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """What `save` writes of model and optimizer, for `dcp.async_save`.  Collective over all ranks.
 
-    Raises:
-        TypeError: if `torch.load(weights_only=True)` would refuse it.
+        state = sharded_training_state(model, optimizer)
+        writer = Writer("out/step-100", extra={"step": 100})
+        saved = dcp.async_save(state, storage_writer=writer, process_group=gloo_group)
+
+    Returns:
+        {"model": `sharded_state_dict`, "optimizer": `sharded_optimizer_state_dict`, but with the parameter
+        groups of all stages}.
+
+    Args and raises: as `save`.
     """
-    if value is None or isinstance(value, Tensor | bool | int | float | str):
-        return
-    file = io.BytesIO()
-    try:
-        torch.save(value, file)
-        file.seek(0)
-        torch.load(file, weights_only=True)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise TypeError(f"{what} cannot be saved: {reason(error)}") from None
-    except pickle.UnpicklingError:
-        raise TypeError(
-            f"{what} has more than tensors, numbers, strings, lists and dicts, and `load` would refuse that, "
-            "because reading it could run code; save plain values"
-        ) from None
+    check_names(model)
+    state: dict[str, Any] = {"model": sharded_state_dict(model)}
+    if optimizer is None:
+        return state
+    with raising_on_all(model):
+        for group in optimizer.param_groups:
+            for option, value in group.items():
+                if option != "params":
+                    pickled(value, f"the optimizer's {option}")
+    state["optimizer"] = sharded_optimizer_state_dict(model, optimizer)
+    groups = state["optimizer"]["param_groups"]
+    of_stages = of_each_stage([groups[number] for number in sorted(groups, key=int)], model)
+    state["optimizer"]["param_groups"] = numbered(merged_groups(of_stages))
+    return state

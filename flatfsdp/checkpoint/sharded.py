@@ -46,12 +46,6 @@ def sharded_state_dict(model: Model) -> dict[str, Any]:
     They alias the master shards, so `dcp.load` loads in place.  A tied parameter has its first name.  What
     a module's `get_extra_state` returns is not in it.  Collective, if the model is tensor-parallel.
 
-    To save while training goes on, with a gloo process group of its own:
-
-        state = {"model": sharded_state_dict(model)}
-        state["optimizer"] = sharded_optimizer_state_dict(model, optimizer)
-        saved = dcp.async_save(state, storage_writer=Writer(path, extra=extra), process_group=gloo_group)
-
     Args:
         model: or the stages of a pipeline that this rank has; layers have the names of the whole model.
 
@@ -77,8 +71,8 @@ def sharded_state_dict(model: Model) -> dict[str, Any]:
 def sharded_optimizer_state_dict(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """As `full_optimizer_state_dict`, with ShardedTensors, and parameter groups by number.  Collective.
 
-    The parameter groups are those of this rank's stages; `save` joins those of all.  Also says of which class
-    the optimizer is.
+    The parameter groups are those of this rank's stages, and `sharded_training_state` joins those of all.
+    Also says of which class the optimizer is.
 
     Raises:
         ValueError: as `sharded_state_dict`, or if the optimizer is not over this model's shards.

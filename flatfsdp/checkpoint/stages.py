@@ -8,6 +8,8 @@ Next: `saving.py`, `loading.py` and `fit.py` ask before they write, read or chan
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -51,15 +53,19 @@ def check_names(model: Model) -> set[str]:
     return set(names)
 
 
-def raise_on_all(error: Exception | None, model: Model) -> None:
-    """Raises on every rank what has happened on one of them.  Collective over all ranks.
+@contextmanager
+def raising_on_all(model: Model) -> Iterator[None]:
+    """Raises on every rank what is raised inside on one of them, the lowest.  Collective over all ranks.
 
-    Args:
-        error: of this rank, if any; the lowest rank's is raised.
+    What is collective inside has to raise on all its ranks alike: others would wait there.
     """
     world, device = world_of(model)
-    told: Exception | None = error
-    if not isinstance(error, ValueError | TypeError | CheckpointError | None):
+    told: Exception | None = None
+    try:
+        yield
+    except (ValueError, TypeError, CheckpointError) as error:
+        told = error
+    except Exception as error:
         told = CheckpointError(f"rank {world.rank}: {reason(error)}")
     for theirs in all_gather_object(told, world, device):
         if theirs is not None:

@@ -14,7 +14,7 @@ from types import TracebackType
 import torch
 
 from flatfsdp.checkpoint.digests import THREADS, FileDigest, digest_of_file
-from flatfsdp.checkpoint.errors import CheckpointError, DamagedCheckpoint, damaged, reason
+from flatfsdp.checkpoint.errors import CheckpointError, damaged, reason, unreadable
 from flatfsdp.checkpoint.opening import OpenCheckpoint, data_files, difference
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import Ranks
@@ -77,7 +77,7 @@ class Verification:
             with ThreadPoolExecutor(THREADS, thread_name_prefix="verification") as pool:
                 for name, needed in self._own.items():
                     self._check(name, needed, pool if compares_digests else None)
-        except DamagedCheckpoint as problem:
+        except CheckpointError as problem:
             self._problem = problem
         except Exception as error:
             self._problem = CheckpointError(f"{self._opened.folder} cannot be verified: {reason(error)}")
@@ -87,15 +87,15 @@ class Verification:
         record = self._opened.manifest.files[name] if self._opened.manifest is not None else None
         rank = None if record is None else record.rank
         try:
-            size = path.stat().st_size
+            found = FileDigest(path.stat().st_size, "" if record is None else record.digest.sha256)
+            if pool is not None and record is not None and found.bytes == record.digest.bytes:
+                found = digest_of_file(path, pool, self._is_stopped.is_set)
         except FileNotFoundError:
             raise damaged(path, "is missing", rank) from None
+        except OSError as error:
+            raise unreadable(path, error, rank) from None
         if record is None:
-            if size < needed:
-                raise damaged(path, f"has {size} bytes, and at least {needed} were written")
-            return
-        found = FileDigest(size, record.digest.sha256)
-        if pool is not None and size == record.digest.bytes:
-            found = digest_of_file(path, pool, self._is_stopped.is_set)
-        if found != record.digest and not self._is_stopped.is_set():
+            if found.bytes < needed:
+                raise damaged(path, f"has {found.bytes} bytes, and at least {needed} were written")
+        elif found != record.digest and not self._is_stopped.is_set():
             raise damaged(path, difference(record.digest, found), rank)

@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from flatfsdp.checkpoint.commit import commit, sync_folder
+from flatfsdp.checkpoint.commit import commit, make_folder, sync_folder
 from flatfsdp.checkpoint.digests import DigestingFile, FileDigest
+from flatfsdp.checkpoint.errors import reason
 from flatfsdp.checkpoint.manifest import METADATA, FileRecord, data_prefix
 
 
@@ -45,9 +46,11 @@ class Writer(dcp.FileSystemWriter):
         overwrite: whether to replace a checkpoint that the folder holds.
         extra: what is neither model nor optimizer, for `load` to return; pickled here and now, so that it may
             change while an asynchronous save goes on.  The first rank's is written.
+        weights_only: whether `extra` has to be what `torch.load(weights_only=True)` reads, as `load` does.
 
     Raises:
         FileExistsError: by `dcp.save`, inside its CheckpointException, if the folder holds a checkpoint.
+        TypeError: the same way, if `extra` is not what it has to be.
     """
 
     def __init__(
@@ -56,11 +59,20 @@ class Writer(dcp.FileSystemWriter):
         *,
         overwrite: bool = False,
         extra: Mapping[str, Any] | None = None,
+        weights_only: bool = True,
     ) -> None:
         super().__init__(path, overwrite=overwrite)
         self.fs = _DigestingFileSystem()
-        self._extra = _pickled(dict(extra)) if extra else None
         self._is_coordinator = False
+        self._written: list[Path] = []
+        self._extra: bytes | None = None
+        self._problem: TypeError | None = None
+        try:
+            if extra:
+                self._extra = pickled(dict(extra), "extra", weights_only)
+        except TypeError as error:
+            # Raised by the save, on all ranks.
+            self._problem = error
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """
@@ -69,22 +81,24 @@ class Writer(dcp.FileSystemWriter):
         """
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._is_coordinator = is_coordinator
+        self._written.clear()
         if not kwargs.get("use_collectives", True):
             raise ValueError(
                 "Writer needs use_collectives=True: a checkpoint is complete on all ranks or none"
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        folder = Path(self.path)
-        if self._is_coordinator and not self.overwrite and (folder / METADATA).exists():
+        if self._problem is not None:
+            raise self._problem
+        if self._is_coordinator and not self.overwrite and (Path(self.path) / METADATA).exists():
             raise FileExistsError(
-                f"{folder} holds a checkpoint; save to another folder, or replace it with overwrite=True"
+                f"{self.path} holds a checkpoint; save to another folder, or replace it with overwrite=True"
             )
-        folder.mkdir(parents=True, exist_ok=True)
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         self.save_id = uuid.uuid4().hex[:12]
+        make_folder(Path(self.path))
         return [
             replace(plan, storage_data=_Prefix(data_prefix(rank, self.save_id)))
             for rank, plan in enumerate(plans)
@@ -92,19 +106,22 @@ class Writer(dcp.FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         written: Future[list[WriteResult]] = Future()
+        # Where storage is not shared, which the commit finds out, this rank has another folder.
+        Path(self.path).mkdir(parents=True, exist_ok=True)
         if not plan.items:
             written.set_result([])
             return written
-        files = cast(_DigestingFileSystem, self.fs).written
+        files = cast(_DigestingFileSystem, self.fs).files
         try:
-            results = super().write_data(plan, planner).wait()
+            try:
+                results = super().write_data(plan, planner).wait()
+            finally:
+                self._written += [file.path for file in files]
             sync_folder(Path(self.path))
-            digests = {file.path.name: file.digest.result for file in files}
+            digests = {file.path.name: file.digest for file in files if file.digest is not None}
         except BaseException:
+            self.discard()
             refusal = next((file.error for file in files if file.error), None)
-            for file in files:
-                with suppress(OSError):
-                    file.path.unlink(missing_ok=True)
             if refusal is not None:
                 # Without what torch's writer makes of it, which is about positions in an archive.
                 raise OSError(refusal.errno, refusal.strerror, str(self.path)) from None
@@ -130,6 +147,12 @@ class Writer(dcp.FileSystemWriter):
         }
         commit(Path(self.path), self.save_id, files, pickle.dumps(metadata), self._extra)
 
+    def discard(self) -> None:
+        """Removes what this rank has written, after a save that failed on any rank."""
+        for path in self._written:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+
 
 class _Prefix(NamedTuple):
     """What a rank's data files are to be called, up to their number."""
@@ -148,11 +171,11 @@ class _DigestingFileSystem(FileSystem):
     """The files of a disk, but those that are written are new ones, and have digests.
 
     Attributes:
-        written: the files of the save in progress.
+        files: those of the save in progress.
     """
 
     def __init__(self) -> None:
-        self.written: list[DigestingFile] = []
+        self.files: list[DigestingFile] = []
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -161,11 +184,31 @@ class _DigestingFileSystem(FileSystem):
                 yield stream
             return
         with DigestingFile(Path(path)) as file:
-            self.written.append(file)
+            self.files.append(file)
             yield cast(io.IOBase, file)
 
 
-def _pickled(extra: dict[str, Any]) -> bytes:
+def pickled(value: Any, what: str, weights_only: bool = True) -> bytes:
+    """What `torch.save` writes of a value that is no tensor of the model.
+
+    Args:
+        what: the value is, for messages.
+        weights_only: whether `torch.load(weights_only=True)` has to be able to read it.
+
+    Raises:
+        TypeError: if it cannot be pickled, or not be read.
+    """
     file = io.BytesIO()
-    torch.save(extra, file)
+    try:
+        torch.save(value, file)
+        if weights_only:
+            torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    except pickle.UnpicklingError:
+        raise TypeError(
+            f"{what} has more than tensors, numbers, strings, lists and dicts, and `load` would refuse that, "
+            "because reading it could run code; save plain values"
+        ) from None
+    except Exception as error:
+        # Pickling runs methods of what is pickled, which raise what they like.
+        raise TypeError(f"{what} cannot be saved: {reason(error)}") from None
     return file.getvalue()

@@ -22,7 +22,7 @@ from flatfsdp import checkpoint
 from flatfsdp.checkpoint.loading import load_opened
 from flatfsdp.checkpoint.opening import open_checkpoint
 from flatfsdp.checkpoint.saving import write
-from flatfsdp.checkpoint.stages import world_of
+from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.engine.fsdp import FlatFSDP
 
@@ -168,7 +168,9 @@ class FlatFSDPStrategy(DDPStrategy):
             NotImplementedError: with storage_options or a filter.
             ValueError: unless `state` has one model, and no more than one optimizer.
             FileExistsError: if the folder holds a checkpoint, and the strategy is not to overwrite.
-            CheckpointError: on every rank, if one of them could not write.
+            TypeError: if something in `state` cannot be pickled.
+            CheckpointError: if one of the ranks could not write.
+            All of them on every rank.
         """
         if storage_options is not None or filter:
             raise NotImplementedError(
@@ -178,7 +180,9 @@ class FlatFSDPStrategy(DDPStrategy):
         model, optimizer, rest = _parts(state)
         extra = {key: each.state_dict() if _is_stateful(each) else each for key, each in rest.items()}
         # Objects of any class: who loads them says weights_only=False.
-        writer = checkpoint.Writer(self.broadcast(path), overwrite=self._overwrite, extra=extra)
+        writer = checkpoint.Writer(
+            self.broadcast(path), overwrite=self._overwrite, extra=extra, weights_only=False
+        )
         write(writer, model, optimizer)
 
     def load_checkpoint(
@@ -189,6 +193,8 @@ class FlatFSDPStrategy(DDPStrategy):
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """Loads a folder, or into a model alone a file with the state dict of a plain one (`load_raw`).
+
+        What `flatfsdp.checkpoint.load` accepts on request, this refuses; that one reads the same folder.
 
         Args:
             strict: whether everything in `state` has to be in the checkpoint.
@@ -212,7 +218,8 @@ class FlatFSDPStrategy(DDPStrategy):
             return {}
         model, optimizer, rest = _parts(state)
         opened = open_checkpoint(folder, *world_of(model))
-        saved = opened.extra(weights_only is not False)
+        with raising_on_all(model):
+            saved = opened.extra(weights_only is not False)
         missing = rest.keys() - saved.keys()
         if strict and missing:
             raise KeyError(f"the checkpoint {folder} has no {', '.join(sorted(missing))}; it has {[*saved]}")

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from flatfsdp import checkpoint
-from flatfsdp.checkpoint import DamagedCheckpoint
+from flatfsdp.checkpoint import CheckpointError, DamagedCheckpoint
 from tests.support.faults.damage import KINDS, random_damage
 from tests.support.faults.training import Run
 from tests.support.ranks import on_ranks
@@ -68,10 +72,7 @@ def test_what_plain_dcp_has_written_is_read_as_far_as_it_is_there(rank: int, tmp
     run = saved(tmp_path)
     run.train()
     before = run.digest()
-    state = {
-        "model": checkpoint.sharded_state_dict(run.model),
-        "optimizer": checkpoint.sharded_optimizer_state_dict(run.model, run.optimizer),
-    }
+    state = checkpoint.sharded_training_state(run.model, run.optimizer)
     dcp.save(state, checkpoint_id=tmp_path)
     other = Run(seed=1)
     assert checkpoint.load(tmp_path, other.model, other.optimizer) == {}
@@ -86,3 +87,42 @@ def test_what_plain_dcp_has_written_is_read_as_far_as_it_is_there(rank: int, tmp
     with pytest.raises(DamagedCheckpoint, match=r"__0_0\.distcp has [0-9]+ bytes, and at least"):
         checkpoint.load(tmp_path, other.model, other.optimizer)
     assert other.digest() == before
+
+
+def fails(on: bool, place: str, error: Exception) -> AbstractContextManager[object]:
+    """Where something in `flatfsdp.checkpoint` raises, on some ranks."""
+    return mock.patch(f"flatfsdp.checkpoint.{place}", side_effect=error) if on else nullcontext()
+
+
+@pytest.mark.parametrize(
+    ("number", "error"), [(errno.EIO, DamagedCheckpoint), (errno.ESTALE, CheckpointError)]
+)
+@on_ranks(2)
+def test_what_a_medium_has_lost_is_damage_and_what_may_pass_is_not(
+    rank: int, number: int, error: type[CheckpointError], tmp_path: Path
+) -> None:
+    run = saved(tmp_path)
+    before = run.digest()
+    refusal = OSError(number, os.strerror(number))
+    with (
+        fails(rank == 1, "digests.os.pread", refusal),
+        pytest.raises(error, match=rf"__1_.*cannot be read: {os.strerror(number)}") as caught,
+    ):
+        run.load(tmp_path)
+    assert type(caught.value) is error
+    assert run.digest() == before
+
+
+PLACES = ["loading.torch.zeros_like", "optimizer_state._check_fit", "loading.adopt_late_buffers"]
+
+
+@pytest.mark.parametrize("place", [*PLACES, "opening.torch.load"])
+@on_ranks(2)
+def test_what_fails_on_one_rank_is_raised_on_all(rank: int, place: str, tmp_path: Path) -> None:
+    """Such as memory that is short there: the others do not wait."""
+    run = saved(tmp_path)
+    with (
+        fails(rank == 1, place, MemoryError("no room")),
+        pytest.raises(CheckpointError, match="rank 1: MemoryError: no room"),
+    ):
+        run.load(tmp_path)

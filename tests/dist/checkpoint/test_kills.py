@@ -5,26 +5,50 @@ from __future__ import annotations
 import pytest
 
 from tests.support.faults.kills import ALL, Kill, Kills, random_kills
-from tests.support.faults.training import SAVES
 
 
-@pytest.mark.parametrize("save", SAVES)
-def test_the_old_or_the_new_is_there_whatever_the_moment(save: str) -> None:
+@pytest.mark.parametrize("way", ["plain", "async", "fabric"])
+def test_the_old_or_the_new_is_there_whatever_the_moment(way: str) -> None:
     """Killed around the commit, where the outcome changes, and at moments all over the save."""
-    if save == "fabric":
+    if way == "fabric":
         pytest.importorskip("flatfsdp.compat.lightning", reason="needs Lightning Fabric")
     with Kills() as kills:
-        plan = Kill(save, True, ALL, 0)
+        plan = Kill(way, True, ALL, 0)
         events, digests = kills.operations(plan)
         commit = events[0].index("replace old/.metadata") + 1
         last = len(events[0])
-        for after in (2, commit - 1, commit, last - 1) if save == "plain" else (commit - 1, commit):
+        for after in (2, commit - 1, commit, last - 1) if way == "plain" else (commit - 1, commit):
             kills.kill(plan._replace(after=after), digests)
-        if save == "plain":
+        if way == "plain":
             # One rank is through when the other has not begun.
             kills.kill(plan._replace(victim=1, after=2, slow=1), digests)
-        expected = (3, 2, []) if save == "plain" else (1, 1, [])
+        expected = (3, 2, []) if way == "plain" else (1, 1, [])
         assert (kills.count.old, kills.count.new, kills.count.wrong) == expected
+
+
+def test_a_run_keeps_a_checkpoint_while_older_ones_are_removed() -> None:
+    """The first is removed after the second is complete: killed in between, and within."""
+    with Kills() as kills:
+        plan = Kill("manager", True, ALL, 0)
+        events, digests = kills.operations(plan)
+        commit = events[0].index("replace old/step-00000002/.metadata") + 1
+        removal = events[0].index("rename old/removed-step-00000001") + 1
+        assert events[0][removal].startswith("unlink old/removed-step-00000001/")
+        for after in (commit - 1, commit, removal - 1, removal, removal + 1):
+            kills.kill(plan._replace(after=after), digests)
+        assert (kills.count.old, kills.count.new, kills.count.wrong) == (1, 4, [])
+
+
+def test_tidying_may_be_stopped() -> None:
+    """What is tidied is a damaged checkpoint, and what a save and a removal have left."""
+    with Kills() as kills:
+        plan = Kill("resume", True, ALL, 0)
+        events, digests = kills.operations(plan)
+        last = len(events[0])
+        assert any(name == "rename old/damaged-step-00000002" for name in events[0])
+        for after in (last - 4, last):
+            kills.kill(plan._replace(after=after), digests)
+        assert (kills.count.old, kills.count.new, kills.count.wrong) == (2, 0, [])
 
 
 def test_a_new_folder_is_not_taken_for_a_checkpoint_too_early() -> None:

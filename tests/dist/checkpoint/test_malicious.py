@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from flatfsdp import checkpoint
-from flatfsdp.checkpoint import CheckpointError, DamagedCheckpoint, Reader, WeightsOnlyPlanner, Writer
+from flatfsdp.checkpoint import CheckpointError, DamagedCheckpoint, Reader, Writer
 from flatfsdp.checkpoint.reader import unpickled_metadata
 from tests.support.faults.training import Run
 from tests.support.ranks import on_ranks
@@ -34,10 +34,7 @@ class Attack:
 
 
 def state_of(run: Run) -> dict[str, Any]:
-    return {
-        "model": checkpoint.sharded_state_dict(run.model),
-        "optimizer": checkpoint.sharded_optimizer_state_dict(run.model, run.optimizer),
-    }
+    return checkpoint.sharded_training_state(run.model, run.optimizer)
 
 
 def is_refused(run: Run, folder: Path, mark: Path, error: type[Exception], match: str) -> None:
@@ -75,7 +72,7 @@ def test_in_a_value(tmp_path: Path) -> None:
     dcp.save(state, storage_writer=Writer(folder))
     is_refused(run, folder, mark, CheckpointError, r"'optimizer\.param_groups\.0\.lr' is refused")
     with pytest.raises(dcp.CheckpointException, match="could run code"):
-        dcp.load(values, storage_reader=Reader(folder), planner=WeightsOnlyPlanner())
+        dcp.load(values, storage_reader=Reader(folder))
     assert not mark.exists()
 
 
@@ -83,7 +80,8 @@ def test_in_a_value(tmp_path: Path) -> None:
 def test_in_what_is_neither_model_nor_optimizer(tmp_path: Path) -> None:
     run, mark = Run(), tmp_path / "mark"
     folder = tmp_path / "plain"
-    dcp.save(state_of(run), storage_writer=Writer(folder, extra={"step": Attack(mark)}))
+    writer = Writer(folder, extra={"step": Attack(mark)}, weights_only=False)
+    dcp.save(state_of(run), storage_writer=writer)
     is_refused(run, folder, mark, CheckpointError, r"extra-[0-9a-f]{12}\.pt is refused")
     with pytest.raises(TypeError, match="extra has more than tensors"):
         checkpoint.save(tmp_path / "other", run.model, extra={"step": Attack(mark)})

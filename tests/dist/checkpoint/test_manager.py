@@ -6,6 +6,7 @@ import copy
 import os
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -37,6 +38,16 @@ def after(steps: int, seed: int = 0) -> tuple[FlatFSDP, torch.optim.Optimizer]:
     for number in range(steps):
         step(model, optimizer, number)
     return model, optimizer
+
+
+def two_saved(folder: Path) -> tuple[CheckpointManager, FlatFSDP, torch.optim.Optimizer]:
+    """Steps 1 and 2, of the same weights."""
+    manager = CheckpointManager(folder)
+    model, optimizer = after(1)
+    for number in (1, 2):
+        manager.save(number, model, optimizer)
+    dist.barrier()
+    return manager, model, optimizer
 
 
 @on_ranks(2)
@@ -80,10 +91,7 @@ def test_the_newest_that_is_whole_is_loaded(tmp_path: Path, rank: int) -> None:
 
 @on_ranks(2)
 def test_only_damaged_ones_raise(tmp_path: Path, rank: int) -> None:
-    manager = CheckpointManager(tmp_path)
-    model, optimizer = after(1)
-    for number in (1, 2):
-        manager.save(number, model, optimizer)
+    manager, model, optimizer = two_saved(tmp_path)
     before = full_state(model, optimizer)
     if rank == 0:
         damage(manager.path(1))
@@ -147,11 +155,7 @@ def _stop(path: Path) -> None:
 
 @on_ranks(2)
 def test_what_is_not_its_own_is_left_alone(tmp_path: Path, rank: int) -> None:
-    manager = CheckpointManager(tmp_path)
-    model, optimizer = after(1)
-    for number in (1, 2):
-        manager.save(number, model, optimizer)
-    dist.barrier()
+    manager, model, optimizer = two_saved(tmp_path)
     if rank == 0:
         # As tools that copy no hidden files do; and what other programs call so.
         (manager.path(2) / ".metadata").unlink()
@@ -171,12 +175,13 @@ def test_what_is_not_its_own_is_left_alone(tmp_path: Path, rank: int) -> None:
 
 
 @on_ranks(2)
-def test_tidying_that_fails_stops_nobody(tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tidying_that_fails_stops_nobody(tmp_path: Path, rank: int) -> None:
     manager = CheckpointManager(tmp_path, keep=1)
     model, optimizer = after(1)
     manager.save(1, model, optimizer)
-    monkeypatch.setattr("flatfsdp.checkpoint.manager.remove", _refuse)
-    assert manager.save(2, model, optimizer)
+    refusal = PermissionError("it belongs to somebody else")
+    with mock.patch("flatfsdp.checkpoint.manager.remove", side_effect=refusal):
+        assert manager.save(2, model, optimizer)
     assert manager.resume(model, optimizer) == (2, {})
 
 
@@ -184,7 +189,3 @@ def test_tidying_that_fails_stops_nobody(tmp_path: Path, rank: int, monkeypatch:
 def test_a_rank_without_numbers_takes_part(tmp_path: Path, rank: int) -> None:
     model = FlatFSDP(torch.nn.Linear(1, 1, bias=False))
     assert is_finite(model)
-
-
-def _refuse(path: Path) -> None:
-    raise PermissionError(f"{path} belongs to somebody else")

@@ -98,11 +98,25 @@ def test_storage_that_refuses_on_one_rank(rank: int, full: int, tmp_path: Path) 
                 checkpoint.save(tmp_path, run.model, run.optimizer, extra={"step": 2}, overwrite=True)
         message = str(caught.value)
         assert message == f"the checkpoint {tmp_path} was not saved: rank {full}: File too large: {tmp_path}"
+        # Also what the other rank has written, which would keep a full disk full.
+        assert files_of(tmp_path) == before
         other = Run(seed=1)
         other.load(tmp_path)
         assert other.digest() == digest
     checkpoint.save(tmp_path, run.model, run.optimizer, extra={"step": 2}, overwrite=True)
     assert len(files_of(tmp_path)) == len(before)
+
+
+@on_ranks(2)
+def test_a_refused_save_leaves_the_one_before_alone(tmp_path: Path) -> None:
+    """By the same Writer, which has written that one, too."""
+    run, writer = Run(), Writer(tmp_path)
+    dcp.save(checkpoint.sharded_training_state(run.model), storage_writer=writer)
+    before = files_of(tmp_path)
+    with pytest.raises(dcp.CheckpointException, match="holds a checkpoint"):
+        dcp.save(checkpoint.sharded_training_state(run.model), storage_writer=writer)
+    writer.discard()
+    assert files_of(tmp_path) == before
 
 
 @on_ranks(2)

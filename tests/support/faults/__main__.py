@@ -1,7 +1,7 @@
 """Faults on purpose, from the command line.
 
 \b
-    python -m tests.support.faults kills --save plain --every 40
+    python -m tests.support.faults kills --way plain --every 40
     python -m tests.support.faults random-kills --count 200 --seed 7
     python -m tests.support.faults damage --count 200
 
@@ -19,7 +19,7 @@ import typer
 from tests.support.faults.damage import random_damage
 from tests.support.faults.kills import ALL, Kill, Kills, enumerated
 from tests.support.faults.kills import random_kills as killed_at_random
-from tests.support.faults.training import SAVES
+from tests.support.faults.training import WAYS
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
 
@@ -31,15 +31,15 @@ SECONDS = 5.0
 
 @app.command()
 def kills(
-    save: Annotated[str, typer.Option(help=f"One of {', '.join(SAVES)}; all by default.")] = "",
+    way: Annotated[str, typer.Option(help=f"One of {', '.join(WAYS)}; all by default.")] = "",
     every: Annotated[int, typer.Option(help="Take every so many of the writes to one data file.")] = 40,
     ranks: Ranks = 2,
     slow: Annotated[int, typer.Option(help="A rank whose writes take longer; -1 for none.")] = -1,
 ) -> None:
     """Kill a save after each of its operations on files, on each rank and on all of them."""
     wrong: list[str] = []
-    for name in [save] if save else _available():
-        for is_same_folder in (True, False):
+    for name in [way] if way else _available():
+        for is_same_folder in (True,) if WAYS[name].is_of_runs else (True, False):
             with Kills(ranks) as trials:
                 where = "the same folder" if is_same_folder else "a new folder"
                 plan = Kill(name, is_same_folder, 0, 0, slow if slow >= 0 else None)
@@ -57,9 +57,11 @@ def random_kills(
     count: Annotated[int, typer.Option(help="How many.")] = 200, seed: Seed = 0, ranks: Ranks = 2
 ) -> None:
     """Kill training that saves after every step to one folder, at random times, on one rank or all."""
+    # To go on from an older step is not to train.
+    ways = [name for name in _available() if name != "resume"]
     with Kills(ranks) as trials:
         progress = Progress("at random times")
-        for so_far in killed_at_random(trials, count, seed, _available()):
+        for so_far in killed_at_random(trials, count, seed, ways):
             progress.show(so_far)
         progress.show(trials.count, at_once=True)
         _end(trials.count.wrong)
@@ -96,7 +98,7 @@ class Progress:
 
 def _available() -> list[str]:
     has_fabric = any(find_spec(name) for name in ("lightning", "lightning_fabric"))
-    return [name for name in SAVES if name != "fabric" or has_fabric]
+    return [name for name in WAYS if name != "fabric" or has_fabric]
 
 
 def _end(wrong: list[str]) -> None:

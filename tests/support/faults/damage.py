@@ -16,7 +16,7 @@ from pathlib import Path
 
 from flatfsdp.checkpoint import DamagedCheckpoint
 from flatfsdp.checkpoint.manifest import COORDINATOR
-from tests.support.faults.training import SAVES, Run
+from tests.support.faults.training import WAYS, Run
 from tests.support.ranks import Pool
 
 PAGE = 4096
@@ -74,7 +74,7 @@ def save_two(rank: int, world_size: int, folder: Path) -> None:
     run = Run()
     for name in ("good", "other"):
         run.train()
-        SAVES["plain"](run, folder / name)
+        WAYS["plain"].save(run, folder / name)
 
 
 def load_damaged(rank: int, world_size: int, folder: Path, name: str) -> str:

@@ -21,10 +21,8 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from flatfsdp.checkpoint import DamagedCheckpoint
-from flatfsdp.checkpoint.manifest import METADATA
-from flatfsdp.checkpoint.opening import read_folder
 from tests.support.faults.operations import watched
-from tests.support.faults.training import SAVES, Run
+from tests.support.faults.training import WAYS, Run
 from tests.support.ranks import Pool, RankFailure
 
 ALL = -1
@@ -35,14 +33,14 @@ class Kill(NamedTuple):
     """One save that is killed.
 
     Attributes:
-        save: which of `SAVES`.
+        way: which of `WAYS` to save.
         is_same_folder: whether the old checkpoint is overwritten, or another folder is written to.
         victim: the rank that is killed, or `ALL`: the first rank's operations count then.
         after: so many of its operations.
         slow: a rank whose writes take longer, if any.
     """
 
-    save: str
+    way: str
     is_same_folder: bool
     victim: int
     after: int
@@ -97,33 +95,33 @@ def _saves(
     run = Run()
     run.train()
     digests = [run.digest()]
-    SAVES[plan.save](run, old)
+    WAYS[plan.way].save(run, old)
     run.train()
     digests.append(run.digest())
     with watched(folder, event):
-        SAVES[plan.save](run, new)
+        WAYS[plan.way].save(run, new)
     return events, digests
 
 
-def load_newest(rank: int, world_size: int, folders: list[Path]) -> tuple[str, list[str]]:
+def load_newest(rank: int, world_size: int, way: str, folders: list[Path]) -> tuple[str, list[str]]:
     """A digest of what the last folder holds that can be loaded; and what is left there after a save.
 
     The next save to the last folder has to succeed, and leaves nothing there but itself.
     """
-    digest = "nothing"
+    digest, next_step = "nothing", 0
     for folder in reversed(folders):
         run = Run(seed=1)
         try:
-            run.load(folder)
+            WAYS[way].load(run, folder)
         except (DamagedCheckpoint, FileNotFoundError):
             continue
-        digest = run.digest()
+        digest, next_step = run.digest(), run.step + 1
         break
-    SAVES["plain"](Run(), folders[-1])
+    run = Run()
+    run.step = next_step
+    WAYS["manager" if way == "resume" else way].save(run, folders[-1])
     dist.barrier()
-    manifest = read_folder(folders[-1]).manifest
-    assert manifest is not None
-    return digest, sorted(set(os.listdir(folders[-1])) - set(manifest.files) - {manifest.name, METADATA})
+    return digest, WAYS[way].left(folders[-1])
 
 
 class Kills:
@@ -161,17 +159,19 @@ class Kills:
             folder = Path(name)
             self._run_once(kill, kill, folder)
             folders = list(dict.fromkeys(old_and_new(folder, kill.is_same_folder)))
-            self.judge(str(kill), folders, digests)
+            self.judge(str(kill), kill.way, folders, digests)
 
-    def judge(self, what: str, folders: list[Path], digests: list[str]) -> None:
+    def judge(self, what: str, way: str, folders: list[Path], digests: list[str]) -> None:
         """Counts what fresh ranks load.
 
         Args:
+            what: was done, for messages.
+            way: which of `WAYS` to load.
             digests: of the old and the new state.
         """
         self.count.tried += 1
         try:
-            found = self._loaders.run(load_newest, (folders,), 60.0)
+            found = self._loaders.run(load_newest, (way, folders), 60.0)
         except RankFailure as failure:
             self.count.wrong.append(f"{what}: {failure}")
             self._loaders.stop()
@@ -234,7 +234,7 @@ class Timed:
         slow: as of `Kill`.
     """
 
-    save: str
+    way: str
     victim: int
     seconds: float
     slow: int | None
@@ -246,7 +246,7 @@ STEPS = 100
 def _trains(rank: int, world_size: int, folder: Path, timed: Timed) -> None:
     run = Run()
     run.train()
-    SAVES["plain"](run, folder / "checkpoint")
+    WAYS[timed.way].save(run, folder / "checkpoint")
     dist.barrier()
     if timed.victim in (rank, ALL):
         # The system's own way to end a process: no handler of Python's.
@@ -260,7 +260,7 @@ def _trains(rank: int, world_size: int, folder: Path, timed: Timed) -> None:
     with watched(folder / "checkpoint", event):
         while run.step < STEPS:
             run.train()
-            SAVES[timed.save](run, folder / "checkpoint")
+            WAYS[timed.way].save(run, folder / "checkpoint")
             if rank == 0:
                 (folder / "saving").write_text(str(run.step))
                 (folder / "saving").replace(folder / "saved")
@@ -275,13 +275,13 @@ def _digests(rank: int, world_size: int) -> list[str]:
     return digests
 
 
-def random_kills(kills: Kills, count: int, seed: int, saves: list[str]) -> Iterator[Count]:
+def random_kills(kills: Kills, count: int, seed: int, ways: list[str]) -> Iterator[Count]:
     """Kills at random times; the count after each."""
     chance = random.Random(seed)
     digests = kills._loaders.run(_digests, (), 120.0)[0]
     for _ in range(count):
         timed = Timed(
-            chance.choice(saves),
+            chance.choice(ways),
             chance.choice([ALL, *range(kills.world_size)]),
             chance.uniform(0.001, 0.4),
             chance.choice([None, *range(kills.world_size)]),
@@ -295,7 +295,7 @@ def random_kills(kills: Kills, count: int, seed: int, saves: list[str]) -> Itera
             saved = folder / "saved"
             last = int(saved.read_text()) if saved.exists() else 1
             # The last that was complete, or the one that was being saved.
-            kills.judge(str(timed), [folder / "checkpoint"], digests[last - 1 : last + 1])
+            kills.judge(str(timed), timed.way, [folder / "checkpoint"], digests[last - 1 : last + 1])
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         yield kills.count

@@ -45,11 +45,13 @@ def watched(folder: Path, event: Event) -> Iterator[None]:
         original = getattr(os, name)
 
         def operation(path: Any, *args: Any, **options: Any) -> Any:
+            folder = options.get("dir_fd")
+            place = path if folder is None else os.path.join(os.readlink(f"/proc/self/fd/{folder}"), path)
             try:
                 return original(path, *args, **options)
             finally:
                 # Also if another rank was first.  The name that it has now, of one that was renamed.
-                tell(name, args[0] if name in ("rename", "replace") else path)
+                tell(name, args[0] if name in ("rename", "replace") else place)
 
         return mock.patch.object(os, name, operation)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
+import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class, checkpoint
+from flatfsdp.checkpoint.manifest import METADATA
+from flatfsdp.checkpoint.opening import read_folder
 from tests.support.checkpoints import full_state
 
 
@@ -59,7 +64,28 @@ def _add(hashed: Any, value: Any) -> None:
         hashed.update(repr(value).encode())
 
 
-Save = Callable[[Run, Path], None]
+def left_behind(folder: Path) -> list[str]:
+    """What is in a checkpoint's folder and does not belong to the checkpoint."""
+    manifest = read_folder(folder).manifest
+    assert manifest is not None
+    return sorted(set(os.listdir(folder)) - set(manifest.files) - {manifest.name, METADATA})
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a run is saved to a folder, and loaded from there.
+
+    Attributes:
+        save: or what else is to be killed, the second time that it is called.
+        load: raises DamagedCheckpoint or FileNotFoundError, if there is nothing.
+        left: what is in the folder after a save and should not be.
+        is_of_runs: whether the folder is for all checkpoints of a run.
+    """
+
+    save: Callable[[Run, Path], object]
+    load: Callable[[Run, Path], None] = Run.load
+    left: Callable[[Path], list[str]] = left_behind
+    is_of_runs: bool = False
 
 
 def _save(run: Run, folder: Path) -> None:
@@ -67,10 +93,7 @@ def _save(run: Run, folder: Path) -> None:
 
 
 def _save_asynchronously(run: Run, folder: Path) -> None:
-    state = {
-        "model": checkpoint.sharded_state_dict(run.model),
-        "optimizer": checkpoint.sharded_optimizer_state_dict(run.model, run.optimizer),
-    }
+    state = checkpoint.sharded_training_state(run.model, run.optimizer)
     writer = checkpoint.Writer(folder, extra={"step": run.step}, overwrite=True)
     done = dcp.async_save(state, storage_writer=writer, process_group=dist.new_group(backend="gloo"))
     getattr(done, "upload_completion", done).result()
@@ -86,4 +109,55 @@ def _save_with_fabric(run: Run, folder: Path) -> None:
     fabric.save(folder, {"model": run.model, "optimizer": run.optimizer, "step": run.step})
 
 
-SAVES: dict[str, Save] = {"plain": _save, "async": _save_asynchronously, "fabric": _save_with_fabric}
+# ---- the checkpoints of a run, of which the newest stays ------------------------------------------------
+
+
+def _save_step(run: Run, folder: Path) -> None:
+    manager = checkpoint.CheckpointManager(folder, keep=1)
+    assert manager.save(run.step, run.model, run.optimizer, {"step": run.step})
+
+
+def _resume(run: Run, folder: Path) -> None:
+    manager = checkpoint.CheckpointManager(folder, keep=1)
+    # On the first rank alone.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = manager.resume(run.model, run.optimizer)
+    if found is None:
+        raise FileNotFoundError(folder)
+    run.step = found.extra["step"]
+
+
+def _resume_after_damage(run: Run, folder: Path) -> None:
+    """The first save, or one that is damaged: what is left of others is removed, and the first is loaded."""
+    if run.step == 1:
+        _save_step(run, folder)
+        return
+    step = run.step
+    checkpoint.CheckpointManager(folder, keep=2).save(step, run.model, run.optimizer, {"step": step})
+    if dist.get_rank() == 0:
+        newest = folder / f"step-{step:08}"
+        data = next(newest.glob("__0_*"))
+        data.write_bytes(data.read_bytes()[:-1])
+        shutil.copytree(newest, folder / "removed-step-00000000")
+        shutil.copytree(newest, folder / f"step-{step + 1:08}")
+        for name in (METADATA, next(newest.glob("manifest-*")).name):
+            (folder / f"step-{step + 1:08}" / name).unlink()
+    dist.barrier()
+    _resume(run, folder)
+
+
+def _left_of_run(folder: Path) -> list[str]:
+    newest = max(path.name for path in folder.glob("step-*"))
+    damaged = {path.name for path in folder.glob("damaged-step-*")}
+    return sorted(set(os.listdir(folder)) - {newest} - damaged) + left_behind(folder / newest)
+
+
+WAYS = {
+    "plain": Way(_save),
+    "async": Way(_save_asynchronously),
+    "fabric": Way(_save_with_fabric),
+    "manager": Way(_save_step, _resume, _left_of_run, True),
+    "resume": Way(_resume_after_damage, _resume, _left_of_run, True),
+}
+"""By name."""

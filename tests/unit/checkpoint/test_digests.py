@@ -21,7 +21,6 @@ def test_a_digest_does_not_depend_on_the_way_of_writing(
 ) -> None:
     """Small pieces here, so that views end inside of them, at their ends, and span several."""
     monkeypatch.setattr(digests, "PIECE", 100)
-    monkeypatch.setattr(digests, "SMALL", 40)
     monkeypatch.setattr(digests, "THREADS", threads)
     chance = random.Random(size)
     data = chance.randbytes(size)
@@ -32,18 +31,17 @@ def test_a_digest_does_not_depend_on_the_way_of_writing(
             assert file.write(data[start : start + length]) == len(data[start : start + length])
             start += length
     assert (tmp_path / "file").read_bytes() == data
-    assert file.digest.result == digest_of(data) == FileDigest(size, digest_of(data).sha256)
+    assert file.digest == digest_of(data) == FileDigest(size, digest_of(data).sha256)
     with ThreadPoolExecutor(threads) as pool:
         assert digest_of_file(tmp_path / "file", pool, lambda: False) == digest_of(data)
 
 
 def test_a_view_may_change_after_it_was_written(tmp_path: Path) -> None:
-    """Of a large one, pieces are hashed by other threads."""
     values: Tensor = arange(3 * digests.PIECE // 8)
     with DigestingFile(tmp_path / "file") as file:
         file.write(memoryview(values.numpy()))
         values.zero_()
-    assert file.digest.result == digest_of((tmp_path / "file").read_bytes())
+    assert file.digest == digest_of((tmp_path / "file").read_bytes())
 
 
 def test_a_file_is_never_written_over(tmp_path: Path) -> None:
