@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,8 +25,8 @@ from typing import Any, NamedTuple
 
 PIECE = 1 << 20
 """Bytes that are hashed by themselves."""
-THREADS = max(1, min(8, (os.cpu_count() or 1) // 4))
-"""On each rank.  hashlib lets other threads run; one core hashes 1 to 2 GB/s."""
+THREADS = max(1, min(4, (os.cpu_count() or 1) // 8))
+"""On each rank.  hashlib lets other threads run; one core hashes 1 to 2 GB/s, and more take time from the writing."""
 
 
 class FileDigest(NamedTuple):
@@ -60,15 +61,26 @@ def digest_of_file(path: Path, pool: Executor, is_stopped: Callable[[], bool]) -
         return _joined(size, pool.map(piece, range(0, size, PIECE)))
 
 
+_BUFFERS = threading.local()
+"""A buffer of one piece for each thread: making one for each piece costs more than hashing it, because the
+system takes it away from all threads' address space again."""
+
+
+def _buffer() -> memoryview:
+    if not hasattr(_BUFFERS, "view"):
+        _BUFFERS.view = memoryview(bytearray(PIECE))
+    return _BUFFERS.view
+
+
 def _hashed(number: int, start: int, end: int) -> bytes:
     """The SHA-256 of bytes [start, end) of an open file, which other threads read and write, too."""
-    hashed = hashlib.sha256()
+    hashed, buffer = hashlib.sha256(), _buffer()
     while start < end:
-        data = os.pread(number, end - start, start)
-        if not data:
+        length = os.preadv(number, [buffer[: end - start]], start)
+        if not length:
             raise OSError(errno.EIO, "the file has become shorter")
-        hashed.update(data)
-        start += len(data)
+        hashed.update(buffer[:length])
+        start += length
     return hashed.digest()
 
 

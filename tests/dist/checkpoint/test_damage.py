@@ -105,7 +105,7 @@ def test_what_a_medium_has_lost_is_damage_and_what_may_pass_is_not(
     before = run.digest()
     refusal = OSError(number, os.strerror(number))
     with (
-        fails(rank == 1, "digests.os.pread", refusal),
+        fails(rank == 1, "digests.os.preadv", refusal),
         pytest.raises(error, match=rf"__1_.*cannot be read: {os.strerror(number)}") as caught,
     ):
         run.load(tmp_path)
