@@ -20,12 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import matplotlib as mpl
 import typer
 from lib import options
 from lib.bytes_formulas import CASES, UNITS, WEIGHTS, Case
 from lib.bytes_measured import CountedBytes, equal, measure_all
 from lib.common import RESULTS, environment, publish, results_of_ranks
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -142,21 +142,13 @@ def _counted(steps: int) -> str:
 
 def draw(rows: list[CountedBytes], path: Path) -> None:
     """Stacked bars of local bytes, one panel per number of microbatches, at the largest number of ranks."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     ranks = max(row.ranks for row in rows)
     panels = list(dict.fromkeys(row.microbatches for row in rows))
     groups = [[r for r in rows if (r.ranks, r.microbatches) == (ranks, steps)] for steps in panels]
-    figure, axes = plt.subplots(
-        len(panels),
-        1,
-        figsize=(9, 0.9 * len(panels) + 0.36 * sum(map(len, groups))),
-        squeeze=False,
-        gridspec_kw={"height_ratios": [len(group) for group in groups]},
-        layout="constrained",
-    )
-    for axis, steps, group in zip(axes[:, 0], panels, groups, strict=True):
+    heights = [len(group) for group in groups]
+    figure = Figure(figsize=(9, 0.9 * len(panels) + 0.36 * sum(heights)), layout="constrained")
+    axes = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axis, steps, group in zip(axes, panels, groups, strict=True):
         labels = [row.label for row in group]
         left = [0.0] * len(group)
         for name, part in PARTS.items():
@@ -171,13 +163,12 @@ def draw(rows: list[CountedBytes], path: Path) -> None:
         axis.set_xlim(right=1.08 * max(left))
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
-    axes[-1, 0].set_xlabel("bytes copied per parameter per optimizer step (reads + writes on one rank)")
-    handles, names = axes[0, 0].get_legend_handles_labels()
+    axes[-1].set_xlabel("bytes copied per parameter per optimizer step (reads + writes on one rank)")
+    handles, names = axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     title = "Local copies outside of matrix products, FP32 master and reduction"
     figure.suptitle(f"{title}, N = {ranks} ranks", fontsize=11)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -28,13 +28,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib as mpl
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, publish
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -136,21 +136,22 @@ def measure(rank: Rank, job: Job) -> Report:
         UNVERIFIED: partial(trained.load, verify=False),
         PLAIN: trained.plain_load,
     }
-    report = Report(_summed(saved, rank), 0, {name: [] for name in saves}, {name: [] for name in loads})
+    save_s: dict[str, list[float]] = {name: [] for name in saves}
+    load_s: dict[str, list[float]] = {name: [] for name in loads}
     for number in range(job.rounds):
         folders = {name: Path(shared[0]) / f"{number}-{index}" for index, name in enumerate(saves)}
         for name, save in saves.items():
-            report.save_s[name].append(_seconds(partial(save, folders[name]), rank))
+            save_s[name].append(_seconds(partial(save, folders[name]), rank))
         for name, load in loads.items():
             source = folders[PLAIN if name == PLAIN else OURS]
-            report.load_s[name].append(_seconds(partial(load, source), rank))
+            load_s[name].append(_seconds(partial(load, source), rank))
             _check(trained.parameters, saved, name)
         size = sum(file.stat().st_size for file in folders[OURS].iterdir())
         dist.barrier()
         if rank.index == 0:
             for folder in folders.values():
                 shutil.rmtree(folder)
-    return Report(report.parameters, size, report.save_s, report.load_s)
+    return Report(_summed(saved, rank), size, save_s, load_s)
 
 
 def _summed(shards: list[Tensor], rank: Rank) -> int:
@@ -170,7 +171,7 @@ def _check(parameters: list[Tensor], saved: list[Tensor], name: str) -> None:
 
 
 def _seconds(action: Callable[[], object], rank: Rank) -> float:
-    """Of the slowest rank."""
+    """Seconds that the slowest rank takes."""
     if rank.device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
@@ -222,21 +223,17 @@ def show(payload: dict[str, Any]) -> None:
 
 def draw(payload: dict[str, Any], path: Path) -> None:
     """One bar for each row."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = payload["rows"][::-1]
-    figure, axis = plt.subplots(figsize=(8, 1.2 + 0.4 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(8, 1.2 + 0.4 * len(rows)), layout="constrained")
+    axis = figure.subplots()
     colors = ["#bab0ac" if row["name"] == PLAIN else "#4e79a7" for row in rows]
-    bars = axis.barh([f"{row['action']}: {row['name']}" for row in rows], [row["seconds"] for row in rows])
-    for bar, color in zip(bars, colors, strict=True):
-        bar.set_color(color)
+    labels = [f"{row['action']}: {row['name']}" for row in rows]
+    bars = axis.barh(labels, [row["seconds"] for row in rows], color=colors)
     axis.bar_label(bars, [f"{row['ratio']:.2f}" for row in rows], padding=3)
     axis.set_xlabel("seconds; beside the bar: time relative to plain DCP")
     axis.set_title(_title(payload), loc="left", fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")

@@ -34,7 +34,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib as mpl
 import typer
 from lib import options
 from lib.collectives_measured import (
@@ -55,6 +54,7 @@ from lib.collectives_measured import (
     readable,
 )
 from lib.common import RESULTS, environment, launch_of, publish
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -117,10 +117,8 @@ COLORS = {
 
 def draw(payload: dict[str, Any], path: Path) -> None:
     """Bus bandwidth by size, one line for each operation, and the limit."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axis = figure.subplots()
     for operation in Operation:
         rows = [row for row in payload["rows"] if row["operation"] == operation]
         sizes, bandwidths = [row["bytes"] for row in rows], [row["bus_gb_s"] for row in rows]
@@ -139,7 +137,6 @@ def draw(payload: dict[str, Any], path: Path) -> None:
     axis.set_title(_title(payload), loc="left", fontsize=10)
     figure.legend(loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 # -- the command -----------------------------------------------------------------------------------------

@@ -14,10 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib as mpl
 import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, progress_bar, publish
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -79,12 +79,8 @@ def show(rows: list[dict[str, Any]], steps: int) -> None:
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
     """Loss curves above, their difference from bf16 below."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (above, below) = plt.subplots(
-        2, 1, figsize=(8, 6), sharex=True, height_ratios=(3, 1), layout="constrained"
-    )
+    figure = Figure(figsize=(8, 6), layout="constrained")
+    above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
     reference = rows[0]["losses"]
     styles: list[dict[str, Any]] = [
         {"linewidth": 4, "color": "#f2b880"},
@@ -104,7 +100,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axis.grid(alpha=0.3)
     above.set_title("The example GPT on real text", loc="left", fontsize=10)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")

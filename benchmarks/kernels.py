@@ -28,7 +28,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib as mpl
 import torch
 import typer
 from lib import options
@@ -36,6 +35,7 @@ from lib.common import RESULTS, environment, publish
 from lib.kernel_cases import IN_PLACE, Bench
 from lib.kernel_sizes import FULL, TINY
 from lib.kernel_times import WGRAD, measured_gemms, measured_kernels
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -101,17 +101,10 @@ def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
 
 def draw(payload: dict[str, Any], path: Path) -> None:
     """Bars: shares of the bandwidth of a copy, TFLOP/s of weight gradients; red below a target."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     kernels = [row for row in payload["kernels"] if row["share"] is not None]
     heights = [max(1, len(kernels)), max(1, len(payload["wgrad"]))]
-    figure, (above, below) = plt.subplots(
-        2,
-        figsize=(9, 1.8 + 0.24 * sum(heights)),
-        layout="constrained",
-        gridspec_kw={"height_ratios": heights},
-    )
+    figure = Figure(figsize=(9, 1.8 + 0.24 * sum(heights)), layout="constrained")
+    above, below = figure.subplots(2, height_ratios=heights)
     labels = [" ".join(filter(None, (row["kernel"], row["variant"], row["size"]))) for row in kernels]
     _bars(
         above, labels, kernels, "share_of_equal", "{:.1%}", "bandwidth, relative to a copy of as many bytes"
@@ -121,7 +114,6 @@ def draw(payload: dict[str, Any], path: Path) -> None:
     _bars(below, labels, payload["wgrad"], "tflops", "{:.0f}", "weight gradients, TFLOP/s")
     figure.suptitle(payload["environment"]["name"], x=0.01, ha="left", fontsize=10)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def _bars(axis: Any, labels: list[str], rows: list[dict[str, Any]], key: str, form: str, title: str) -> None:

@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib as mpl
 import torch
 import typer
 from lib import options
@@ -32,6 +31,7 @@ from lib.common import RESULTS, environment, publish
 from lib.device import host_ms, timed
 from lib.floor import floors
 from lib.layers import Contestant, LayerShape, Mode, build
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -146,13 +146,11 @@ def _title(shape: LayerShape) -> str:
 
 def draw(payload: dict[str, Any], shape: LayerShape, path: Path) -> None:
     """One bar for each mode that ran, and a line at the floor."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     parts = ("gemms", "attention", "bytes", "floor")
     rows = [row for row in payload["rows"] if row["ms"] is not None and row["name"] not in parts]
     floor = next((row["ms"] for row in payload["rows"] if row["name"] == "floor"), None)
-    figure, axis = plt.subplots(figsize=(9, 1.4 + 0.4 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(9, 1.4 + 0.4 * len(rows)), layout="constrained")
+    axis = figure.subplots()
     for row in rows:
         color = "#4e79a7" if row["name"].startswith("flat") else "#bab0ac"
         axis.barh(row["label"], row["ms"], color=color, height=0.7)
@@ -166,7 +164,6 @@ def draw(payload: dict[str, Any], shape: LayerShape, path: Path) -> None:
     axis.set_xlabel("ms, forward and backward (median)")
     figure.suptitle(_title(shape), x=0.01, ha="left", fontsize=9)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")

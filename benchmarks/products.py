@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Annotated, Any
 from unittest.mock import patch
 
-import matplotlib as mpl
 import torch
 import typer
 from lib import options
 from lib.common import RESULTS, environment, publish
 from lib.kernel_cases import BF16, E4M3, E5M2, Call
 from lib.kernel_times import Timed, measure
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -157,12 +157,10 @@ def show(rows: list[ProductTime]) -> None:
 
 def draw(rows: list[ProductTime], path: Path) -> None:
     """A pair of bars for each product."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     ours = [row for row in rows if row.path == OURS]
     theirs = [row for row in rows if row.path == TORCH]
-    figure, axis = plt.subplots(figsize=(9, 1.2 + 0.36 * len(ours)), layout="constrained")
+    figure = Figure(figsize=(9, 1.2 + 0.36 * len(ours)), layout="constrained")
+    axis = figure.subplots()
     for offset, found, color in ((-0.2, theirs, "#bab0ac"), (0.2, ours, "#4e79a7")):
         positions = [index + offset for index in range(len(found))]
         axis.barh(positions, [row.tflops for row in found], height=0.38, color=color, label=found[0].path)
@@ -175,7 +173,6 @@ def draw(rows: list[ProductTime], path: Path) -> None:
     axis.set_title("FP8 products with results in bf16, TFLOP/s", loc="left", fontsize=9)
     figure.legend(loc="outside upper right", ncols=2, frameon=False, fontsize=8)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 # -- the command -----------------------------------------------------------------------------------------

@@ -22,13 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib as mpl
 import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, publish
 from lib.engines import FP8, PLAIN, Engine, Variant
 from lib.llama import SHAPES, flops_per_token
 from lib.measuring import Job, VariantRuns, measure_all
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -207,29 +207,19 @@ ENGINE_COLORS = {
 
 def draw(payload: dict[str, Any], job: Job, ranks: int, path: Path) -> None:
     """One bar for each variant that ran: milliseconds a step; below, what its GPU did if that is known."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = [row for row in payload["rows"] if row["runs"]]
     profiled = [row for row in rows if row["runs"][0]["breakdown"] is not None]
     panels = [len(rows), len(profiled)] if profiled else [len(rows)]
-    figure, axes = plt.subplots(
-        len(panels),
-        1,
-        figsize=(9, len(panels) + 0.4 * sum(panels)),
-        squeeze=False,
-        gridspec_kw={"height_ratios": panels},
-        layout="constrained",
-    )
-    _draw_times(axes[0, 0], rows, job)
-    axes[0, 0].set_title(_title(job, ranks), loc="left", fontsize=10)
+    figure = Figure(figsize=(9, len(panels) + 0.4 * sum(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), squeeze=False, height_ratios=panels)[:, 0]
+    _draw_times(axes[0], rows, job)
+    axes[0].set_title(_title(job, ranks), loc="left", fontsize=10)
     if profiled:
-        _draw_breakdowns(axes[1, 0], profiled)
-    for axis in axes[:, 0]:
+        _draw_breakdowns(axes[1], profiled)
+    for axis in axes:
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
-    plt.close(figure)
 
 
 def _draw_times(axis: Any, rows: list[dict[str, Any]], job: Job) -> None:

@@ -34,12 +34,12 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import matplotlib as mpl
 import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, publish, write
 from lib.split_layers import EAGER_MODES, LAYERS, MODES, USUAL_MODES, Engine, Mode, Split
 from lib.split_measuring import PLAIN, TOLERANCES, WHOLE, Job, ModeRuns, measure_all
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
@@ -190,11 +190,9 @@ COLORS = {
 
 def draw(payload: dict[str, Any], path: Path) -> None:
     """One bar for each mode that ran, in groups; hatched is communication beside nothing, where profiled."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = [row for row in payload["rows"] if row["runs"]]
-    figure, axis = plt.subplots(figsize=(10, 1.6 + 0.34 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(10, 1.6 + 0.34 * len(rows)), layout="constrained")
+    axis = figure.subplots()
     position, ticks = 0.0, []
     for before, row in zip([None, *rows], rows, strict=False):
         position += 1.0 if before is None or before["split"] == row["split"] else 1.6
@@ -216,7 +214,6 @@ def draw(payload: dict[str, Any], path: Path) -> None:
     axis.set_xlabel(f"ms, forward and backward (median){hatched}")
     axis.set_title(_title(payload), loc="left", fontsize=9)
     figure.savefig(path, dpi=130)
-    plt.close(figure)
 
 
 # -- the command -----------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from flatfsdp.contract.placement import is_shared
 from flatfsdp.contract.tensor_parallel import TENSOR_PARALLEL_RANKS
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim.clip import clip_coefficient, pipeline_of
-from flatfsdp.optim.verdict import CHOICES, Awaited, NonFinite, Verdict, judge
+from flatfsdp.optim.verdict import Awaited, NonFinite, Verdict, judge
 
 STEP = "step"
 """A state: how many updates a parameter has had, as `torch.optim.AdamW` counts them."""
@@ -127,7 +127,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     @nonfinite.setter
     def nonfinite(self, value: NonFinite) -> None:
-        if value not in CHOICES:
+        if value not in get_args(NonFinite):
             raise ValueError(f'nonfinite is {value!r}; it must be "raise", "skip" or "step"')
         self._nonfinite: NonFinite = value
 

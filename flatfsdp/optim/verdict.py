@@ -36,8 +36,6 @@ from flatfsdp.optim.clip import (
 NonFinite = Literal["raise", "skip", "step"]
 """What a step does whose gradients are not finite: raise, or leave itself out, or go on."""
 
-CHOICES: tuple[NonFinite, ...] = ("raise", "skip", "step")
-
 
 class NonFiniteGradientError(RuntimeError):
     """The gradients of a step were not finite, on some rank, and nothing was changed on any."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, Recipe, autocast, count_overflows
 from flatfsdp.layers import LayerNormMLP, Linear
 from tests.support.gpu.marks import FP8_GEMMS
+from tests.support.gpu.waiting import without_synchronisation
 
 pytestmark = FP8_GEMMS
 HIDDEN, FFN, TOKENS = 256, 512, 128
@@ -31,16 +30,6 @@ RECIPES = pytest.mark.parametrize(
     ],
     ids=["delayed", "current", "block"],
 )
-
-
-@contextmanager
-def without_synchronisation() -> Iterator[None]:
-    """Raises where the host would wait for the device."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def build() -> nn.Module:

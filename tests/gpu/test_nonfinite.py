@@ -19,7 +19,9 @@ from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, checkpoint, micro
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.layers import LayerNormMLP
 from flatfsdp.optim import SGD, AdamW, NonFiniteGradientError
+from tests.support.fp8_training import same_on_all_ranks
 from tests.support.gpu.marks import FP8_GEMMS
+from tests.support.gpu.waiting import without_synchronisation
 from tests.support.models import repeatable, same
 from tests.support.ranks import on_ranks
 
@@ -116,17 +118,6 @@ def random_bad(world_size: int, seed: str) -> tuple[int, int]:
     return chosen.randrange(STEPS - 2), chosen.randrange(world_size)
 
 
-def same_everywhere(tensors: list[Tensor]) -> bool:
-    """On all ranks; NaN equals itself."""
-    for tensor in tensors:
-        number = tensor.float().nan_to_num(7.0).contiguous()
-        others = [torch.empty_like(number) for _ in range(dist.get_world_size())]
-        dist.all_gather(others, number)
-        if not all(torch.equal(other, number) for other in others):
-            return False
-    return True
-
-
 # ---- what is left -----------------------------------------------------------------------------------------
 
 
@@ -157,7 +148,7 @@ def test_as_if_the_step_had_not_been(
     assert raised == ([bad + 1] if mode == "raise" else []) and none == []
     assert ours.optimizer.skipped_steps == 1 and theirs.optimizer.skipped_steps == 0
     whole = [value for value in checkpoint.full_state_dict(ours.model).values() if isinstance(value, Tensor)]
-    assert same_everywhere([ours.optimizer.skipped_steps, *whole])
+    assert same_on_all_ranks([ours.optimizer.skipped_steps, *whole])
 
 
 @KINDS
@@ -203,13 +194,10 @@ def test_a_step_does_not_synchronize(
     training = Training(rank, kind, nonfinite=mode, max_grad_norm=max_grad_norm)
     training.train(range(2), None, 0)
     training.optimizer.raise_if_nonfinite()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronisation():
         training.forward_backward(2, is_bad=rank == world_size - 1)
         training.optimizer.step()
         training.optimizer.zero_grad()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     if mode == "raise":
         with pytest.raises(NonFiniteGradientError):
             training.optimizer.raise_if_nonfinite()

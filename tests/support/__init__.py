@@ -3,7 +3,8 @@
 How they run:
     ranks               a test, or a case, on several ranks; pools of them for a whole file
     programs            Python programs, as a user runs them
-    gpu/, kernels/      which GPUs a test needs; kernels without one: interpreted, or compiled for Hopper
+    gpu/                which GPUs a test needs, and a watch over the host
+    kernels/            kernels without a GPU: interpreted, or compiled for Hopper
     stress/, diverging/ random models trained in random ways, and with a rank that does something else
 
 Models, their data and their training:

@@ -22,6 +22,9 @@ RECIPES = pytest.mark.parametrize(
     [SHORT, CurrentScaling(), BlockScaling(), None],
     ids=["delayed", "current", "block", "high"],
 )
+FP8_RECIPES = pytest.mark.parametrize(
+    "recipe", [SHORT, CurrentScaling(), BlockScaling()], ids=["delayed", "current", "block"]
+)
 LAYERS = {
     "linear": partial(Linear, WIDTH, FFN),
     "layernorm_linear": partial(LayerNormLinear, WIDTH, FFN, normalization="RMSNorm"),

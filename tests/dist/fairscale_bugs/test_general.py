@@ -39,6 +39,7 @@ from tests.support.against_plain import (
     plain_net,
     resident_bytes,
 )
+from tests.support.gpu.waiting import without_synchronisation
 from tests.support.models import Block, Net, build, data, whole_grads
 from tests.support.ranks import on_ranks, run_ranks
 
@@ -234,8 +235,7 @@ def host_never_waits(device: str) -> Iterator[None]:
             stack.enter_context(mock.patch(wait, side_effect=AssertionError(f"{wait} was called")))
         stack.enter_context(Watch(no_reads))
         if device == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
-            stack.callback(torch.cuda.set_sync_debug_mode, "default")
+            stack.enter_context(without_synchronisation())
         yield
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from flatfsdp import auto_wrap, by_class
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast, count_overflows
 from flatfsdp.layers import Linear
-from tests.support.fp8_layers import SHORT, WIDTH, seeded
+from tests.support.fp8_layers import FP8_RECIPES, SHORT, WIDTH, seeded
 from tests.support.fp8_training import batch
 from tests.support.ranks import on_ranks
 
@@ -50,9 +50,7 @@ def test_infinity_on_one_rank(rank: int, world_size: int, recipe: Any) -> None:
     assert (tables[0] == tables[1]) is (recipe == SHORT)
 
 
-@pytest.mark.parametrize(
-    "recipe", [SHORT, CurrentScaling(), BlockScaling()], ids=["delayed", "current", "block"]
-)
+@FP8_RECIPES
 @on_ranks(2)
 def test_each_rank_counts_its_rows_of_a_shared_matrix(rank: int, world_size: int, recipe: Any) -> None:
     """Sequence parallelism, which gathers rows in the forward and once more in the backward."""

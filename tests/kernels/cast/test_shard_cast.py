@@ -13,6 +13,7 @@ from flatfsdp.kernels.cast import cast as one_by_one
 from flatfsdp.kernels.cast import shard_cast as module
 from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.shared.tiles import find
+from tests.support.gpu.waiting import without_synchronisation
 from tests.support.kernels.compiling import SHARED_LIMIT, Compiled, compile_for_hopper
 from tests.support.kernels.fp8_pairs import endangered_pairs
 
@@ -295,13 +296,10 @@ def test_the_host_does_not_wait() -> None:
 
     run(*results[0])  # compiles
     results[0][0].zero_()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronisation():
         torch.cuda._sleep(10_000_000)
         for result in results:
             run(*result)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     amax, targets = torch.zeros_like(scale), poisoned_slices(NUMELS, E4M3, 16, "cuda")[1]
     module.max_abs_reference(amax, sources, BF16)
     module.cast_reference(scale, sources, targets, BF16)

@@ -12,6 +12,7 @@ from flatfsdp.kernels.grad import accumulate_many as module
 from flatfsdp.kernels.grad.accumulate_many import accumulate_many
 from flatfsdp.kernels.shared.tables import kept_table
 from flatfsdp.kernels.shared.tiles import find
+from tests.support.gpu.waiting import without_synchronisation
 from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
@@ -93,13 +94,10 @@ def test_the_host_does_not_wait() -> None:
     grads = random_grads(NUMELS, "cuda")
     results = [slices(NUMELS, "cuda")[1] for _ in range(50)]
     accumulate_many(results[0], grads, [True] * len(grads))  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronisation():
         torch.cuda._sleep(10_000_000)
         for targets in results:
             accumulate_many(targets, grads, [True] * len(grads))
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for targets in results:
         assert all(torch.equal(ours, grad.float()) for ours, grad in zip(targets, grads, strict=True))
 

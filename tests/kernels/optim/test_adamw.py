@@ -13,14 +13,13 @@ from flatfsdp.kernels.optim import adamw as module
 from flatfsdp.kernels.optim.adamw import Corrected, Numbers, adamw, bias_corrected
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.kernels.shared.tiles import find
-from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
+from tests.support.gpu.waiting import without_synchronisation
 from tests.support.kernels.flat_runs import FlatRuns, same
+from tests.support.kernels.optimizers import check_compiled
 
 BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
-TILE = find("adamw", torch.float32, 1)
-BLOCK = TILE.cols
+BLOCK = find("adamw", torch.float32, 1).cols
 NUMELS = [5, 16, BLOCK, 123, BLOCK + 1, 0, 2 * BLOCK + 48, 1]
-TAKEN = {"taken_ptr": "*fp32"}
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 ALL_FP32 = [FP32] * 4
 OPTIONS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
@@ -230,14 +229,11 @@ def test_the_host_does_not_wait() -> None:
     problem = random_runs(NUMELS, ALL_FP32, "cuda")
     scale, taken = torch.tensor(0.5, device="cuda"), torch.ones((), device="cuda")
     adamw(problem.runs, grad_scale=scale, taken=taken, dtype=BF16)  # compiles
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_synchronisation():
         torch.cuda._sleep(10_000_000)
         for _ in range(20):
             adamw(problem.runs, grad_scale=scale, taken=taken, dtype=BF16)
             corrected(1e-3, 1, device="cuda")
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_parameters_that_are_no_kernels_matter(device: str) -> None:
@@ -299,22 +295,4 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
 @pytest.mark.parametrize("copy", [None, tl.bfloat16], ids=str)
 def test_it_compiles_for_hopper_with_wide_loads_and_without_spills(copy: Any, always: bool) -> None:
     types = {"GRAD": tl.float32, "MOMENT": tl.float32, "DTYPE": copy}
-    compiled = compile_for_hopper(
-        "optim.adamw",
-        "_adamw_kernel",
-        {
-            "table_ptr": "*i64",
-            "n": "i32",
-            "grad_scale_ptr": "*fp32",
-            **({} if always else TAKEN),
-        },
-        {**types, "N_POW2": 512, "BLOCK": BLOCK, "ALIGNED": True, **({"taken_ptr": None} if always else {})},
-        num_warps=TILE.warps,
-        contract=False,
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
-    assert "fma.rn" not in compiled.ptx
-    per_thread = BLOCK // (32 * TILE.warps)
-    # 16 bytes at a time: four tensors are read and three written.
-    assert compiled.ptx.count("ld.global.v4.b32") == 4 * per_thread // 4
-    assert compiled.ptx.count("st.global.v4.b32") == 3 * per_thread // 4
+    check_compiled("adamw", types, always=always, read=4, written=3)

@@ -14,14 +14,12 @@ from flatfsdp.kernels.optim import sgd as module
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.kernels.optim.sgd import Numbers, sgd
 from flatfsdp.kernels.shared.tiles import find
-from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 from tests.support.kernels.flat_runs import FlatRuns, same
+from tests.support.kernels.optimizers import check_compiled
 
 BOTH = pytest.mark.parametrize("run", [module.reference, module.launch], ids=["reference", "kernel"])
-TILE = find("sgd", torch.float32, 1)
-BLOCK = TILE.cols
+BLOCK = find("sgd", torch.float32, 1).cols
 NUMELS = [5, BLOCK, 123, BLOCK + 1, 0, 2 * BLOCK + 48, 1]
-TAKEN = {"taken_ptr": "*fp32"}
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 KINDS = pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, False), (0.9, True)])
 
@@ -142,24 +140,5 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
 
 @pytest.mark.parametrize("always", [True, False], ids=["always taken", "maybe left out"])
 def test_it_compiles_for_hopper_with_wide_loads_and_without_spills(always: bool) -> None:
-    types = {"GRAD": tl.float32, "BUFFER": tl.float32, "DTYPE": tl.bfloat16}
-    compiled = compile_for_hopper(
-        "optim.sgd",
-        "_sgd_kernel",
-        {
-            "table_ptr": "*i64",
-            "n": "i32",
-            "grad_scale_ptr": "*fp32",
-            **({} if always else TAKEN),
-        },
-        {**types, "NESTEROV": True, "N_POW2": 512, "BLOCK": BLOCK, "ALIGNED": True}
-        | ({"taken_ptr": None} if always else {}),
-        num_warps=TILE.warps,
-        contract=False,
-    )
-    assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
-    assert "fma.rn" not in compiled.ptx
-    per_thread = BLOCK // (32 * TILE.warps)
-    # 16 bytes at a time: three tensors are read and two written.
-    assert compiled.ptx.count("ld.global.v4.b32") == 3 * per_thread // 4
-    assert compiled.ptx.count("st.global.v4.b32") == 2 * per_thread // 4
+    types = {"GRAD": tl.float32, "BUFFER": tl.float32, "NESTEROV": True, "DTYPE": tl.bfloat16}
+    check_compiled("sgd", types, always=always, read=3, written=2)

@@ -19,6 +19,7 @@ from flatfsdp.fp8.casts import stateless_casts
 from flatfsdp.layers import LayerNormMLP, Linear
 from tests.support.fp8_layers import (
     FFN,
+    FP8_RECIPES,
     SHORT,
     TOKENS,
     WIDTH,
@@ -30,9 +31,6 @@ from tests.support.fp8_layers import (
     train,
 )
 
-EVERY = pytest.mark.parametrize(
-    "recipe", [SHORT, CurrentScaling(), BlockScaling()], ids=["delayed", "current", "block"]
-)
 STATELESS = pytest.mark.parametrize("recipe", [CurrentScaling(), BlockScaling()], ids=["current", "block"])
 
 
@@ -61,7 +59,7 @@ def clean(overflows: Overflows) -> bool:
 # ---- what counts -------------------------------------------------------------------------------------------
 
 
-@EVERY
+@FP8_RECIPES
 def test_an_infinite_input_that_the_output_hides(recipe: Any) -> None:
     layer = Linear(WIDTH, FFN)
     step(layer, recipe, steady())
@@ -76,7 +74,7 @@ def test_an_infinite_input_that_the_output_hides(recipe: Any) -> None:
     assert overflows.totals() == counts(6, saturated=1, infinite=1)
 
 
-@EVERY
+@FP8_RECIPES
 def test_nan_and_infinity_in_a_gradient(recipe: Any) -> None:
     layer = Linear(WIDTH, FFN)
     with count_overflows(layer) as overflows:
@@ -86,7 +84,7 @@ def test_nan_and_infinity_in_a_gradient(recipe: Any) -> None:
     assert overflows.table()[""]["input"] == counts(3)
 
 
-@EVERY
+@FP8_RECIPES
 def test_a_jump_in_magnitude_saturates_under_delayed_scaling_alone(recipe: Any) -> None:
     layer = Linear(WIDTH, FFN)
     for _ in range(2):
@@ -114,7 +112,7 @@ def test_constant_magnitudes_never_count(power_of_two: bool) -> None:
         assert clean(overflows)
 
 
-@EVERY
+@FP8_RECIPES
 def test_ordinary_training_is_clean(recipe: Any) -> None:
     model = seeded(Stack)
     for _ in range(2):
@@ -148,7 +146,7 @@ def test_all_casts_of_a_region_are_one_amax_with_delayed_scaling() -> None:
         assert overflows.table()[""] == {"input": counts(expected), "weight": counts(expected)}
 
 
-@EVERY
+@FP8_RECIPES
 def test_a_weight_of_an_earlier_microbatch_is_not_counted_again(recipe: Any) -> None:
     layer = Linear(WIDTH, FFN)
     with count_overflows(layer) as overflows:
@@ -192,7 +190,7 @@ RECOMPUTING = pytest.mark.parametrize(
 )
 
 
-@EVERY
+@FP8_RECIPES
 @RECOMPUTING
 def test_recompute_counts_nothing_twice(make: Callable[[], nn.Module], recipe: Any) -> None:
     tables = []
@@ -210,7 +208,7 @@ def test_recompute_counts_nothing_twice(make: Callable[[], nn.Module], recipe: A
 # ---- which layers ------------------------------------------------------------------------------------------
 
 
-@EVERY
+@FP8_RECIPES
 def test_names_are_those_before_wrapping(recipe: Any) -> None:
     tables = []
     for wraps in (False, True):
@@ -253,7 +251,7 @@ def test_a_part_of_a_model_and_several_counts() -> None:
     }
 
 
-@EVERY
+@FP8_RECIPES
 def test_a_copy_is_not_counted(recipe: Any) -> None:
     model = seeded(Stack)
     step(model, recipe, steady())
@@ -308,7 +306,7 @@ def test_a_layer_under_two_names_has_the_first() -> None:
 # ---- beginning and end -------------------------------------------------------------------------------------
 
 
-@EVERY
+@FP8_RECIPES
 def test_counting_changes_no_bit(recipe: Any) -> None:
     model, plain = seeded(Stack), seeded(Stack)
     with count_overflows(model) as overflows:
@@ -327,7 +325,7 @@ def test_an_update_of_a_whole_model_is_counted_at_once(monkeypatch: pytest.Monke
     assert [amax.numel() for amax, *_ in calls] == updates and len(updates) == 4
 
 
-@EVERY
+@FP8_RECIPES
 def test_nothing_is_left_behind(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = seeded(Stack)
     with count_overflows(model) as overflows:
@@ -372,7 +370,7 @@ def test_casts_are_the_usual_ones_while_nobody_counts(recipe: Any) -> None:
         assert all(casts is usual for casts in layer.casts(torch.device("cpu")))
 
 
-@EVERY
+@FP8_RECIPES
 def test_a_backward_after_the_end_is_not_counted(recipe: Any) -> None:
     layer = Linear(WIDTH, FFN)
     with count_overflows(layer) as overflows:

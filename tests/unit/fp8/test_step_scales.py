@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from flatfsdp import FlatFSDP, auto_wrap, by_class, checkpoint, fp8, microbatches
 from flatfsdp.fp8 import DelayedScaling, autocast
 from flatfsdp.optim import SGD, AdamW, NonFiniteGradientError
-from tests.support.fp8_layers import SHORT, TOKENS, WIDTH, Block, Stack, fp8_state, seeded
+from tests.support.fp8_layers import SHORT, TOKENS, WIDTH, Block, Stack, assert_same_state, fp8_state, seeded
 from tests.support.models import same
 
 MODES = pytest.mark.parametrize("mode", ["skip", "raise"])
@@ -175,7 +175,7 @@ def test_two_optimizers_of_one_model() -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        assert all(torch.equal(value, before[key]) for key, value in fp8_state(model).items())
+        assert_same_state(fp8_state(model), before)
 
 
 def test_an_evaluation_before_the_step_changes_nothing() -> None:
@@ -202,7 +202,7 @@ def test_a_failed_forward_does_not_keep_noting() -> None:
         outside(batch(0, 0)).square().mean().backward()
     before = fp8_state(outside)
     train(model, optimizer, [0], [0])
-    assert all(torch.equal(value, before[key]) for key, value in fp8_state(outside).items())
+    assert_same_state(fp8_state(outside), before)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -221,10 +221,10 @@ def test_a_recomputed_model_goes_back_too(use_reentrant: bool) -> None:
 
     for number in range(2):
         step(number, 1.0)
-    before = {name: value.clone() for name, value in fp8_state(model).items()}
+    before = fp8_state(model)
     step(2, torch.nan)
     assert optimizer.skipped_steps == 1
-    assert same([*before.values()], [*fp8_state(model).values()])
+    assert_same_state(fp8_state(model), before)
 
 
 def test_a_second_step_without_a_forward_moves_no_scales() -> None:
@@ -233,8 +233,8 @@ def test_a_second_step_without_a_forward_moves_no_scales() -> None:
     for number in range(2):
         forward_backward(model, number)
         optimizer.step()
-    before = {name: value.clone() for name, value in fp8_state(model).items()}
+    before = fp8_state(model)
     next(iter(model.parameters())).grad[0] = torch.nan
     optimizer.step()
     assert optimizer.skipped_steps == 1
-    assert same([*before.values()], [*fp8_state(model).values()])
+    assert_same_state(fp8_state(model), before)

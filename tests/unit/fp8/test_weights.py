@@ -9,16 +9,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling, autocast
+from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
-from tests.support.fp8_layers import FFN, SHORT, TOKENS, WIDTH, Stack, batch, seeded
+from tests.support.fp8_layers import FFN, FP8_RECIPES, SHORT, TOKENS, WIDTH, Stack, batch, seeded
 from tests.support.plain_layers import error
 
 E4M3 = torch.float8_e4m3fn
-RECIPES = pytest.mark.parametrize(
-    "recipe", [SHORT, CurrentScaling(), BlockScaling()], ids=["delayed", "current", "block"]
-)
 LAYERS = pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
 
 
@@ -47,7 +44,7 @@ def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 # ---- cast once ---------------------------------------------------------------------------------------------
 
 
-@RECIPES
+@FP8_RECIPES
 @LAYERS
 def test_a_weight_is_cast_once_a_step(layer_type: type, recipe: Any, casts: list[tuple[int, ...]]) -> None:
     layer, tokens = layer_type(WIDTH, FFN), 2 * TOKENS
@@ -69,7 +66,7 @@ def test_a_weight_is_cast_once_a_step(layer_type: type, recipe: Any, casts: list
         assert sorted(shape for shape in casts if shape[0] != tokens) == weights
 
 
-@RECIPES
+@FP8_RECIPES
 def test_cached_weights_give_the_bits_of_weights_that_are_cast_each_time(recipe: Any) -> None:
     """While neither weights nor their scales change, which they do in the first update of delayed scaling."""
     cached, fresh = seeded(Stack), seeded(Stack)
@@ -233,7 +230,7 @@ def test_scales_that_are_written_in_place_are_used_by_the_next_cast() -> None:
 # ---- errors ------------------------------------------------------------------------------------------------
 
 
-@RECIPES
+@FP8_RECIPES
 @LAYERS
 def test_false_before_any_true(layer_type: type, recipe: Any) -> None:
     layer = layer_type(WIDTH, FFN)
