@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 PIECE = 1 << 20
 """Bytes that are hashed by themselves."""
 THREADS = max(1, min(4, (os.cpu_count() or 1) // 8))
-"""On each rank.  hashlib lets other threads run; one core hashes 1 to 2 GB/s, and more take time from the writing."""
+"""On each rank.  hashlib lets other threads run; one core hashes 1 to 2 GB/s, and more slow the writing."""
 
 
 class FileDigest(NamedTuple):

@@ -11,7 +11,7 @@ from flatfsdp.checkpoint.optimizer_state import (
     SlotState,
     described,
     groups_by_name,
-    install,
+    loadable_state,
     not_trained,
     state_shard,
     trained_masters,
@@ -113,7 +113,7 @@ def load_full_optimizer_state_dict(
             lambda slot: own_part(whole.get(prefix + slot.name, {}).get(key), slot, master.grid.tensor), dtype
         )
 
-    install(masters, optimizer, states, groups, shard_of)
+    optimizer.load_state_dict(loadable_state(masters, optimizer, states, groups, shard_of))
 
 
 def _described(state: dict[str, dict[str, Any]]) -> dict[str, SlotState]:

@@ -2,7 +2,7 @@
 
 In:   an optimizer over the portions of a model's master shards.
 Out:  `described`: for each parameter, its group and which states it has; `state_shard`: one state of one flat
-      group, as long as the master shard; `loadable_state` and `install`: the reverse.
+      group, as long as the master shard; `loadable_state`: the reverse.
 Next: `full_optimizer.py` joins the shards to whole tensors, `sharded.py` leaves them apart.
 """
 
@@ -182,20 +182,6 @@ def _same_options(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
     return ours.keys() == theirs.keys() and all(
         bool(ours[option] == theirs[option]) for option in ours if option != "params"
     )
-
-
-def install(
-    masters: Sequence[tuple[str, MasterShard]],
-    optimizer: torch.optim.Optimizer,
-    states: dict[str, SlotState],
-    param_groups: Sequence[dict[str, Any]],
-    shard_of: Callable[[str, MasterShard, str, torch.dtype], Tensor],
-) -> None:
-    """Gives the optimizer this state, through its own `load_state_dict`.  Collective, as `described` is.
-
-    Args and raises: as `loadable_state`; if it raises, nothing is changed.
-    """
-    optimizer.load_state_dict(loadable_state(masters, optimizer, states, param_groups, shard_of))
 
 
 def loadable_state(
