@@ -1,6 +1,8 @@
 """FlatFSDP: an FSDP-integrated flat-parameter engine."""
 
+from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.fsdp import FlatFSDP
+from flatfsdp.engine.in_place.shard import register_forward_method, shard
 from flatfsdp.engine.param_groups import param_groups
 from flatfsdp.engine.wrap import auto_wrap, by_class, by_size
 from flatfsdp.flat.flatten_params import FlattenParamsWrapper
@@ -22,4 +24,7 @@ __all__ = [
     "by_size",
     "microbatches",
     "param_groups",
+    "register_forward_method",
+    "shard",
+    "whole_shape",
 ]

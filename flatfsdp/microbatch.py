@@ -14,6 +14,8 @@ from typing import TypeVar
 
 from torch import nn
 
+from flatfsdp.contract.claimed import FSDP_STATE
+
 logger = logging.getLogger(__name__)
 
 Batch = TypeVar("Batch")
@@ -100,8 +102,8 @@ def microbatches(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
         optimizer.step()
     """
     # Before the root module is first called, its units still have one each.
-    found = [module.__dict__.get("microbatch") for module in model.modules()]
-    states = {state for state in found if isinstance(state, Microbatch)}
+    units = filter(None, (FSDP_STATE.of(module) for module in model.modules()))
+    states = {unit.microbatch for unit in units}
     source = iter(batches)
     loop = missing = object()
     batch = next(source, missing)

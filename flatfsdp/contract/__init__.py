@@ -21,6 +21,7 @@ FlatFSDP.
     exchanges                   layers           engine              tensor_parallel.py
     skip_backward_post_hook     layers           engine              tensor_parallel.py
     flat_shard                  engine           optimizers          flat_shard.py
+    whole_shape                 engine           anybody             whole_shape.py
     _flatfsdp_name(s)           engine           engine, Lightning   claimed.py
 
 `placement.py` reads the marks of tensor parallelism for the engine.  Wrappers that add no level to the names

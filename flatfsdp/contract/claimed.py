@@ -1,13 +1,21 @@
-"""Which parameters a unit has taken, so that another unit, or an optimizer from before, can tell.
+"""Which modules are units, and which parameters they have taken, so that others can tell.
 
-Left on the parameters that a module had before it was wrapped, and on the modules that had them.
+Left on units, on the parameters that a module had before it was sharded, and on the modules that had them.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 from flatfsdp.contract.attribute import Attribute
+
+FSDP_STATE = Attribute[Any]("fsdp_state", None)
+"""What the engine knows of a sharded module (`engine/units.py`); None for any other module."""
+
+PART_OF = Attribute[Any]("_flatfsdp_part_of", None)
+"""A weak reference to the unit around a module that may be called by itself; see `engine/in_place`."""
 
 TAKEN_AS = Attribute[str | None]("_flatfsdp_name", None)
 """The name that a parameter from before has in the unit that has taken it."""

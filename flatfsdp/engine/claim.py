@@ -19,6 +19,7 @@ from flatfsdp.comm.device import indexed
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.claimed import TAKEN_AS, mark_taken_from, taken_from
+from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.placement import Placement, placement_of
 from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
@@ -41,14 +42,15 @@ def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
     """Parameters below `module` that no FlatFSDP owns, by name; validated before anything changes."""
     found: dict[nn.Parameter, str] = {}
     for path, owner in own_modules(module):
-        if isinstance(owner, ModuleWrapper):
+        if isinstance(owner, ModuleWrapper | UnitModule):
             raise ValueError(
                 f"{path or 'the module'} is a {type(owner).__name__}, which has flat parameters of its own; "
                 "wrap the plain module"
             )
         taken = taken_from(owner)
         for attribute, name in taken.items():
-            if attribute not in owner._parameters:
+            listed = owner._parameters.get(attribute)
+            if listed is None or FLAT_SHARD.of(listed) is not None:
                 raise ValueError(_tied_message(f"{path}.{attribute}", name))
         for attribute, parameter in owner._parameters.items():
             if parameter is not None:

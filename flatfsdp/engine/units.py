@@ -2,14 +2,14 @@
 
 In:   a module, and where, over which ranks and how its parameters are to be kept.
 Out:  what finds all units of a model, each with the prefix that the names of its parameters have.
-Next: `fsdp.py` takes the parameters and runs the module.
+Next: `build.py` takes the parameters, `call.py` runs the module.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.flat.layout import ParamSlot, Role
-from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Policy
 
@@ -36,7 +35,11 @@ class FSDPState:
         grid: the ranks over which its parameters are sharded, replicated and split.
         device: where it computes and communicates.
         unit: its flat groups, in forward and backward.
+        microbatch: which microbatch this is; shared with the inner units of a root.
+        ledger: bytes moved; shared likewise.
+        outer: the module around it that was sharded in place, too; None for the outermost, and for wrappers.
         root: state of the whole model; None before the model is used, see `root_of`.
+        uses: how many calls of the module, or of a part of it, run now.
         is_whole: whether its parameters are ordinary ones now, inside `summon_full_params`.
         writes_back: whether they are written back at the end of that.
     """
@@ -45,42 +48,23 @@ class FSDPState:
     grid: Grid
     device: torch.device
     unit: Unit
+    microbatch: Microbatch
+    ledger: ByteLedger
+    outer: weakref.ref[UnitModule] | None = None
     root: Root | None = None
+    uses: int = 0
     is_whole: bool = False
     writes_back: bool = False
 
 
-class UnitModule(ModuleWrapper):
-    """`FlatFSDP`, for code that walks over a model.
+class UnitModule(nn.Module):
+    """A sharded module, wrapped or in place, for code that walks over a model.
 
     Attributes:
         fsdp_state: what the engine knows of it.
-        microbatch: which microbatch this is; shared with the inner units of a root.
-        ledger: bytes moved; shared likewise.
     """
 
-    def __init__(self, module: nn.Module, policy: Policy, grid: Grid, device: torch.device) -> None:
-        super().__init__(module)
-        self.microbatch = Microbatch()
-        self.ledger = ByteLedger()
-        contains_units = any(isinstance(child, UnitModule) for child in module.modules())
-        # One object, because what is found here hides the wrapped module's attribute of the same name.
-        unit = Unit(policy.reshard_after_forward, contains_units=contains_units)
-        self.fsdp_state = FSDPState(policy, grid, device, unit)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # What the wrapper itself has been given may be replaced; "module" is not there before it is wrapped.
-        if (
-            isinstance(value, nn.Module)
-            and name != "module"
-            and name not in self._modules
-            and hasattr(self, name)
-        ):
-            raise TypeError(
-                f"{name} cannot be replaced after wrapping: the new module's parameters would be neither "
-                "used nor reduced; replace it first, then wrap"
-            )
-        super().__setattr__(name, value)
+    fsdp_state: FSDPState
 
     def _join(self, root: Root, outermost: UnitModule) -> None:
         """Called once, when the model is first used.
@@ -88,8 +72,9 @@ class UnitModule(ModuleWrapper):
         Args:
             outermost: the module whose root this is; perhaps this one.
         """
-        self.fsdp_state.root = self.fsdp_state.unit.root = root
-        self.microbatch, self.ledger = outermost.microbatch, outermost.ledger
+        state, shared = self.fsdp_state, outermost.fsdp_state
+        state.root = state.unit.root = root
+        state.microbatch, state.ledger = shared.microbatch, shared.ledger
 
 
 def root_of(wrapped: UnitModule) -> Root:
@@ -104,6 +89,9 @@ def root_of(wrapped: UnitModule) -> Root:
     state = wrapped.fsdp_state
     if state.root is not None:
         return state.root
+    if state.outer is not None and (outer := state.outer()) is not None:
+        # A layer, called before the model it is in.
+        return root_of(outer)
     inside: dict[UnitModule, str] = {}
     for prefix, unit in units_in(wrapped):
         # A module with two paths is one unit, under its first name.
@@ -131,13 +119,13 @@ def root_of(wrapped: UnitModule) -> Root:
         state.policy.prefetch,
         # With nothing to shard there is no shard to keep a sum in.
         state.policy.grad_sync == "every" and any(group.grid.shard.size > 1 for group in groups),
-        wrapped.microbatch,
-        wrapped.ledger,
+        state.microbatch,
+        state.ledger,
         number,
     )
     for unit in inside:
         unit._join(root, wrapped)
-    wrapped.ledger.parameters += sum(slot.numel for group in groups for slot in group.layout.slots)
+    state.ledger.parameters += sum(slot.numel for group in groups for slot in group.layout.slots)
     return root
 
 

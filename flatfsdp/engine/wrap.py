@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
+from flatfsdp.engine.claim import own_modules
 from flatfsdp.engine.fsdp import FlatFSDP
+from flatfsdp.engine.units import UnitModule
 
 WrapPolicy = Callable[[str, nn.Module, int], bool]
 """(name, module, parameters below it that no inner unit has taken) -> whether it becomes a unit."""
@@ -48,13 +51,27 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> Flat
         ValueError: as `FlatFSDP`, with the unit's name.  If the policy picks nothing: the whole model would
             be one unit, which is never freed between forward and backward.
     """
+    make_units(model, policy, partial(FlatFSDP, **fsdp_options))
+    return FlatFSDP(model, **fsdp_options)
+
+
+def make_units(model: nn.Module, policy: WrapPolicy, make: Callable[[nn.Module], UnitModule]) -> None:
+    """Makes a unit of every module below `model` that the policy picks, inner ones first.
+
+    Args:
+        make: returns the unit, which takes the module's place if it is another object.
+
+    Raises:
+        TypeError: if the policy is a class or cannot be called.
+        ValueError: as `make`, with the unit's name; if the policy picks nothing.
+    """
     if isinstance(policy, type) or not callable(policy):
         raise TypeError(f"the wrap policy is {policy!r}; pass by_class(...), by_size(...) or a function")
-    units: dict[nn.Module, FlatFSDP] = {}
+    units: dict[nn.Module, UnitModule] = {}
 
     def visit(parent: nn.Module, prefix: str) -> None:
         for child_name, child in list(parent._modules.items()):
-            if child is None or isinstance(child, FlatFSDP):
+            if child is None or (isinstance(child, UnitModule) and child not in units):
                 continue
             name = f"{prefix}{child_name}"
             if child not in units:
@@ -63,23 +80,22 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> Flat
                     visit(child, f"{name}.")
                 if policy(name, child, _free_numel(child)):
                     try:
-                        units[child] = FlatFSDP(child, **fsdp_options)
+                        units[child] = make(child)
                     except ValueError as error:
                         # It names parameters as they are called inside the unit.
                         raise ValueError(f"{name}: {error}") from error
-            if child in units:
+            if units.get(child, child) is not child:
                 setattr(parent, child_name, units[child])
 
     visit(model, "")
     if not units:
         raise ValueError(
             "the wrap policy picked no module, so the whole model would be one unit; pick a smaller class or "
-            "size, or call FlatFSDP(model) if that is what you want"
+            "size, or call FlatFSDP(model), or shard(model) in place, if that is what you want"
         )
-    return FlatFSDP(model, **fsdp_options)
 
 
 def _free_numel(module: nn.Module) -> int:
     """Number of elements in parameters below `module` that no unit has taken yet."""
-    own = {p for m in module.modules() if not isinstance(m, FlatFSDP) for p in m.parameters(recurse=False)}
+    own = {p for _, m in own_modules(module) for p in m._parameters.values() if p is not None}
     return sum(p.numel() for p in own)

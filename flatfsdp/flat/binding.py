@@ -9,13 +9,14 @@ Next: `flatten_params.py` and `engine/storage/group.py` bind views of their flat
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from torch import Tensor, nn
 
 from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.placement import partition_of, placement_of
 from flatfsdp.flat.layout import FlatLayout, ParamSpec, Role
-from flatfsdp.flat.sites import Site, assign, parameter_sites
+from flatfsdp.flat.sites import Site, assign, parameter_sites, place
 
 
 class Binding:
@@ -24,6 +25,7 @@ class Binding:
     def __init__(self, layout: FlatLayout, sites: Sequence[tuple[Site, ...]]) -> None:
         self.layout = layout
         self.sites = tuple(sites)
+        self.listed: Sequence[nn.Parameter] = ()
         self._order = {site.module: tuple(site.module._parameters) for group in sites for site in group}
 
     @staticmethod
@@ -95,12 +97,25 @@ class Binding:
             writes += [(view, value.detach().clone()) for value in moved.values()]
         return writes
 
+    def list(self, listed: Sequence[nn.Parameter]) -> None:
+        """From now on the modules list these, one a slot, in place of what `bind` gives them to compute with.
+
+        `module.parameters()` and `module._parameters` have the one, the attribute `module.weight` is the
+        other: Python looks into an object's own dict before it asks nn.Module.
+        """
+        self.listed = listed
+
     def bind(self, tensors: Sequence[Tensor]) -> None:
         """Makes `site.module.attribute` be the given tensor of its slot, as a plain attribute.
 
-        The attribute is not registered, so `module.parameters()` does not list it: the optimizer sees the
-        flat parameter and nothing else.
+        The attribute is not registered: `module.parameters()` lists what `list` was given, or nothing.
         """
+        if self.listed:
+            for sites, tensor, listed in zip(self.sites, tensors, self.listed, strict=True):
+                for site in sites:
+                    site.module._parameters[site.attribute] = listed
+                    place(site, tensor)
+            return
         for sites, tensor in zip(self.sites, tensors, strict=True):
             for site in sites:
                 site.module._parameters.pop(site.attribute, None)
@@ -110,10 +125,13 @@ class Binding:
                     site.module.__dict__[site.attribute] = site.module._parameters.pop(site.attribute)
 
     def displaced(self, tensors: Sequence[Tensor]) -> str | None:
-        """Name of a parameter in whose place there is something else than the tensor that was bound."""
-        for sites, tensor in zip(self.sites, tensors, strict=True):
+        """Name of a parameter in whose place there is something else than was bound, or listed."""
+        for sites, tensor, listed in zip(self.sites, tensors, self.listed or repeat(None), strict=False):
             for site in sites:
-                if site.module.__dict__.get(site.attribute) is not tensor:
+                module, attribute = site.module, site.attribute
+                if module.__dict__.get(attribute) is not tensor:
+                    return site.name
+                if listed is not None and module._parameters.get(attribute) is not listed:
                     return site.name
         return None
 

@@ -116,24 +116,37 @@ class ModuleWrapper(Transparent, ABC):
     def _load_value(
         self, binding: Binding, slot: ParamSlot, value: Any, key: str, error_msgs: list[str]
     ) -> None:
-        if not torch.overrides.is_tensor_like(value):
-            error_msgs.append(
-                f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like object '
-                f"from checkpoint but received {type(value)}"
-            )
-        elif tuple(value.shape) != slot.shape:
-            error_msgs.append(
-                f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
-                f"the shape in current model is {torch.Size(slot.shape)}."
-            )
-            if tuple(value.shape) == slot.whole_shape:
-                error_msgs[-1] += (
-                    " That is a part of what the checkpoint has: load whole tensors with "
-                    "flatfsdp.checkpoint.load_full_state_dict."
-                )
+        problem = misfit(slot, value, key)
+        if problem is not None:
+            error_msgs.append(problem)
         else:
             with torch.no_grad():
                 self._load_slot(binding, slot, value)
+
+
+def misfit(slot: ParamSlot, value: Any, key: str) -> str | None:
+    """Why a value of a state dict cannot be loaded into a slot, in PyTorch's words; None if it can.
+
+    Args:
+        key: of the value in the state dict.
+    """
+    if not torch.overrides.is_tensor_like(value):
+        return (
+            f'While copying the parameter named "{key}", expected torch.Tensor or Tensor-like object '
+            f"from checkpoint but received {type(value)}"
+        )
+    if tuple(value.shape) == slot.shape:
+        return None
+    problem = (
+        f"size mismatch for {key}: copying a param with shape {value.shape} from checkpoint, "
+        f"the shape in current model is {torch.Size(slot.shape)}."
+    )
+    if tuple(value.shape) == slot.whole_shape:
+        problem += (
+            " That is a part of what the checkpoint has: load whole tensors with "
+            "flatfsdp.checkpoint.load_full_state_dict."
+        )
+    return problem
 
 
 def _report_original_names(wrapper: ModuleWrapper, _incompatible_keys: object) -> None:

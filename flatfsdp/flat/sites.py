@@ -39,11 +39,24 @@ def parameter_sites(module: nn.Module, prefix: str = "") -> Iterator[tuple[Site,
                 yield Site(owner, attribute, path + attribute), parameter
 
 
+def place(site: Site, tensor: Tensor) -> None:
+    """Makes `module.attribute` be `tensor`, beside what the module has registered under this name."""
+    site.module.__dict__[site.attribute] = tensor
+    if isinstance(site.module, nn.RNNBase):
+        rnn = site.module
+        rnn._flat_weights = [getattr(rnn, name, None) for name in rnn._flat_weights_names]
+        _follow_flat_weights(rnn)
+
+
 def assign(site: Site, tensor: Tensor) -> None:
     """`module.attribute = tensor`, and a recurrent layer's own list of its weights stays in step."""
     setattr(site.module, site.attribute, tensor)
     if isinstance(site.module, nn.RNNBase):
-        # Its __setattr__ has updated `_flat_weights`.  If these weak references lag behind, the next forward
-        # on CUDA calls flatten_parameters, which moves the weights out of the flat buffer with set_().
-        rnn = site.module
-        rnn._flat_weight_refs = [None if w is None else weakref.ref(w) for w in rnn._flat_weights]
+        # Its __setattr__ has updated `_flat_weights`.
+        _follow_flat_weights(site.module)
+
+
+def _follow_flat_weights(rnn: nn.RNNBase) -> None:
+    """If these weak references lag behind `_flat_weights`, the next forward on CUDA calls flatten_parameters,
+    which moves the weights out of the flat buffer with set_()."""
+    rnn._flat_weight_refs = [None if w is None else weakref.ref(w) for w in rnn._flat_weights]

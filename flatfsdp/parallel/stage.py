@@ -37,6 +37,7 @@ from torch.utils._pytree import tree_map_only
 
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.attribute import Attribute
+from flatfsdp.contract.flat_shard import FLAT_SHARD
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.unreduced import reduced_grad
@@ -377,9 +378,8 @@ def _outermost(module: nn.Module, stage_index: int) -> list[UnitModule]:
             f"stage {stage_index}, a {type(module).__name__}, contains no FlatFSDP module; wrap it with "
             "FlatFSDP or auto_wrap first"
         )
-    sharded = {parameter for wrapped in units for parameter in wrapped._parameters.values()}
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter not in sharded:
+        if parameter.requires_grad and FLAT_SHARD.of(parameter) is None:
             raise ValueError(
                 f"parameter {name} of stage {stage_index} is in no FlatFSDP module, so nobody would reduce "
                 "its gradient; wrap the whole stage (auto_wrap does)"

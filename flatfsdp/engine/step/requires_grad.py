@@ -27,6 +27,14 @@ def follow_requires_grad(group: FlatGroup) -> None:
         RuntimeError: if it cannot be trained.
     """
     trains = group.trains
+    mixed = [each.requires_grad for each in group.flagged]
+    if len(set(mixed)) > 1:
+        slot = group.layout.slots[mixed.index(not trains)]
+        raise RuntimeError(
+            f"requires_grad of parameter {group.prefix}{slot.name} was set to {not trains}, and not that of "
+            f"{group.prefix}{group.layout.slots[0].name}; the parameters of a unit are frozen together: set "
+            "all of them, or shard what is to be frozen by itself as a unit of its own"
+        )
     if trains == group.params.trains:
         return
     if trains and group.main_grad is None:
@@ -38,8 +46,8 @@ def follow_requires_grad(group: FlatGroup) -> None:
             )
         group.open_main_grad()
     group.params.follow(trains)
-    for portion in group.master.portions:
-        portion.parameter.requires_grad_(trains)
+    for parameter in (group.master.flat, *(portion.parameter for portion in group.master.portions)):
+        parameter.requires_grad_(trains)
 
 
 def require_one_flag(group: FlatGroup) -> None:

@@ -7,7 +7,8 @@ Out:  one `Root` that its units refer to.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -27,7 +28,7 @@ from flatfsdp.fp8.recompute import current_tape
 from flatfsdp.fp8.step_scales import StepScales
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Prefetch
-from flatfsdp.torch_private import never_traced, running_backward
+from flatfsdp.torch_private import in_backward, never_traced, running_backward
 
 logger = logging.getLogger(__name__)
 
@@ -172,6 +173,32 @@ class Root:
         for group in self.groups:
             group.drop_if_zeroed()
             follow_requires_grad(group)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Inside, all parameters are there.  Collective at the beginning.
+
+        Raises:
+            RuntimeError: inside a forward or backward.
+        """
+        if self.in_forward or in_backward():
+            raise RuntimeError("unsharded() inside a forward or backward; call it before or after")
+        fresh = [unit for unit in self.units if not unit.is_kept]
+        look(self._model)
+        self._require_own_memory()
+        self._expire()
+        self._follow_user()
+        self._refresh_scales()
+        for unit in fresh:
+            unit.show(Action.EVALUATION)
+            unit.is_kept = True
+        try:
+            yield
+        finally:
+            for unit in fresh:
+                unit.is_kept = False
+                unit.reshard()
+                unit.expire()
 
     def begin_backward(self, forward: Forward | None = None) -> int:
         """Called by whatever happens first in a backward, and often after that; returns its number.

@@ -76,6 +76,7 @@ class Unit:
     Attributes:
         groups: of parameters that were built trained or frozen, stored in FP8 or not; those that there are.
         root: shared state of the model; set when the root module is first used.
+        is_kept: whether the parameters stay where they are, inside `Root.kept`.
         keep_as_root: whether the root's own parameters stay from its forward to its backward.
         writes: notices a forward that writes to the parameters.
     """
@@ -85,6 +86,7 @@ class Unit:
         self.root: SharedByUnits
         self._reshard_after_forward = reshard_after_forward
         self._contains_units = contains_units
+        self.is_kept = False
         self.keep_as_root = True
         self.writes = WriteCheck(self.groups)
         # By the backward that runs: one that reentrant checkpointing nests in another counts by itself.
@@ -113,13 +115,22 @@ class Unit:
         """Starts to gather the parameters."""
         unshard(self.groups, self.root.gather_stream, action)
 
+    def show(self, action: Action) -> None:
+        """Gathers the parameters, and lets the module see them."""
+        self._use(iter(()), action)
+        for group in self.groups:
+            group.params.show()
+
     def reshard(self) -> None:
         """Frees the gathered parameters."""
-        reshard(self.groups)
+        if not self.is_kept:
+            reshard(self.groups)
 
     def expire(self) -> None:
-        for group in self.groups:
-            group.compute_shard.expire()
+        """What was gathered is not up to date any more."""
+        if not self.is_kept:
+            for group in self.groups:
+                group.compute_shard.expire()
 
     def _use(self, upcoming: Iterator[Ordered], action: Action) -> None:
         """Gathers this unit first, then what comes after it, and waits for this one only."""

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.binding import Binding
@@ -35,6 +35,7 @@ class Leaves:
     for which there is no `main_grad` before they are trained.
 
     Args:
+        parameters: those of the binding.
         unsharded: 1-D, padded; its memory must be there now, and may come and go later.
         landed: called with the slot's index once a gradient is in `main_grad`.
     """
@@ -42,6 +43,7 @@ class Leaves:
     def __init__(
         self,
         binding: Binding,
+        parameters: Sequence[nn.Parameter],
         unsharded: Tensor,
         main_grad: MainGrad | None,
         landed: Callable[[int | None], None],
@@ -49,7 +51,7 @@ class Leaves:
         self._binding = binding
         self._main_grad: MainGrad | None = None
         self._landed = landed
-        self._parameters = binding.parameters()
+        self._parameters = parameters
         self.trains = main_grad is not None
         self._views = binding.layout.views(unsharded)
         self._absent = _absent(binding.layout, unsharded)
@@ -126,7 +128,12 @@ class Views:
     """
 
     def __init__(
-        self, binding: Binding, unsharded: Tensor, main_grad: MainGrad, landed: Callable[[int | None], None]
+        self,
+        binding: Binding,
+        parameters: Sequence[nn.Parameter],
+        unsharded: Tensor,
+        main_grad: MainGrad,
+        landed: Callable[[int | None], None],
     ) -> None:
         self._binding = binding
         self._main_grad = main_grad
@@ -141,14 +148,13 @@ class Views:
         for view in self._views:
             # Being older than any forward, the concat of every unit would come last in the backward.
             run_as_soon_as_ready(view, depth=2)
-        self._take_over_hooks()
+        self._take_over_hooks(parameters)
         self._is_concealed = False
         self.follow(True)
 
-    def _take_over_hooks(self) -> None:
+    def _take_over_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """The user's hooks are on parameters that the module will not see again."""
-        slots, parameters = self._binding.layout.slots, self._binding.parameters()
-        for slot, parameter, view in zip(slots, parameters, self._views, strict=True):
+        for slot, parameter, view in zip(self._binding.layout.slots, parameters, self._views, strict=True):
             if parameter._post_accumulate_grad_hooks:
                 raise ValueError(
                     f"parameter {slot.name} has a post-accumulate-gradient hook, which only a leaf can have; "

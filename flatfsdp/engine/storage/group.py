@@ -16,7 +16,7 @@ A group's parameters are in one of three states:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
 
@@ -38,12 +38,15 @@ from flatfsdp.engine.storage.compute_shard import ComputeShard, compute_tensor
 from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE, FP8Weights
 from flatfsdp.engine.storage.main_grad import MainGrad
-from flatfsdp.engine.storage.master import MasterShard, Version
+from flatfsdp.engine.storage.master import MasterShard, Portion, Version
 from flatfsdp.engine.storage.unreduced import UnreducedMarks
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import Role
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Division, Policy
+
+Cut = Callable[[MasterShard, Sequence[nn.Parameter]], list[Portion]]
+"""(master shard, the parameters that it was filled from) -> one portion for each of them."""
 
 
 class ShardState(Enum):
@@ -66,6 +69,8 @@ class FlatGroup:
         binding: of parameters that are registered in the module, all trained or all frozen, of one role.
         landed: called when a gradient of this backward is in `main_grad`, with this group and its slot's
             index, or None when all slots landed at once.
+        cut: makes the portions, one a parameter, that the modules list in the parameters' places from now on;
+            None: they list none, and the shard is one portion.
 
     Attributes:
         prefix: of the parameters' original names, such as "blocks.0."; set by the root.
@@ -90,6 +95,7 @@ class FlatGroup:
         microbatch: Microbatch,
         ledger: ByteLedger,
         landed: Callable[[FlatGroup, int | None], None],
+        cut: Cut | None = None,
     ) -> None:
         self.prefix = ""
         self.grid = self.reduce_grid = grid
@@ -98,7 +104,8 @@ class FlatGroup:
         self.ledger = ledger
         self.binding = binding
         self.layout = binding.layout
-        self.built_frozen = not binding.parameters()[0].requires_grad
+        originals = binding.parameters()
+        self.built_frozen = not originals[0].requires_grad
         self.state = ShardState.SHARDED
         self.division: Division | None = None
         self.model: ModelIdentity | None = None
@@ -112,7 +119,10 @@ class FlatGroup:
 
         is_fp8 = self.layout.role is Role.FP8 and policy.precision.fp8_weights != "in_layers"
         dtype = FP8_DTYPE if is_fp8 else policy.precision.compute
-        self.master = self._filled_master(device)
+        self.master = self._filled_master(originals, device)
+        if cut is not None:
+            self.master.portions = cut(self.master, originals)
+            binding.list([portion.parameter for portion in self.master.portions])
         own = compute_tensor(self.master, dtype)
         self.buffer = self._new_buffer(dtype)
         # One rank holds everything: the compute shard already is the unsharded buffer.
@@ -120,7 +130,7 @@ class FlatGroup:
         self.fp8 = self._new_fp8(unsharded) if is_fp8 else None
         self.compute_shard = ComputeShard(self.master, own, self.fp8, built_frozen=self.built_frozen)
         self.main_grad = None if self.built_frozen else self._new_main_grad()
-        self.params = self._shown_parameters(unsharded, partial(landed, self))
+        self.params = self._shown_parameters(originals, unsharded, partial(landed, self))
         if self.buffer is not None:
             self._free(self.buffer)
         elif self.fp8 is None:
@@ -130,7 +140,7 @@ class FlatGroup:
 
     # ---- construction -----------------------------------------------------------------------------------
 
-    def _filled_master(self, device: torch.device) -> MasterShard:
+    def _filled_master(self, originals: Sequence[nn.Parameter], device: torch.device) -> MasterShard:
         precision = self.policy.precision
         master = MasterShard(
             self.layout,
@@ -141,7 +151,7 @@ class FlatGroup:
             cpu_offload=self.policy.cpu_offload,
             trainable=not self.built_frozen,
         )
-        for slot, parameter in zip(self.layout.slots, self.binding.parameters(), strict=True):
+        for slot, parameter in zip(self.layout.slots, originals, strict=True):
             master.load(slot, parameter.detach())
         return master
 
@@ -167,7 +177,9 @@ class FlatGroup:
             poison=self.policy.poison_on_free,
         )
 
-    def _shown_parameters(self, unsharded: Tensor, landed: Callable[[int | None], None]) -> Leaves | Views:
+    def _shown_parameters(
+        self, originals: Sequence[nn.Parameter], unsharded: Tensor, landed: Callable[[int | None], None]
+    ) -> Leaves | Views:
         """What the module sees: the unsharded buffer, or NaN in place of what is stored in FP8."""
         if self.fp8 is not None:
             # In the dtype that gradients have, and without memory.
@@ -175,9 +187,9 @@ class FlatGroup:
             unsharded = nan.expand(unsharded.shape)
         params: Leaves | Views
         if self.main_grad is None or self.policy.optimize_backward_concat:
-            params = Leaves(self.binding, unsharded, self.main_grad, landed)
+            params = Leaves(self.binding, originals, unsharded, self.main_grad, landed)
         else:
-            params = Views(self.binding, unsharded, self.main_grad, landed)
+            params = Views(self.binding, originals, unsharded, self.main_grad, landed)
         if self.fp8 is not None:
             for index, weight in (each for shown in params.shown for each in enumerate(shown)):
                 FP8_OPERAND.leave(weight, partial(self.fp8.operand, index))
@@ -321,8 +333,13 @@ class FlatGroup:
 
     @property
     def trains(self) -> bool:
-        """Whether the flat parameter requires gradients now; see `engine/step/requires_grad.py`."""
-        return self.master.flat.requires_grad
+        """Whether the parameters require gradients now; see `engine/step/requires_grad.py`."""
+        return self.flagged[0].requires_grad
+
+    @property
+    def flagged(self) -> Sequence[nn.Parameter]:
+        """The parameters whose `requires_grad` a user sets: the flat one, or in place all that are listed."""
+        return self.binding.listed or (self.master.flat,)
 
     def open_main_grad(self) -> None:
         """Lets gradients land in a group that was built frozen."""

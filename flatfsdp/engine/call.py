@@ -1,0 +1,78 @@
+"""One call of a sharded module, wrapped or in place: its unit's forward, and the whole model's around it.
+
+In:   the module, and what computes: the wrapped module, or the module's own `__call__`.
+Out:  its outputs, which the unit follows into backward.
+Next: `engine/step/unit.py` gathers and frees; `engine/step/root.py` begins and ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from flatfsdp.engine.methods import UnitMethods
+from flatfsdp.engine.step.root import Root
+from flatfsdp.engine.step.unit import versions_of
+from flatfsdp.engine.units import FSDPState, root_of
+from flatfsdp.flat.nested import tensors_in
+from flatfsdp.torch_private import in_backward, never_traced, traced_inside
+
+
+@traced_inside
+def call_unit(
+    unit: UnitMethods, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`compute(*args, **kwargs)` with the parameters of `unit` gathered, and what follows in backward.
+
+    Args:
+        compute: of the unit, or of a part of it.
+    """
+    root = _begin(unit)
+    if root is None:
+        return _around(unit.fsdp_state, compute, args, kwargs)
+    try:
+        args, kwargs = unit._cast_inputs(args, kwargs)
+        outputs = _around(unit.fsdp_state, compute, args, kwargs)
+    except BaseException:
+        root.fail_forward()
+        raise
+    _end(root, outputs)
+    return outputs
+
+
+@never_traced
+def _begin(unit: UnitMethods) -> Root | None:
+    """The root, if this is the outermost forward; None inside one, or in a recomputation."""
+    root = root_of(unit)
+    if unit.fsdp_state.is_whole:
+        raise RuntimeError("a FlatFSDP module cannot compute inside summon_full_params; leave it first")
+    if root.in_forward or in_backward():
+        return None
+    root.begin_forward()
+    return root
+
+
+@never_traced
+def _end(root: Root, outputs: Any) -> None:
+    tensors = list(tensors_in(outputs))
+    # In an output that hides its tensors there may be one to start a backward from.
+    can_start_backward = not tensors or any(t.requires_grad for t in tensors)
+    root.end_forward(backward_follows=torch.is_grad_enabled() and can_start_backward)
+
+
+@traced_inside
+def _around(
+    state: FSDPState, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    unit = state.unit
+    position, versions = unit.before_forward(), versions_of((args, kwargs))
+    state.uses += 1
+    try:
+        outputs = compute(*args, **kwargs)
+    finally:
+        state.uses -= 1
+        # Also if it failed: PyTorch may have refused a view, for a reason that only this explains.
+        unit.writes.end()
+    return unit.after_forward(position, (args, kwargs), versions, outputs)

@@ -1,0 +1,134 @@
+"""The classes of modules that are sharded in place: the user's own, with a `__call__` in front.
+
+In:   a module that has become a unit, or a part of one.
+Out:  the same object, whose class has the same name and is a subclass of what it was.
+Next: `engine/call.py` runs the call.
+
+A unit gathers its parameters around its `__call__`.  So does a *part* for the unit that it is in: a module
+that may be called by itself, outside of the unit's forward, as `model.lm_head(hidden)` in a chunked loss, or
+`model.encode(...)` calls the encoder.  Forward hooks run inside, as they run inside a wrapper.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any, ClassVar, NoReturn
+
+from torch import nn
+
+from flatfsdp.contract.claimed import PART_OF
+from flatfsdp.engine.call import call_unit
+from flatfsdp.engine.full_params import state_dict_gathering
+from flatfsdp.engine.methods import UnitMethods, whole_units
+from flatfsdp.engine.units import root_of
+from flatfsdp.torch_private import traced_inside
+
+
+class _Mixed:
+    """What stands in front of a user's class.
+
+    Attributes:
+        plain_class: the user's class.
+    """
+
+    plain_class: ClassVar[type[nn.Module]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A new module is a plain one: `type(model).from_pretrained(...)`, or a slice of a ModuleList."""
+        plain = cls.plain_class
+        made = plain.__new__(plain, *args, **kwargs)
+        made.__init__(*args, **kwargs)  # type: ignore[misc]
+        return made
+
+
+class FlatFSDPModule(_Mixed, UnitMethods):
+    """A module that `shard` has sharded in place; `isinstance(module, FlatFSDPModule)` says so."""
+
+    @traced_inside
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return call_unit(self, super().__call__, args, kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole tensors under their own names, as before it was sharded.  Collective."""
+        root_of(self)
+        with whole_units([self], state_dict_gathering(), writeback=False):
+            return super().state_dict(*args, **kwargs)
+
+
+class FlatFSDPPart(_Mixed, nn.Module):
+    """A module in a unit that may be called by itself."""
+
+    @traced_inside
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        unit = unit_of(self)
+        if unit.fsdp_state.uses:
+            return super().__call__(*args, **kwargs)
+        return call_unit(unit, super().__call__, args, kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole tensors, as before it was sharded.  Collective."""
+        unit = unit_of(self)
+        root_of(unit)
+        with whole_units([unit], state_dict_gathering(), writeback=False):
+            return super().state_dict(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(_COPIED)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(_COPIED)
+
+
+_COPIED = (
+    "a part of a module that is sharded in place cannot be copied or pickled: its parameters are spread over "
+    "ranks; copy it before sharding, or save its state_dict()"
+)
+
+
+def unit_of(module: nn.Module) -> UnitMethods:
+    """The unit that a unit or a part is in: itself, or the one around it.
+
+    Raises:
+        TypeError: for any other module.
+    """
+    if isinstance(module, UnitMethods):
+        return module
+    reference = PART_OF.of(module)
+    unit = None if reference is None else reference()
+    if not isinstance(unit, UnitMethods):
+        raise TypeError(
+            f"this {type(module).__name__} is neither sharded in place nor a part of a module that is"
+        )
+    return unit
+
+
+def mix(module: nn.Module, mixin: type[_Mixed]) -> None:
+    """From now on `module` is of a class of the same name, with `mixin` in front of its own.
+
+    Raises:
+        TypeError: if its class does not let others derive from it.
+    """
+    module.__class__ = _mixed(type(module), mixin)  # type: ignore[arg-type]
+
+
+def unmix(module: nn.Module) -> None:
+    """Gives a module back its own class."""
+    module.__class__ = getattr(type(module), "plain_class")  # noqa: B009 - its class is a mixed one
+
+
+@functools.cache
+def _mixed(plain: type[nn.Module], mixin: type[_Mixed]) -> type[nn.Module]:
+    about = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "plain_class": plain,
+    }
+    try:
+        return types.new_class(plain.__name__, (mixin, plain), exec_body=lambda body: body.update(about))
+    except TypeError as error:
+        raise TypeError(
+            f"{plain.__name__} cannot be sharded in place, because no class can be derived from it without "
+            f"arguments ({error}); wrap the module with FlatFSDP"
+        ) from error

@@ -1,0 +1,136 @@
+"""`shard`: a model is sharded in place, and stays the object, of the class, that it was.
+
+In:   a module, and a policy that says which modules inside become units.
+Out:  the same module.  Its parameters are listed as this rank's parts, under their own names.
+Next: `build.py` takes the parameters; `classes.py` has what is in front of the module's own class.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from torch import nn
+
+from flatfsdp.contract.claimed import PART_OF
+from flatfsdp.engine.build import build_unit
+from flatfsdp.engine.call import call_unit
+from flatfsdp.engine.claim import own_modules
+from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, mix, unit_of, unmix
+from flatfsdp.engine.in_place.state_dicts import follow_state_dicts
+from flatfsdp.engine.units import UnitModule, units_in
+from flatfsdp.engine.wrap import WrapPolicy, make_units
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def shard(
+    module: M, policy: WrapPolicy | None = None, *, optimize_backward_concat: bool = True, **options: Any
+) -> M:
+    """Shards a module's parameters over ranks, in place: class, methods and names stay what they are.
+
+        model = shard(model, by_class(LlamaDecoderLayer))
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(tokens).loss.backward()
+
+    `named_parameters()` lists each parameter under its own name, as this rank's part of it: 1-D, in master
+    precision, empty where the rank has none of it.  Gradients come to the `.grad` of these.  An attribute,
+    such as `module.weight`, is the whole parameter while its unit computes, and reads as NaN otherwise.
+
+    The module has the methods of `FlatFSDP` now: `no_sync`, `clip_grad_norm_`, `summon_full_params`, ...
+    Its own methods may call the modules inside.  One that reads a parameter itself, or a method of a module
+    inside that was picked, has to be named to `register_forward_method`.
+
+    Args:
+        module: the same on all ranks.
+        policy: as for `auto_wrap`: every module that it picks becomes a unit, which is gathered, freed and
+            reduced as a whole.  None: the module alone, with what is inside and not sharded yet.
+        optimize_backward_concat: as of `FlatFSDP`; here True by default, so that `module.weight` is a
+            Parameter.
+        options: all others of `FlatFSDP`.
+
+    Returns:
+        `module`.
+
+    Raises:
+        TypeError: as `auto_wrap`; if no class can be derived from the module's.
+        ValueError: as `auto_wrap`; if the module is sharded or wrapped already, or is never called.
+    """
+
+    def make(part: nn.Module) -> UnitModule:
+        return _make_unit(part, optimize_backward_concat=optimize_backward_concat, **options)
+
+    if policy is not None:
+        make_units(module, policy, make)
+    make(module)
+    return module
+
+
+def register_forward_method(module: nn.Module, name: str) -> None:
+    """Lets `module.<name>(...)` compute with whole parameters, as `module(...)` does.
+
+    Args:
+        module: sharded in place, or a module inside that is in no unit of its own.
+        name: of a method.
+
+    Raises:
+        TypeError: if the module is neither.
+        AttributeError: if it has no such method.
+    """
+    unit, method = unit_of(module), getattr(module, name)
+
+    @functools.wraps(method)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return call_unit(unit, method, args, kwargs)
+
+    module.__dict__[name] = call
+
+
+def _make_unit(module: nn.Module, **options: Any) -> UnitModule:
+    if isinstance(module, UnitModule):
+        raise ValueError(f"this {type(module).__name__} is sharded already")
+    if not _is_called(module):
+        raise ValueError(
+            f"a {type(module).__name__} is never called, so nobody would gather its parameters; pick the "
+            "modules in it, or the one around it"
+        )
+    inside = [each for _, each in units_in(module)]
+    own = [each for _, each in own_modules(module)]
+    state = build_unit(module, in_place=True, **options)
+    module.fsdp_state = state  # type: ignore[assignment]
+    mix(module, FlatFSDPModule)
+    assert isinstance(module, FlatFSDPModule)
+    follow_state_dicts(state)
+    for unit in inside:
+        if unit.fsdp_state.outer is None:
+            _enclose(unit, module)
+    for part in dict.fromkeys(own[1:] if inside else _children(module)):
+        if _is_called(part):
+            PART_OF.leave(part, weakref.ref(module))
+            mix(part, FlatFSDPPart)
+    return module
+
+
+def _enclose(unit: UnitModule, outer: UnitModule) -> None:
+    """A unit is found to be one of several: it alone calls what is in it, and it may be compiled whole."""
+    unit.fsdp_state.outer = weakref.ref(outer)
+    if not any(each is not unit for _, each in units_in(unit)):
+        for _, part in own_modules(unit):
+            if isinstance(part, FlatFSDPPart):
+                unmix(part)
+
+
+def _children(module: nn.Module) -> Iterator[nn.Module]:
+    """The modules that it calls itself, as far as one can see: children, and those in lists of them."""
+    for child in module.children():
+        if _is_called(child):
+            yield child
+        else:
+            yield from _children(child)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether it has a forward; lists of modules have none."""
+    return type(module).forward is not nn.Module.forward

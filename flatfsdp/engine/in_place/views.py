@@ -1,0 +1,76 @@
+"""Views: what `parameters()` of a model that is sharded in place lists, one for each parameter.
+
+In:   the master shard of one flat group, and the parameters that it was filled from.
+Out:  portions of the shard whose parameters are 1-D views of it, with everything that users keep on theirs.
+Next: `flat/binding.py` lists them in the modules, optimizers update them, gradients are published to them.
+
+    shard   | slot 0 .......|gap| slot 1 ....................|
+    views     [0, 13)             [16, 48)                       slot 2: [48, 48), on the next rank
+
+An empty view stands where its parameter would be, so starts ascend in the order of the slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+from flatfsdp.contract.claimed import TAKEN_AS
+from flatfsdp.contract.flat_shard import FLAT_SHARD
+from flatfsdp.contract.main_grad import (
+    CLAIM_MAIN_GRAD,
+    GET_MAIN_GRAD,
+    GRAD_ADDED_TO_MAIN_GRAD,
+    IS_FSDP_PARAM,
+    MAIN_GRAD,
+    OVERWRITE_MAIN_GRAD,
+)
+from flatfsdp.contract.operand import FP8_OPERAND
+from flatfsdp.contract.whole_shape import WHOLE_SHAPE
+from flatfsdp.engine.storage.master import MasterShard, Portion
+
+_OF_ONE_TENSOR = {
+    attribute.name
+    for attribute in (
+        CLAIM_MAIN_GRAD,
+        FLAT_SHARD,
+        FP8_OPERAND,
+        GET_MAIN_GRAD,
+        GRAD_ADDED_TO_MAIN_GRAD,
+        IS_FSDP_PARAM,
+        MAIN_GRAD,
+        OVERWRITE_MAIN_GRAD,
+        TAKEN_AS,
+        WHOLE_SHAPE,
+    )
+}
+"""What engine and layers say of one tensor, and what is not true of another in its place."""
+
+
+def cut(master: MasterShard, originals: Iterable[nn.Parameter]) -> list[Portion]:
+    """One portion of the shard for each slot of its layout, in their order.
+
+    Each is a parameter in the shard's memory and with its version counter: 1-D, in the master's dtype, empty
+    if the slot lies on other ranks.  It requires gradients if the original does, and has the original's own
+    attributes and its whole shape (`whole_shape`).
+
+    Args:
+        originals: the parameters of the slots, in their order.
+    """
+    length = master.flat.numel()
+    first = master.grid.shard.rank * length
+    portions = []
+    for slot, original in zip(master.layout.slots, originals, strict=True):
+        start, stop = (min(max(edge - first, 0), length) for edge in (slot.offset, slot.end))
+        view = nn.Parameter(master.flat.detach()[start:stop], original.requires_grad)
+        vars(view).update(_users_own(vars(original)))
+        WHOLE_SHAPE.leave(view, slot.whole_shape)
+        portions.append(Portion(view, start, stop))
+    return portions
+
+
+def _users_own(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Also marks of tensor parallelism, which other libraries read from what an optimizer has."""
+    return {name: value for name, value in attributes.items() if name not in _OF_ONE_TENSOR}

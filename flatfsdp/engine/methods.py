@@ -1,0 +1,252 @@
+"""What a sharded module can do beside being called, wrapped or in place: the methods of both forms.
+
+In:   a module that is a unit, and what its `fsdp_state` knows.
+Next: `fsdp.py` is the wrapper, `in_place/classes.py` the class of a module that is sharded in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.comm.checking.identity import Action
+from flatfsdp.engine.full_params import whole_parameters
+from flatfsdp.engine.memory import MemoryReport, memory_report
+from flatfsdp.engine.param_groups import gradients_of
+from flatfsdp.engine.units import UnitModule, named_groups, root_of, units_in
+from flatfsdp.flat.nested import cast_floats
+from flatfsdp.optim.clip import clip_grad_norm
+from flatfsdp.policy import Division, Gathering
+from flatfsdp.torch_private import in_backward, never_traced
+
+M = TypeVar("M", bound="UnitMethods")
+
+
+class UnitMethods(UnitModule):
+    """The methods of a sharded module."""
+
+    # ---- training ---------------------------------------------------------------------------------------
+
+    @never_traced
+    def _cast_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a root's forward computes with, in place of what it was given."""
+        return cast_floats((args, kwargs), self.fsdp_state.policy.precision.compute)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Backwards that run inside accumulate gradients and publish none.
+
+        They reduce nothing; with `grad_sync="every"` they reduce-scatter, and the last one adds up.  Until
+        then a flat parameter without a gradient has a marker in `.grad`.  Reading it raises, and an optimizer
+        that zeroes it, or sets it to None, drops what was accumulated.
+        """
+        return root_of(self).microbatch.not_last()
+
+    def set_is_last_backward(self, is_last: bool) -> None:
+        """Says whether the next backwards are the last of their step and reduce; for pipeline schedules."""
+        root_of(self).microbatch.is_last = is_last
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scales the reduced gradients of this module so that their norm is at most `max_norm`.
+
+        Call it on the root, for the norm of the whole model.  Collective.
+        `torch.nn.utils.clip_grad_norm_` would see this rank's shards only.  For the norm of several stages of
+        a pipeline: `flatfsdp.parallel.clip_grad_norm_`.
+
+        Returns:
+            The norm over all ranks before scaling, 0-dim, in FP32 at least.
+
+        Raises:
+            RuntimeError: if the norm is not finite and `error_if_nonfinite`, on all ranks.
+            ValueError: if max_norm is negative or norm_type not positive; if some units are spread over fewer
+                ranks than others; if this is a stage of a pipeline.
+        """
+        if any(group.master.stages.size > 1 for _, group in named_groups(self)):
+            raise ValueError(
+                "this module is a stage of a pipeline, and its norm is not the model's; use "
+                "flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
+            )
+        return clip_grad_norm(
+            gradients_of(self),
+            self.fsdp_state.device,
+            max_norm,
+            norm_type,
+            error_if_nonfinite=error_if_nonfinite,
+        )
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also drops what was accumulated and not reduced, and clears `main_grad` of flat parameters."""
+        super().zero_grad(set_to_none)
+        for _, wrapped in units_in(self):
+            wrapped.fsdp_state.unit.drop_gradients()
+            for group in wrapped.fsdp_state.unit.groups:
+                group.master.zero_grad(set_to_none)
+
+    def set_gradient_divide_factors(self, predivide: float, postdivide: float, recurse: bool = True) -> None:
+        """Divides gradients by `predivide` before and by `postdivide` after their sum over ranks.
+
+        In place of the mean.  predivide * postdivide = number of ranks gives the mean again, with a sum that
+        stays inside the range of a narrow `Precision.reduce`.
+
+        Args:
+            recurse: for the units inside as well.
+
+        Raises:
+            ValueError: if a factor is not positive.
+        """
+        division = Division(predivide, postdivide)
+        for _, wrapped in units_in(self) if recurse else [("", self)]:
+            for group in wrapped.fsdp_state.unit.groups:
+                group.division = division
+
+    def memory_report(self, optimizer: torch.optim.Optimizer | None = None) -> MemoryReport:
+        """Every buffer that this model has on this rank's device: bytes, owner, when it lives.
+
+            print(model.memory_report(optimizer))
+
+        Call it on the root; collective the first time.
+
+        Args:
+            optimizer: its state for this model is listed, too; it has some after the first step.
+        """
+        return memory_report(root_of(self).units, self.fsdp_state.policy.prefetch, optimizer)
+
+    # ---- whole parameters for a while -------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Gathers this unit's own parameters, until it is next used or `reshard()` is called.  Collective.
+
+        `module.weight` is whole until then, in compute precision; what is written to it is lost.  Those of
+        the units inside stay sharded.
+        """
+        root_of(self)
+        self.fsdp_state.unit.show(Action.FORWARD)
+
+    def reshard(self) -> None:
+        """Frees this unit's own parameters, if they are gathered."""
+        root_of(self)
+        self.fsdp_state.unit.reshard()
+
+    @contextmanager
+    def unsharded(self) -> Iterator[None]:
+        """Inside, all parameters of the model stay gathered, and its forwards are not collective.
+
+        So each rank may generate text of its own length, or the first one alone.  Collective at the
+        beginning.  An optimizer step inside makes the next forward gather again.
+
+        Raises:
+            RuntimeError: inside a forward or backward.
+        """
+        with root_of(self).kept():
+            yield
+
+    # ---- ordinary parameters for a while ----------------------------------------------------------------
+
+    @contextmanager
+    def summon_full_params(
+        self,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+    ) -> Iterator[None]:
+        """Inside, the wrapped module has its ordinary parameters: whole, in master precision, by their names.
+
+        `parameters()` and `named_parameters()` list them, under the names they had before wrapping, and no
+        flat ones.  Collective, at both ends.  Gradients are not summoned.
+
+        Args:
+            recurse: also those of the units inside.
+            writeback: at the end, changed values, in place or by another parameter object, go to the shards;
+                a parameter changed differently on several ranks ends up in parts of each.
+            rank0_only: only the first rank gets them, and it alone writes back.
+            offload_to_cpu: in host memory; the device then holds no more than one unit at a time.
+
+        Raises:
+            RuntimeError: inside a forward or backward; at the end, if shards were changed inside the block by
+                something else (an optimizer, a loader), which writing back would undo; on the other ranks, if
+                the first one raises inside the block under rank0_only; in a block without writeback, for one
+                with it.
+            ValueError: at the end, if a parameter has been removed or given another shape; no parameter is
+                written back then.
+        """
+        root = root_of(self)
+        if root.in_forward or in_backward():
+            raise RuntimeError(
+                "full parameters cannot be summoned inside a forward or backward, which gathers and frees "
+                "them; call summon_full_params before or after"
+            )
+        gathering = Gathering(rank0_only, offload_to_cpu)
+        wrapped = list(dict.fromkeys(m for _, m in units_in(self))) if recurse else [self]
+        states = [each.fsdp_state for each in wrapped]
+        if writeback and any(state.is_whole and not state.writes_back for state in states):
+            raise RuntimeError(
+                "summon_full_params with writeback inside one without would lose what is written; pass "
+                "writeback=False here or writeback=True outside"
+            )
+        with whole_units(wrapped, gathering, writeback=writeback):
+            yield
+
+    def apply(self: M, fn: Callable[[nn.Module], None]) -> M:
+        """Calls `fn` on every module, as nn.Module does, with ordinary parameters there.  Collective."""
+        with self.summon_full_params(recurse=False):
+            return super().apply(fn)
+
+    # ---- what does not work on a sharded module ---------------------------------------------------------
+
+    def _apply(self: M, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> M:
+        for group in (group for _, wrapped in units_in(self) for group in wrapped.fsdp_state.unit.groups):
+            flat = group.master.flat
+            probe = fn(flat.detach()[:1])
+            if (probe.dtype, probe.device) != (flat.dtype, flat.device):
+                raise TypeError(
+                    f"a FlatFSDP module cannot be moved or converted ({flat.dtype} on {flat.device} to "
+                    f"{probe.dtype} on {probe.device}); pass device= and precision= to the constructor "
+                    "instead"
+                )
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise TypeError(
+            "a FlatFSDP module cannot be copied: its ranks, hooks and buffers are tied to this process; "
+            "copy the plain module before wrapping, or load a state_dict into a new one"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError("a FlatFSDP module cannot be pickled; save its state_dict() instead")
+
+
+@contextmanager
+def whole_units(units: Sequence[UnitModule], gathering: Gathering, *, writeback: bool) -> Iterator[None]:
+    """Ordinary parameters in these units, but for those that have them already."""
+    fresh = [unit for unit in units if not unit.fsdp_state.is_whole]
+    groups = [group for unit in fresh for group in unit.fsdp_state.unit.groups]
+    with whole_parameters(groups, gathering, writeback=writeback):
+        flats = {unit: _flat_parameters(unit) for unit in fresh}
+        for wrapped, of_unit in flats.items():
+            # The flat parameters of a wrapper stay attributes, but are not registered.
+            for name, flat in of_unit.items():
+                wrapped.__dict__[name] = flat
+                del wrapped._parameters[name]
+            state = wrapped.fsdp_state
+            state.is_whole, state.writes_back = True, writeback
+        try:
+            yield
+        finally:
+            for wrapped, of_unit in flats.items():
+                state = wrapped.fsdp_state
+                state.is_whole = state.writes_back = False
+                for name, flat in of_unit.items():
+                    del wrapped.__dict__[name]
+                    wrapped._parameters[name] = flat
+
+
+def _flat_parameters(unit: UnitModule) -> dict[str, nn.Parameter]:
+    """The flat parameters that a wrapper has registered, by their names in it; none in place."""
+    own = ((group.flat_name, group.master.flat) for group in unit.fsdp_state.unit.groups)
+    return {name: flat for name, flat in own if unit._parameters.get(name) is flat}

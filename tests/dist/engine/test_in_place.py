@@ -1,0 +1,324 @@
+"""`shard`: a model stays the object that it was, and trains with the bits of the wrapper."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp import (
+    FlatFSDP,
+    Precision,
+    auto_wrap,
+    by_class,
+    microbatches,
+    register_forward_method,
+    shard,
+    whole_shape,
+)
+from flatfsdp.engine.in_place.classes import FlatFSDPModule
+from tests.support import stored_weights
+from tests.support.against_plain import plain_net
+from tests.support.checkpoints import equal
+from tests.support.fp8_layers import Block as FP8Block
+from tests.support.fp8_layers import seeded
+from tests.support.models import Block, Net, data
+from tests.support.ranks import on_ranks
+
+
+def in_place(net: Callable[[], nn.Module] = Net, **options: Any) -> Any:
+    return shard(plain_net(net), by_class(Block), **options)
+
+
+def trained(model: Any, rank: int, optimizer: torch.optim.Optimizer | None = None) -> list[Tensor]:
+    """Losses of two steps of three microbatches."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for batches in data(rank, 2, 3):
+        for tokens in microbatches(model, batches):
+            loss = model(tokens)
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+# ---- the wrapper's bits ---------------------------------------------------------------------------------
+
+BF16 = Precision(compute=torch.bfloat16)
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"reshard_after_forward": False},
+    {"shard": False},
+    {"precision": BF16},
+    {"grad_sync": "every", "poison_on_free": True},
+]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("options", WAYS, ids=str)
+@on_ranks(1, 2)
+def test_the_same_bits_as_wrapped(rank: int, flag: bool, options: dict[str, Any]) -> None:
+    options = {**options, "optimize_backward_concat": flag}
+    ours = in_place(**options)
+    wrapped = auto_wrap(plain_net(), by_class(Block), **options)
+    for a, b in zip(trained(ours, rank), trained(wrapped, rank), strict=True):
+        assert torch.equal(a, b)
+    assert equal(ours.state_dict(), wrapped.state_dict())
+
+
+@on_ranks(2)
+def test_the_same_bits_with_weights_that_are_stored_in_fp8(rank: int) -> None:
+    precision = Precision(fp8_weights=stored_weights.RECIPE)
+    ours, wrapped = (
+        make(seeded(stored_weights.Net), by_class(FP8Block), precision=precision)
+        for make in (shard, partial(auto_wrap, optimize_backward_concat=True))
+    )
+    losses, theirs = stored_weights.train(ours, rank), stored_weights.train(wrapped, rank)
+    assert all(map(torch.equal, losses, theirs))
+    assert equal(dict(ours.state_dict()), dict(wrapped.state_dict()))
+
+
+# ---- what stays -----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_class_names_and_signature_stay(rank: int) -> None:
+    plain, model = plain_net(), in_place()
+    assert isinstance(model, Net) and isinstance(model, FlatFSDPModule)
+    assert type(model).__name__ == "Net" and type(model).__module__ == Net.__module__
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    assert [name for name, _ in model.named_modules()] == [name for name, _ in plain.named_modules()]
+    listed, theirs = dict(model.named_parameters()), dict(plain.named_parameters())
+    assert list(listed) == list(theirs)
+    for name, view in listed.items():
+        assert view.is_leaf and view.dim() == 1 and whole_shape(view) == theirs[name].shape
+        everyones: list[Any] = [None, None]
+        dist.all_gather_object(everyones, view.detach())
+        assert torch.equal(torch.cat(everyones), theirs[name].detach().flatten())
+    assert any(view.numel() == 0 for view in listed.values())
+    assert (
+        isinstance(model.head.weight, nn.Parameter) and model.head.weight.shape == theirs["head.weight"].shape
+    )
+
+
+@on_ranks(2)
+def test_a_new_module_of_its_class_is_a_plain_one() -> None:
+    model = shard(nn.Sequential(Block(), Block()), by_class(Block))
+    assert type(model[:1]) is nn.Sequential
+    assert type(in_place())(blocks=1)(torch.zeros(1, 2, dtype=torch.int64)).dim() == 0
+
+
+# ---- methods --------------------------------------------------------------------------------------------
+
+
+class Talker(Net):
+    """With methods that are not forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def scaled(self, tokens: Tensor) -> Tensor:
+        return self.logits(tokens) * self.scale
+
+
+def grads_as_plain(model: Any, net: nn.Module, compute: Callable[[Any], Tensor]) -> None:
+    """The same loss of a sharded model and of a plain one, on the same data on all ranks."""
+    loss, expected = compute(model), compute(net)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    expected.backward()
+    own = {name: whole(view.grad) for name, view in model.named_parameters()}
+    for name, parameter in net.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(own[name], parameter.grad.flatten())
+
+
+def whole(part: Tensor | None) -> Tensor:
+    everyones: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyones, part)
+    return torch.cat(everyones)
+
+
+TOKENS = torch.arange(12).view(2, 6)
+
+
+def by_parts(model: Any) -> Tensor:
+    x = model.embedding(TOKENS)
+    for block in model.blocks:
+        x = block(x)
+    return sum((model.head(chunk).logsumexp(-1).mean() for chunk in x.chunk(2, 1)), torch.zeros(()))
+
+
+def by_a_method(model: Any) -> Tensor:
+    return model.logits(TOKENS).square().mean()
+
+
+def by_one_part(model: Any) -> Tensor:
+    return model.head(torch.ones(2, 20)).sum()
+
+
+@pytest.mark.parametrize("compute", [by_a_method, by_parts, by_one_part])
+@pytest.mark.parametrize("flag", [True, False])
+@on_ranks(2)
+def test_any_method_may_call_what_is_inside(compute: Callable[[Any], Tensor], flag: bool) -> None:
+    grads_as_plain(in_place(optimize_backward_concat=flag), plain_net(), compute)
+
+
+@on_ranks(2)
+def test_a_method_that_reads_a_parameter_is_registered() -> None:
+    model = in_place(Talker)
+    register_forward_method(model, "scaled")
+    grads_as_plain(model, plain_net(Talker), lambda m: m.scaled(TOKENS).square().mean())
+    with pytest.raises(TypeError, match="neither sharded in place nor a part"):
+        register_forward_method(nn.Linear(1, 1), "forward")
+
+
+@on_ranks(2)
+def test_methods_of_a_model_that_is_one_unit() -> None:
+    grads_as_plain(shard(plain_net()), plain_net(), lambda m: m.logits(TOKENS).square().mean())
+
+
+@on_ranks(2)
+def test_a_layer_may_be_called_before_the_model(rank: int) -> None:
+    model, net = in_place(), plain_net()
+    x = torch.randn(2, 20)
+    assert torch.equal(model.blocks[1](x), net.blocks[1](x))
+    assert torch.equal(model(TOKENS), net(TOKENS))
+
+
+# ---- whole parameters -----------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_state_dicts_are_whole() -> None:
+    model, net = in_place(), plain_net()
+    assert equal(model.state_dict(), net.state_dict())
+    assert equal(model.head.state_dict(), net.head.state_dict())
+    around = nn.ModuleDict({"model": model})
+    assert equal(dict(around.state_dict()), {f"model.{key}": v for key, v in net.state_dict().items()})
+    with pytest.raises(RuntimeError, match="this rank's parts"):
+        model.blocks[0].up.state_dict()
+    other = seeded(Net, 7)
+    model.load_state_dict(other.state_dict())
+    assert equal(model.state_dict(), other.state_dict())
+    assert torch.equal(model(TOKENS), other(TOKENS))
+    model.head.load_state_dict(net.head.state_dict())
+    assert equal(model.head.state_dict(), net.head.state_dict())
+    wrong = {**net.state_dict(), "head.weight": torch.zeros(3, 3)}
+    del wrong["blocks.0.up.bias"]
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.up\.bias(.|\n)*size mismatch for head\.weight"):
+        model.load_state_dict(wrong)
+
+
+@on_ranks(2)
+def test_summoned_parameters_are_ordinary() -> None:
+    model, net = in_place(), plain_net()
+    with model.summon_full_params():
+        assert equal(dict(model.named_parameters()), dict(net.named_parameters()))
+        with torch.no_grad():
+            model.head.weight.zero_()
+    assert model.state_dict()["head.weight"].count_nonzero() == 0
+    assert all(view.dim() == 1 for view in model.parameters())
+    trained(model, dist.get_rank())
+
+
+@on_ranks(2)
+def test_each_rank_goes_its_own_way_while_it_is_unsharded(rank: int) -> None:
+    model, net = in_place(), plain_net()
+    with torch.no_grad():
+        with model.unsharded():
+            for _ in range(1 + 2 * rank):
+                assert torch.equal(model(TOKENS), net(TOKENS))
+            if rank == 1:
+                assert torch.equal(model.logits(TOKENS), net.logits(TOKENS))
+        assert torch.equal(model(TOKENS), net(TOKENS))
+    trained(model, rank)
+    after = model.state_dict()
+    net.load_state_dict(after)
+    with model.unsharded():
+        assert torch.equal(model(TOKENS), net(TOKENS))
+        model.blocks[0].register_forward_pre_hook(lambda *_: model.unsharded().__enter__())
+        with pytest.raises(RuntimeError, match=r"unsharded\(\) inside a forward"):
+            model(TOKENS)
+
+
+@on_ranks(2)
+def test_a_unit_is_unsharded_by_hand() -> None:
+    model, net = in_place(), plain_net()
+    model.unshard()
+    assert torch.equal(model.head.weight, net.head.weight)
+    assert model.blocks[0].up.weight.isnan().all()
+    model.reshard()
+    assert model.head.weight.isnan().all()
+
+
+# ---- requires_grad --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@on_ranks(2)
+def test_what_is_listed_freezes_and_trains(rank: int, flag: bool) -> None:
+    model = in_place(optimize_backward_concat=flag)
+    before = copy.deepcopy(model.state_dict())
+    for parameter in model.blocks[1].parameters():
+        parameter.requires_grad_(False)
+    trained(model, rank)
+    after = model.state_dict()
+    changed = {key for key in before if not torch.equal(before[key], after[key])}
+    assert changed == {key for key in before if not key.startswith("blocks.1.")}
+    model.requires_grad_(True)
+    trained(model, rank)
+    assert not torch.equal(model.state_dict()["blocks.1.up.weight"], after["blocks.1.up.weight"])
+
+
+@on_ranks(2)
+def test_a_part_of_a_unit_is_not_frozen_alone() -> None:
+    model = in_place()
+    dict(model.named_parameters())["blocks.1.up.bias"].requires_grad_(False)
+    with pytest.raises(
+        RuntimeError, match=r"requires_grad of parameter blocks\.1\.up\.bias was set to False"
+    ):
+        model(TOKENS)
+
+
+# ---- wrong uses -----------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_what_cannot_be_sharded() -> None:
+    model = in_place()
+    for make in (shard, FlatFSDP):
+        with pytest.raises(ValueError, match=r"sharded already|has flat parameters of its own"):
+            make(model)
+    with pytest.raises(ValueError, match="a ModuleList is never called"):
+        shard(nn.ModuleList([Block()]))
+    tied = plain_net()
+    tied.blocks[1].up = tied.blocks[0].up
+    with pytest.raises(ValueError, match="is tied to"):
+        shard(tied, by_class(Block))
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(model)
+    with pytest.raises(TypeError, match="cannot be copied or pickled"):
+        copy.deepcopy(model.head)
+
+
+@on_ranks(2)
+def test_parameters_that_were_replaced_are_noticed() -> None:
+    model = in_place()
+    model.head.weight = nn.Parameter(torch.zeros(30, 20))
+    with pytest.raises(RuntimeError, match=r"parameter head\.weight was replaced"):
+        model(TOKENS)
+    model = in_place()
+    weights = {name: torch.zeros(whole_shape(view)) for name, view in model.named_parameters()}
+    with pytest.raises(RuntimeError, match="was replaced"):
+        torch.func.functional_call(model, weights, (TOKENS,))

@@ -1,0 +1,92 @@
+"""`cut`: this rank's part of each parameter as a parameter of its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from flatfsdp import whole_shape
+from flatfsdp.comm.grid import Grid
+from flatfsdp.comm.ranks import ALONE, Ranks
+from flatfsdp.contract.main_grad import MAIN_GRAD
+from flatfsdp.contract.tensor_parallel import SEQUENCE_PARALLEL
+from flatfsdp.engine.in_place.views import cut
+from flatfsdp.engine.storage.master import MasterShard, Portion
+from flatfsdp.flat.layout import FlatLayout, ParamSpec
+
+SHAPES = {"norm": (13,), "weight": (7, 5), "bias": (5,), "scale": (), "none": (0, 3)}
+
+
+def originals() -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator)) for shape in SHAPES.values()]
+
+
+def shard_of(rank: int, size: int, parameters: list[nn.Parameter]) -> MasterShard:
+    layout = FlatLayout.pack(ParamSpec(name, shape) for name, shape in SHAPES.items())
+    grid = Grid(Ranks(None, size, rank), ALONE)
+    cpu = torch.device("cpu")
+    options = {"grad_dtype": torch.float32, "cpu_offload": False, "trainable": True}
+    master = MasterShard(layout, grid, torch.float32, cpu, **options)
+    for slot, parameter in zip(layout.slots, parameters, strict=True):
+        master.load(slot, parameter.detach())
+    return master
+
+
+def portions_of(rank: int, size: int) -> tuple[MasterShard, list[Portion]]:
+    parameters = originals()
+    master = shard_of(rank, size, parameters)
+    return master, cut(master, parameters)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 9])
+def test_all_ranks_together_have_each_parameter_once(size: int) -> None:
+    by_rank = [portions_of(rank, size)[1] for rank in range(size)]
+    for index, original in enumerate(originals()):
+        parts = [portions[index].parameter for portions in by_rank]
+        assert all(isinstance(part, nn.Parameter) and part.dim() == 1 for part in parts)
+        assert torch.equal(torch.cat(parts), original.flatten())
+        assert {whole_shape(part) for part in parts} == {original.shape}
+
+
+@pytest.mark.parametrize("size", [1, 3, 9])
+def test_starts_ascend_and_portions_are_disjoint(size: int) -> None:
+    for rank in range(size):
+        master, portions = portions_of(rank, size)
+        edges = [edge for _, start, stop in portions for edge in (start, stop)]
+        assert edges == sorted(edges)
+        assert edges[0] >= 0 and edges[-1] <= master.flat.numel()
+        assert all(stop - start == parameter.numel() for parameter, start, stop in portions)
+
+
+def test_a_view_is_the_shard_and_counts_its_writes() -> None:
+    """Also an empty one, so that all ranks count alike."""
+    master, portions = portions_of(1, 3)
+    master.portions = portions
+    assert {portion.parameter.numel() > 0 for portion in portions} == {True, False}
+    for parameter, start, stop in portions:
+        version = master.version
+        with torch.no_grad():
+            parameter.copy_(torch.ones(stop - start))
+        assert master.version != version
+        assert bool((master.flat[start:stop] == 1).all())
+    assert not master.has_moved
+
+
+def test_what_users_keep_on_a_parameter_is_on_its_view() -> None:
+    parameters = originals()
+    parameters[0].requires_grad_(False)
+    parameters[1].decay = 0.5  # type: ignore[attr-defined]
+    SEQUENCE_PARALLEL.leave(parameters[1], True)
+    MAIN_GRAD.leave(parameters[1], torch.zeros(7, 5))
+    views = [portion.parameter for portion in cut(shard_of(0, 1, parameters), parameters)]
+    assert [view.requires_grad for view in views] == [False, True, True, True, True]
+    assert views[1].decay == 0.5  # type: ignore[attr-defined]
+    assert SEQUENCE_PARALLEL.of(views[1])
+    # Of another shape, and a layer's.
+    assert not MAIN_GRAD.is_on(views[1])
+
+
+def test_the_shape_of_what_is_no_part_is_its_own() -> None:
+    assert whole_shape(nn.Parameter(torch.zeros(2, 3))) == torch.Size([2, 3])
