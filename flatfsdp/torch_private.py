@@ -1,4 +1,4 @@
-"""The private parts of PyTorch that the engine relies on: of autograd, and of Dynamo.
+"""The private parts of PyTorch that the engine relies on: of autograd, process groups, and Dynamo.
 
 `torch.compile` sees nothing of the engine.  A model that was wrapped and then compiled as a whole, or whose
 modules were compiled one by one, becomes graphs of the modules inside each unit; the engine runs between them
@@ -12,9 +12,15 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
+
+
+def default_store() -> dist.Store:
+    """The store through which the ranks of the default process group have found each other."""
+    return dist.distributed_c10d._get_default_store()
 
 
 def running_backward() -> int:

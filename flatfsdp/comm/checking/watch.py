@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from flatfsdp.comm.checking.identity import Difference, ModelIdentity
 from flatfsdp.comm.checking.launches import Launches
+from flatfsdp.torch_private import default_store
 
 logger = logging.getLogger(__name__)
 
@@ -72,17 +73,13 @@ def watch(journal: Watched) -> None:
 def announce(model: ModelIdentity, message: str) -> None:
     """Tells the other ranks of a model why this one stops."""
     if model.number and dist.is_initialized():
-        _store().set(_key(model), message)
+        default_store().set(_key(model), message)
 
 
 def _announced(model: ModelIdentity) -> str | None:
-    if not model.number or not dist.is_initialized() or not _store().check([_key(model)]):
+    if not model.number or not dist.is_initialized() or not default_store().check([_key(model)]):
         return None
-    return _store().get(_key(model)).decode()
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+    return default_store().get(_key(model)).decode()
 
 
 def _key(model: ModelIdentity) -> str:
@@ -123,7 +120,7 @@ def _look(journal: Watched, seen: float | None) -> float | None:
             logger.error("%s", journal.stopped)
         return seen or now
     model = journal.late(PATIENCE)
-    why = None if model is None else _announced(model) or journal.launches.difference_to_next(_store())
+    why = None if model is None else _announced(model) or journal.launches.difference_to_next(default_store())
     if model is not None and why is not None:
         journal.stop(why, model)
         logger.error("%s", journal.stopped)

@@ -17,9 +17,10 @@ from typing import Any, ClassVar, NoReturn
 
 from torch import nn
 
-from flatfsdp.contract.claimed import PART_OF
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.full_params import state_dict_gathering
+from flatfsdp.engine.in_place.hugging_face import said_by_whole_models
+from flatfsdp.engine.in_place.parts import unit_of
 from flatfsdp.engine.methods import UnitMethods, whole_units
 from flatfsdp.engine.units import root_of
 from flatfsdp.torch_private import traced_inside
@@ -86,23 +87,6 @@ _COPIED = (
 )
 
 
-def unit_of(module: nn.Module) -> UnitMethods:
-    """The unit that a unit or a part is in: itself, or the one around it.
-
-    Raises:
-        TypeError: for any other module.
-    """
-    if isinstance(module, UnitMethods):
-        return module
-    reference = PART_OF.of(module)
-    unit = None if reference is None else reference()
-    if not isinstance(unit, UnitMethods):
-        raise TypeError(
-            f"this {type(module).__name__} is neither sharded in place nor a part of a module that is"
-        )
-    return unit
-
-
 def mix(module: nn.Module, mixin: type[_Mixed]) -> None:
     """From now on `module` is of a class of the same name, with `mixin` in front of its own.
 
@@ -124,6 +108,7 @@ def _mixed(plain: type[nn.Module], mixin: type[_Mixed]) -> type[nn.Module]:
         "__qualname__": plain.__qualname__,
         "__doc__": plain.__doc__,
         "plain_class": plain,
+        **said_by_whole_models(plain),
     }
     try:
         return types.new_class(plain.__name__, (mixin, plain), exec_body=lambda body: body.update(about))

@@ -18,7 +18,8 @@ from flatfsdp.contract.claimed import PART_OF
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.claim import own_modules
-from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, mix, unit_of, unmix
+from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, mix, unmix
+from flatfsdp.engine.in_place.parts import unit_of
 from flatfsdp.engine.in_place.state_dicts import follow_state_dicts
 from flatfsdp.engine.units import UnitModule, units_in
 from flatfsdp.engine.wrap import WrapPolicy, make_units
