@@ -49,6 +49,10 @@ class UnitMethods(UnitModule):
         """Says whether the next backwards are the last of their step and reduce; for pipeline schedules."""
         root_of(self).microbatch.is_last = is_last
 
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """As FSDP2 says `set_is_last_backward`: whether the next backwards reduce gradients."""
+        self.set_is_last_backward(requires_gradient_sync)
+
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
