@@ -22,6 +22,8 @@ FlatFSDP.
     skip_backward_post_hook     layers           engine              tensor_parallel.py
     flat_shard                  engine           optimizers          flat_shard.py
     whole_shape                 engine           anybody             whole_shape.py
+    fsdp_state                  engine           engine              claimed.py
+    _flatfsdp_part_of           engine           engine              claimed.py
     _flatfsdp_name(s)           engine           engine, Lightning   claimed.py
 
 `placement.py` reads the marks of tensor parallelism for the engine.  Wrappers that add no level to the names

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from flatfsdp.contract.claimed import PART_OF
+from flatfsdp.contract.claimed import FSDP_STATE, PART_OF
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.claim import own_modules
@@ -100,7 +100,7 @@ def _make_unit(module: nn.Module, **options: Any) -> UnitModule:
     inside = [each for _, each in units_in(module)]
     own = [each for _, each in own_modules(module)]
     state = build_unit(module, in_place=True, **options)
-    module.fsdp_state = state  # type: ignore[assignment]
+    FSDP_STATE.leave(module, state)
     mix(module, FlatFSDPModule)
     assert isinstance(module, FlatFSDPModule)
     follow_state_dicts(state)
