@@ -58,6 +58,16 @@ def run_as_soon_as_ready(tensor: Tensor, depth: int) -> None:
         node = node.next_functions[0][0]
 
 
+def run_post_accumulate_hooks(parameter: Tensor) -> None:
+    """Runs what `register_post_accumulate_grad_hook` has left, for a gradient that autograd did not bring."""
+    hooks = parameter._post_accumulate_grad_hooks
+    if hooks:
+        with torch.no_grad():
+            # One that removes itself changes the dict.
+            for hook in list(hooks.values()):
+                hook(parameter)
+
+
 def shares_memory(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     """Whether `tensor` is in this memory; a detached view is, too.
 

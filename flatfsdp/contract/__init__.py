@@ -20,7 +20,7 @@ FlatFSDP.
       tensor_parallel_ranks
     exchanges                   layers           engine              tensor_parallel.py
     skip_backward_post_hook     layers           engine              tensor_parallel.py
-    flat_shard                  engine           optimizers          flat_shard.py
+    flat_shard, viewed_shard    engine           optimizers          flat_shard.py
     whole_shape                 engine           anybody             whole_shape.py
     fsdp_state                  engine           engine              claimed.py
     _flatfsdp_part_of           engine           engine              claimed.py

@@ -1,6 +1,7 @@
 """What an optimizer has to know of a parameter that is a part of an engine's flat shard.
 
-In:   a parameter, with a `FlatShard` as its attribute `flat_shard`, if an engine has set one.
+In:   a parameter, with a `FlatShard` as its attribute `flat_shard`, if an engine has set one; and with a
+      `ViewedShard` as its `viewed_shard`, if it is one of several parameters in one shard.
 Next: `optim/clip.py` takes the norm over its ranks, `optim/fused.py` writes what the next forward needs.
 """
 
@@ -82,3 +83,30 @@ class FlatShard(Protocol):
 
 FLAT_SHARD = Attribute[FlatShard | None]("flat_shard", None)
 """Left on what an optimizer updates; None for an ordinary parameter."""
+
+
+class ViewedShard(Protocol):
+    """This rank's part of a flat buffer, which is several parameters: one view for each that is in it.
+
+    An optimizer that has neighbouring views may update them as one, from where the first one starts to where
+    the view after them does; what lies between two views is zero, and so is its gradient.
+    """
+
+    @property
+    def flat(self) -> Tensor:
+        """All elements, 1-D."""
+
+    @property
+    def views(self) -> Sequence[tuple[Tensor, int, int]]:
+        """(parameter, start, stop): elements [start, stop) of `flat`.  Starts ascend; some are empty."""
+
+    def joint_grad(self, first: int, last: int) -> Tensor | None:
+        """A gradient as long as `flat`, of which each of views [first, last) that is not empty has its part
+        as its gradient; None if that is not so, of some view."""
+
+    def joined(self, start: int, stop: int) -> FlatShard:
+        """Elements [start, stop), as one parameter would be described."""
+
+
+VIEWED_SHARD = Attribute[ViewedShard | None]("viewed_shard", None)
+"""Left on views, beside `FLAT_SHARD`; None for any other parameter."""

@@ -1,7 +1,8 @@
 """Optimizer settings per parameter, although buffers are flat; and what an optimizer may write beside them.
 
 In:   a model, and which parameters get which options.
-Out:  parameter groups for torch.optim, whose parameters alias portions of the flat shards.
+Out:  parameter groups for torch.optim, whose parameters alias portions of the flat shards; of a model that is
+      sharded in place, its views.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.contract.flat_shard import FLAT_SHARD, FlatShard, Moved
+from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, Moved
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.engine.units import Model, named_groups
@@ -34,6 +35,9 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
         no_decay = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
         optimizer = torch.optim.AdamW(param_groups(model, [no_decay]), lr=3e-4)
 
+    A model that is sharded in place has its portions already, one for each parameter (`parameters()`): those
+    are returned, and nothing is cut.
+
     Args:
         model: a FlatFSDP module, or one that contains some, or the stages of a pipeline that this rank has.
             Collective when it is first used.
@@ -43,7 +47,7 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
 
     Returns:
         As many groups, and a last one without options for what none has selected, if there is any.  A group
-        is empty on ranks whose shards hold nothing of it.
+        is empty on ranks whose shards hold nothing of it, but for empty views.
 
     Raises:
         ValueError: if a group lacks "params", names a parameter that is not trained here, or selects none; if
@@ -55,14 +59,20 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
         prefix + slot.name: slot.whole_shape for prefix, master in trained for slot in master.layout.slots
     }
     chosen = _choose(shapes, [_selected(group, shapes) for group in groups])
-    if any(group.has_unreduced or group.master.grads for _, group in groups_of_model):
+    to_cut = [group for _, group in groups_of_model if not group.master.has_views]
+    if any(group.has_unreduced or group.master.grads for group in to_cut):
         raise ValueError("there are gradients already; call zero_grad() before param_groups")
-    if any(master.portions[0].parameter is not master.flat for _, master in trained if master.portions):
+    masters = [group.master for group in to_cut]
+    if any(master.portions[0].parameter is not master.flat for master in masters if master.portions):
         raise ValueError("param_groups has cut this model's shards already; build one optimizer of them")
     parameters: list[list[nn.Parameter]] = [[] for _ in range(len(groups) + 1)]
     for prefix, flat_group in groups_of_model:
         master = flat_group.master
         indices = [chosen[prefix + slot.name] for slot in master.layout.slots]
+        if master.has_views:
+            for index, portion in zip(indices, master.portions, strict=True):
+                parameters[index].append(portion.parameter)
+            continue
         master.portions = []
         for index, portion in _cut(master, indices):
             master.portions.append(portion)
@@ -119,9 +129,12 @@ def _cut(master: MasterShard, indices: Sequence[int]) -> Iterable[tuple[int, Por
 
 
 def attach_targets(group: FlatGroup) -> None:
-    """Gives the parameters that an optimizer has of this group their `flat_shard`."""
+    """Gives the parameters that an optimizer has of this group their `flat_shard`, and `viewed_shard`."""
+    viewed = GroupViews(group) if group.master.has_views else None
     for parameter, start, stop in group.master.portions:
         FLAT_SHARD.leave(parameter, PortionTarget(group, start, stop))
+        if viewed is not None:
+            VIEWED_SHARD.leave(parameter, viewed)
 
 
 def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
@@ -185,6 +198,31 @@ class PortionTarget:
     def cast_done(self) -> None:
         if not self._group.master.is_offloaded:
             self._group.compute_shard.portion_done(self._start, self._stop)
+
+
+class GroupViews:
+    """One group's master shard, which is sharded in place, as a `ViewedShard`."""
+
+    def __init__(self, group: FlatGroup) -> None:
+        self._group = group
+
+    @property
+    def flat(self) -> Tensor:
+        return self._group.master.flat
+
+    @property
+    def views(self) -> Sequence[tuple[Tensor, int, int]]:
+        return self._group.master.portions
+
+    def joint_grad(self, first: int, last: int) -> Tensor | None:
+        return self._group.master.joint_grad(first, last)
+
+    def joined(self, start: int, stop: int) -> FlatShard:
+        return PortionTarget(self._group, start, stop)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As a `PortionTarget`."""
+        return _no_target, ()
 
 
 def _no_target() -> None:

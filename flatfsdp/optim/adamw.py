@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flatfsdp.kernels.optim.adamw import Corrected, Numbers, adamw, bias_corrected
 from flatfsdp.kernels.optim.runs import Run
-from flatfsdp.optim.fused import STEP, Due, Formula, FusedOptimizer, LaunchKey, step_count, wide_of
+from flatfsdp.optim.fused import Due, Formula, FusedOptimizer, LaunchKey, step_count, wide_of
+from flatfsdp.optim.joined import STEP
 from flatfsdp.optim.verdict import NonFinite
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -115,7 +116,7 @@ class AdamW(FusedOptimizer):
                     of_parameter[name] = of_parameter[name].to(self.moment_dtype)
 
     def _formula(self, due: Due) -> Formula:
-        state, group = self.state[due.parameter], due.group
+        state, group = due.updated.state(self.state), due.group
         if not state:
             state[STEP] = step_count(0, due.parameter)
             for name in MOMENTS:
@@ -124,15 +125,15 @@ class AdamW(FusedOptimizer):
         numbers = Numbers.of(float(group["lr"]), (beta1, beta2), group["weight_decay"])
         return Formula([state[name] for name in MOMENTS], numbers)
 
-    def _on_device(self, counted: Sequence[Due]) -> Mapping[Tensor, Tensor]:
-        by_kind: dict[tuple[torch.device, torch.dtype], list[Due]] = {}
-        for due in counted:
-            by_kind.setdefault((due.parameter.device, due.parameter.dtype), []).append(due)
+    def _on_device(self, counted: Sequence[tuple[Due, Tensor]]) -> Mapping[Tensor, Tensor]:
+        by_kind: dict[tuple[torch.device, torch.dtype], list[tuple[Due, Tensor]]] = {}
+        for due, step in counted:
+            by_kind.setdefault((due.parameter.device, due.parameter.dtype), []).append((due, step))
         found: dict[Tensor, Tensor] = {}
         for (_, dtype), of_kind in by_kind.items():
-            steps = [self.state[due.parameter][STEP] for due in of_kind]
-            results = bias_corrected(steps, [_corrected(due.group) for due in of_kind], wide_of(dtype))
-            found.update(zip((due.parameter for due in of_kind), results, strict=True))
+            steps = [step for _, step in of_kind]
+            results = bias_corrected(steps, [_corrected(due.group) for due, _ in of_kind], wide_of(dtype))
+            found.update(zip((due.parameter for due, _ in of_kind), results, strict=True))
         return found
 
     def _update(

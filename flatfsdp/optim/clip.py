@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,14 @@ from flatfsdp.comm.collectives import all_gather
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.flat_shard import FlatShard
+
+
+class Identified(Protocol):
+    """A shard, or a portion of one."""
+
+    def identify(self, action: Action) -> Identity | None:
+        """What a collective for it carries."""
+
 
 Gradients = Sequence[tuple[FlatShard, Sequence[Tensor]]]
 """Flat shards of one model, in the same order on all ranks, each with the gradients that it has now."""
@@ -93,7 +102,7 @@ def norm_over_ranks(
     Raises:
         ValueError: if a shard is spread over fewer ranks than others.
     """
-    _require_same_grid(shard.grid for shard, _ in gradients)
+    require_same_grid(shard.grid for shard, _ in gradients)
     counted: dict[tuple[Ranks, ...], list[Tensor]] = {}
     uncounted: list[Tensor] = []
     for shard, grads in gradients:
@@ -128,13 +137,13 @@ def pipeline_of(given: dist.ProcessGroup | None, found: Iterable[Ranks]) -> Rank
     return next((ranks for ranks in found if ranks.size > 1), ALONE)
 
 
-def identity_of_norm(shards: Iterable[FlatShard]) -> Identity | None:
+def identity_of_norm(shards: Iterable[Identified]) -> Identity | None:
     """The identity that collectives of a norm carry; None if those of these shards carry nothing."""
     first = next((found for shard in shards if (found := shard.identify(Action.NORM))), None)
     return None if first is None else Identity(Action.NORM, first.model)
 
 
-def _require_same_grid(grids: Iterable[Grid]) -> None:
+def require_same_grid(grids: Iterable[Grid]) -> None:
     """Checks that no unit has gradients that only some of the ranks share (experts).
 
     Raises:
@@ -182,7 +191,7 @@ def _norm_of(norms: Sequence[Tensor], dtype: torch.dtype, device: torch.device, 
 
 
 def norm_over(partners: Sequence[Ranks], norm: Tensor, norm_type: float, identity: Identity | None) -> Tensor:
-    """Combines per-rank norms into the norm over all these ranks."""
+    """Combines per-rank norms, one or several in a tensor, into the norms over all these ranks."""
     several = [ranks for ranks in partners if ranks.size > 1]
     if not several:
         return norm
@@ -190,8 +199,8 @@ def norm_over(partners: Sequence[Ranks], norm: Tensor, norm_type: float, identit
     for ranks in several:
         # Gathered, so that all ranks, of whatever groups, add in the same order: their norms have the same
         # bits, and what several of them have stays equal.
-        everyones = powers.new_empty(ranks.size)
+        everyones = powers.new_empty(ranks.size, *powers.shape)
         with launch(ranks, identity, powers.device):
-            all_gather(everyones, powers.reshape(1), ranks)
-        powers = everyones.amax() if math.isinf(norm_type) else everyones.sum()
+            all_gather(everyones.view(-1), powers.reshape(-1), ranks)
+        powers = everyones.amax(0) if math.isinf(norm_type) else everyones.sum(0)
     return powers if math.isinf(norm_type) else powers ** (1.0 / norm_type)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from operator import is_
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -28,10 +29,8 @@ from flatfsdp.contract.placement import is_shared
 from flatfsdp.contract.tensor_parallel import TENSOR_PARALLEL_RANKS
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim.clip import clip_coefficient, pipeline_of
+from flatfsdp.optim.joined import STEP, Joined, Updated, updated
 from flatfsdp.optim.verdict import Awaited, NonFinite, Verdict, judge
-
-STEP = "step"
-"""A state: how many updates a parameter has had, as `torch.optim.AdamW` counts them."""
 
 
 class LaunchKey(NamedTuple):
@@ -51,12 +50,37 @@ class LaunchKey(NamedTuple):
 
 
 class Due(NamedTuple):
-    """A parameter that this step updates."""
+    """What this step updates, and by which gradient."""
 
-    parameter: Tensor
+    updated: Updated
     grad: Tensor
-    group: dict[str, Any]
-    shard: FlatShard | None
+
+    @property
+    def parameter(self) -> Tensor:
+        return self.updated.parameter
+
+    @property
+    def group(self) -> dict[str, Any]:
+        return self.updated.group
+
+    @property
+    def shard(self) -> FlatShard | None:
+        return self.updated.shard
+
+
+class _Plan(NamedTuple):
+    """What steps update, as long as the parameter groups have these parameters."""
+
+    groups: list[tuple[dict[str, Any], list[Tensor]]]
+    updated: list[Updated]
+
+    def is_of(self, param_groups: Sequence[dict[str, Any]]) -> bool:
+        return len(self.groups) == len(param_groups) and all(
+            own is group
+            and len(parameters) == len(group["params"])
+            and all(map(is_, parameters, group["params"]))
+            for (own, parameters), group in zip(self.groups, param_groups, strict=True)
+        )
 
 
 class Formula(NamedTuple):
@@ -97,6 +121,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     # A copy has none: process groups cannot be copied, nor is it told of what the original has done.
     pp_group: dist.ProcessGroup | None = None
     _awaited: Awaited | None = None
+    _plan: _Plan | None = None
 
     def __init__(
         self,
@@ -113,7 +138,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self.nonfinite = nonfinite
         self.grad_norm: Tensor | None = None
         super().__init__(params, defaults)
-        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=self._device(self._shards()))
+        device = self._device(self._shards(self._updated()))
+        self.skipped_steps = torch.zeros((), dtype=torch.int64, device=device)
 
     @property
     def nonfinite(self) -> NonFinite:
@@ -145,8 +171,12 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         """
 
     @abstractmethod
-    def _on_device(self, counted: Sequence[Due]) -> Mapping[Tensor, Tensor]:
-        """By parameter: numbers of the formula that depend on the count of steps; this one is counted."""
+    def _on_device(self, counted: Sequence[tuple[Due, Tensor]]) -> Mapping[Tensor, Tensor]:
+        """By parameter: numbers of the formula that depend on the count of steps; this one is counted.
+
+        Args:
+            counted: what is updated, and its count.
+        """
 
     @abstractmethod
     def _update(
@@ -210,9 +240,11 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        due = list(self._due())
+        due = self._due()
         coefficient, taken = self._decide(due)
         formulas = [self._formula(one) for one in due]
+        for one in due:
+            one.updated.hand_out(self.state)
         on_device = self._count(due, taken)
         by_kind: dict[LaunchKey, list[Run]] = {}
         for one, formula in zip(due, formulas, strict=True):
@@ -252,29 +284,64 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         if self._awaited is not None:
             # Only looked at: a state dict may be asked of some ranks alone, and `step` raises on all.
             self._awaited.check()
-        return super().state_dict()
+        state_dict = super().state_dict()
+        # Who loads it, `torch.optim.AdamW` say, counts for each parameter by itself.
+        state_dict["state"] = {
+            index: {**state, STEP: state[STEP].clone()} if isinstance(state.get(STEP), Tensor) else state
+            for index, state in state_dict["state"].items()
+        }
+        return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of the optimizer; its `state_dict` has none of these."""
         own = ("max_grad_norm", "grad_norm", "_nonfinite", "skipped_steps")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Also part of `load_state_dict`."""
+        super().__setstate__(state)
+        self._plan = None
+
     # ---- one step ---------------------------------------------------------------------------------------
 
     def _parameters(self) -> Iterator[Tensor]:
         return (parameter for group in self.param_groups for parameter in group["params"])
 
-    def _due(self) -> Iterator[Due]:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                grad = grad_of(parameter)
-                if grad is not None:
-                    check_grad(parameter, grad)
-                    yield Due(parameter, grad, group, FLAT_SHARD.of(parameter))
+    def _updated(self) -> list[Updated]:
+        """What steps update: joined, where the parameters are views and their states are still joined."""
+        plan = self._plan
+        if (
+            plan is None
+            or not plan.is_of(self.param_groups)
+            or not all(each.has_its_state(self.state) for each in plan.updated if isinstance(each, Joined))
+        ):
+            groups = [(group, list(group["params"])) for group in self.param_groups]
+            plan = self._plan = _Plan(groups, updated(self.param_groups, self.state))
+        return plan.updated
 
-    def _shards(self) -> list[FlatShard]:
+    def _due(self) -> list[Due]:
+        due: list[Due] = []
+        plan: list[Updated] = []
+        for each in self._updated():
+            if not isinstance(each, Joined):
+                plan.append(each)
+                due += _due_alone(each)
+            elif (joint := each.grad) is not None:
+                plan.append(each)
+                due.append(Due(each, joint))
+            elif any(grad_of(view) is not None for view, start, stop in each.views if start < stop):
+                parts = each.parted(self.state)
+                plan += parts
+                due += [one for part in parts for one in _due_alone(part)]
+            else:
+                plan.append(each)
+        assert self._plan is not None
+        self._plan = self._plan._replace(updated=plan)
+        return due
+
+    def _shards(self, updated: Iterable[Updated]) -> list[FlatShard]:
         """Those of all parameters, in the same order on all ranks, whichever of their portions is first."""
-        shards = [shard for shard in map(FLAT_SHARD.of, self._parameters()) if shard is not None]
+        shards = [each.shard for each in updated if each.shard is not None]
         return sorted(shards, key=lambda shard: [ranks.name for ranks in shard.grid.partners])
 
     def _device(self, shards: Sequence[FlatShard]) -> torch.device:
@@ -292,7 +359,8 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self.grad_norm = None
         if self.max_grad_norm is None and self.nonfinite == "step":
             return None, None
-        shards = self._shards()
+        assert self._plan is not None
+        shards = self._shards(self._plan.updated)
         verdict = self._judge(due, shards)
         coefficient = None
         if verdict.is_norm:
@@ -331,10 +399,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     def _count(self, due: Sequence[Due], taken: Tensor | None) -> Mapping[Tensor, Tensor]:
         """Counts the step where it is taken, and returns what the formula makes of the counts."""
-        counted = [one for one in due if STEP in self.state.get(one.parameter, ())]
+        counted = [(one, step) for one in due if (step := one.updated.count(self.state)) is not None]
         by_device: dict[torch.device, list[Tensor]] = {}
-        for one in counted:
-            step = self.state[one.parameter][STEP]
+        for _, step in counted:
             by_device.setdefault(step.device, []).append(step)
         for device, steps in by_device.items():
             # A list, because a number of one element is fetched to the host.
@@ -394,6 +461,16 @@ def _sharing(parameter: Tensor, *, clips: bool) -> Iterator[tuple[int, ...]]:
             'whether all of their gradients are finite; wrap the layer with FlatFSDP, or set nonfinite="step"'
         )
     yield ranks
+
+
+def _due_alone(updated: Updated) -> list[Due]:
+    """One parameter, if it has a gradient."""
+    grad = grad_of(updated.parameter)
+    if grad is None:
+        return []
+    check_grad(updated.parameter, grad)
+    # A view's is of a class of its own, which answers for all ranks.
+    return [Due(updated, grad if updated.shard is None else grad.as_subclass(Tensor))]
 
 
 def step_count(value: Tensor | float, parameter: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.kernels.optim.sgd import Numbers, sgd
-from flatfsdp.optim.fused import STEP, Due, Formula, FusedOptimizer, LaunchKey, step_count
+from flatfsdp.optim.fused import Due, Formula, FusedOptimizer, LaunchKey, step_count
+from flatfsdp.optim.joined import STEP
 from flatfsdp.optim.verdict import NonFinite
 
 BUFFER = "momentum_buffer"
@@ -92,15 +93,15 @@ class SGD(FusedOptimizer):
         lr, momentum = float(group["lr"]), group["momentum"]
         if momentum == 0:
             return Formula([], Numbers(lr, group["weight_decay"]))
-        state = self.state[due.parameter]
+        state = due.updated.state(self.state)
         if state.get(BUFFER) is None:
             state[BUFFER] = torch.zeros_like(due.parameter)
             state[STEP] = step_count(0, due.parameter)
         numbers = Numbers(lr, group["weight_decay"], momentum, 1 - group["dampening"])
         return Formula([state[BUFFER]], numbers, group["nesterov"])
 
-    def _on_device(self, counted: Sequence[Due]) -> Mapping[Tensor, Tensor]:
-        return {due.parameter: self.state[due.parameter][STEP] for due in counted}
+    def _on_device(self, counted: Sequence[tuple[Due, Tensor]]) -> Mapping[Tensor, Tensor]:
+        return {due.parameter: step for due, step in counted}
 
     def _update(
         self, runs: Sequence[Run], kind: LaunchKey, grad_scale: Tensor | None, taken: Tensor | None

@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from flatfsdp.contract.claimed import TAKEN_AS
-from flatfsdp.contract.flat_shard import FLAT_SHARD
+from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD
 from flatfsdp.contract.main_grad import (
     CLAIM_MAIN_GRAD,
     GET_MAIN_GRAD,
@@ -43,6 +43,7 @@ _OF_ONE_TENSOR = {
         MAIN_GRAD,
         OVERWRITE_MAIN_GRAD,
         TAKEN_AS,
+        VIEWED_SHARD,
         WHOLE_SHAPE,
     )
 }

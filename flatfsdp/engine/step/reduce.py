@@ -2,7 +2,7 @@
 
 In:   units whose last gradient of a reducing backward has landed (`unit.py`).
 Out:  the master's gradient: this rank's shard of the mean over all data-parallel ranks.
-Next: `optim/clip.py` and the optimizer.
+Next: hooks that users have on views (`register_post_accumulate_grad_hook`), `optim/clip.py`, the optimizer.
 
 Every rank launches the reductions in one fixed order, whatever order the gradients land in: the reverse of
 registration, which is the order of a backward.  A unit that is ready early waits for its turn.  So a
@@ -31,7 +31,9 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import all_reduce, reduce_scatter
 from flatfsdp.comm.streams import SideStream, compute_waits_for
+from flatfsdp.engine.storage.grad_norms import NormsOverRanks
 from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.torch_private import run_post_accumulate_hooks
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +66,9 @@ class Reducer:
     def __init__(
         self, units: Iterable[Sequence[FlatGroup]], device: torch.device, ledger: ByteLedger
     ) -> None:
-        self._order = list(units)[::-1]
+        units = list(units)
+        self._norms = NormsOverRanks(group.master for groups in units for group in groups)
+        self._order = units[::-1]
         self._device = device
         self._stream = SideStream(device)
         self._ledger = ledger
@@ -246,6 +250,10 @@ class Reducer:
             added = group.master.add_grad(grad)
             if added:
                 self._ledger.add("accumulate", 3 * added * grad.element_size())
+        for group, _ in self._reduced:
+            if group.master.has_views:
+                for portion in group.master.portions:
+                    run_post_accumulate_hooks(portion.parameter)
 
     def _download(self, group: FlatGroup, grad: Tensor) -> Tensor:
         nbytes = grad.numel() * grad.element_size()

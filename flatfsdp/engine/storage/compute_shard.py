@@ -107,10 +107,16 @@ class ComputeShard:
         return self.fp8.runs(start, stop)
 
     def portion_done(self, start: int, stop: int) -> None:
-        """Notes that an optimizer has updated a portion of the master shard and written what goes with it."""
+        """Notes that an optimizer has updated a portion of the master shard, or several that are neighbours,
+        and written what goes with them."""
         version = self.version
         self._done[start, stop] = version
-        if all(self._done.get((p.start, p.stop)) == version for p in self._master.portions):
+        done = [part for part, of_part in self._done.items() if of_part == version]
+        if all(
+            any(a <= p.start and p.stop <= b for a, b in done)
+            for p in self._master.portions
+            if p.start < p.stop
+        ):
             if self.fp8 is None:
                 self._cast = version
             else:

@@ -7,6 +7,7 @@ Next: `group.py` casts and gathers it for forward and backward.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -21,8 +22,10 @@ from flatfsdp.comm.ranks import ALONE
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
+from flatfsdp.contract.whole_shape import WHOLE_SHAPE
+from flatfsdp.engine.storage.shard_grad import Place, Published, ShardGrad, plain
 from flatfsdp.engine.storage.unreduced import reduced_grad
-from flatfsdp.flat.layout import FlatLayout, ParamSlot
+from flatfsdp.flat.layout import FlatLayout, ParamSlot, gaps_and_runs
 
 
 def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
@@ -63,7 +66,9 @@ class MasterShard:
 
     Attributes:
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
-        portions: what the optimizer updates; `flat` as a whole unless `param_groups` has cut it.
+        portions: what the optimizer updates: `flat` as a whole; what `param_groups` has cut; or, in a model
+            that is sharded in place, one view for each slot.
+        places: of the slots in the model, for gradients of views; empty before the model is used.
         stages: ranks of the pipeline that this is in, if any; gradients of other stages count in a norm, too.
         identify: what a collective for it carries; None before the model is used.
         generation: counts loads, and what replicas take over.  A write by anyone else raises `flat._version`.
@@ -91,6 +96,8 @@ class MasterShard:
             shard = torch.zeros(numel, dtype=dtype, device=device)
         self.flat = nn.Parameter(shard, requires_grad=trainable)
         self.portions = [Portion(self.flat, 0, numel)]
+        self.places: Sequence[Place] = ()
+        self._published: weakref.ref[Published] | None = None
         self._address = self.flat.data_ptr()
         self.stages = ALONE
         self.generation = 0
@@ -204,10 +211,33 @@ class MasterShard:
         return GRAD if self.grad_dtype == self.flat.dtype else MAIN_GRAD
 
     @property
+    def has_views(self) -> bool:
+        """Whether each slot is a portion by itself, also an empty one: the model is sharded in place."""
+        return bool(self.portions) and WHOLE_SHAPE.is_on(self.portions[0].parameter)
+
+    @property
     def grads(self) -> Sequence[Tensor]:
-        """The reduced gradients that are there, one a portion."""
+        """The reduced gradients that are there: one a portion, or one of all views together."""
+        if (joint := self.joint_grad(0, len(self.portions))) is not None:
+            return [joint]
         found = (reduced_grad(portion.parameter, self.grad_attribute) for portion in self.portions)
-        return [grad for grad in found if grad is not None]
+        return [plain(grad) for grad in found if grad is not None]
+
+    def joint_grad(self, first: int, last: int) -> Tensor | None:
+        """One gradient of the whole shard, 1-D, of which views [first, last) have their parts; None if one of
+        them has no gradient, or another one.  Views without elements do not count."""
+        published = None if self._published is None else self._published()
+        if published is None:
+            return None
+        attribute = self.grad_attribute
+        for index in range(first, last):
+            parameter, start, stop = self.portions[index]
+            if start == stop:
+                continue
+            grad = attribute.of(parameter)
+            if type(grad) is not ShardGrad or grad.published is not published or grad.place.slot != index:
+                return None
+        return published.flat
 
     def add_grad(self, grad: Tensor) -> int:
         """Sets the reduced gradient, or adds to one that is there.
@@ -215,6 +245,8 @@ class MasterShard:
         Returns:
             Number of elements that were added, not set.
         """
+        if self.has_views:
+            return self._add_to_views(grad)
         added = 0
         for parameter, start, stop in self.portions:
             present = reduced_grad(parameter, self.grad_attribute)
@@ -223,6 +255,26 @@ class MasterShard:
             else:
                 present.add_(grad[start:stop])
                 added += stop - start
+        return added
+
+    def _add_to_views(self, flat: Tensor) -> int:
+        attribute = self.grad_attribute
+        if (joint := self.joint_grad(0, len(self.portions))) is not None:
+            joint.add_(flat)
+            return joint.numel()
+        published = Published(flat)
+        # Weak: zeroing the gradients of all views frees it.
+        self._published = weakref.ref(published)
+        lengths = gaps_and_runs((start, stop) for _, start, stop in self.portions)
+        parts = flat.split([*lengths, flat.numel() - self.portions[-1].stop])[1::2]
+        added = 0
+        for (parameter, _, _), part, place in zip(self.portions, parts, self.places, strict=True):
+            present = reduced_grad(parameter, attribute)
+            if present is None:
+                attribute.leave(parameter, ShardGrad.of(part, place, published))
+            else:
+                present.add_(part)
+                added += part.numel()
         return added
 
     def zero_grad(self, set_to_none: bool = True) -> None:

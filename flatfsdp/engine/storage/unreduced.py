@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -86,16 +87,26 @@ class UnreducedMarks:
 
     def __init__(self) -> None:
         self._watched: list[_Watched] = []
+        self._markers: list[tuple[nn.Parameter, Unreduced]] = []
 
     def start(self, parameters: Iterable[nn.Parameter]) -> None:
         """Puts a marker where there is no gradient; also goes on with those that have one."""
+        parameters = list(parameters)
+        markers = self._markers_of(parameters)
         self._watched.clear()
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = Unreduced.of(parameter)
+        for parameter, marker in zip(parameters, markers, strict=True):
             grad = parameter.grad
+            if grad is None:
+                grad = parameter.grad = marker
             version = 0 if isinstance(grad, Unreduced) else grad._version
             self._watched.append(_Watched(parameter, grad, version))
+
+    def _markers_of(self, parameters: Sequence[nn.Parameter]) -> Sequence[Unreduced]:
+        """One a parameter, kept for the next time."""
+        known = [parameter for parameter, _ in self._markers]
+        if len(known) != len(parameters) or not all(map(is_, known, parameters)):
+            self._markers = [(parameter, Unreduced.of(parameter)) for parameter in parameters]
+        return [marker for _, marker in self._markers]
 
     @property
     def is_on(self) -> bool:

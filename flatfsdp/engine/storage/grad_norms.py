@@ -1,0 +1,158 @@
+"""Norms of the gradients of single parameters, over all ranks that have parts of them.
+
+In:   the gradients in `.grad` of all views of a model (`shard_grad.py`).
+Out:  the norm of one parameter's whole gradient, with the same bits on all ranks.
+Next: `torch.nn.utils.clip_grad_norm_` adds them up, so its total is that of the whole model.
+
+Who asks for one norm usually asks for all, so a question has all of them taken, in one collective.  An answer
+is given once, and not if the gradient may have been written to since.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.engine.storage.master import MasterShard
+from flatfsdp.engine.storage.shard_grad import Answer, Place, ShardGrad
+from flatfsdp.engine.storage.unreduced import reduced_grad
+from flatfsdp.optim.clip import identity_of_norm, norm_over, require_same_grid, widest
+
+
+class _Current(NamedTuple):
+    """A gradient that is in its view's `.grad` now."""
+
+    master: MasterShard
+    grad: ShardGrad
+
+
+class NormsOverRanks:
+    """Answers questions about the gradients of one model.
+
+    Args:
+        masters: all shards of the model, in the same order on all ranks.  They keep this object.
+    """
+
+    def __init__(self, masters: Iterable[MasterShard]) -> None:
+        self._masters: list[weakref.ref[MasterShard]] = []
+        for number, master in enumerate(masters):
+            self._masters.append(weakref.ref(master))
+            master.places = [Place(self, number, index) for index in range(len(master.layout.slots))]
+        self._writes = 0
+        self._answered: int | None = None
+
+    def norm(self, grad: ShardGrad, norm_type: float) -> Tensor:
+        """The norm of the whole gradient that `grad` is a part of, or was computed from: 0-dim, in FP32 at
+        least, where the model computes.  Collective over all ranks of the model.
+
+        Raises:
+            RuntimeError: if some other view of the model has a gradient that the engine has not put there;
+                for a stage of a pipeline.
+            ValueError: if some units are spread over fewer ranks than others.
+        """
+        answer, grad.answer = grad.answer, None
+        if answer is not None and answer[:3] == (norm_type, grad._version, self._writes):
+            assert self._answered is not None
+            self._answered += 1
+            return answer.norm
+        self._require_whole_model()
+        asked = _Current(self._master(grad.place), grad)
+        if self._answered == 1 or not _is_in_place(asked):
+            # Nobody wanted the others the last time.
+            return self._norms([asked], norm_type)[0]
+        currents = list(self._current())
+        norms = self._norms(currents, norm_type)
+        for current, norm in zip(currents, norms, strict=True):
+            current.grad.answer = Answer(norm_type, current.grad._version, self._writes, norm)
+        self._answered = 1
+        answer, grad.answer = grad.answer, None
+        assert answer is not None
+        return answer.norm
+
+    def forget(self) -> None:
+        """Gradients may be written to without a trace from now on."""
+        self._writes += 1
+
+    def share_nonfinite(self, found: Tensor) -> None:
+        """Raises a count of what is not finite to the largest of all ranks.  Collective."""
+        masters = [master for master in (each() for each in self._masters) if master is not None]
+        largest = max(
+            (master.grid for master in masters), key=lambda grid: (grid.num_ranks, grid.tensor.size)
+        )
+        stages = next((master.stages for master in masters if master.stages.size > 1), None)
+        together = [*largest.dimensions, *([] if stages is None else [stages])]
+        own = found.detach().to(masters[0].device)
+        found.copy_(norm_over(together, own, math.inf, identity_of_norm(masters)))
+
+    def _master(self, place: Place) -> MasterShard:
+        master = self._masters[place.shard]()
+        if master is None:
+            raise RuntimeError("the model that this gradient is of is gone, and with it who has other parts")
+        return master
+
+    def _require_whole_model(self) -> None:
+        masters = [master for master in (each() for each in self._masters) if master is not None]
+        if any(master.stages.size > 1 for master in masters):
+            raise RuntimeError(
+                "a norm was asked of the gradients of one stage of a pipeline, and it is not the model's; "
+                "use flatfsdp.parallel.clip_grad_norm_(all stages of this rank, max_norm)"
+            )
+        require_same_grid(master.grid for master in masters)
+
+    def _current(self) -> Iterable[_Current]:
+        """The gradients of all views that have one, in the same order on all ranks."""
+        for number, master in enumerate(each() for each in self._masters):
+            for index, portion in enumerate(() if master is None else master.portions):
+                assert master is not None
+                grad = reduced_grad(portion.parameter, master.grad_attribute)
+                if grad is None:
+                    continue
+                if not isinstance(grad, ShardGrad) or grad.place[1:] != (number, index):
+                    raise RuntimeError(
+                        f"the gradient of {master.layout.slots[index].name} has been replaced by a tensor of "
+                        "which nobody knows what other ranks have, and a norm over all ranks was asked for; "
+                        "write into .grad (copy_, mul_), or compute what replaces it from it"
+                    )
+                yield _Current(master, grad)
+
+    def _norms(self, currents: Sequence[_Current], norm_type: float) -> list[Tensor]:
+        """Of each gradient over all ranks, in the order in which they are passed."""
+        device = currents[0].master.device
+        parts = [current.grad.plain for current in currents]
+        dtype = widest(parts)
+        # Not all norms of nothing are zero.
+        taken = [
+            index
+            for index, (current, part) in enumerate(zip(currents, parts, strict=True))
+            if current.master.is_counted and part.numel()
+        ]
+        local = [torch.zeros((), dtype=dtype, device=device)] * len(parts)
+        found = (
+            torch._foreach_norm([parts[index] for index in taken], norm_type, dtype=dtype) if taken else []
+        )
+        for index, norm in zip(taken, found, strict=True):
+            local[index] = norm.to(device)
+        by_partners: dict[tuple[Ranks, ...], list[int]] = {}
+        for index, current in enumerate(currents):
+            by_partners.setdefault(current.master.grid.partners, []).append(index)
+        identity = identity_of_norm(current.master for current in currents)
+        norms = list(local)
+        for partners, indices in by_partners.items():
+            own = torch.stack([local[index] for index in indices])
+            for index, norm in zip(
+                indices, norm_over(partners, own, norm_type, identity).unbind(), strict=True
+            ):
+                norms[index] = norm
+        return norms
+
+
+def _is_in_place(current: _Current) -> bool:
+    """Whether it is its view's gradient, and not something that was computed from one."""
+    parameter = current.master.portions[current.grad.place.slot].parameter
+    return current.master.grad_attribute.of(parameter) is current.grad

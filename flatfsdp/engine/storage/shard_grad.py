@@ -1,0 +1,179 @@
+"""Gradients of views: plain tensors, but for questions that one rank's part of a gradient cannot answer.
+
+In:   a reduced gradient, as long as the master shard (`Published`).
+Out:  a `ShardGrad` in `.grad` of each view, in the memory of that one.
+Next: `torch.nn.utils.clip_grad_norm_`, loggers and `GradScaler` ask it; `grad_norms.py` answers over ranks.
+
+    flat gradient   | view 0 .......|gap| view 1 ....................|     held by its parts alone
+    .grad             ShardGrad           ShardGrad
+
+A `ShardGrad` and what is computed from it in the same shape (`p.grad / n`, `.detach()`) know whose gradient
+they are:
+
+    norms                                        of the parameter's whole gradient, over all ranks
+    _amp_foreach_non_finite_check_and_unscale_   what is not finite on any rank shows on all
+    anything else                                of this rank's elements, and a plain tensor
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class GradNorms(Protocol):
+    """What asks other ranks about gradients (`grad_norms.py`)."""
+
+    def norm(self, grad: ShardGrad, norm_type: float) -> Tensor:
+        """The norm of the whole gradient, 0-dim.  Collective."""
+
+    def forget(self) -> None:
+        """Gradients may be written to without a trace from now on."""
+
+    def share_nonfinite(self, found: Tensor) -> None:
+        """Raises a count of what is not finite to the largest of all ranks.  Collective."""
+
+
+class Place(NamedTuple):
+    """Whose gradient a tensor is.
+
+    Attributes:
+        norms: of the model that the parameter is in.
+        shard: number of its master shard there.
+        slot: number of the parameter in it.
+    """
+
+    norms: GradNorms
+    shard: int
+    slot: int
+
+
+class Published:
+    """One reduced gradient, as long as the master shard; it lives as long as one of its parts does."""
+
+    __slots__ = ("__weakref__", "flat")
+
+    def __init__(self, flat: Tensor) -> None:
+        self.flat = flat
+
+
+class Answer(NamedTuple):
+    """A norm that was taken along with others and has not been asked for yet.
+
+    Attributes:
+        version: of the gradient then.
+        writes: how often gradients may have been written to without a trace before.
+    """
+
+    norm_type: float
+    version: int
+    writes: int
+    norm: Tensor
+
+
+_DATA: Any = Tensor.data
+
+_NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
+
+
+class ShardGrad(Tensor):
+    """This rank's part of the gradient of one parameter: 1-D, perhaps empty.
+
+    Attributes:
+        place: whose gradient it is.
+        published: of what this is a part, in the same memory; None for what was computed from one.
+        answer: its norm, if another question has had it taken along.
+    """
+
+    place: Place
+    published: Published | None
+    answer: Answer | None
+
+    @staticmethod
+    def of(part: Tensor, place: Place, published: Published | None = None) -> ShardGrad:
+        grad = part.as_subclass(ShardGrad)
+        grad.place, grad.published, grad.answer = place, published, None
+        return grad
+
+    @property
+    def plain(self) -> Tensor:
+        """The same memory as an ordinary tensor."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _NORMS and isinstance(args[0], ShardGrad):
+            return _norm(func, args[0], args[1:], kwargs)
+        if func is torch._foreach_norm:
+            return _norms(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if func is torch._amp_foreach_non_finite_check_and_unscale_:
+                _shared_nonfinite(args[0], args[1])
+            elif func == _DATA.__get__:
+                args[0].place.norms.forget()
+            if func is Tensor.as_subclass:
+                return result
+            return _of_the_same_place(result, args[0] if args else None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        """An ordinary tensor: a copy is nobody's gradient."""
+        return copy.deepcopy(self.plain, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.__reduce_ex__(protocol)
+
+
+def plain(grad: Tensor) -> Tensor:
+    """An ordinary tensor in the same memory."""
+    return grad.plain if isinstance(grad, ShardGrad) else grad
+
+
+def _of_the_same_place(result: Any, source: Any) -> Any:
+    """What was computed from a gradient knows whose it is, if it may stand in its place."""
+    if isinstance(source, ShardGrad):
+        is_like_it = type(result) is Tensor and result.shape == source.shape and result.is_floating_point()
+        return ShardGrad.of(result, source.place) if is_like_it else result
+    if isinstance(result, (list, tuple)) and isinstance(source, (list, tuple)) and len(result) == len(source):
+        # torch._foreach_mul(grads, 0.5)
+        return type(result)(map(_of_the_same_place, result, source))
+    return result
+
+
+def _norm(func: Any, grad: ShardGrad, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """A norm of one gradient; of a 1-D tensor, that along its dimension is the norm."""
+    options = dict(zip(("p", "dim", "keepdim"), args, strict=False)) | dict(kwargs)
+    order = options.get("p", options.get("ord", 2.0))
+    norm_type = 2.0 if order in (None, "fro") else float(order)
+    if not norm_type > 0 or options.get("out") is not None:
+        raise ValueError(
+            f"{func.__name__} of order {order!r} of a gradient of which this rank has a part: norms of "
+            "positive order, without out=, are known over all ranks; use .grad.as_subclass(torch.Tensor) "
+            "for those of the part"
+        )
+    norm = grad.place.norms.norm(grad, norm_type)
+    if options.get("dtype") is not None:
+        norm = norm.to(options["dtype"])
+    return norm.reshape(1) if options.get("keepdim") else norm
+
+
+def _norms(tensors: Sequence[Tensor], ord: float = 2.0, dtype: torch.dtype | None = None) -> Sequence[Tensor]:
+    """`torch._foreach_norm` of gradients and other tensors."""
+    return [torch.linalg.vector_norm(tensor, ord, dtype=dtype) for tensor in tensors]
+
+
+def _shared_nonfinite(grads: Sequence[Tensor], found: Tensor) -> None:
+    for norms in dict.fromkeys(grad.place.norms for grad in grads if isinstance(grad, ShardGrad)):
+        norms.share_nonfinite(found)

@@ -1,0 +1,193 @@
+"""Views of one shard that an optimizer updates as one: one run of its kernel, whatever they are called.
+
+In:   parameter groups in which there are views (`ViewedShard` of `contract/flat_shard.py`).
+Out:  `Updated`: what a step updates, an ordinary parameter or several views together.
+Next: `fused.py` walks over these where it would walk over parameters.
+
+    shard    | view 0 .......|gap| view 1 ....................|gap| view 2 .....|
+    groups     decay               no decay                         no decay
+    updated  [0 ................) [1 and 2 ...................................)
+
+Neighbouring views of one parameter group are together from where the first one starts to where the next run
+does: the portions that `param_groups` cuts, so norms are summed up in the same order.  Their state is one
+tensor, of which each view has its part under its own name in the optimizer's state; they have one count of
+steps.
+
+They part if some of them have a gradient and others have none: each goes on with its part of the state and a
+count of its own.  They come together again when a state is loaded, if their counts are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, ViewedShard
+
+STEP = "step"
+"""A state: how many updates a parameter has had, as `torch.optim.AdamW` counts them."""
+
+State = MutableMapping[Tensor, dict[str, Any]]
+"""`state` of an optimizer, by parameter."""
+
+
+class Updated:
+    """What one step updates by one run: a parameter.
+
+    Attributes:
+        parameter: the tensor to update.
+        group: the parameter group, whose options count.
+        shard: of which it is a part; None for an ordinary parameter.
+    """
+
+    def __init__(self, parameter: Tensor, group: dict[str, Any], shard: FlatShard | None) -> None:
+        self.parameter = parameter
+        self.group = group
+        self.shard = shard
+
+    def state(self, states: State) -> dict[str, Any]:
+        """What the optimizer keeps for it, to be read and written; the first time it is empty."""
+        return states[self.parameter]
+
+    def count(self, states: State) -> Tensor | None:
+        """How many steps it has had, 0-dim; None if nobody counts."""
+        step: Tensor | None = states.get(self.parameter, {}).get(STEP)
+        return step
+
+    def hand_out(self, states: State) -> None:
+        """Parameters get what `state` has got since."""
+
+
+class Joined(Updated):
+    """Views [first, last) of one shard.
+
+    Args:
+        start, stop: the elements of the shard that are theirs, and what is between them.
+    """
+
+    def __init__(
+        self, viewed: ViewedShard, group: dict[str, Any], first: int, last: int, start: int, stop: int
+    ) -> None:
+        super().__init__(viewed.flat.detach()[start:stop], group, viewed.joined(start, stop))
+        self._viewed = viewed
+        self._first, self._last = first, last
+        self._start, self._stop = start, stop
+        self._own: dict[str, Any] = {}
+        self._handed_out: list[tuple[Tensor, dict[str, Any]]] = []
+
+    @property
+    def views(self) -> Sequence[tuple[Tensor, int, int]]:
+        """(parameter, start, stop) of each: its elements of `parameter`."""
+        views = self._viewed.views[self._first : self._last]
+        return [(view, start - self._start, stop - self._start) for view, start, stop in views]
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Of all views together, as long as `parameter`; None if they do not have one gradient."""
+        joint = self._viewed.joint_grad(self._first, self._last)
+        return None if joint is None else joint[self._start : self._stop]
+
+    def state(self, states: State) -> dict[str, Any]:
+        return self._own
+
+    def count(self, states: State) -> Tensor | None:
+        return self._own.get(STEP)
+
+    def hand_out(self, states: State) -> None:
+        if len(self._own) == (len(self._handed_out[0][1]) if self._handed_out else 0):
+            return
+        self._handed_out = []
+        for view, start, stop in self.views:
+            if start < stop:
+                parts = {key: value if key == STEP else value[start:stop] for key, value in self._own.items()}
+                states[view] = dict(parts)
+                self._handed_out.append((view, parts))
+
+    def has_its_state(self, states: Mapping[Tensor, dict[str, Any]]) -> bool:
+        """Whether the optimizer's state still has what was handed out."""
+        for view, parts in self._handed_out:
+            found = states.get(view)
+            if found is None or len(found) != len(parts):
+                return False
+            if not all(map(is_, found.values(), parts.values())):
+                return False
+        return True
+
+    def take_over(self, states: State) -> bool:
+        """Joins the states that views have by themselves; False if that cannot be.
+
+        Waits for the device, if there are any.
+        """
+        own = [(states.get(view) or {}, start, stop) for view, start, stop in self.views if start < stop]
+        own = [({k: v for k, v in state.items() if v is not None}, a, b) for state, a, b in own]
+        if not any(state for state, _, _ in own):
+            return True
+        first = own[0][0]
+        if any(state.keys() != first.keys() for state, _, _ in own):
+            return False
+        for key, value in first.items():
+            found = [state[key] for state, _, _ in own]
+            if not all(isinstance(each, Tensor) and each.dtype == value.dtype for each in found):
+                return False
+            if key == STEP:
+                if len(set(torch.stack([each.reshape(()) for each in found]).tolist())) > 1:
+                    return False
+            elif any(
+                each.shape != (stop - start,) for each, (_, start, stop) in zip(found, own, strict=True)
+            ):
+                return False
+        for key, value in first.items():
+            if key == STEP:
+                self._own[key] = value.clone()
+                continue
+            self._own[key] = torch.zeros_like(self.parameter, dtype=value.dtype, device=value.device)
+            for state, start, stop in own:
+                self._own[key][start:stop] = state[key]
+        self.hand_out(states)
+        return True
+
+    def parted(self, states: State) -> list[Updated]:
+        """The views that are not empty, one by one; each has its part of the state, and counts alone."""
+        parted = [Updated(view, self.group, FLAT_SHARD.of(view)) for view, a, b in self.views if a < b]
+        for each in parted:
+            state = states.get(each.parameter, {})
+            if STEP in state:
+                state[STEP] = state[STEP].clone()
+        return parted
+
+
+def updated(param_groups: Sequence[dict[str, Any]], states: State) -> list[Updated]:
+    """All that a step may update, in the order of the parameters; of views, the order of the first ones."""
+    group_of = {p: group for group in param_groups for p in group["params"] if VIEWED_SHARD.of(p) is not None}
+    joined = {
+        each.views[0][0]: each
+        for viewed in dict.fromkeys(VIEWED_SHARD.of(view) for view in group_of)
+        if viewed is not None
+        for each in _runs(viewed, group_of)
+    }
+    found: list[Updated] = []
+    for group in param_groups:
+        for parameter in group["params"]:
+            if parameter not in group_of:
+                found.append(Updated(parameter, group, FLAT_SHARD.of(parameter)))
+            elif parameter in joined:
+                together = joined[parameter]
+                found += [together] if together.take_over(states) else together.parted(states)
+    return found
+
+
+def _runs(viewed: ViewedShard, group_of: Mapping[Tensor, dict[str, Any]]) -> Iterator[Joined]:
+    """Neighbouring views of one group, as `param_groups` cuts portions."""
+    views, numel = viewed.views, viewed.flat.numel()
+    groups = [group_of.get(view) for view, _, _ in views]
+    edges = [n for n in range(len(views)) if n == 0 or groups[n] is not groups[n - 1]]
+    for first, last in zip(edges, [*edges[1:], len(views)], strict=True):
+        group = groups[first]
+        start = views[first][1]
+        stop = numel if last == len(views) else views[last][1]
+        if group is not None and start < stop:
+            yield Joined(viewed, group, first, last, start, stop)

@@ -1,0 +1,25 @@
+"""A wrapped model whose shards are cut as those of a model that is sharded in place."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from flatfsdp.engine.in_place.views import cut
+from flatfsdp.engine.param_groups import attach_targets
+from flatfsdp.engine.units import UnitModule, units_in
+
+
+def cut_by_hand(model: UnitModule) -> dict[str, nn.Parameter]:
+    """From now on the portions of all shards are views; returns them by the names of their parameters."""
+    views: dict[str, nn.Parameter] = {}
+    for prefix, wrapped in units_in(model):
+        for group in wrapped.fsdp_state.unit.groups:
+            master = group.master
+            shapes = (slot.shape for slot in master.layout.slots)
+            originals = [nn.Parameter(torch.empty(shape), requires_grad=group.trains) for shape in shapes]
+            master.portions = cut(master, originals)
+            attach_targets(group)
+            for slot, portion in zip(master.layout.slots, master.portions, strict=True):
+                views[prefix + slot.name] = portion.parameter
+    return views
