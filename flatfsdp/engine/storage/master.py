@@ -273,7 +273,8 @@ class MasterShard:
             if present is None:
                 attribute.leave(parameter, ShardGrad.of(part, place, published))
             else:
-                present.add_(part)
+                # Zeros that stand where an `Unreduced` was are an ordinary tensor.
+                attribute.leave(parameter, ShardGrad.of(plain(present).add_(part), place))
                 added += part.numel()
         return added
 

@@ -1,0 +1,346 @@
+"""Gradients of views: norms and checks of PyTorch's see the whole model; their memory goes when they go."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+
+from flatfsdp import FlatFSDP, Precision, microbatches
+from flatfsdp.engine.storage import grad_norms
+from flatfsdp.engine.units import named_groups
+from tests.support.in_place import cut_by_hand
+from tests.support.models import Net, build, data, same
+from tests.support.ranks import on_ranks, run_ranks
+
+Parameters = dict[str, nn.Parameter]
+
+
+def trained(rank: int, world_size: int, **options: Any) -> tuple[FlatFSDP, Parameters, Parameters]:
+    """A model after a backward, its views, and the parameters of a plain model with the same gradients."""
+    model = build(**options)
+    views = cut_by_hand(model)
+    torch.manual_seed(0)
+    plain = Net()
+    for other in range(world_size):
+        ((tokens,),) = data(other, 1, 1)
+        (plain(tokens) / world_size).backward()
+    ((tokens,),) = data(rank, 1, 1)
+    model(tokens).backward()
+    return model, views, dict(plain.named_parameters())
+
+
+def grads(views: Parameters) -> list[Tensor]:
+    return [view.grad.as_subclass(Tensor).clone() for view in views.values()]
+
+
+def assert_same_grads(viewed: FlatFSDP, whole: FlatFSDP, rtol: float = 0.0) -> None:
+    """Of views, element by element, those of a flat parameter."""
+    for (_, ours), (_, theirs) in zip(named_groups(viewed), named_groups(whole), strict=True):
+        for parameter, start, stop in ours.master.portions:
+            grad = parameter.grad.as_subclass(Tensor)
+            torch.testing.assert_close(grad, theirs.master.flat.grad[start:stop], rtol=rtol, atol=0)
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many numbers each collective of norms has."""
+    counts: list[int] = []
+    norm_over = grad_norms.norm_over
+
+    def counting(partners: Any, norm: Tensor, *rest: Any) -> Tensor:
+        counts.append(norm.numel())
+        return norm_over(partners, norm, *rest)
+
+    monkeypatch.setattr(grad_norms, "norm_over", counting)
+    return counts
+
+
+# ---- norms ----------------------------------------------------------------------------------------------
+
+
+def clipped(rank: int, world_size: int, norm_type: float, foreach: bool | None, part: str) -> Tensor:
+    _, views, plain = trained(rank, world_size)
+    ours, theirs = ([p for name, p in each.items() if part in name] for each in (views, plain))
+    norm = clip_grad_norm_(ours, 0.05, norm_type, foreach=foreach)
+    expected = clip_grad_norm_(theirs, 0.05, norm_type)
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    again = clip_grad_norm_(ours, 0.05, norm_type, foreach=foreach)
+    torch.testing.assert_close(again, clip_grad_norm_(theirs, 0.05, norm_type), rtol=1e-5, atol=0)
+    return norm
+
+
+@pytest.mark.parametrize("part", ["", "blocks.1.", "head.bias"], ids=["all", "a block", "one"])
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, torch.inf])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_clipping_as_of_a_plain_model(
+    world_size: int, norm_type: float, foreach: bool | None, part: str
+) -> None:
+    norms = run_ranks(world_size, clipped, norm_type, foreach, part)
+    assert same(norms, norms[:1] * world_size)
+
+
+@on_ranks(2)
+def test_clipping_is_that_of_the_model(rank: int, world_size: int) -> None:
+    ours, views, _ = trained(rank, world_size)
+    theirs = build()
+    ((tokens,),) = data(rank, 1, 1)
+    theirs(tokens).backward()
+    norm = clip_grad_norm_(views.values(), 0.05)
+    torch.testing.assert_close(norm, theirs.clip_grad_norm_(0.05), rtol=1e-6, atol=0)
+    assert_same_grads(ours, theirs, rtol=1e-6)
+
+
+@on_ranks(2)
+def test_all_norms_are_taken_in_one_collective(rank: int, world_size: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        counts = counted(patch)
+        model, views, _ = trained(rank, world_size)
+        clip_grad_norm_(views.values(), 0.05)
+        clip_grad_norm_(views.values(), 0.05)
+        assert counts == [len(views)] * 2
+        # Who asks for one at a time, and writes in between, does not have all taken each time.
+        for view in views.values():
+            view.grad.div_(view.grad.norm() + 1.0)
+        assert set(counts) == {1, len(views)}
+        assert counts.count(len(views)) <= 2 + len(named_groups(model))
+
+
+@on_ranks(2)
+def test_norms_of_one_gradient_in_all_spellings(rank: int, world_size: int) -> None:
+    _, views, plain = trained(rank, world_size)
+    name = "blocks.0.up.weight"
+    grad, whole = views[name].grad, plain[name].grad.flatten()
+    for ask in (
+        lambda g: g.norm(),
+        lambda g: g.norm(1),
+        lambda g: g.norm(p=torch.inf),
+        lambda g: g.norm(dim=0, keepdim=True),
+        lambda g: torch.norm(g, 3.0),
+        lambda g: torch.linalg.norm(g),
+        lambda g: torch.linalg.vector_norm(g, ord=1, dtype=torch.float64),
+        lambda g: g.data.norm(2),
+        lambda g: g.detach().norm(2),
+        lambda g: (g / 4).norm(),
+        lambda g: (4 * g).clone().norm(),
+        lambda g: torch._foreach_norm([g, torch.ones(3)])[0],
+        lambda g: torch._foreach_mul([g], 0.5)[0].norm(),
+    ):
+        norm, expected = ask(grad), ask(whole)
+        assert (norm.dtype, norm.shape) == (expected.dtype, expected.shape)
+        torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="norm of order -1"):
+        torch.linalg.vector_norm(grad, -1)
+    # Of this rank's elements.
+    assert torch.equal(grad.abs().sum(), grad.as_subclass(Tensor).abs().sum())
+
+
+@on_ranks(2)
+def test_what_replaces_a_gradient_knows_whose_it_is(rank: int, world_size: int) -> None:
+    _, views, plain = trained(rank, world_size)
+    for each in (*views.values(), *plain.values()):
+        each.grad = each.grad / 2
+    norm = clip_grad_norm_(views.values(), 0.05)
+    torch.testing.assert_close(norm, clip_grad_norm_(plain.values(), 0.05), rtol=1e-5, atol=0)
+
+
+@on_ranks(2)
+def test_writes_between_two_questions_are_seen(rank: int, world_size: int) -> None:
+    """Also through `.data`, which no version counts."""
+    _, views, plain = trained(rank, world_size)
+    for each in (views, plain):
+        assert each["blocks.0.up.weight"].grad.norm() > 0
+        each["blocks.1.up.weight"].grad.data.mul_(3)
+    norm, expected = (each["blocks.1.up.weight"].grad.norm() for each in (views, plain))
+    torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+
+
+@on_ranks(2)
+def test_a_gradient_of_unknown_origin_is_not_half_of_a_norm(rank: int, world_size: int) -> None:
+    _, views, _ = trained(rank, world_size)
+    views["head.bias"].grad = torch.ones_like(views["head.bias"])
+    with pytest.raises(RuntimeError, match=r"gradient of head.bias has been replaced .* write into \.grad"):
+        clip_grad_norm_(views.values(), 0.05)
+
+
+@on_ranks(2)
+def test_gradients_that_are_not_there_do_not_count(rank: int, world_size: int) -> None:
+    _, views, plain = trained(rank, world_size)
+    for each in (views, plain):
+        each["blocks.1.up.weight"].grad = None
+    norm = clip_grad_norm_(views.values(), 0.05)
+    torch.testing.assert_close(norm, clip_grad_norm_(plain.values(), 0.05), rtol=1e-5, atol=0)
+
+
+@on_ranks(2)
+def test_norms_of_narrow_gradients_are_fp32(rank: int, world_size: int) -> None:
+    bf16 = torch.bfloat16
+    precision = Precision(param=bf16, compute=bf16, grad=bf16)
+    _, views, plain = trained(rank, world_size, precision=precision)
+    norm = clip_grad_norm_(views.values(), 0.05)
+    assert norm.dtype == torch.float32
+    torch.testing.assert_close(norm, clip_grad_norm_(plain.values(), 0.05), rtol=2e-2, atol=0)
+
+
+# ---- GradScaler -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@on_ranks(2)
+def test_a_plain_scaler_skips_on_all_ranks(rank: int, world_size: int, fused: bool) -> None:
+    model, views, _ = trained(rank, world_size)
+    optimizer = torch.optim.AdamW(views.values(), lr=1e-2, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+    before = [view.detach().clone() for view in views.values()]
+    for is_bad in (True, False):
+        optimizer.zero_grad()
+        ((tokens,),) = data(rank, 1, 1)
+        scaler.scale(model(tokens)).backward()
+        if is_bad and rank == 1:
+            next(view for view in views.values() if view.numel()).grad[0] = torch.inf
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == (2.0 if is_bad else 4.0)
+        assert same(before, [view.detach() for view in views.values()]) == is_bad
+
+
+# ---- where they are -------------------------------------------------------------------------------------
+
+
+def tensors_of(model: FlatFSDP) -> list[weakref.ref[Tensor]]:
+    return [weakref.ref(grad) for _, group in named_groups(model) for grad in group.master.grads]
+
+
+@on_ranks(1, 2)
+def test_memory_is_freed_with_the_last_gradient(rank: int, world_size: int) -> None:
+    model, views, _ = trained(rank, world_size)
+    joint = tensors_of(model)
+    assert len(joint) == len(named_groups(model))
+    kept = next(iter(views.values()))
+    for view in views.values():
+        if view is not kept:
+            view.grad = None
+    assert any(each() is not None for each in joint)
+    kept.grad = None
+    assert all(each() is None for each in joint)
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+@on_ranks(2)
+def test_gradients_add_up_without_zero_grad(rank: int, world_size: int, foreign: bool) -> None:
+    ours, views, _ = trained(rank, world_size)
+    whole = build()
+    ((tokens,),) = data(rank, 1, 1)
+    whole(tokens).backward()
+    if foreign:
+        # Then there is no gradient of all views together.
+        views["head.bias"].grad = views["head.bias"].grad.clone()
+    for model in (ours, whole):
+        model(tokens).backward()
+    assert_same_grads(ours, whole)
+
+
+@pytest.mark.parametrize("to_none", [False, True])
+@on_ranks(1, 2)
+def test_zero_grad_drops_what_is_accumulated(rank: int, world_size: int, to_none: bool) -> None:
+    ours, views, _ = trained(rank, world_size)
+    ours.zero_grad()
+    fresh = build()
+    ((bad, good),) = data(rank, 1, 2)
+    fresh(good).backward()
+    for optimizer in (torch.optim.SGD(views.values()), torch.optim.AdamW(views.values(), foreach=True)):
+        for _ in range(2):
+            with ours.no_sync():
+                ours(bad).backward()
+        with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
+            optimizer.step()
+        optimizer.zero_grad(set_to_none=to_none)
+        ours(good).backward()
+        assert_same_grads(ours, fresh)
+        norm = clip_grad_norm_(views.values(), torch.inf)
+        torch.testing.assert_close(norm, fresh.clip_grad_norm_(torch.inf), rtol=1e-6, atol=0)
+        ours.zero_grad()
+
+
+@on_ranks(2)
+def test_copies_and_pickles_are_ordinary_tensors(rank: int, world_size: int) -> None:
+    _, views, _ = trained(rank, world_size)
+    optimizer = torch.optim.SGD(views.values(), lr=0.1, momentum=0.9)
+    optimizer.step()
+    for view in views.values():
+        for copied in (copy.deepcopy(view.grad), pickle.loads(pickle.dumps(view.grad))):
+            assert type(copied) is Tensor
+            assert torch.equal(copied, view.grad.as_subclass(Tensor))
+    states = pickle.loads(pickle.dumps(optimizer.state_dict()))["state"].values()
+    assert {type(state["momentum_buffer"]) for state in states} == {Tensor}
+
+
+# ---- optimizers and hooks -------------------------------------------------------------------------------
+
+OPTIMIZERS: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"foreach": True, "weight_decay": 0.1}),
+    (torch.optim.AdamW, {"fused": True}),
+    (torch.optim.Adam, {"foreach": False, "weight_decay": 0.1}),
+    (torch.optim.SGD, {"momentum": 0.9, "weight_decay": 0.1}),
+]
+
+
+@pytest.mark.parametrize("which", range(len(OPTIMIZERS)))
+@on_ranks(2)
+def test_torch_optimizers_over_views(rank: int, which: int) -> None:
+    kind, options = OPTIMIZERS[which]
+    whole, viewed = build(), build()
+    views = cut_by_hand(viewed)
+    optimizers = [kind(each, lr=1e-2, **options) for each in (whole.parameters(), views.values())]
+    for batches in data(rank, 3, 2):
+        for model, optimizer in zip((whole, viewed), optimizers, strict=True):
+            for tokens in microbatches(model, batches):
+                model(tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for (_, ours), (_, theirs) in zip(named_groups(viewed), named_groups(whole), strict=True):
+            # One loop over a vector's elements, and another one over the rest, on a CPU.
+            rtol = 1e-6 if options.get("fused") else 0.0
+            torch.testing.assert_close(ours.master.flat, theirs.master.flat, rtol=rtol, atol=rtol)
+
+
+@on_ranks(2)
+def test_hooks_of_views_run_once_their_gradients_are_there(rank: int) -> None:
+    """An optimizer in the backward: a step for each view, and no gradient stays."""
+    whole, viewed = build(), build()
+    views = cut_by_hand(viewed)
+    reference = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    own = {view: torch.optim.AdamW([view], lr=1e-2) for view in views.values()}
+    calls: list[nn.Parameter] = []
+
+    def hook(view: nn.Parameter) -> None:
+        assert not torch.is_grad_enabled()
+        calls.append(view)
+        own[view].step()
+        own[view].zero_grad()
+
+    handles = [view.register_post_accumulate_grad_hook(hook) for view in views.values()]
+    for batches in data(rank, 3, 2):
+        for model in (whole, viewed):
+            for tokens in microbatches(model, batches):
+                model(tokens).backward()
+        reference.step()
+        reference.zero_grad()
+        assert len(calls) == len(set(calls)) == len(views)
+        calls.clear()
+        masters = ([group.master.flat for _, group in named_groups(model)] for model in (whole, viewed))
+        assert same(*masters)
+    assert all(view.grad is None for view in views.values())
+    for handle in handles:
+        handle.remove()
+    ((tokens,),) = data(rank, 1, 1)
+    viewed(tokens).backward()
+    assert calls == []
