@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.engine.storage.master import MasterShard, Portion
+from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.units import Model, named_groups
 from flatfsdp.flat.layout import ParamSlot
 from flatfsdp.optim.fused import FusedOptimizer
@@ -138,16 +139,32 @@ def state_shard(
 
     The optimizer's own tensor, not a copy, where that is all of it.
     """
-    if len(master.portions) == 1:
-        value = optimizer.state.get(master.portions[0].parameter, {}).get(key)
-        if value is not None:
-            return value
+    for portion in master.portions:
+        value = optimizer.state.get(portion.parameter, {}).get(key)
+        if value is not None and _is_all(portion, master):
+            return plain(value)
     shard = torch.zeros_like(master.flat.detach(), dtype=dtype)
     for parameter, start, stop in master.portions:
         value = optimizer.state.get(parameter, {}).get(key)
         if value is not None:
             shard[start:stop] = value
     return shard
+
+
+def state_of_slot(
+    master: MasterShard, number: int, optimizer: torch.optim.Optimizer, key: str, dtype: torch.dtype
+) -> tuple[Tensor, int]:
+    """State `key` of slot `number` of a group that has views: 1-D, this rank's elements, and where they are
+    in the shard.  The optimizer's own tensor, not a copy; zero where there is none."""
+    portion = master.portions[number]
+    value = optimizer.state.get(portion.parameter, {}).get(key)
+    if value is None:
+        value = torch.zeros_like(portion.parameter.detach(), dtype=dtype)
+    return plain(value), portion.start
+
+
+def _is_all(portion: Portion, master: MasterShard) -> bool:
+    return portion.stop - portion.start == master.flat.numel()
 
 
 def groups_by_name(optimizer: torch.optim.Optimizer, states: dict[str, SlotState]) -> list[dict[str, Any]]:
@@ -292,7 +309,7 @@ def _portion_state(
     states: dict[str, SlotState],
     shards: dict[str, Tensor],
 ) -> dict[str, Any]:
-    whole = len(master.portions) == 1
+    whole = _is_all(portion, master)
     # A shard of padding alone counts steps as the others do.
     slots = list(_slots(master, portion)) or (master.layout.slots if whole else ())
     state = states.get(prefix + slots[0].name) if slots else None

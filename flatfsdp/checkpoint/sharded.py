@@ -30,7 +30,13 @@ from torch.distributed._shard.sharded_tensor import (
 
 from flatfsdp.checkpoint.boxes import Box, boxes, boxes_of_part
 from flatfsdp.checkpoint.local import persistent_buffers
-from flatfsdp.checkpoint.optimizer_state import described, groups_by_name, state_shard, trained_masters
+from flatfsdp.checkpoint.optimizer_state import (
+    described,
+    groups_by_name,
+    state_of_slot,
+    state_shard,
+    trained_masters,
+)
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import ALONE, Ranks, default_group
@@ -84,12 +90,16 @@ def sharded_optimizer_state_dict(model: Model, optimizer: torch.optim.Optimizer)
     state: dict[str, dict[str, Any]] = {name: dict(slot.values) for name, slot in states.items()}
     for prefix, master in masters:
         shards: dict[str, Tensor] = {}
-        for slot in master.layout.slots:
+        for number, slot in enumerate(master.layout.slots):
             described_slot = states.get(prefix + slot.name)
             for key, dtype in described_slot.elements.items() if described_slot else ():
-                if key not in shards:
-                    shards[key] = state_shard(master, optimizer, key, dtype)
-                state[prefix + slot.name][key] = sharded_slot(master, slot, shards[key], owners)
+                if master.has_views:
+                    shard, first = state_of_slot(master, number, optimizer, key, dtype)
+                else:
+                    if key not in shards:
+                        shards[key] = state_shard(master, optimizer, key, dtype)
+                    shard, first = shards[key], 0
+                state[prefix + slot.name][key] = sharded_slot(master, slot, shard, owners, first)
     return {
         "state": state,
         "param_groups": numbered(groups_by_name(optimizer, states)),
@@ -117,15 +127,18 @@ def owners_of(masters: Iterable[MasterShard]) -> Owners:
 
 
 def sharded_slot(
-    master: MasterShard, slot: ParamSlot, shard: Tensor, owners: Owners
+    master: MasterShard, slot: ParamSlot, shard: Tensor, owners: Owners, first: int = 0
 ) -> Tensor | ShardedTensor:
-    """One parameter's part of `shard`, which is laid out as the master shard; aliases it."""
-    grid, length = master.grid, shard.numel()
+    """One parameter's part of `shard`, which is laid out as the master shard from its element `first` on.
+
+    Aliases it.
+    """
+    grid, length = master.grid, master.flat.numel()
     # A checkpoint cuts along dimensions, so there has to be one.
     shape = slot.whole_shape or (1,)
     tensor = ALONE if slot.partition is None else grid.tensor
     if grid.shard.size * tensor.size == 1 or slot.numel == 0:
-        return shard[slot.offset : slot.end].view(shape)
+        return shard[slot.offset - first : slot.end - first].view(shape)
     everywhere: list[ShardMetadata] = []
     own: list[Shard] = []
     of_tensor_ranks = owners[grid] if tensor.size > 1 else [owners[grid][grid.tensor.rank]]
@@ -137,8 +150,8 @@ def sharded_slot(
                 about = ShardMetadata(list(box.offsets), list(box.sizes), place)
                 everywhere.append(about)
                 if is_own:
-                    first = slot.offset + box.start - rank * length
-                    own.append(Shard(shard[first : first + box.numel].view(box.sizes), about))
+                    start = slot.offset + box.start - rank * length - first
+                    own.append(Shard(shard[start : start + box.numel].view(box.sizes), about))
     properties = TensorProperties(dtype=shard.dtype)
     whole = ShardedTensorMetadata(everywhere, torch.Size(shape), properties)
     # Several tensor-parallel ranks and shards have no group of their own; this one is not used for anything.
