@@ -93,6 +93,10 @@ class ViewedShard(Protocol):
     """
 
     @property
+    def number(self) -> int:
+        """Place of the shard in its model, by which norms are added up; 0 before the model is used."""
+
+    @property
     def flat(self) -> Tensor:
         """All elements, 1-D."""
 

@@ -207,6 +207,11 @@ class GroupViews:
         self._group = group
 
     @property
+    def number(self) -> int:
+        places = self._group.master.places
+        return places[0].shard if places else 0
+
+    @property
     def flat(self) -> Tensor:
         return self._group.master.flat
 

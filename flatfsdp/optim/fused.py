@@ -340,8 +340,13 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return due
 
     def _shards(self, updated: Iterable[Updated]) -> list[FlatShard]:
-        """Those of all parameters, in the same order on all ranks, whichever of their portions is first."""
-        shards = [each.shard for each in updated if each.shard is not None]
+        """Those of all parameters, in the same order on all ranks, whichever of their portions is first.
+
+        Views are listed module by module, and are added up unit by unit, as flat parameters are.
+        """
+        of_group = {id(group): index for index, group in enumerate(self.param_groups)}
+        in_order = sorted(updated, key=lambda each: (of_group[id(each.group)], each.number))
+        shards = [each.shard for each in in_order if each.shard is not None]
         return sorted(shards, key=lambda shard: [ranks.name for ranks in shard.grid.partners])
 
     def _device(self, shards: Sequence[FlatShard]) -> torch.device:

@@ -49,6 +49,11 @@ class Updated:
         self.group = group
         self.shard = shard
 
+    @property
+    def number(self) -> int:
+        """Of the shard in its model, if there are views of it; 0 for anything else."""
+        return 0
+
     def state(self, states: State) -> dict[str, Any]:
         """What the optimizer keeps for it, to be read and written; the first time it is empty."""
         return states[self.parameter]
@@ -84,6 +89,10 @@ class Joined(Updated):
         """(parameter, start, stop) of each: its elements of `parameter`."""
         views = self._viewed.views[self._first : self._last]
         return [(view, start - self._start, stop - self._start) for view, start, stop in views]
+
+    @property
+    def number(self) -> int:
+        return self._viewed.number
 
     @property
     def grad(self) -> Tensor | None:

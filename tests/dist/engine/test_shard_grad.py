@@ -19,6 +19,7 @@ from flatfsdp.engine.units import named_groups
 from tests.support.in_place import cut_by_hand
 from tests.support.models import Net, build, data, same
 from tests.support.ranks import on_ranks, run_ranks
+from tests.support.tp_models import build_tp, data_rank, tp_mesh
 
 Parameters = dict[str, nn.Parameter]
 
@@ -93,6 +94,24 @@ def test_clipping_is_that_of_the_model(rank: int, world_size: int) -> None:
     theirs = build()
     ((tokens,),) = data(rank, 1, 1)
     theirs(tokens).backward()
+    norm = clip_grad_norm_(views.values(), 0.05)
+    torch.testing.assert_close(norm, theirs.clip_grad_norm_(0.05), rtol=1e-6, atol=0)
+    assert_same_grads(ours, theirs, rtol=1e-6)
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 2), (1, 4)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"shard": False}, {"cpu_offload": True}], ids=str)
+@on_ranks(4)
+def test_clipping_with_tensor_parallelism(rank: int, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
+    """Each part of a split parameter counts, and what all ranks have once."""
+    if len(sizes) == 3 and options:
+        return
+    mesh = tp_mesh(*sizes)
+    ours, theirs = (build_tp(mesh, **options) for _ in range(2))
+    views = cut_by_hand(ours)
+    ((tokens,),) = data(data_rank(mesh), 1, 1)
+    for model in (ours, theirs):
+        model(tokens).backward()
     norm = clip_grad_norm_(views.values(), 0.05)
     torch.testing.assert_close(norm, theirs.clip_grad_norm_(0.05), rtol=1e-6, atol=0)
     assert_same_grads(ours, theirs, rtol=1e-6)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from flatfsdp import FlatFSDP, Precision, microbatches, param_groups
+from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches, param_groups
 from flatfsdp.engine.units import named_groups
 from flatfsdp.fp8 import autocast
 from flatfsdp.kernels.optim.runs import Run
 from flatfsdp.optim import SGD, AdamW
 from tests.support.in_place import cut_by_hand
-from tests.support.models import Net, build, data, same
+from tests.support.models import Block, Net, build, data, same
 from tests.support.ranks import on_ranks
 from tests.support.stored_weights import RECIPE, batches
 from tests.support.stored_weights import build as build_fp8
@@ -87,6 +87,34 @@ def test_views_have_the_bits_of_portions(rank: int, world_size: int, which: int,
         assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
         assert same(masters(whole), masters(viewed))
     assert counts[0] == counts[1]
+
+
+class HeadFirst(Net):
+    """In which the root's own parameters are listed after those of the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("embedding", "head"):
+            self._modules[name] = self._modules.pop(name)
+
+
+@on_ranks(2)
+def test_norms_are_added_up_in_the_order_of_units(rank: int) -> None:
+    torch.manual_seed(0)
+    models = [auto_wrap(HeadFirst(), by_class(Block)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    views = cut_by_hand(models[1])
+    names = [name for name, _ in HeadFirst().named_parameters()]
+    assert names != list(views)
+    optimizers = [
+        AdamW(models[0].parameters(), lr=0.0, max_grad_norm=1.0),
+        AdamW([views[name] for name in names], lr=0.0, max_grad_norm=1.0),
+    ]
+    for seed in range(10):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, rank, seed, 1)
+            step(optimizer)
+        assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD])
