@@ -25,7 +25,7 @@ from flatfsdp.contract.placement import Placement
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
 from flatfsdp.engine.storage.shard_grad import Place, Published, ShardGrad, plain
 from flatfsdp.engine.storage.unreduced import reduced_grad
-from flatfsdp.flat.layout import FlatLayout, ParamSlot, gaps_and_runs
+from flatfsdp.flat.layout import FlatLayout, ParamSlot
 
 
 def require_same_ranks(masters: Iterable[MasterShard], doing: str) -> None:
@@ -265,8 +265,7 @@ class MasterShard:
         published = Published(flat)
         # Weak: zeroing the gradients of all views frees it.
         self._published = weakref.ref(published)
-        lengths = gaps_and_runs((start, stop) for _, start, stop in self.portions)
-        parts = flat.split([*lengths, flat.numel() - self.portions[-1].stop])[1::2]
+        parts = self._parts(flat)
         added = 0
         for (parameter, _, _), part, place in zip(self.portions, parts, self.places, strict=True):
             present = reduced_grad(parameter, attribute)
@@ -277,6 +276,20 @@ class MasterShard:
                 attribute.leave(parameter, ShardGrad.of(plain(present).add_(part), place))
                 added += part.numel()
         return added
+
+    def _parts(self, flat: Tensor) -> list[Tensor]:
+        """The elements of each portion, of a tensor as long as the shard; with its version counter."""
+        lengths: list[int] = []
+        of_portions: list[int] = []
+        end = 0
+        for _, start, stop in self.portions:
+            if start > end:
+                lengths.append(start - end)
+            of_portions.append(len(lengths))
+            lengths.append(stop - start)
+            end = stop
+        parts = flat.split([*lengths, flat.numel() - end])
+        return [parts[index] for index in of_portions]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if set_to_none:
