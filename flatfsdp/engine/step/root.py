@@ -106,6 +106,7 @@ class Root:
         if self.backward.has_failed:
             self.abandon_step()
         self._require_own_memory()
+        self._require_no_hooks()
         self.forward_action = Action.FORWARD if torch.is_grad_enabled() else Action.EVALUATION
         if not torch.is_grad_enabled():
             # Evaluations often run on other weights, an average, say, written through `.data`: not counted.
@@ -128,6 +129,18 @@ class Root:
                     "vector_to_parameters), from which nothing is gathered; write into it instead: "
                     "p.data.copy_(...)"
                 )
+
+    def _require_no_hooks(self) -> None:
+        """Looks at what the modules list, which no graph leads to."""
+        for group in self.groups:
+            for slot, listed in zip(group.layout.slots, group.binding.listed, strict=False):
+                if listed._backward_hooks:
+                    raise RuntimeError(
+                        f"parameter {group.prefix}{slot.name} has a tensor hook (register_hook), which would "
+                        "never run: it is this rank's part, and its gradient comes from a reduction; use "
+                        "register_post_accumulate_grad_hook, which runs when .grad is there, or register the "
+                        "hook before the model is sharded"
+                    )
 
     def _refresh_scales(self) -> None:
         for scales in self._weight_scales:

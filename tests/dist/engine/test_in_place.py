@@ -291,6 +291,26 @@ def test_a_part_of_a_unit_is_not_frozen_alone() -> None:
         model(TOKENS)
 
 
+# ---- hooks ----------------------------------------------------------------------------------------------
+
+
+@on_ranks(2)
+def test_hooks_of_what_is_listed_run_or_raise(rank: int) -> None:
+    model, seen = in_place(), []
+    for name, view in model.named_parameters():
+        view.register_post_accumulate_grad_hook(lambda view, name=name: seen.append((name, view.grad.shape)))
+    model(TOKENS).backward()
+    assert sorted(seen) == sorted((name, view.shape) for name, view in model.named_parameters())
+    model.head.weight.register_hook(lambda grad: seen.clear())
+    model(TOKENS).backward()
+    assert len(seen) < 2 * len(list(model.parameters()))
+    handle = dict(model.named_parameters())["head.weight"].register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeError, match=r"parameter head\.weight has a tensor hook"):
+        model(TOKENS)
+    handle.remove()
+    model(TOKENS)
+
+
 # ---- wrong uses -----------------------------------------------------------------------------------------
 
 
