@@ -40,7 +40,7 @@ def runnable(program: str) -> Any:
     return pytest.param(program, marks=pytest.mark.skipif(missing, reason=f"needs {NEEDED.get(program)}"))
 
 
-@pytest.mark.parametrize("program", map(runnable, PROGRAMS))
+@pytest.mark.parametrize("program", [runnable(program) for program in PROGRAMS])
 @on_ranks(2)
 def test_with_flatfsdp(rank: int, program: str) -> None:
     found = losses_of(program, flatfsdp.shard, rank)
