@@ -46,7 +46,8 @@ def test_engines_are_measured_and_train_alike(tmp_path: Path, shape: str, policy
     assert losses["flat-in-place"] == losses["flat-on"]
     assert payload["same_losses"] == {"eager": True}
     reported = {name: rows[name]["runs"][0]["reported_gib"] for name in ("flat-on", "flat-in-place")}
-    assert reported["flat-in-place"] == reported["flat-on"]
+    # The same but for the optimizer's counts of steps, of which there is one for each parameter.
+    assert reported["flat-in-place"] == pytest.approx(reported["flat-on"], rel=1e-3)
     assert losses["fsdp2"] == pytest.approx(losses["flat-on"], rel=1e-4)
     assert losses["fsdp2"][-1] < losses["fsdp2"][0]
 
