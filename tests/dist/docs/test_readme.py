@@ -197,7 +197,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "text = Sampler(load_corpus(None)": in_20_lines,
     "model = auto_wrap(\n    GPT(config), by_class(Block), precision": a_wrapped_model,
     "shard(GPT(config)": in_place,
-    "state = model.state_dict()": first_steps,
+    "state = model.state_dict()  # full and unsharded": first_steps,
     "TransformerLayer(32, 64, 4": fp8_layers,
     "fp8_weights=CurrentScaling()": fp8_weights,
     "count_overflows(model)": fp8_overflows,
