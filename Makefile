@@ -33,7 +33,7 @@ else
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH)
 endif
-	$(BIN)/pip install --quiet -e ".[test]"
+	$(BIN)/pip install --quiet -e ".[test,ecosystem]"
 	touch $@
 
 clean:

@@ -37,6 +37,15 @@ setup(
             "lightning-fabric",
         ],
         "docs": ["mkdocs-material", "mkdocstrings[python]"],
+        # The libraries with which tests/ecosystem runs, by exact version: they are what the tests are about.
+        # lightning brings a copy of lightning-fabric, in the same place, so both are of one version.
+        "ecosystem": [
+            'transformers==5.23.0; python_version >= "3.11"',
+            'peft==0.21.2; python_version >= "3.11"',
+            "accelerate==1.15.0",
+            "lightning==2.6.6",
+            "lightning-fabric==2.6.6",
+        ],
         "baseline": ["fairscale==0.4.13"],
         "lightning": ["lightning-fabric"],
     },

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, publish
-from lib.engines import FP8, PLAIN, Engine, Variant
+from lib.engines import FP8, OF_FLATFSDP, PLAIN, Engine, Variant
 from lib.llama import SHAPES, flops_per_token
 from lib.measuring import Job, VariantRuns, measure_all
 from matplotlib.figure import Figure
@@ -79,14 +79,16 @@ def _ratio(row: VariantRuns, rows: list[VariantRuns], peer: Variant) -> float | 
     return None if row.ms is None or theirs is None else row.ms / theirs
 
 
-def flag_changes_nothing(rows: list[VariantRuns]) -> dict[str, bool]:
-    """Whether FlatFSDP's losses are the same in every step with the flag off and on, for each mode."""
+def same_losses(rows: list[VariantRuns]) -> dict[str, bool]:
+    """Whether FlatFSDP's losses are the same in every step, for each mode: with the flag off and on, wrapped
+    and in place."""
     losses = {row.variant: row.runs[0].losses for row in rows if row.runs}
     found = {}
     for compiled, mode in ((False, "eager"), (True, "compile")):
-        off, on = (losses.get(Variant(engine, compiled)) for engine in (Engine.flat_off, Engine.flat_on))
-        if off is not None and on is not None:
-            found[mode] = off == on
+        variants = [Variant(engine, compiled) for engine in OF_FLATFSDP]
+        ours = [losses[variant] for variant in variants if variant in losses]
+        if len(ours) > 1:
+            found[mode] = all(each == ours[0] for each in ours)
     return found
 
 
@@ -138,9 +140,9 @@ def show(payload: dict[str, Any], job: Job, ranks: int) -> None:
         console.print(
             f"[red]Up to {max(leftovers) - min(leftovers):.1f} GiB of earlier runs were not freed.[/]"
         )
-    for mode, same in payload["flag_changes_nothing"].items():
+    for mode, same in payload["same_losses"].items():
         answer = "the same in every step" if same else "not the same (attention's backward need not repeat)"
-        console.print(f"FlatFSDP, {mode}: losses with the flag off and on are {answer}.")
+        console.print(f"FlatFSDP, {mode}: losses with the flag off and on, and in place, are {answer}.")
 
 
 def _ratios(job: Job) -> dict[str, str]:
@@ -196,6 +198,7 @@ def _title(job: Job, ranks: int) -> str:
 ENGINE_COLORS = {
     Engine.flat_off: "#76b7b2",
     Engine.flat_on: "#4e79a7",
+    Engine.flat_in_place: "#a0cbe8",
     Engine.fsdp2: "#f28e2b",
     Engine.fairscale: "#bab0ac",
     Engine.flat_fp8_delayed: "#59a14f",
@@ -343,7 +346,7 @@ def main(
             "config": asdict(job.config),
             "flops_per_token": flops_per_token(job.config),
             "rows": [summary(row, rows, job) for row in rows],
-            "flag_changes_nothing": flag_changes_nothing(rows),
+            "same_losses": same_losses(rows),
         }
         publish(
             payload,

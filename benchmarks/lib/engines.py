@@ -14,8 +14,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
+import flatfsdp
 import flatfsdp.optim
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
+from flatfsdp import Precision, auto_wrap, by_class
+from flatfsdp.engine.units import UnitModule
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.layers import Embedding, TransformerLayer
 from lib.fp8_llama import FusedLlama
@@ -25,6 +27,7 @@ from lib.llama import Layer, Llama
 class Engine(str, Enum):
     flat_off = "flat-off"
     flat_on = "flat-on"
+    flat_in_place = "flat-in-place"
     fsdp2 = "fsdp2"
     fairscale = "fairscale"
     flat_fp8_delayed = "flat-fp8-delayed"
@@ -36,6 +39,7 @@ class Engine(str, Enum):
 LABELS = {
     Engine.flat_off: "FlatFSDP, flag off",
     Engine.flat_on: "FlatFSDP, flag on",
+    Engine.flat_in_place: "FlatFSDP, in place",
     Engine.fsdp2: "FSDP2",
     Engine.fairscale: "fairscale 0.4.13 (bf16 sums)",
     Engine.flat_fp8_delayed: "FlatFSDP, FP8 delayed scaling",
@@ -44,7 +48,8 @@ LABELS = {
     Engine.fsdp2_float8: "FSDP2, torchao float8",
 }
 
-PLAIN = (Engine.flat_off, Engine.flat_on, Engine.fsdp2, Engine.fairscale)
+OF_FLATFSDP = (Engine.flat_off, Engine.flat_on, Engine.flat_in_place)
+PLAIN = (*OF_FLATFSDP, Engine.fsdp2, Engine.fairscale)
 """Of the plain Llama in bf16."""
 
 FP8 = (Engine.flat_fp8_delayed, Engine.flat_fp8_current, Engine.flat_bf16_fused, Engine.fsdp2_float8)
@@ -74,7 +79,7 @@ class Variant:
     @property
     def can_be_compiled(self) -> bool:
         """Whether there is a compiled one beside the eager one."""
-        return self.engine in (Engine.flat_off, Engine.flat_on, Engine.fsdp2)
+        return self.engine in (*OF_FLATFSDP, Engine.fsdp2)
 
     @property
     def name(self) -> str:
@@ -111,13 +116,14 @@ def shard(model: Llama, variant: Variant, reshard: bool, device: torch.device) -
         return _fairscale(model, reshard)
     if variant.engine in RECIPES:
         return _fused(model, RECIPES[variant.engine], reshard, device)
-    return auto_wrap(
+    share = flatfsdp.shard if variant.engine is Engine.flat_in_place else auto_wrap
+    return share(
         model,
         by_class(Layer, nn.Embedding),
         device=device,
         precision=Precision(compute=torch.bfloat16),
         reshard_after_forward=reshard,
-        optimize_backward_concat=variant.engine is Engine.flat_on,
+        optimize_backward_concat=variant.engine is not Engine.flat_off,
     )
 
 
@@ -173,7 +179,7 @@ def position(model: nn.Module, is_last: bool, reshard: bool) -> AbstractContextM
         model.set_requires_gradient_sync(is_last)
         # Without this FSDP2 gathers anew in every microbatch even when it keeps parameters after forward.
         model.set_reshard_after_backward(is_last or reshard)
-    elif not isinstance(model, FlatFSDP) and not is_last:
+    elif not isinstance(model, UnitModule) and not is_last:
         return model.no_sync()  # type: ignore[operator]
     return nullcontext()
 

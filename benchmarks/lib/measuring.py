@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import FlatFSDP, microbatches
+from flatfsdp import microbatches
+from flatfsdp.engine.methods import UnitMethods
 from flatfsdp.engine.units import named_groups
 from flatfsdp.launch import Rank
 from flatfsdp.profiling.trace import Breakdown, breakdown, spans_of
@@ -170,7 +171,7 @@ def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor,
     milliseconds = timed(lambda: losses.append(step()), job.steps, rank.device)
     peak = peak_gib(rank.device)
     checked, unchecked = None, None
-    if job.identity and isinstance(model, FlatFSDP):
+    if job.identity and isinstance(model, UnitMethods):
         checked, unchecked = _by_turns(model, lambda: losses.append(step()), job.steps, rank.device)
     values = torch.stack(losses).tolist()
     # With NaN in the data a GPU draws less power and runs faster: such a time is no result.
@@ -178,7 +179,7 @@ def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor,
     if wrong:
         raise FloatingPointError(f"the loss of step {wrong[0]} is {values[wrong[0]]}")
     static = allocated_gib(rank.device) - leftover
-    report = model.memory_report(optimizer) if isinstance(model, FlatFSDP) else None
+    report = model.memory_report(optimizer) if isinstance(model, UnitMethods) else None
     profiled = _profile(step, job, variant, rank) if job.breakdown or job.traces is not None else None
     return Run(
         ms=milliseconds,
@@ -195,7 +196,7 @@ def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor,
 
 
 def _by_turns(
-    model: FlatFSDP, step: Callable[[], None], steps: int, device: torch.device
+    model: nn.Module, step: Callable[[], None], steps: int, device: torch.device
 ) -> tuple[list[float], list[float]]:
     """Milliseconds of steps whose collectives carry what they are for, and of those between, which do not."""
     groups = [group for _, group in named_groups(model)]

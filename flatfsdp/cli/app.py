@@ -60,7 +60,8 @@ def verify(
         typer.Option(
             default_factory=lambda: list(Switch),
             show_default="all that apply",
-            help="What to switch: the flag, fusion of weight gradients, caching or storage of FP8 weights.",
+            help="What to switch: the flag, in place or wrapped, fusion of weight gradients, caching or "
+            "storage of FP8 weights.",
         ),
     ],
     fusion: Annotated[
@@ -91,7 +92,8 @@ def verify(
         bool,
         typer.Option(
             "--matrix",
-            help="The flag alone, over tensor, pipeline and data parallel ranks with a Llama; other sizes.",
+            help="The flag, or --switch in-place, over tensor, pipeline and data parallel ranks with a "
+            "Llama; other sizes.",
         ),
     ] = False,
     only: Annotated[
@@ -103,8 +105,8 @@ def verify(
 ) -> None:
     """Prove that a switch changes no bit: train with it off and on, and compare.
 
-    Switched are [bold]optimize_backward_concat[/bold], weight gradients fused into FP32 main_grad, the cache
-    of FP8 weights and their storage in the flat buffers.
+    Switched are [bold]optimize_backward_concat[/bold], sharding by a wrapper or in place, weight gradients
+    fused into FP32 main_grad, the cache of FP8 weights and their storage in the flat buffers.
     Losses, reduced gradients of every step, final parameters and optimizer state are compared on every
     rank. Exits with 1 if anything differs. All gradients are kept in host memory for that.
 

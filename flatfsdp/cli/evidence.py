@@ -7,7 +7,7 @@ Next: `verify.py` and `matrix.py` make rows of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp.cli.summary import RunSummary
+from flatfsdp.engine.storage.master import MasterShard
+from flatfsdp.engine.units import named_groups
 from flatfsdp.launch import Rank
 from flatfsdp.training.run import AfterBackward, Trained
 
@@ -34,9 +36,10 @@ class GradientRecorder:
     gradients: NamedTensors = field(default_factory=dict)
 
     def __call__(self, step: int, model: nn.Module) -> None:
-        for name, parameter in model.named_parameters():
-            if parameter.grad is not None:
-                self.gradients[f"step {step}, {name}"] = parameter.grad.detach().to("cpu", copy=True)
+        for name, master in _shards(model).items():
+            grads = [parameter.grad for parameter, _, _ in master.portions]
+            if any(grad is not None for grad in grads):
+                self.gradients[f"step {step}, {name}"] = _joined(master, grads)
 
 
 @dataclass(frozen=True)
@@ -55,23 +58,55 @@ class Saboteur:
 
 
 def flip_lowest_bit(model: nn.Module) -> None:
-    """Changes one gradient element by the least that FP32 can express: the largest of the first unit."""
-    grad = next(p.grad for p in model.parameters() if p.grad is not None)
+    """Changes one gradient element by the least that FP32 can express: the largest of the first unit's."""
+    grads = (parameter.grad for parameter in model.parameters())
+    # A rank may have no element of a parameter.
+    grad = next(grad.detach() for grad in grads if grad is not None and grad.numel())
     grad.view(torch.int32)[grad.abs().argmax()] ^= 1
 
 
 def evidence(trained: Trained, gradients: NamedTensors) -> dict[str, NamedTensors]:
     """All that one rank saw of a run, for each of `KINDS`, on the CPU."""
+    shards = _shards(trained.model)
     state: NamedTensors = {}
-    for name, parameter in trained.model.named_parameters():
-        for key, value in trained.optimizer.state[parameter].items():
-            state[f"{name}.{key}"] = torch.as_tensor(value).cpu()
+    for name, master in shards.items():
+        if not master.layout.pieces(master.grid.shard.rank, master.grid.shard.size):
+            # All padding: an optimizer has a state for a flat parameter of it, and none for empty parts.
+            continue
+        of_portions = [trained.optimizer.state.get(parameter, {}) for parameter, _, _ in master.portions]
+        for key in dict.fromkeys(key for each in of_portions for key in each):
+            state[f"{name}.{key}"] = _joined(master, [each.get(key) for each in of_portions])
     return {
         "losses": {f"step {step}": losses_m for step, losses_m in enumerate(trained.local_losses)},
         "gradients": gradients,
-        "parameters": {name: p.detach().cpu() for name, p in trained.model.named_parameters()},
+        "parameters": {name: master.flat.detach().cpu() for name, master in shards.items()},
         "optimizer state": state,
     }
+
+
+def _shards(model: nn.Module) -> dict[str, MasterShard]:
+    """This rank's flat shards by the name of unit and group, wrapped or in place."""
+    return {prefix + group.flat_name: group.master for prefix, group in named_groups(model)}
+
+
+def _joined(master: MasterShard, of_portions: Sequence[Tensor | None]) -> Tensor:
+    """What an optimizer has for each portion of a shard, as one tensor on the CPU, however the shard is cut.
+
+    Returns:
+        One element for each of the shard, zero where there is none; of numbers, such as a count of steps,
+        those that differ.
+    """
+    found = [
+        (torch.as_tensor(value).detach().cpu(), portion)
+        for value, portion in zip(of_portions, master.portions, strict=True)
+        if value is not None
+    ]
+    if all(value.dim() == 0 for value, _ in found):
+        return torch.stack([value for value, _ in found]).unique()
+    whole = torch.zeros(master.flat.numel(), dtype=found[0][0].dtype)
+    for value, (_, start, stop) in found:
+        whole[start:stop] = value
+    return whole
 
 
 def observed(

@@ -1,4 +1,4 @@
-"""`verify --matrix`: one model over ranks in many ways, each with the flag off and on, compared bit for bit.
+"""`verify --matrix`: one model over ranks in many ways, each with a switch off and on, compared bit for bit.
 
 In:   the options of `verify`, of which a `MatrixPlan` makes rows, and numbers of ranks that they fit.
 Out:  a `MatrixReport`.
@@ -36,9 +36,16 @@ ON_GPUS = ParallelSettings(LlamaConfig(4, 512, 1408, heads=8, kv_heads=4, vocab=
 """What the rows train: sizes for which a row takes seconds."""
 
 FP32, BF16, FP8 = PrecisionName.fp32, PrecisionName.bf16, PrecisionName.fp8_delayed
-OF_ROWS = ("parallelism", "schedule", "precision", "reshard", "fusion", "optimize_backward_concat")
-"""Settings that a row decides."""
+OF_ROWS = (
+    *("parallelism", "schedule", "precision", "reshard", "fusion"),
+    *("optimize_backward_concat", "in_place"),
+)
+"""Settings that a row, or the switch, decides."""
 PIPELINES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+
+SWITCHES = (Switch.flag, Switch.in_place)
+"""What a matrix can switch."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,8 @@ class MatrixRow:
         shared, updated = self.ways
         return f"{shared}, {self.precision.value}, {updated}"
 
-    def applied(self, settings: ParallelSettings, flag: bool) -> ParallelSettings:
-        """Completes the settings with what the row decides.
+    def applied(self, settings: ParallelSettings, switch: Switch, on: bool) -> ParallelSettings:
+        """Completes the settings with what the row and the switch decide.
 
         Raises:
             ValueError: if the settings do not suit this row.
@@ -81,7 +88,8 @@ class MatrixRow:
             precision=self.precision,
             reshard=self.strategy is Strategy.zero3,
             fusion=self.fusion,
-            optimize_backward_concat=flag,
+            optimize_backward_concat=on or switch is not Switch.flag,
+            in_place=on and switch is Switch.in_place,
         )
 
     def obstacle(self, settings: ParallelSettings, worlds: Sequence[int]) -> str | None:
@@ -89,7 +97,7 @@ class MatrixRow:
         if self.parallelism.world not in worlds:
             return f"as they need {self.parallelism.world} ranks"
         try:
-            self.applied(settings, True)
+            self.applied(settings, Switch.flag, True)
         except ValueError as error:
             return f"because {error}"
         return None
@@ -144,17 +152,37 @@ def _rows_for_2() -> Iterable[MatrixRow]:
         yield MatrixRow(sp, precision)
 
 
+IN_PLACE = (
+    "pp 2, 1f1b, fp32, zero3",
+    "pp 2, interleaved, bf16, zero3, wgrad two-pass",
+    "tp 2, fp8-delayed, zero3, wgrad off",
+    "tp 2 + SP, bf16, zero3",
+    "tp 2 + SP, fp8-weights, zero3",
+    "pp 2 x tp 2 + SP, interleaved, fp8-delayed, zero3, wgrad two-pass",
+    "pp 2 x dp_shard 2, gpipe, bf16, zero3",
+    "pp 2 x dp_shard 2, 1f1b, fp8-delayed, zero2",
+    "pp 2 x dp_shard 2, 1f1b, fp8-weights, zero3",
+    "dp_shard 2 x tp 2 + SP, fp32, zero3",
+    "pp 2 x dp_shard 2 x tp 2 + SP, 1f1b, bf16, zero2",
+    "pp 2 x dp_shard 2 x tp 2 + SP, interleaved, fp8-weights, zero3",
+)
+"""Rows that are run wrapped and in place: every precision and schedule, and all that shares ranks; the last
+two on 8."""
+
+
 @dataclass(frozen=True)
 class MatrixPlan:
     """What to run, and on how many ranks.
 
     Attributes:
+        switch: what is off and on in each row.
         rows: that run; each on the launch with as many ranks.
         left_out: those that cannot run here, by the reason.
         settings: what they train, but for the fields that a row decides.
-        self_test: damage one bit of one gradient in the runs with the flag on.
+        self_test: damage one bit of one gradient in the runs with the switch on.
     """
 
+    switch: Switch
     rows: tuple[MatrixRow, ...]
     left_out: dict[str, list[MatrixRow]]
     settings: ParallelSettings
@@ -175,9 +203,10 @@ class MatrixPlan:
         launches = _launches(device, ranks)
         settings = _settings(ON_GPUS if launches[0].use_cuda() else ON_CPU, given)
         worlds = [launch.world for launch in launches]
+        switch = _switch(given)
         rows: list[MatrixRow] = []
         left_out: dict[str, list[MatrixRow]] = defaultdict(list)
-        for row in _wanted(all_rows(), given):
+        for row in _wanted(all_rows(), switch, given):
             obstacle = row.obstacle(settings, worlds)
             if obstacle is None:
                 rows.append(row)
@@ -186,7 +215,7 @@ class MatrixPlan:
         if not rows:
             reasons = "; ".join(left_out) or "as none has such a name, precision, strategy and fusion"
             raise ValueError(f"no row of the matrix can run here, {reasons}")
-        return MatrixPlan(tuple(rows), dict(left_out), settings, launches, "self_test" in given)
+        return MatrixPlan(switch, tuple(rows), dict(left_out), settings, launches, "self_test" in given)
 
     def left_out_lines(self) -> list[str]:
         """One for each reason, with how ranks share the model and how many rows do so."""
@@ -218,14 +247,25 @@ def _settings(usual: ParallelSettings, given: dict[str, Any]) -> ParallelSetting
     return replace(usual, model=replace(usual.model, **of_model), **of_run)
 
 
-def _wanted(rows: Iterable[MatrixRow], given: dict[str, Any]) -> list[MatrixRow]:
-    """Those with the given precisions, strategies and fusions, and one of the words of --only."""
-    if set(given.get("switch", ())) - {Switch.flag}:
-        raise ValueError("--matrix switches the flag alone; leave --switch out")
+def _switch(given: dict[str, Any]) -> Switch:
+    """
+    Raises:
+        ValueError: if a matrix cannot switch it, or if there are several.
+    """
+    switches = set(given.get("switch", [Switch.flag]))
+    if len(switches) > 1 or switches - {*SWITCHES}:
+        names = " or ".join(f"--switch {switch.value}" for switch in SWITCHES)
+        raise ValueError(f"--matrix switches one thing in all rows: choose {names}")
+    return switches.pop()
+
+
+def _wanted(rows: Iterable[MatrixRow], switch: Switch, given: dict[str, Any]) -> list[MatrixRow]:
+    """Those of the switch, with the given precisions, strategies, fusions, and one of the words of --only."""
     return [
         row
         for row in rows
-        if row.precision in given.get("precision", PrecisionName)
+        if (switch is Switch.flag or row.name in IN_PLACE)
+        and row.precision in given.get("precision", PrecisionName)
         and row.strategy in given.get("strategy", Strategy)
         and row.fusion in given.get("fusion", Fusion)
         and any(word in row.name for word in given.get("only", [""]))
@@ -276,7 +316,7 @@ class MatrixReport:
             {
                 "equal": self.equal,
                 "environments": self.environments,
-                "options": {**options, "self_test": self.plan.self_test},
+                "options": {**options, "switch": self.plan.switch, "self_test": self.plan.self_test},
                 "rows": [found.described() for found in self.compared],
                 "not_run": [row.name for row in self.plan.rows if row not in done],
                 "left_out": {why: [row.name for row in rows] for why, rows in self.plan.left_out.items()},
@@ -292,9 +332,10 @@ class MatrixReport:
 
     def table(self) -> Table:
         """One row a configuration; off above on within a cell."""
+        off, on = self.plan.switch.ends
         result = comparison_table(
-            "optimize_backward_concat off and on: the same bits?",
-            ("ranks", "precision", "final loss,\noff and on"),
+            f"Above {off}, below {on}: the same bits?",
+            ("ranks", "precision", "final loss"),
             KINDS,
         )
         for found in self.compared:
@@ -312,9 +353,10 @@ class MatrixReport:
         if self.equal:
             worlds = " and ".join(str(about["world_size"]) for about in self.environments)
             settings = self.plan.settings
+            off, on = self.plan.switch.ends
             return [
-                f"On equals off, bit for bit: {len(self.compared)} configurations on {worlds} ranks, "
-                f"{settings.steps} steps of {settings.microbatches} microbatches each."
+                f"{on.capitalize()} equals {off}, bit for bit: {len(self.compared)} configurations on "
+                f"{worlds} ranks, {settings.steps} steps of {settings.microbatches} microbatches each."
             ]
         return [
             line for found in self.compared for line in difference_lines(found.row.name, found.differences)
@@ -356,16 +398,20 @@ def matrix_on_rank(rank: Rank, payload: tuple[MatrixReport, Path]) -> MatrixRepo
 def _compare(
     rank: Rank, row: MatrixRow, plan: MatrixPlan, sampler: Sampler, meshes: Meshes
 ) -> MatrixComparison:
-    steps = plan.settings.steps
+    steps, settings = plan.settings.steps, plan.settings
     with StepBar(row.name, 2 * steps, visible=rank.index == 0) as bar:
         (off, off_evidence), (on, on_evidence) = (
             observed(
-                partial(train_parallel, row.applied(plan.settings, flag), sampler, rank, meshes, bar.advance),
+                partial(
+                    train_parallel,
+                    row.applied(settings, plan.switch, on),
+                    *(sampler, rank, meshes, bar.advance),
+                ),
                 rank,
                 steps,
-                sabotage=flag and plan.self_test,
+                sabotage=on and plan.self_test,
             )
-            for flag in (False, True)
+            for on in (False, True)
         )
         found = MatrixComparison(row, off, on, differences_on_all_ranks(off_evidence, on_evidence, rank))
         bar.conclude(f"{'equal' if found.equal else 'DIFFER'}, final loss {off.final_loss_hex}")

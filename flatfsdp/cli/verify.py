@@ -36,12 +36,13 @@ from flatfsdp.training.run import AfterBackward, Trained
 class Switch(str, Enum):
     """What must not change a bit.
 
-    flag: `optimize_backward_concat`; fusion: weight gradients added in the product, or after it, in FP32;
-    cache: FP8 weights cast in the first microbatch only, or in each; storage: weights in FP8 in the flat
-    buffers, or cast by each layer.
+    flag: `optimize_backward_concat`; in_place: the model sharded in place, or wrapped; fusion: weight
+    gradients added in the product, or after it, in FP32; cache: FP8 weights cast in the first microbatch
+    only, or in each; storage: weights in FP8 in the flat buffers, or cast by each layer.
     """
 
     flag = "flag"
+    in_place = "in-place"
     fusion = "fusion"
     cache = "cache"
     storage = "storage"
@@ -50,6 +51,8 @@ class Switch(str, Enum):
         """Off and on."""
         if self is Switch.flag:
             return tuple(replace(settings, optimize_backward_concat=on) for on in (False, True))  # type: ignore[return-value]
+        if self is Switch.in_place:
+            return replace(settings, in_place=False), replace(settings, in_place=True)
         if self is Switch.fusion:
             return replace(settings, fusion=Fusion.two_pass), replace(settings, fusion=Fusion.fused)
         if self is Switch.cache:
@@ -63,7 +66,19 @@ class Switch(str, Enum):
             return is_stored
         if self is Switch.cache:
             return settings.precision.recipe is not None and not is_stored and settings.microbatches > 1
-        return self is Switch.flag or settings.precision.has_own_layers
+        return self in (Switch.flag, Switch.in_place) or settings.precision.has_own_layers
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """What the two runs are called, off and on."""
+        names = {
+            Switch.flag: ("flag off", "flag on"),
+            Switch.in_place: ("wrapped", "in place"),
+            Switch.fusion: ("two passes", "fused"),
+            Switch.cache: ("cast each", "cast once"),
+            Switch.storage: ("bf16 weights", "FP8 weights"),
+        }
+        return names[self]
 
 
 @dataclass(frozen=True)
@@ -127,13 +142,7 @@ class Comparison:
     @property
     def ends(self) -> tuple[str, str]:
         """What the two runs are called."""
-        names = {
-            Switch.flag: ("flag off", "flag on"),
-            Switch.fusion: ("two passes", "fused"),
-            Switch.cache: ("cast each", "cast once"),
-            Switch.storage: ("bf16 weights", "FP8 weights"),
-        }
-        return names[Switch(self.switch)]
+        return Switch(self.switch).ends
 
 
 @dataclass(frozen=True)
@@ -158,6 +167,7 @@ class Report:
             "fusion",
             "caches_weights",
             "stores_fp8",
+            "in_place",
         ):
             del options["settings"][varied]
         return to_json(

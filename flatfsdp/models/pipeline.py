@@ -17,7 +17,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.device import indexed
-from flatfsdp.engine.fsdp import FlatFSDP
+from flatfsdp.engine.in_place.shard import shard
 from flatfsdp.engine.wrap import auto_wrap, by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
@@ -76,6 +76,7 @@ class LlamaPipeline:
         precision: as of `FlatFSDP`.
         sequence_parallel, tp_overlap, fuse_wgrad_accumulation, recipe, seed: as of `Llama`.
         cache_fp8_weights: cast FP8 weights once a step, and keep them; as of `FlatStage`.
+        in_place: stages are Llamas that are sharded in place, and not wrapped.
         fsdp_options: further ones of `FlatFSDP`.
 
     Attributes:
@@ -109,6 +110,7 @@ class LlamaPipeline:
         recipe: Recipe | None = None,
         cache_fp8_weights: bool = False,
         seed: int = 0,
+        in_place: bool = False,
         **fsdp_options: Any,
     ) -> None:
         precision = Precision() if precision is None else precision
@@ -126,6 +128,7 @@ class LlamaPipeline:
             recipe=recipe,
             cache_fp8_weights=cache_fp8_weights,
             seed=seed,
+            in_place=in_place,
         )
         _check_tokens(config, mesh.tp_size if sequence_parallel else 1, microbatches, batch, recipe)
         _check_fp8_weights(precision, recipe)
@@ -137,7 +140,7 @@ class LlamaPipeline:
         layers = pipeline_stages(config, mesh.pp_size, schedule, stages_per_rank)
         numbers = self.numbers = range(mesh.pp_rank, len(layers), mesh.pp_size)
         fsdp_options |= {"device": device, "precision": precision}
-        self.stages: list[FlatFSDP] = []
+        self.stages: list[Any] = []
         for number in numbers:
             part = Llama(
                 config,
@@ -152,7 +155,7 @@ class LlamaPipeline:
                 device="meta",
             )
             # On the meta device up to here: no device ever has more than one whole unit.
-            self.stages.append(_shard(part, mesh, **fsdp_options))
+            self.stages.append(_sharded(part, mesh, in_place, **fsdp_options))
         self.has_first, self.has_last = 0 in numbers, len(layers) - 1 in numbers
         self._schedule: Any = None
         if mesh.pp_size > 1:
@@ -211,7 +214,7 @@ class LlamaPipeline:
         if self._schedule is None:
             (model,) = self.stages
             for tokens_bs, targets_bs in microbatches(model, batches):
-                is_first = model.microbatch.is_first if self._cache_fp8_weights else None
+                is_first = model.fsdp_state.microbatch.is_first if self._cache_fp8_weights else None
                 losses.append(model(tokens_bs, targets_bs, is_first))
                 (losses[-1] / len(batches)).backward()
         else:
@@ -308,8 +311,9 @@ def _check_fp8_weights(precision: Precision, recipe: Recipe | None) -> None:
         )
 
 
-def _shard(part: Llama, mesh: ParallelMesh, **options: Any) -> FlatFSDP:
+def _sharded(part: Llama, mesh: ParallelMesh, in_place: bool, **options: Any) -> Any:
     """A stage whose transformer layers are a unit each."""
+    share = shard if in_place else auto_wrap
     layers = by_class(TransformerLayer)
     options["param_init_fn"] = part.initialize
-    return auto_wrap(part, layers, mesh=mesh.dp, tp_group=mesh.tp_group, **options)
+    return share(part, layers, mesh=mesh.dp, tp_group=mesh.tp_group, **options)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Precision, auto_wrap, by_class, microbatches, shard
 from flatfsdp.fp8 import autocast
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.launch import Rank
@@ -34,6 +35,7 @@ class TrainSettings:
         fusion: only with FlatFSDP's own layers.
         caches_weights: FP8 weights are cast in the first microbatch of a step only.
         stores_fp8: with fp8_weights, whether the flat buffers really are FP8, or packed as if they were.
+        in_place: the model is sharded in place, and not wrapped.
         batch: sequences in one microbatch of one rank.
         microbatches: forwards and backwards before one optimizer step.
         decays: the learning rate falls linearly, to zero after the last step.
@@ -48,6 +50,7 @@ class TrainSettings:
     fusion: Fusion = Fusion.fused
     caches_weights: bool = True
     stores_fp8: bool = True
+    in_place: bool = False
     batch: int = 4
     microbatches: int = 4
     steps: int = 20
@@ -68,7 +71,8 @@ class TrainSettings:
     @property
     def label(self) -> str:
         flag = "on" if self.optimize_backward_concat else "off"
-        return f"{self.precision.value} {self.strategy.value} flag {flag}"
+        where = " in place" if self.in_place else ""
+        return f"{self.precision.value} {self.strategy.value} flag {flag}{where}"
 
     @property
     def dtypes(self) -> Precision:
@@ -100,15 +104,7 @@ def train(
     after_backward: AfterBackward = ignore,
 ) -> Trained:
     """Trains a fresh model; the same arguments give the same bits wherever the kernels are deterministic."""
-    model = auto_wrap(
-        settings.build(),
-        by_class(settings.unit),
-        device=rank.device,
-        precision=settings.dtypes,
-        reshard_after_forward=settings.strategy is Strategy.zero3,
-        shard=settings.strategy is not Strategy.dp,
-        optimize_backward_concat=settings.optimize_backward_concat,
-    )
+    model = _sharded(settings, rank.device)
     # No weight decay: a flat shard holds matrices and norms alike, and the norms should not decay.
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
     steps: list[Step] = []
@@ -119,7 +115,7 @@ def train(
             tuple(tensor.to(rank.device) for tensor in sampler.sample(index, microbatch, rank.index))
             for microbatch in range(settings.microbatches)
         ]
-        model.ledger.reset()
+        model.fsdp_state.ledger.reset()
         start = now(rank.device)
         with autocast(settings.precision.recipe is not None, recipe=settings.precision.recipe):
             losses_m = _forward_backward(model, batches, settings)
@@ -136,15 +132,28 @@ def train(
         local_losses[index] = losses_m.cpu()
         steps.append(Step(_mean_over_ranks(losses_m, rank.world), float(norm), ms))
         on_step(steps[-1].loss, tokens / ms * 1e3)
-    return Trained(steps, local_losses, model.ledger.bytes_per_parameter(), model, optimizer)
+    return Trained(steps, local_losses, model.fsdp_state.ledger.bytes_per_parameter(), model, optimizer)
 
 
-def _forward_backward(model: FlatFSDP, batches: list[tuple[Tensor, ...]], settings: TrainSettings) -> Tensor:
+def _sharded(settings: TrainSettings, device: torch.device) -> Any:
+    share = shard if settings.in_place else auto_wrap
+    return share(
+        settings.build(),
+        by_class(settings.unit),
+        device=device,
+        precision=settings.dtypes,
+        reshard_after_forward=settings.strategy is Strategy.zero3,
+        shard=settings.strategy is not Strategy.dp,
+        optimize_backward_concat=settings.optimize_backward_concat,
+    )
+
+
+def _forward_backward(model: Any, batches: list[tuple[Tensor, ...]], settings: TrainSettings) -> Tensor:
     """One step's forwards and backwards; returns the losses, FP32 [microbatches]."""
     losses = []
     is_cached = settings.precision.recipe is not None and settings.caches_weights
     for tokens_bt, targets_bt in microbatches(model, batches):
-        position = {"is_first_microbatch": model.microbatch.is_first} if is_cached else {}
+        position = {"is_first_microbatch": model.fsdp_state.microbatch.is_first} if is_cached else {}
         loss = model(tokens_bt, targets_bt, **position)
         (loss / len(batches)).backward()
         losses.append(loss.detach())

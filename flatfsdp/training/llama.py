@@ -34,7 +34,7 @@ class ParallelSettings:
 
     Attributes:
         schedule: of the pipeline; without effect where there is none.
-        fusion, optimize_backward_concat, batch, microbatches, steps, lr, clip, seed, data: as in
+        fusion, optimize_backward_concat, in_place, batch, microbatches, steps, lr, clip, seed, data: as in
             `TrainSettings`; `batch` is of one data-parallel rank.
         reshard: ZeRO-3, else ZeRO-2.
     """
@@ -46,6 +46,7 @@ class ParallelSettings:
     reshard: bool = True
     fusion: Fusion = Fusion.fused
     optimize_backward_concat: bool = True
+    in_place: bool = False
     batch: int = 2
     microbatches: int = 4
     steps: int = 10
@@ -106,6 +107,7 @@ def _pipeline(settings: ParallelSettings, mesh: ParallelMesh, device: torch.devi
         fuse_wgrad_accumulation=settings.fusion.option,
         recipe=settings.precision.recipe,
         seed=settings.seed,
+        in_place=settings.in_place,
         reshard_after_forward=settings.reshard,
         optimize_backward_concat=settings.optimize_backward_concat,
     )
@@ -145,7 +147,7 @@ def train_parallel(
             for microbatch in range(settings.microbatches)
         ]
         for stage in pipeline.stages:
-            stage.ledger.reset()
+            stage.fsdp_state.ledger.reset()
         start = now(rank.device)
         losses = pipeline.forward_backward(batches)
         losses_m = torch.stack(losses) if losses else torch.empty(0, device=rank.device)
@@ -181,7 +183,7 @@ def _mean_of_replicas(losses_m: Tensor, settings: ParallelSettings, mesh: Parall
 
 def _bytes_per_parameter(model: LlamaPipeline) -> dict[str, float]:
     """The ledger of all of this rank's stages."""
-    ledgers = [stage.ledger for stage in model.stages]
+    ledgers = [stage.fsdp_state.ledger for stage in model.stages]
     kinds = dict.fromkeys(kind for ledger in ledgers for kind in ledger.bytes)
     parameters = sum(ledger.parameters for ledger in ledgers)
     return {kind: sum(ledger.bytes[kind] for ledger in ledgers) / parameters for kind in kinds}

@@ -15,6 +15,7 @@ from flatfsdp import Precision
 from flatfsdp.cli.app import app
 from flatfsdp.cli.matrix import (
     FP8,
+    IN_PLACE,
     MatrixComparison,
     MatrixPlan,
     MatrixReport,
@@ -22,6 +23,7 @@ from flatfsdp.cli.matrix import (
     all_rows,
     matrix_on_rank,
 )
+from flatfsdp.cli.verify import Switch
 from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.fp8 import BlockScaling, CurrentScaling
 from flatfsdp.launch import Device, Rank
@@ -36,9 +38,15 @@ STEPS = 3
 
 
 def compared(
-    rank: int, world_size: int, rows: list[MatrixRow], out: Path, layers: int = 4, steps: int = STEPS
+    rank: int,
+    world_size: int,
+    rows: list[MatrixRow],
+    out: Path,
+    layers: int = 4,
+    steps: int = STEPS,
+    switch: Switch = Switch.flag,
 ) -> list[MatrixComparison]:
-    plan = MatrixPlan.of(Device.cpu, world_size, {"layers": layers, "steps": steps})
+    plan = MatrixPlan.of(Device.cpu, world_size, {"layers": layers, "steps": steps, "switch": [switch]})
     report = MatrixReport([], [], replace(plan, rows=tuple(rows)))
     return matrix_on_rank(Rank(rank, world_size, torch.device("cpu")), (report, out)).compared
 
@@ -98,6 +106,24 @@ def test_a_plan_takes_the_rows_that_fit_and_says_why_others_do_not() -> None:
     assert "2 layers cannot be split into 4 stages" in reasons
     fused = MatrixPlan.of(Device.cpu, 2, {"fusion": [Fusion.two_pass]})
     assert {(row.parallelism, row.schedule) for row in fused.rows} == {(Parallelism(pp=2), "interleaved")}
+
+
+def test_the_rows_in_place_are_there() -> None:
+    plans = [MatrixPlan.of(Device.cpu, ranks, {"switch": [Switch.in_place]}) for ranks in (2, 4, 8)]
+    names = [row.name for plan in plans for row in plan.rows]
+    assert sorted(names) == sorted(IN_PLACE)
+    assert [len(plan.rows) for plan in plans] == [5, 5, 2]
+
+
+@pytest.mark.parametrize(("world_size", "number"), [(2, 2), (4, 1)])
+def test_rows_in_place_are_equal_to_wrapped_ones(world_size: int, number: int, tmp_path: Path) -> None:
+    words = ["pp 2, interleaved, bf16", "tp 2 + SP, fp8-weights", "pp 2 x dp_shard 2, 1f1b, fp8-delayed"]
+    rows = [row for row in rows_of(world_size, *words) if row.name in IN_PLACE]
+    assert len(rows) == number
+    for found in run_ranks(world_size, compared, rows, tmp_path, 4, STEPS, Switch.in_place)[0]:
+        assert found.differences == {kind: [] for kind in KINDS}
+        assert found.on.losses == found.off.losses
+        assert found.on.falling
 
 
 def stops(rank: int, world_size: int, rows: list[MatrixRow], out: Path) -> None:
@@ -174,7 +200,8 @@ def test_one_damaged_bit_is_noticed_and_files_are_written(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--switch", "fusion"], "switches the flag alone"),
+        (["--switch", "fusion"], "choose --switch flag or --switch in-place"),
+        (["--switch", "flag", "--switch", "in-place"], "choose --switch flag or --switch in-place"),
         (["--only", "pp 3"], "no row of the matrix can run here"),
         (["--ranks", "3"], "as they need 4 ranks"),
         (["--steps", "0"], "--steps"),

@@ -27,7 +27,7 @@ def written(out: Path) -> dict[str, Any]:
 
 
 def test_flag_on_equals_flag_off(tmp_path: Path) -> None:
-    done = verify(tmp_path, "--steps", "6", "--precision", "fp32", "--precision", "bf16")
+    done = verify(tmp_path, "--steps", "6", "--switch", "flag", "--precision", "fp32", "--precision", "bf16")
     assert done.returncode == 0, done.stderr
     report = written(tmp_path)
     names = [(row["precision"], row["strategy"]) for row in report["rows"]]
@@ -57,7 +57,7 @@ def test_own_layers_with_each_switch(tmp_path: Path) -> None:
     rows = written(tmp_path)["rows"]
     names = [(row["precision"], row["switch"], row["fusion"]) for row in rows]
     flag = [("flag", "wgrad off"), ("flag", "wgrad two-pass"), ("flag", "")]
-    fp8 = [*flag, ("fusion", ""), ("cache", "")]
+    fp8 = [*flag, ("in-place", ""), ("fusion", ""), ("cache", "")]
     assert names == [
         *(("bf16-fused", *row) for row in fp8[:-1]),
         *((precision, *row) for precision in precisions[1:3] for row in fp8),
@@ -78,7 +78,8 @@ def test_own_layers_with_each_switch(tmp_path: Path) -> None:
 
 
 def test_one_damaged_bit_on_one_rank_is_noticed(tmp_path: Path) -> None:
-    done = verify(tmp_path, "--steps", "4", "--self-test", "--precision", "fp32", "--strategy", "zero3")
+    options = ("--switch", "flag", "--precision", "fp32", "--strategy", "zero3")
+    done = verify(tmp_path, "--steps", "4", "--self-test", *options)
     assert done.returncode == 1
     assert "DIFFER" in done.stdout
     (row,) = written(tmp_path)["rows"]
@@ -92,8 +93,33 @@ def test_one_damaged_bit_on_one_rank_is_noticed(tmp_path: Path) -> None:
     )
 
 
+def test_in_place_equals_wrapped(tmp_path: Path) -> None:
+    options = ("--switch", "in-place", "--strategy", "dp", "--strategy", "zero2", "--strategy", "zero3")
+    done = verify(tmp_path, "--steps", "3", "--precision", "fp32", "--precision", "bf16-fused", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = written(tmp_path)["rows"]
+    assert len(rows) == 6
+    for row in rows:
+        assert row["differences"] == {kind: [] for kind in KINDS}
+        assert row["off"]["losses"] == row["on"]["losses"]
+        assert row["off"]["grad_norms"] == row["on"]["grad_norms"]
+        assert row["off"]["bytes_per_parameter"] == row["on"]["bytes_per_parameter"]
+    assert "in place" in done.stdout
+
+
+def test_one_damaged_bit_in_place_is_noticed(tmp_path: Path) -> None:
+    """So the names of both forms are those of the same evidence."""
+    options = ("--switch", "in-place", "--precision", "fp32", "--strategy", "zero3")
+    done = verify(tmp_path, "--steps", "2", "--self-test", *options)
+    assert done.returncode == 1
+    (row,) = written(tmp_path)["rows"]
+    gradients = row["differences"]["gradients"][-1]
+    assert gradients.startswith("rank 1: step 1, ") and " 1 of " in gradients
+
+
 def test_torchrun_json_and_data_parallel(tmp_path: Path) -> None:
-    options = ("--steps", "2", "--precision", "fp32", "--strategy", "dp", "--json", "--out", tmp_path)
+    chosen = ("--switch", "flag", "--precision", "fp32", "--strategy", "dp")
+    options = ("--steps", "2", *chosen, "--json", "--out", tmp_path)
     done = run_program(*TORCHRUN, "-m", "flatfsdp", "verify", *TINY, *options)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == written(tmp_path)

@@ -93,6 +93,17 @@ def a_wrapped_model(name: str, _: pytest.CaptureFixture[str]) -> None:
     assert all(parameter.grad is not None for parameter in found["model"].parameters())
 
 
+def in_place(name: str, _: pytest.CaptureFixture[str]) -> None:
+    batches = [(tokens_of(2, 16), tokens_of(2, 16)) for _ in range(3)]
+    found = run(BLOCKS[name], GPT=GPT, Block=Block, config=CONFIG, batches=batches)
+    plain = GPT(CONFIG)
+    assert isinstance(found["model"], GPT) and found["state"].keys() == plain.state_dict().keys()
+    assert len(found["decayed"]) + len(found["others"]) == len(list(plain.parameters()))
+    assert {name for name, p in plain.named_parameters() if p.dim() > 1} == {
+        name for name, p in found["model"].named_parameters() if any(p is each for each in found["decayed"])
+    }
+
+
 def first_steps(name: str, _: pytest.CaptureFixture[str]) -> None:
     text = Sampler(load_corpus(None), batch=4, seq=16, seed=0)
     config = GPTConfig(layers=2, hidden=32, heads=4, seq=16)
@@ -184,8 +195,9 @@ def fairscale_shards(name: str, _: pytest.CaptureFixture[str]) -> None:
 
 RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "text = Sampler(load_corpus(None)": in_20_lines,
-    "model(tokens, targets).backward()": a_wrapped_model,
-    "state = model.state_dict()": first_steps,
+    "model = auto_wrap(\n    GPT(config), by_class(Block), precision": a_wrapped_model,
+    "shard(GPT(config)": in_place,
+    "state = model.state_dict()  # full and unsharded": first_steps,
     "TransformerLayer(32, 64, 4": fp8_layers,
     "fp8_weights=CurrentScaling()": fp8_weights,
     "count_overflows(model)": fp8_overflows,

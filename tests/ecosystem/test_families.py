@@ -1,0 +1,38 @@
+"""Hugging Face models train under FlatFSDP as they do in plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.ecosystem.families import FAMILIES, needs_transformers
+from tests.support.ecosystem.sharding import WAYS, sharded
+from tests.support.ecosystem.training import assert_same_training, plain, train_sharded
+from tests.support.ranks import on_ranks
+
+pytestmark = needs_transformers
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
+@pytest.mark.parametrize("flag", [True, False], ids=["on", "off"])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_three_steps_of_adamw(
+    rank: int, world_size: int, name: str, way: str, flag: bool, reshard: bool
+) -> None:
+    family = FAMILIES[name]
+    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
+    model = sharded(way, family.build(), family.is_unit, **options)
+    assert_same_training(train_sharded(model, rank), plain(name, rank, world_size))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@on_ranks(2)
+def test_class_and_names_stay(name: str) -> None:
+    family = FAMILIES[name]
+    expected, model = family.build(), family.build()
+    found = sharded("in place", model, family.is_unit)
+    assert found is model and isinstance(found, type(expected))
+    assert type(found).__name__ == family.model
+    assert [n for n, _ in found.named_parameters()] == [n for n, _ in expected.named_parameters()]
+    assert [n for n, _ in found.named_modules()] == [n for n, _ in expected.named_modules()]

@@ -1,0 +1,72 @@
+"""`generate` of a model that is sharded in place: what plain transformers writes, rank by rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.ecosystem.families import FAMILIES, GENERATING, generated, needs_transformers
+from tests.support.ecosystem.sharding import sharded
+from tests.support.ecosystem.training import train_sharded
+from tests.support.ranks import on_ranks
+
+pytestmark = needs_transformers
+
+PROMPT = (3, 5, 7, 9)
+
+
+def trained_and_plain(name: str, rank: int, **options: Any) -> tuple[Any, Any]:
+    """A model after one step, in place, and a plain one with its values; both for evaluation."""
+    family = FAMILIES[name]
+    model, plain = sharded("in place", family.build(), family.is_unit, **options), family.build()
+    plain.load_state_dict(train_sharded(model, rank, steps=1).state)
+    return model.eval(), plain.eval()
+
+
+@pytest.mark.parametrize("name", GENERATING)
+@pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
+@on_ranks(2)
+def test_ranks_write_texts_of_different_lengths(rank: int, name: str, reshard: bool) -> None:
+    """Every token gathers, so the rank that is done first goes on with the others, whose texts are longer."""
+    model, plain = trained_and_plain(name, rank, reshard_after_forward=reshard)
+    prompt, length = PROMPT[rank:], 3 + 4 * rank
+    assert torch.equal(generated(model, prompt, length), generated(plain, prompt, length))
+    # It trains on.
+    assert train_sharded(model.train(), rank, steps=1).losses
+
+
+@pytest.mark.parametrize("name", ["Llama", "T5"])
+@pytest.mark.parametrize("flag", [True, False], ids=["on", "off"])
+@on_ranks(2)
+def test_unsharded_every_rank_writes_what_it_likes(rank: int, name: str, flag: bool) -> None:
+    """Nothing is communicated inside, so the ranks need not call the model equally often."""
+    model, plain = trained_and_plain(name, rank, optimize_backward_concat=flag)
+    with model.unsharded():
+        for length in range(1, 3 + 2 * rank):
+            assert torch.equal(generated(model, PROMPT, length), generated(plain, PROMPT, length))
+    assert train_sharded(model.train(), rank, steps=1).losses
+
+
+@on_ranks(2)
+def test_unsharded_one_rank_alone(rank: int) -> None:
+    model, plain = trained_and_plain("Llama", rank)
+    with model.unsharded():
+        if rank == 0:
+            assert torch.equal(generated(model, PROMPT, 6), generated(plain, PROMPT, 6))
+    assert torch.equal(generated(model, PROMPT, 2), generated(plain, PROMPT, 2))
+
+
+@on_ranks(2)
+def test_values_that_an_optimizer_has_written_are_used(rank: int) -> None:
+    """Generation between two steps sees the newest weights, whatever was gathered before."""
+    model, plain = trained_and_plain("Llama", rank, reshard_after_forward=False)
+    before = generated(model, PROMPT, 8)
+    with torch.no_grad():
+        for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+            parameter.neg_()
+            other.neg_()
+    after = generated(model, PROMPT, 8)
+    assert torch.equal(after, generated(plain, PROMPT, 8))
+    assert not torch.equal(before, after)

@@ -1,0 +1,117 @@
+"""What plain transformers reads of a model that FlatFSDP has, and what the model says of itself."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flatfsdp import Precision
+from flatfsdp.comm import meeting
+from tests.support.ecosystem.families import FAMILIES, Family, batches_of, needs_transformers
+from tests.support.ecosystem.folders import shared_folder
+from tests.support.ecosystem.sharding import sharded
+from tests.support.ecosystem.training import assert_same_values, train_sharded
+from tests.support.ranks import on_ranks
+
+pytestmark = needs_transformers
+
+
+def read(family: Family, folder: Path) -> Any:
+    """What plain transformers makes of the folder."""
+    transformers = importlib.import_module("transformers")
+    return getattr(transformers, family.model).from_pretrained(folder, local_files_only=True)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@on_ranks(2)
+def test_save_pretrained_of_the_wrapped_module(rank: int, name: str) -> None:
+    """With the state dict of the wrapper."""
+    family = FAMILIES[name]
+    model = sharded("wrapped", family.build(), family.is_unit)
+    state = train_sharded(model, rank, steps=1).state
+    with shared_folder() as folder:
+        # It empties the dict that it is given, and writes on the first rank.
+        model.module.save_pretrained(folder, state_dict=dict(state))
+        dist.barrier()
+        assert_same_values(read(family, folder).state_dict(), state)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@on_ranks(2)
+def test_all_ranks_call_save_pretrained_and_one_writes(rank: int, name: str) -> None:
+    family = FAMILIES[name]
+    model = sharded("in place", family.build(), family.is_unit)
+    state = train_sharded(model, rank, steps=1).state
+    with shared_folder() as folder:
+        # Each has a folder of its own, so that one can see who writes.
+        model.save_pretrained(folder / str(rank))
+        dist.barrier()
+        assert [path.name for path in folder.iterdir()] == ["0"]
+        assert_same_values(read(family, folder / "0").state_dict(), state)
+        config = json.loads((folder / "0" / "config.json").read_text())
+        assert config["architectures"] == [family.model]
+        assert config["dtype"] == "float32"
+    assert train_sharded(model, rank, steps=1).losses
+
+
+@on_ranks(2)
+def test_one_rank_that_saves_alone_is_told_so(rank: int) -> None:
+    family = FAMILIES["Llama"]
+    model = sharded("in place", family.build(), family.is_unit)
+    train_sharded(model, rank, steps=1)
+    with shared_folder() as folder:
+        if rank == 0:
+            alone = "save_pretrained is collective, and rank 1 did not call it"
+            with mock.patch.object(meeting, "PATIENCE", 1.0), pytest.raises(RuntimeError, match=alone):
+                model.save_pretrained(folder)
+        assert list(folder.iterdir()) == []
+        dist.barrier()
+        # Nothing is left behind: together they save.
+        model.save_pretrained(folder)
+        assert list(folder.iterdir()) != []
+
+
+@on_ranks(2)
+def test_an_error_of_the_rank_that_writes_reaches_all(rank: int) -> None:
+    family = FAMILIES["Llama"]
+    model = sharded("in place", family.build(), family.is_unit)
+    with shared_folder() as folder:
+        if rank == 0:
+            (folder / "config.json").mkdir()
+        dist.barrier()
+        with pytest.raises(OSError if rank == 0 else RuntimeError, match=r"config\.json"):
+            model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@on_ranks(2)
+def test_counts_and_dtypes_are_those_of_the_whole_model(rank: int, name: str) -> None:
+    family = FAMILIES[name]
+    expected = family.build()
+    numbers = expected.num_parameters(), expected.num_parameters(exclude_embeddings=True)
+    footprint = expected.get_memory_footprint()
+    model = sharded("in place", family.build(), family.is_unit, precision=Precision(compute=torch.bfloat16))
+    for _ in range(2):
+        assert (model.num_parameters(), model.num_parameters(exclude_embeddings=True)) == numbers
+        assert model.get_memory_footprint() == footprint
+        assert model.dtype == torch.bfloat16
+        assert model.device == torch.device("cpu")
+        # Also after a forward.
+        loss = model(**batches_of(rank, 0)[0]).loss
+        assert bool(loss.isfinite())
+
+
+@on_ranks(2)
+def test_resizing_the_embedding_is_refused(rank: int) -> None:
+    family = FAMILIES["Llama"]
+    model = sharded("in place", family.build(), family.is_unit)
+    with pytest.raises(RuntimeError, match=r"resize_token_embeddings|before"):
+        model.resize_token_embeddings(80)
+    assert train_sharded(model, rank, steps=1).losses

@@ -1,0 +1,19 @@
+"""How a model of another library gets into FlatFSDP: wrapped, or in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flatfsdp
+from flatfsdp.engine.wrap import WrapPolicy
+
+WAYS = {"wrapped": flatfsdp.auto_wrap, "in place": flatfsdp.shard}
+
+
+def sharded(way: str, model: Any, policy: WrapPolicy, **options: Any) -> Any:
+    """The model, with a unit for each module that the policy picks, and one for the rest.
+
+    Args:
+        way: one of `WAYS`.
+    """
+    return WAYS[way](model, policy, **options)
