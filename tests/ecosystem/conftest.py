@@ -1,0 +1,15 @@
+"""Ranks stay for the whole folder: importing other people's libraries takes longer than using them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.ranks import stop_pools
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _ranks_of_the_folder() -> Iterator[None]:
+    yield
+    stop_pools()
