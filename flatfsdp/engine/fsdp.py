@@ -157,8 +157,9 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
     @never_traced
     def _require_own_flats(self) -> None:
         """Looks for flat parameters in whose place there is another tensor, which nothing would read."""
-        for group in self.fsdp_state.unit.groups:
-            if self._parameters.get(group.flat_name) is not group.master.flat:
+        state = self.fsdp_state
+        for group in state.unit.groups:
+            if self._parameters.get(group.flat_name) is not group.master.flat and not state.is_whole:
                 raise RuntimeError(
                     f"the flat parameter of unit {group.name} was replaced (by another engine around the "
                     "model, or torch.func.functional_call), and nothing would read what took its place; "
