@@ -1,5 +1,6 @@
 """FlatFSDP: an FSDP-integrated flat-parameter engine."""
 
+from flatfsdp.compat.torch_state_dicts.connect import connect_state_dicts
 from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.fsdp import FlatFSDP
 from flatfsdp.engine.in_place.shard import register_forward_method, shard
@@ -28,3 +29,5 @@ __all__ = [
     "shard",
     "whole_shape",
 ]
+
+connect_state_dicts()

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.utils._pytree import tree_map_only
 
 from flatfsdp.checkpoint.tp_parts import joined, own_part, scattered_part
@@ -50,7 +51,7 @@ def _join_parts(state: dict[str, Any], model: nn.Module, rank0_only: bool) -> No
 
 def load_full_state_dict(
     model: nn.Module, state_dict: dict[str, Any], *, from_rank0: bool = False, strict: bool = True
-) -> None:
+) -> _IncompatibleKeys:
     """Loads what `full_state_dict`, or the unwrapped model's `state_dict()`, has returned.
 
     Of a tensor-parallel model, each rank takes its parts of whole tensors.
@@ -58,6 +59,9 @@ def load_full_state_dict(
     Args:
         from_rank0: only the first rank's dict counts; the others pass {}.  Collective.  No rank but the first
             ever holds a whole parameter of a model without tensor parallelism, or all parts of one with it.
+
+    Returns:
+        The keys that were missing and unexpected, as `model.load_state_dict` does; none if `strict`.
 
     Raises:
         RuntimeError: on every rank, for missing or unexpected keys (if `strict`) or wrong shapes.
@@ -70,8 +74,7 @@ def load_full_state_dict(
             for key in of_slot
             if key in state_dict
         }
-        model.load_state_dict({**state_dict, **own}, strict)
-        return
+        return model.load_state_dict({**state_dict, **own}, strict)
     groups = named_groups(model)
     require_same_ranks((group.master for _, group in groups), "loading from one rank")
     first = groups[0][1].master
@@ -87,12 +90,16 @@ def load_full_state_dict(
         (problems, rest, given), first.grid.dimensions[::-1], first.device
     )
     _raise_if(problems)
-    missing, unexpected = model.load_state_dict(rest, strict=False)
+    loaded: _IncompatibleKeys = model.load_state_dict(rest, strict=False)
+    loaded = _IncompatibleKeys(
+        [key for key in loaded.missing_keys if key not in given], loaded.unexpected_keys
+    )
     if strict:
-        _raise_if([f"Missing key: {key}" for key in missing if key not in taken])
-        _raise_if([f"Unexpected key: {key}" for key in unexpected])
+        _raise_if([f"Missing key: {key}" for key in loaded.missing_keys])
+        _raise_if([f"Unexpected key: {key}" for key in loaded.unexpected_keys])
     for _, group in groups:
         group.master.store_from_rank0(_whole_buffer(group, state_dict, set(given), keys))
+    return loaded
 
 
 def _problems(

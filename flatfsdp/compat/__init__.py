@@ -1,1 +1,1 @@
-"""Other engines' interfaces over this one: change an import, keep the program."""
+"""Other libraries' interfaces over this engine: change an import, or nothing, and keep the program."""

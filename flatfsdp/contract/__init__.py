@@ -25,6 +25,7 @@ FlatFSDP.
     fsdp_state                  engine           engine              claimed.py
     _flatfsdp_part_of           engine           engine              claimed.py
     _flatfsdp_name(s)           engine           engine, Lightning   claimed.py
+    _flatfsdp_owned             engine           engine              claimed.py
 
 `placement.py` reads the marks of tensor parallelism for the engine.  Wrappers that add no level to the names
 of modules derive from `Transparent` (`transparent.py`).

@@ -24,6 +24,7 @@ from flatfsdp.engine.claim import (
     prepare_buffers,
     require_default_precision,
 )
+from flatfsdp.engine.guards.watch import guard
 from flatfsdp.engine.in_place.views import cut
 from flatfsdp.engine.param_groups import attach_targets
 from flatfsdp.engine.step.unit import Unit
@@ -106,4 +107,5 @@ def build_unit(
         unit.add(group)
         attach_targets(group)
     mark_taken(bindings, taken)
+    guard(module)
     return state

@@ -29,7 +29,7 @@ from flatfsdp.flat.module_wrapper import ModuleWrapper
 from flatfsdp.flat.sites import parameter_sites
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import GradSync, Precision, Prefetch
-from flatfsdp.torch_private import traced_inside
+from flatfsdp.torch_private import never_traced, traced_inside
 
 
 class FlatFSDP(UnitMethods, ModuleWrapper):
@@ -151,7 +151,20 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
 
     @traced_inside
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._require_own_flats()
         return call_unit(self, self.module, args, kwargs)
+
+    @never_traced
+    def _require_own_flats(self) -> None:
+        """Looks for flat parameters in whose place there is another tensor, which nothing would read."""
+        state = self.fsdp_state
+        for group in state.unit.groups:
+            if self._parameters.get(group.flat_name) is not group.master.flat and not state.is_whole:
+                raise RuntimeError(
+                    f"the flat parameter of unit {group.name} was replaced (by another engine around the "
+                    "model, or torch.func.functional_call), and nothing would read what took its place; "
+                    "write to it in place"
+                )
 
     def _check_gathered(self, module: nn.Module, _inputs: Any) -> None:
         if self.fsdp_state.unit.is_sharded:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm.objects import broadcast_object
+from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.engine.storage.group import FlatGroup, settle
 from flatfsdp.engine.storage.master import require_same_ranks
 from flatfsdp.policy import Gathering
@@ -63,6 +64,8 @@ def whole_parameters(groups: Sequence[FlatGroup], gathering: Gathering, *, write
     for group, parameters in zip(groups, registered, strict=True):
         if parameters:
             group.binding.register(parameters)
+            for slot, parameter in zip(group.layout.slots, parameters, strict=True):
+                TAKEN_AS.leave(parameter, slot.name)
     failure: BaseException | None = None
     try:
         yield

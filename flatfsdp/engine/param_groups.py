@@ -17,6 +17,7 @@ from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, Moved
+from flatfsdp.contract.whole_shape import WHOLE_SHAPE
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.engine.units import Model, named_groups
@@ -143,6 +144,17 @@ def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
     return [(PortionTarget(group, 0, group.master.flat.numel()), group.master.grads) for group in groups]
 
 
+def uncut_shapes(parameter: Tensor) -> list[tuple[int, ...]]:
+    """Whole shapes of the parameters of which an optimizer has this rank's part, on all ranks alike.
+
+    Of what is listed by `parameters()`; none of a portion that `param_groups` has cut.
+    """
+    shape, target = WHOLE_SHAPE.of(parameter), FLAT_SHARD.of(parameter)
+    if shape is not None:
+        return [shape]
+    return target.uncut_shapes(parameter) if isinstance(target, PortionTarget) else []
+
+
 class PortionTarget:
     """Elements [start, stop) of one group's master shard, as a `FlatShard`."""
 
@@ -190,6 +202,11 @@ class PortionTarget:
             return []
         # A weight is in one portion: those are cut between weights.
         return group.compute_shard.amaxes_of(self._start, self._stop)
+
+    def uncut_shapes(self, parameter: Tensor) -> list[tuple[int, ...]]:
+        """Whole shapes of the parameters in the group, if `parameter` is its shard."""
+        master = self._group.master
+        return [slot.whole_shape for slot in master.layout.slots] if parameter is master.flat else []
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy of the parameter, pickled or not, is an ordinary one."""

@@ -18,6 +18,7 @@ from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.grid import Grid
 from flatfsdp.contract.transparent import prefixed_modules
+from flatfsdp.engine.guards.other_engines import Guarded
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
@@ -57,7 +58,7 @@ class FSDPState:
     writes_back: bool = False
 
 
-class UnitModule(nn.Module):
+class UnitModule(Guarded):
     """A sharded module, wrapped or in place, for code that walks over a model.
 
     Attributes:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout
@@ -151,6 +152,10 @@ class Views:
         self._take_over_hooks(parameters)
         self._is_concealed = False
         self.follow(True)
+        for tensors in (self._views, self._frozen_views, self._absent):
+            # An optimizer that gets one of them would update nothing.
+            for slot, tensor in zip(binding.layout.slots, tensors, strict=True):
+                TAKEN_AS.leave(tensor, slot.name)
 
     def _take_over_hooks(self, parameters: Sequence[nn.Parameter]) -> None:
         """The user's hooks are on parameters that the module will not see again."""

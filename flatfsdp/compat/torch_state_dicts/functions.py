@@ -1,0 +1,177 @@
+"""State dicts of sharded models, asked for by `torch.distributed.checkpoint.state_dict`.
+
+In:   a model, optimizers, and PyTorch's options.
+Out:  with `full_state_dict=True` whole tensors, by `flatfsdp.checkpoint`; otherwise ValueError.
+
+A model without units still gets PyTorch's own functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, wraps
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as torchs
+from torch.nn.modules.module import _IncompatibleKeys
+
+from flatfsdp.checkpoint import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
+from flatfsdp.comm.objects import broadcast_object
+from flatfsdp.contract.transparent import prefixed_modules
+from flatfsdp.engine.units import keys_of_slots, named_groups, units_in
+
+Optimizers = Iterable[torch.optim.Optimizer]
+
+
+@cache
+def install() -> None:
+    """Puts the functions below in the place of those that PyTorch's public ones call.
+
+    Raises:
+        RuntimeError: if this version of PyTorch has none of such a name.
+    """
+    for name, ours in (
+        ("_get_model_state_dict", _get_model),
+        ("_get_optim_state_dict", _get_optimizers),
+        ("_load_model_state_dict", _load_model),
+        ("_load_optim_state_dict", _load_optimizers),
+    ):
+        if not hasattr(torchs, name):
+            raise RuntimeError(
+                f"torch {torch.__version__} has no torch.distributed.checkpoint.state_dict.{name}, "
+                "through which FlatFSDP answers; use flatfsdp.checkpoint.save and load, or full_state_dict"
+            )
+        setattr(torchs, name, _for_sharded_models(getattr(torchs, name), ours))
+
+
+R = TypeVar("R")
+
+
+def _for_sharded_models(original: Callable[..., R], ours: Callable[..., R]) -> Callable[..., R]:
+    """`ours` for models with units in them, `original` for all others."""
+
+    @wraps(original)
+    def chosen(model: nn.Module, *args: Any, **kwargs: Any) -> R:
+        if next(units_in(model), None) is None:
+            return original(model, *args, **kwargs)
+        return ours(model, *args, **kwargs)
+
+    return chosen
+
+
+_WAY_OUT = (
+    "pass StateDictOptions(full_state_dict=True) for whole tensors. For every rank to write its part, use "
+    "flatfsdp.checkpoint.save and load, or flatfsdp.checkpoint.sharded_training_state with "
+    "torch.distributed.checkpoint"
+)
+
+
+def _require_full(info: Any) -> None:
+    """
+    Raises:
+        ValueError: for options that would give, or take, something else than whole tensors by their names.
+    """
+    if not info.full_state_dict:
+        raise ValueError(
+            f"a state dict by parameter names cannot hold the flat shards of a FlatFSDP model; {_WAY_OUT}"
+        )
+    if info.submodule_prefixes:
+        raise ValueError(
+            "submodules= is not supported for a FlatFSDP model; leave it out and take the keys that you want"
+        )
+    if info.flatten_optimizer_state_dict:
+        raise ValueError(
+            "flatten_optimizer_state_dict=True is not supported for a FlatFSDP model; leave it out, or use "
+            "flatfsdp.checkpoint.save and load"
+        )
+
+
+def _get_model(model: nn.Module, info: Any) -> dict[str, Any]:
+    if not info.handle_model:
+        return {}
+    _require_full(info)
+    state = full_state_dict(model, rank0_only=info.cpu_offload, cpu_offload=info.cpu_offload)
+    frozen = _frozen(model) if info.ignore_frozen_params else set()
+    return {_canonical(key): value for key, value in state.items() if key not in frozen}
+
+
+def _get_optimizers(model: nn.Module, optimizers: Optimizers, info: Any) -> dict[str, Any]:
+    if not info.handle_optim:
+        return {}
+    _require_full(info)
+    whole: dict[str, Any] = {"state": {}, "param_groups": []}
+    for optimizer in optimizers:
+        of_one = full_optimizer_state_dict(
+            model, optimizer, rank0_only=info.cpu_offload, cpu_offload=info.cpu_offload
+        )
+        of_one = _renamed(of_one, _canonical)
+        whole["state"].update(of_one.get("state", {}))
+        whole["param_groups"] += of_one.get("param_groups", [])
+    return whole if whole["param_groups"] else {}
+
+
+def _load_model(model: nn.Module, state_dict: dict[str, Any], info: Any) -> _IncompatibleKeys:
+    wanted = info.handle_model and bool(state_dict)
+    if info.broadcast_from_rank0:
+        # The other ranks have been given nothing either way.
+        first = named_groups(model)[0][1].master
+        wanted = broadcast_object(wanted, first.grid.dimensions[::-1], first.device)
+    if not wanted:
+        return _IncompatibleKeys([], [])
+    _require_full(info)
+    own = {_without_compiler(key): key for key in _keys(model)}
+    given = {own.get(key, key): value for key, value in state_dict.items()}
+    return load_full_state_dict(model, given, from_rank0=info.broadcast_from_rank0, strict=info.strict)
+
+
+def _load_optimizers(model: nn.Module, optimizers: Optimizers, state_dict: dict[str, Any], info: Any) -> None:
+    if not info.handle_optim:
+        return
+    _require_full(info)
+    own = {_canonical(key): key for keys in keys_of_slots(model).values() for key in keys}
+    given = _renamed(state_dict, lambda name: own.get(name, name))
+    for optimizer in optimizers:
+        load_full_optimizer_state_dict(model, optimizer, given, from_rank0=info.broadcast_from_rank0)
+
+
+def _keys(model: nn.Module) -> Iterator[str]:
+    """Keys of all parameters and buffers, as `model.state_dict()` has them; and others."""
+    for prefix, module in prefixed_modules(model):
+        yield from (prefix + name for name in (*module._parameters, *module._buffers))
+    for keys in keys_of_slots(model).values():
+        yield from keys
+
+
+def _frozen(model: nn.Module) -> set[str]:
+    """Keys of the parameters that are not trained."""
+    inside = {key for (group, _), keys in keys_of_slots(model).items() if not group.trains for key in keys}
+    return inside | {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+
+
+def _renamed(state: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
+    """An optimizer's state under other names."""
+    if not state:
+        return {}
+    return {
+        "state": {rename(name): values for name, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [rename(name) for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def _without_compiler(name: str) -> str:
+    """Without the level that `torch.compile(module)` adds."""
+    return name.replace("_orig_mod.", "")
+
+
+def _canonical(name: str) -> str:
+    """As PyTorch calls a parameter in these state dicts: without the levels of its wrappers."""
+    return _without_compiler(name).replace("_checkpoint_wrapped_module.", "")

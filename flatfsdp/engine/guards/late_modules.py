@@ -1,0 +1,64 @@
+"""Parameters that come below a unit after it was built: nothing would shard, gather or reduce them.
+
+In:   a module that is given to one that a unit owns: a LoRA layer, a converted one, a resized embedding.
+Out:  TypeError in the assignment, with the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+from flatfsdp.contract.claimed import is_owned, is_unit, taken_from
+from flatfsdp.contract.flat_shard import FLAT_SHARD
+
+
+def refuse_late_module(parent: nn.Module, name: str, value: nn.Module | None) -> None:
+    """Called before `parent.name` becomes `value`.
+
+    A module without parameters may come, and one that wraps what was there.
+
+    Raises:
+        TypeError: if `parent` belongs to a unit, and the unit has not sharded what `value` brings, or would
+            lose what it has sharded of the module that was there.
+    """
+    present = parent._modules.get(name)
+    if value is present or not is_owned(parent):
+        return
+    parameter = next(_unsharded(value), None) if value is not None else None
+    if parameter is not None:
+        raise TypeError(
+            f"{name} of {type(parent).__name__} brings parameter {parameter} into a unit that is built "
+            f"already: it would be neither sharded nor reduced. {_WAY_OUT}"
+        )
+    lost = next(_sharded(present, value), None) if present is not None else None
+    if lost is not None:
+        raise TypeError(
+            f"{name} of {type(parent).__name__} is replaced in a unit that is built already, which has "
+            f"sharded {lost} there and would keep it without a use. {_WAY_OUT}"
+        )
+
+
+_WAY_OUT = (
+    "Change the model first (LoRA, convert, resize_token_embeddings, another head), then shard it, then make "
+    "the optimizer; values are replaced by load_state_dict(), or inside summon_full_params()"
+)
+
+
+def _unsharded(module: nn.Module) -> Iterator[str]:
+    """Names of the parameters in `module` that no unit has."""
+    for path, each in module.named_modules():
+        for name, parameter in each._parameters.items():
+            if parameter is not None and FLAT_SHARD.of(parameter) is None:
+                yield f"{path}.{name}".lstrip(".")
+
+
+def _sharded(module: nn.Module, kept: nn.Module | None) -> Iterator[str]:
+    """Names of what units have sharded in `module`, but not inside `kept`."""
+    stays = set() if kept is None else set(kept.modules())
+    for path, each in module.named_modules():
+        if each not in stays:
+            yield from (f"{path}.{name}".lstrip(".") for name in taken_from(each))
+            if is_unit(each):
+                yield from (f"{path}.{name}".lstrip(".") for name in each._parameters)

@@ -1,0 +1,92 @@
+"""Optimizers that could not train a sharded model: refused in their first step, on all ranks alike.
+
+In:   an optimizer that is about to step.
+Out:  ValueError, with the way out; the step has not begun.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flatfsdp.contract.claimed import TAKEN_AS
+from flatfsdp.contract.flat_shard import FLAT_SHARD
+from flatfsdp.engine.param_groups import uncut_shapes
+
+_NOT_ELEMENTWISE = frozenset(
+    {
+        "adafactor",
+        "adalomo",
+        "adammini",
+        "came",
+        "dadaptadam",
+        "dadaptsgd",
+        "distributedshampoo",
+        "fusedlamb",
+        "fusednovograd",
+        "galoreadafactor",
+        "galoreadamw",
+        "kfac",
+        "lamb",
+        "lars",
+        "lbfgs",
+        "muon",
+        "novograd",
+        "prodigy",
+        "shampoo",
+        "soap",
+        "stableadamw",
+    }
+)
+"""Classes, in lower case and without "_", whose update of an element depends on more than this element."""
+
+
+def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    """Called before each step of every optimizer of the process, so it asks each parameter for one attribute.
+
+    Raises:
+        ValueError: if the optimizer has a parameter that a unit has taken, or shows in its place; if it has
+            shards and needs whole parameters; if weight decay was decided by `p.dim()`, which is 1 there.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    # Without a call for each of them, which would take most of the time.
+    mark = TAKEN_AS.name
+    name = next((p.__dict__[mark] for p in parameters if mark in p.__dict__), None)
+    if name is not None:
+        raise ValueError(
+            f"this {type(optimizer).__name__} has parameter {name} as it was before the model was "
+            "sharded, as a forward reads it, or as summon_full_params shows it, and its step would not "
+            "reach the shards. Make the optimizer after sharding, outside of summon_full_params, of "
+            "model.parameters() or flatfsdp.param_groups(model, ...)"
+        )
+    if not _is_elementwise(type(optimizer)) and any(FLAT_SHARD.of(p) is not None for p in parameters):
+        raise ValueError(
+            f"{type(optimizer).__name__} needs whole parameters, or all of them together, and has this "
+            "rank's part of each: its step would depend on the number of ranks. Take an element-wise "
+            "optimizer (SGD, Adam, AdamW, ...), such as flatfsdp.optim.AdamW"
+        )
+    _refuse_decay_by_dim(optimizer)
+
+
+def _refuse_decay_by_dim(optimizer: torch.optim.Optimizer) -> None:
+    """Shards are 1-D, so `p.dim() >= 2` finds nothing to decay."""
+    groups = optimizer.param_groups
+    if not any(not group["params"] and group.get("weight_decay") for group in groups):
+        return
+    spared = (p for group in groups if not group.get("weight_decay") for p in group["params"])
+    if any(_has_matrix(parameter) for parameter in spared):
+        raise ValueError(
+            f"this {type(optimizer).__name__} decays nothing: its group with weight_decay is empty, and "
+            "matrices are in one without. Shards are 1-D, so p.dim() does not tell; make the groups by "
+            'flatfsdp.param_groups(model, [{"params": lambda name, shape: len(shape) < 2, '
+            '"weight_decay": 0.0}])'
+        )
+
+
+def _has_matrix(parameter: Tensor) -> bool:
+    return any(len(shape) >= 2 for shape in uncut_shapes(parameter))
+
+
+def _is_elementwise(cls: type) -> bool:
+    names = {base.__name__.lower().replace("_", "") for base in cls.__mro__}
+    return not names & _NOT_ELEMENTWISE

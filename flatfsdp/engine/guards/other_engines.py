@@ -1,0 +1,112 @@
+"""Engines that would shard or reduce a second time what FlatFSDP keeps: refused before they change anything.
+
+In:   a module that is given to another one; what another engine does to a unit.
+Out:  ValueError in the call that is wrong, with the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from flatfsdp.contract.claimed import is_unit
+
+_WRAPPERS = frozenset(
+    {"DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine"}
+)
+"""Names of classes, which PyTorch, apex, Megatron and others share."""
+
+_STATES = {"FSDPState": "fully_shard", "ReplicateState": "replicate", "_ReplicateState": "replicate"}
+"""Classes of what an engine without a wrapper hooks into a module, and the engine."""
+
+_MARK = "_is_fsdp_managed_module"
+"""What PyTorch's FullyShardedDataParallel gives every module inside, before anything else, and fully_shard at
+the end: it has replaced what these modules list by then, but not written to it."""
+
+
+class Guarded(nn.Module):
+    """A unit that refuses what other engines do to a module before they shard or reduce its parameters."""
+
+    def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
+        """As nn.Module's.
+
+        Raises:
+            ValueError: if it is the hook of another engine.
+        """
+        engine = _engine_of(hook)
+        if engine is not None:
+            raise _around(engine)
+        return super().register_forward_pre_hook(hook, **options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == _MARK and value:
+            raise _around("FullyShardedDataParallel, or fully_shard,")
+        if isinstance(value, nn.Parameter) and _has_name(type(value), {"DTensor"}):
+            raise _around("fully_shard or parallelize_module")
+        super().__setattr__(name, value)
+
+
+def refuse_engine_around(parent: nn.Module, value: nn.Module) -> None:
+    """Called before `value` becomes a child of `parent`.
+
+    Raises:
+        ValueError: if `parent` is another engine, and there is a unit in `value`.
+    """
+    engine = wrapper_name(parent)
+    if engine is not None and any(map(is_unit, value.modules())):
+        raise _around(engine)
+
+
+def refuse_engine_inside(name: str, module: nn.Module) -> None:
+    """Called before a unit takes the parameters of `module`.
+
+    Raises:
+        ValueError: if another engine keeps them.
+    """
+    hooked = map(_engine_of, module._forward_pre_hooks.values())
+    engine = wrapper_name(module) or next(filter(None, hooked), None)
+    if engine is not None:
+        raise ValueError(
+            f"{name or 'the module'} is in the hands of {engine} already, which reduces its gradients by "
+            "itself; give FlatFSDP the plain module, which it shards and reduces alone"
+        )
+
+
+def wrapper_name(module: nn.Module) -> str | None:
+    """The name of the engine that `module` is the wrapper of; None for all other modules, and for units."""
+    # fairscale's interface over this engine has a class of such a name.
+    if isinstance(module, Guarded) or not _has_name(type(module), _WRAPPERS):
+        return None
+    return next(cls.__name__ for cls in type(module).__mro__ if cls.__name__ in _WRAPPERS)
+
+
+def _has_name(cls: type, names: frozenset[str] | set[str]) -> bool:
+    return any(base.__name__ in names for base in cls.__mro__)
+
+
+def _engine_of(hook: Callable[..., Any]) -> str | None:
+    """The engine without a wrapper that a hook belongs to."""
+    states = (type(getattr(each, "__self__", None)) for each in _wrapped(hook))
+    names = (base.__name__ for state in states for base in state.__mro__)
+    return next((_STATES[name] for name in names if name in _STATES), None)
+
+
+def _wrapped(hook: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """`hook`, and what decorators have made it of."""
+    yield hook
+    while hasattr(hook, "__wrapped__"):
+        hook = hook.__wrapped__
+        yield hook
+
+
+def _around(engine: str) -> ValueError:
+    return ValueError(
+        f"{engine} around a model that FlatFSDP has sharded: it would take this rank's shards for a whole "
+        "model, overwrite or shard them, and reduce gradients a second time. "
+        "FlatFSDP needs no engine around it. Accelerator.prepare, transformers.Trainer and Lightning's "
+        "strategies put one around every model: give them optimizer, data loader and scheduler only, and "
+        "call the model itself"
+    )

@@ -1,0 +1,162 @@
+"""PyTorch's functions for state dicts, given a sharded model: whole tensors, or an error with the way out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+from flatfsdp import by_class
+from tests.support.both_forms import sharded
+from tests.support.checkpoints import Model, adamw, equal, full_state, step, wrapped
+from tests.support.models import Block
+from tests.support.ranks import on_ranks
+
+FULL = StateDictOptions(full_state_dict=True)
+ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+WAYS_AND_GROUPS = [("wrapped", True), ("wrapped", False), ("in place", False)]
+
+
+def _model(way: str, seed: int) -> Any:
+    torch.manual_seed(seed)
+    return sharded(way, Model(), by_class(Block))
+
+
+def _trained(grouped: bool, way: str = "wrapped") -> tuple[Any, torch.optim.Optimizer]:
+    model = _model(way, 0)
+    optimizer = adamw(model, grouped)
+    step(model, optimizer, 0)
+    return model, optimizer
+
+
+@pytest.mark.parametrize(("way", "grouped"), WAYS_AND_GROUPS)
+@on_ranks(2)
+def test_whole_state_dicts_are_those_of_the_checkpoint_package(rank: int, way: str, grouped: bool) -> None:
+    model, optimizer = _trained(grouped, way)
+    expected = full_state(model, optimizer)
+    assert equal(get_model_state_dict(model, options=FULL), expected["model"])
+    assert equal(get_optimizer_state_dict(model, optimizer, options=FULL), expected["optimizer"])
+    assert equal([*get_state_dict(model, optimizer, options=FULL)], [*expected.values()])
+    assert list(expected["model"]) == list(Model().state_dict())
+
+
+@on_ranks(2)
+def test_with_offload_the_first_rank_alone_has_them(rank: int) -> None:
+    model, optimizer = _trained(grouped=True)
+    expected = full_state(model, optimizer)
+    state = get_state_dict(model, optimizer, options=ON_RANK_0)
+    assert equal([*state], [*expected.values()] if rank == 0 else [{}, {}])
+
+
+@pytest.mark.parametrize(("way", "grouped"), WAYS_AND_GROUPS)
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("options", [FULL, FROM_RANK_0], ids=["all ranks", "from rank 0"])
+@on_ranks(2)
+def test_loading_whole_state_dicts(
+    rank: int, options: StateDictOptions, together: bool, way: str, grouped: bool
+) -> None:
+    expected = full_state(*_trained(grouped, way))
+    model = _model(way, 1)
+    optimizer = adamw(model, grouped)
+    given: dict[str, Any] = expected
+    if options.broadcast_from_rank0 and rank > 0:
+        given = {"model": {}, "optimizer": {}}
+    if together:
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=given["model"],
+            optim_state_dict=given["optimizer"],
+            options=options,
+        )
+    else:
+        result = set_model_state_dict(model, given["model"], options=options)
+        assert result == ([], [])
+        set_optimizer_state_dict(model, optimizer, given["optimizer"], options=options)
+    assert equal(full_state(model, optimizer), expected)
+
+
+@pytest.mark.parametrize("from_rank0", [True, False])
+@on_ranks(2)
+def test_loading_names_what_is_missing(rank: int, from_rank0: bool) -> None:
+    model = wrapped(0)
+    state = get_model_state_dict(model, options=FULL)
+    del state["cube"]
+    state["another"] = torch.zeros(2)
+    state = state if rank == 0 or not from_rank0 else {}
+    options: dict[str, Any] = {"full_state_dict": True, "broadcast_from_rank0": from_rank0}
+    with pytest.raises(RuntimeError, match=r"[Mm]issing key.*cube"):
+        set_model_state_dict(model, state, options=StateDictOptions(**options))
+    result = set_model_state_dict(model, state, options=StateDictOptions(**options, strict=False))
+    assert result == (["cube"], ["another"])
+
+
+@pytest.mark.parametrize("way", ["wrapped", "in place"])
+@on_ranks(2)
+def test_shards_by_name_are_refused(rank: int, way: str) -> None:
+    model, optimizer = _trained(False, way)
+    state = full_state(model, optimizer)
+    way_out = r"full_state_dict=True.*flatfsdp\.checkpoint\.save.*sharded_training_state"
+    with pytest.raises(ValueError, match=way_out):
+        get_model_state_dict(model)
+    with pytest.raises(ValueError, match=way_out):
+        get_optimizer_state_dict(model, optimizer)
+    with pytest.raises(ValueError, match=way_out):
+        get_state_dict(nn.ModuleDict({"net": model}), optimizer)
+    with pytest.raises(ValueError, match=way_out):
+        set_model_state_dict(model, state["model"])
+    with pytest.raises(ValueError, match=way_out):
+        set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    flattened = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    with pytest.raises(ValueError, match="flatten_optimizer_state_dict"):
+        get_optimizer_state_dict(model, optimizer, options=flattened)
+    assert equal(full_state(model, optimizer), state)
+
+
+@on_ranks(2)
+def test_frozen_parameters_are_left_out(rank: int) -> None:
+    options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
+    names = set(get_model_state_dict(wrapped(0), options=options))
+    assert set(Model().state_dict()) - names == {"frozen.weight", "frozen.bias"}
+
+
+@on_ranks(2)
+def test_compiled_models_have_the_names_of_plain_ones(rank: int) -> None:
+    model, optimizer = _trained(grouped=False)
+    expected = full_state(model, optimizer)
+    other = wrapped(1)
+    other_optimizer = adamw(other, False)
+    compiled = torch.compile(other, backend="eager")
+    set_state_dict(
+        compiled,
+        other_optimizer,
+        model_state_dict=expected["model"],
+        optim_state_dict=expected["optimizer"],
+        options=FULL,
+    )
+    assert equal([*get_state_dict(compiled, other_optimizer, options=FULL)], [*expected.values()])
+
+
+@on_ranks(2)
+def test_other_models_have_the_functions_of_pytorch(rank: int) -> None:
+    get_model_state_dict(wrapped(0), options=FULL)
+    net = Model()
+    optimizer = torch.optim.AdamW(net.parameters())
+    model_state, optimizer_state = get_state_dict(net, optimizer)
+    assert equal(model_state, net.state_dict())
+    assert "cube" in optimizer_state["state"]
+    set_state_dict(net, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)

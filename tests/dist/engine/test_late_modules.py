@@ -1,0 +1,145 @@
+"""Modules that come below a unit after it was built: with parameters of their own they are refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+from flatfsdp import FlatFSDP, by_class
+from tests.support.both_forms import WAYS, sharded
+from tests.support.models import Block, Net, build, data
+from tests.support.ranks import on_ranks
+
+
+class LoRA(nn.Module):
+    """A layer with two small matrices beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def _model(way: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return sharded(way, Net(), by_class(Block), **options)
+
+
+def _inside(model: Any) -> Any:
+    """What was sharded: the wrapped module, or the model itself."""
+    return getattr(model, "module", model)
+
+
+def _lora(model: Any) -> None:
+    _inside(model.blocks[1]).up = LoRA(model.blocks[1].up)
+
+
+def _new_layer(model: Any) -> None:
+    _inside(model.blocks[0]).gate = nn.Linear(2, 2)
+
+
+def _by_add_module(model: Any) -> None:
+    _inside(model).add_module("gate", nn.Linear(2, 2))
+
+
+def _another_block(model: Any) -> None:
+    _inside(model).blocks.append(Block())
+
+
+def _resized(model: Any) -> None:
+    _inside(model).embedding = nn.Embedding(50, 20)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "change",
+    [_lora, _new_layer, _by_add_module, _another_block, _resized],
+    ids=lambda c: c.__name__.strip("_"),
+)
+@on_ranks(2)
+def test_new_parameters_below_a_unit_are_refused(rank: int, change: Callable[[Any], None], way: str) -> None:
+    model = _model(way)
+    modules = dict(model.named_modules())
+    with pytest.raises(TypeError, match=r"brings parameter .* is built already.*Change the model"):
+        change(model)
+    assert dict(model.named_modules()) == modules
+
+
+def _without_head(model: Any) -> None:
+    _inside(model).head = nn.Identity()
+
+
+def _none(model: Any) -> None:
+    _inside(model).head = None
+
+
+def _fewer_blocks(model: Any) -> None:
+    _inside(model).blocks = nn.ModuleList(list(model.blocks)[:2])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("change", [_without_head, _none, _fewer_blocks], ids=lambda c: c.__name__.strip("_"))
+@on_ranks(2)
+def test_what_a_unit_has_sharded_is_not_taken_out_of_the_model(
+    rank: int, change: Callable[[Any], None], way: str
+) -> None:
+    model = _model(way)
+    with pytest.raises(TypeError, match="is replaced in a unit that is built already"):
+        change(model)
+
+
+class Loss(nn.Module):
+    """Has no parameters."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("flag", [True, False])
+@on_ranks(2)
+def test_modules_without_parameters_and_wrappers_may_come(rank: int, flag: bool, way: str) -> None:
+    plain = _model(way, optimize_backward_concat=flag)
+    model = _model(way, optimize_backward_concat=flag)
+    model.loss = Loss()
+    _inside(model.blocks[0]).loss = Loss()
+    _inside(model.blocks[0]).up = nn.Sequential(_inside(model.blocks[0]).up)
+    _inside(model.blocks[2]).up = torch.compile(_inside(model.blocks[2]).up, backend="eager")
+    apply_activation_checkpointing(model, check_fn=lambda module: module is _inside(model.blocks[1]))
+    for tokens in next(data(rank, 1, 2)):
+        losses = [each(tokens) for each in (plain, model)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, expected.grad)
+
+
+@on_ranks(2)
+def test_a_copy_of_a_layer_belongs_to_no_unit(rank: int) -> None:
+    model = build()
+    with model.summon_full_params():
+        average = copy.deepcopy(_inside(model).head)
+    average.beside = nn.Linear(20, 30)
+    optimizer = torch.optim.SGD(average.parameters(), lr=0.1)
+    average(torch.ones(1, 20)).sum().backward()
+    optimizer.step()
+
+
+@on_ranks(2)
+def test_plain_modules_around_units_may_change(rank: int) -> None:
+    whole = nn.Module()
+    whole.net = FlatFSDP(Net())
+    whole.value_head = nn.Linear(2, 2)
+    whole.net = FlatFSDP(Net())
+    whole.net = nn.Identity()

@@ -1,0 +1,180 @@
+"""A second engine around a sharded model, around something that contains one, or inside: refused, in the call
+that is wrong, before it changes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from flatfsdp import FlatFSDP, by_class
+from flatfsdp.engine.units import named_groups
+from tests.support.both_forms import WAYS, sharded
+from tests.support.models import Block, Net, build, data
+from tests.support.ranks import on_ranks
+
+
+class Lightning(nn.Module):
+    """A module that contains a sharded one, and has a parameter of its own."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(3))
+        self.net = net
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.net(tokens) + self.bias.sum()
+
+
+def _ddp(module: nn.Module) -> Any:
+    return DistributedDataParallel(module)
+
+
+def _data_parallel(module: nn.Module) -> Any:
+    return DataParallel(module)
+
+
+def _fsdp1(module: nn.Module) -> Any:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+def _fully_shard(module: nn.Module) -> Any:
+    return fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+
+
+def _fully_shard_two(module: nn.Module) -> Any:
+    return fully_shard([nn.Linear(2, 2), module], mesh=init_device_mesh("cpu", (2,)))
+
+
+def _replicate(module: nn.Module) -> Any:
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(module)
+
+
+def _replicate_with_fsdp(module: nn.Module) -> Any:
+    replicate = pytest.importorskip("torch.distributed._composable.replicate_with_fsdp").replicate
+    return replicate(module, mesh=init_device_mesh("cpu", (2,)))
+
+
+AROUND = [_ddp, _data_parallel, _fsdp1, _fully_shard]
+ON_THE_MODEL = [*AROUND, _fully_shard_two, _replicate, _replicate_with_fsdp]
+
+
+def _model(way: str, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return sharded(way, Net(), by_class(Block), **options)
+
+
+def _shards(model: nn.Module) -> list[Tensor]:
+    return [group.master.flat.detach().clone() for _, group in named_groups(model)]
+
+
+def _assert_unchanged(model: nn.Module, before: list[Tensor]) -> None:
+    assert all(map(torch.equal, _shards(model), before))
+
+
+def _train(model: nn.Module, rank: int) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = _shards(model)
+    for tokens in next(data(rank, 1, 1)):
+        model(tokens).backward()
+    optimizer.step()
+    assert not any(map(torch.equal, _shards(model), before))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("engine", ON_THE_MODEL, ids=lambda e: e.__name__.strip("_"))
+@on_ranks(2)
+def test_an_engine_around_the_model_is_refused_and_changes_nothing(
+    rank: int, engine: Callable[[nn.Module], Any], way: str
+) -> None:
+    model = _model(way)
+    before = _shards(model)
+    with pytest.raises(ValueError, match=r"around a model that FlatFSDP has sharded.*Accelerator\.prepare"):
+        engine(model)
+    _assert_unchanged(model, before)
+    _train(model, rank)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("engine", AROUND, ids=lambda e: e.__name__.strip("_"))
+@on_ranks(2)
+def test_an_engine_around_something_that_contains_the_model_is_refused(
+    rank: int, engine: Callable[[nn.Module], Any], way: str
+) -> None:
+    model = _model(way)
+    before = _shards(model)
+    with pytest.raises(ValueError, match="around a model that FlatFSDP has sharded"):
+        engine(Lightning(model))
+    _assert_unchanged(model, before)
+    if engine is _fully_shard and way == "in place":
+        # It raises at its end.
+        with pytest.raises(RuntimeError, match="was replaced"):
+            model(torch.zeros(2, 7, dtype=torch.long))
+    else:
+        _train(model, rank)
+
+
+@pytest.mark.parametrize(
+    "engine", [_ddp, _fsdp1, _replicate, _fully_shard], ids=lambda e: e.__name__.strip("_")
+)
+@on_ranks(2)
+def test_an_engine_inside_is_refused(rank: int, engine: Callable[[nn.Module], Any]) -> None:
+    net = Net()
+    net.head = engine(net.head) or net.head
+    with pytest.raises(ValueError, match=r"plain module|without parallelize_module or fully_shard"):
+        FlatFSDP(net)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_layer_of_a_sharded_model_that_fully_shard_has_got_raises(rank: int, way: str) -> None:
+    """In the next forward, if it has parameters there: those of a model that is sharded in place."""
+    model = _model(way)
+    fully_shard(model.blocks[0].up, mesh=init_device_mesh("cpu", (2,)))
+    if way == "wrapped":
+        model(torch.zeros(2, 7, dtype=torch.long)).backward()
+    else:
+        with pytest.raises(RuntimeError, match="was replaced"):
+            model(torch.zeros(2, 7, dtype=torch.long))
+
+
+@on_ranks(2)
+def test_parallelize_module_inside_a_sharded_model_raises(rank: int) -> None:
+    """In PyTorch, which has found no parameter to split."""
+    model = build()
+    plan = {f"module.blocks.{i}.module.up": ColwiseParallel() for i in range(3)}
+    parallelize_module(model, init_device_mesh("cpu", (2,)), plan)
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        model(torch.zeros(2, 7, dtype=torch.long))
+
+
+@on_ranks(2)
+def test_another_model_may_have_another_engine(rank: int) -> None:
+    """As the discriminator of a GAN, and a submodule of the same whole."""
+    generator = build()
+    discriminator = DistributedDataParallel(Net())
+    both = nn.ModuleDict({"generator": generator, "discriminator": discriminator})
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in both.values()]
+    for tokens in next(data(rank, 1, 1)):
+        (generator(tokens) + discriminator(tokens)).backward()
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+@on_ranks(2)
+def test_functional_call_with_other_shards_is_refused(rank: int) -> None:
+    model = build()
+    shards = {name: torch.zeros_like(shard) for name, shard in model.named_parameters()}
+    tokens = torch.zeros(2, 7, dtype=torch.long)
+    with pytest.raises(RuntimeError, match=r"the flat parameter of unit .* was replaced"):
+        torch.func.functional_call(model, shards, (tokens,))
+    model(tokens).backward()

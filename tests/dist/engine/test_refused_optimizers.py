@@ -1,0 +1,155 @@
+"""Optimizers that could not train a sharded model: refused in their first step; all others are not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import flatfsdp.optim
+from flatfsdp import FlatFSDP, by_class, param_groups
+from tests.support.both_forms import WAYS, sharded
+from tests.support.models import Block, Net, build, data
+from tests.support.ranks import on_ranks
+
+
+def _model(way: str, **options: Any) -> Any:
+    return sharded(way, Net(), by_class(Block), **options)
+
+
+def _backward(model: nn.Module, rank: int) -> None:
+    for tokens in next(data(rank, 1, 1)):
+        model(tokens).backward()
+
+
+def _shards(model: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_an_optimizer_from_before_is_refused(rank: int, flag: bool, stepped: bool, way: str) -> None:
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    if stepped:
+        _backward(net, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+    model = sharded(way, net, by_class(Block), optimize_backward_concat=flag)
+    _backward(model, rank)
+    before = _shards(model)
+    with pytest.raises(ValueError, match=r"has parameter \S*weight as it was before.*after sharding"):
+        optimizer.step()
+    assert all(map(torch.equal, before, _shards(model)))
+
+
+@on_ranks(2)
+def test_an_optimizer_from_before_on_the_meta_device_is_refused(rank: int) -> None:
+    with torch.device("meta"):
+        net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    model = FlatFSDP(net, device="cpu")
+    _backward(model, rank)
+    with pytest.raises(ValueError, match="as it was before"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("flag", [True, False])
+@on_ranks(2)
+def test_an_optimizer_of_what_the_forward_reads_is_refused(rank: int, flag: bool, way: str) -> None:
+    model = _model(way, optimize_backward_concat=flag)
+    optimizer = torch.optim.SGD([model.head.weight, model.head.bias], lr=0.1)
+    _backward(model, rank)
+    with pytest.raises(ValueError, match=r"has parameter head\.weight"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_an_optimizer_built_inside_summon_is_refused(rank: int, way: str) -> None:
+    model = _model(way)
+    with model.summon_full_params():
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    _backward(model, rank)
+    with pytest.raises(ValueError, match="as summon_full_params shows it"):
+        optimizer.step()
+
+
+class Lamb(torch.optim.SGD):
+    """By its name."""
+
+
+class FusedLayerwise(Lamb):
+    """By its base's name."""
+
+
+@pytest.mark.parametrize(("way", "grouped"), [("wrapped", True), ("wrapped", False), ("in place", False)])
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS, Lamb, FusedLayerwise])
+@on_ranks(2)
+def test_an_optimizer_of_whole_parameters_is_refused(
+    rank: int, kind: type[torch.optim.Optimizer], grouped: bool, way: str
+) -> None:
+    model = _model(way)
+    parameters: Any = model.parameters()
+    if grouped:
+        groups = param_groups(model, [{"params": lambda _, shape: len(shape) < 2}])
+        parameters = [parameter for group in groups for parameter in group["params"]]
+    optimizer = kind(parameters, lr=0.1)
+    _backward(model, rank)
+    before = _shards(model)
+    with pytest.raises(ValueError, match=f"{kind.__name__} needs whole parameters.*element-wise"):
+        optimizer.step(lambda: torch.zeros(()))
+    assert all(map(torch.equal, before, _shards(model)))
+
+
+@on_ranks(2)
+def test_an_optimizer_of_whole_parameters_trains_another_model(rank: int) -> None:
+    build()
+    net = Net()
+    optimizer = torch.optim.Adafactor(net.parameters())
+    _backward(net, rank)
+    before = _shards(net)
+    optimizer.step()
+    assert not any(map(torch.equal, before, _shards(net)))
+
+
+def _by_dim(model: nn.Module) -> list[dict[str, Any]]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, flatfsdp.optim.AdamW])
+@on_ranks(2)
+def test_groups_by_dim_that_decay_nothing_are_refused(
+    rank: int, kind: type[torch.optim.Optimizer], way: str
+) -> None:
+    model = _model(way)
+    optimizer = kind(_by_dim(model), lr=0.1)
+    _backward(model, rank)
+    before = _shards(model)
+    with pytest.raises(ValueError, match=r"decays nothing.*flatfsdp\.param_groups"):
+        optimizer.step()
+    assert all(map(torch.equal, before, _shards(model)))
+
+
+@on_ranks(2)
+def test_groups_that_are_empty_for_another_reason_are_not_refused(rank: int) -> None:
+    """Nothing but vectors; a rank whose part of the model is not decayed; nothing left to train."""
+    vectors = FlatFSDP(nn.LayerNorm(20))
+    model = build()
+    small = param_groups(model, [{"params": ["head.bias"], "weight_decay": 0.1}, {"params": lambda *_: True}])
+    assert not (small[0]["params"] if rank == 0 else ())
+    plain = Net().requires_grad_(False)
+    for groups in (_by_dim(vectors), [*small[:1], {**small[1], "weight_decay": 0.0}], _by_dim(plain)):
+        optimizer = torch.optim.AdamW(groups, lr=0.1)
+        _backward(model, rank)
+        optimizer.step()

@@ -1,0 +1,153 @@
+"""Trainers that put DistributedDataParallel around every model, given one that FlatFSDP has sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from flatfsdp import by_class
+from flatfsdp.engine.units import named_groups
+from tests.support.both_forms import WAYS, sharded
+from tests.support.models import Block, Net, data
+from tests.support.ranks import on_ranks
+
+REFUSED = "DistributedDataParallel around a model that FlatFSDP has sharded"
+
+
+def needs(*libraries: str) -> pytest.MarkDecorator:
+    missing = [library for library in libraries if find_spec(library) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"needs {missing}")
+
+
+def _model(way: str) -> Any:
+    torch.manual_seed(0)
+    return sharded(way, Net(), by_class(Block))
+
+
+def _shards(model: nn.Module) -> list[Tensor]:
+    return [group.master.flat.detach().clone() for _, group in named_groups(model)]
+
+
+def _assert_unchanged(model: nn.Module, before: list[Tensor]) -> None:
+    assert all(map(torch.equal, _shards(model), before))
+
+
+@contextmanager
+def _launched(rank: int, world_size: int) -> Iterator[None]:
+    """With the environment that a launcher gives a rank, by which Accelerate knows that there are several."""
+    from accelerate.state import AcceleratorState
+
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in names.items():
+            patch.setenv(name, str(value))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        yield
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@needs("accelerate")
+@on_ranks(2)
+def test_accelerate_prepares_all_but_the_model(rank: int, world_size: int, way: str) -> None:
+    with _launched(rank, world_size):
+        _accelerate(way)
+
+
+def _accelerate(way: str) -> None:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    model = _model(way)
+    before = _shards(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=REFUSED):
+        accelerator.prepare(model, optimizer)
+    _assert_unchanged(model, before)
+
+    loader = DataLoader([tokens[0] for tokens in next(data(0, 1, 4))], batch_size=1)
+    optimizer, loader = accelerator.prepare(optimizer, loader)
+    for tokens in loader:
+        accelerator.backward(model(tokens))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not any(map(torch.equal, _shards(model), before))
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"tokens": torch.full((7,), index)}
+
+
+class WithLoss(nn.Module):
+    """Returns what transformers.Trainer expects."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, tokens: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.net(tokens)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@needs("transformers", "accelerate")
+@on_ranks(2)
+def test_transformers_trainer(rank: int, world_size: int, tmp_path: Path, way: str) -> None:
+    import transformers
+
+    model = _model(way)
+    before = _shards(model)
+    with _launched(rank, world_size):
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), use_cpu=True, max_steps=2, report_to="none", save_strategy="no"
+        )
+        trainer = transformers.Trainer(WithLoss(model), arguments, train_dataset=Tokens())
+        with pytest.raises(ValueError, match=REFUSED):
+            trainer.train()
+    _assert_unchanged(model, before)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@needs("lightning")
+@on_ranks(1)
+def test_lightning_trainer_with_ddp(tmp_path: Path, way: str) -> None:
+    import lightning.pytorch as lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self, net: nn.Module) -> None:
+            super().__init__()
+            self.net = net
+
+        def training_step(self, batch: dict[str, Tensor], _index: int) -> Any:
+            return self.net(batch["tokens"])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    model = _model(way)
+    before = _shards(model)
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy="ddp",
+        max_steps=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    with pytest.raises(ValueError, match=REFUSED):
+        trainer.fit(Module(model), DataLoader(Tokens()))
+    _assert_unchanged(model, before)
