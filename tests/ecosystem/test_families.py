@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.families import FAMILIES, needs_transformers
-from tests.support.ecosystem.sharding import WAYS, sharded
 from tests.support.ecosystem.training import assert_same_training, plain, train_sharded
 from tests.support.ranks import on_ranks
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-from typing import Any
-
 import pytest
 from torch.distributed.fsdp import fully_shard
 
@@ -27,20 +24,7 @@ def test_with_fsdp2(rank: int, program: str) -> None:
     assert len(losses) > 6 and losses[0] != losses[1]
 
 
-NEEDED = {
-    "clipping": "flatfsdp.engine.storage.shard_grad",
-    "checkpoints": "flatfsdp.compat.torch_state_dicts",
-}
-"""Programs that use what not every version of FlatFSDP has, and the module that has it."""
-
-
-def runnable(program: str) -> Any:
-    """The name of a program; it is skipped where something is missing."""
-    missing = program in NEEDED and find_spec(NEEDED[program]) is None
-    return pytest.param(program, marks=pytest.mark.skipif(missing, reason=f"needs {NEEDED.get(program)}"))
-
-
-@pytest.mark.parametrize("program", [runnable(program) for program in PROGRAMS])
+@pytest.mark.parametrize("program", PROGRAMS)
 @on_ranks(2)
 def test_with_flatfsdp(rank: int, program: str) -> None:
     found = losses_of(program, flatfsdp.shard, rank)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.both_forms import sharded
 from tests.support.ecosystem.families import FAMILIES, GENERATING, generated, needs_transformers
-from tests.support.ecosystem.sharding import sharded
 from tests.support.ecosystem.training import train_sharded
 from tests.support.ranks import on_ranks
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.families import FAMILIES, batches_of, generated, needs_peft, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
-from tests.support.ecosystem.sharding import WAYS, sharded
 from tests.support.ecosystem.training import (
     assert_same_training,
     assert_same_values,

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from flatfsdp import Precision
 from flatfsdp.comm import meeting
+from tests.support.both_forms import sharded
 from tests.support.ecosystem.families import FAMILIES, Family, batches_of, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
-from tests.support.ecosystem.sharding import sharded
 from tests.support.ecosystem.training import assert_same_values, train_sharded
 from tests.support.ranks import on_ranks
 

@@ -7,12 +7,13 @@ from typing import Any
 import flatfsdp
 from flatfsdp.engine.wrap import WrapPolicy
 
-WAYS = ["wrapped", "in place"]
-"""For `sharded`."""
+WAYS = {"wrapped": flatfsdp.auto_wrap, "in place": flatfsdp.shard}
 
 
 def sharded(way: str, model: Any, policy: WrapPolicy, **options: Any) -> Any:
-    """The model, with a unit for each module that the policy picks, and one for the rest."""
-    if way == "wrapped":
-        return flatfsdp.auto_wrap(model, policy, **options)
-    return flatfsdp.shard(model, policy, **options)
+    """The model, with a unit for each module that the policy picks, and one for the rest.
+
+    Args:
+        way: one of `WAYS`.
+    """
+    return WAYS[way](model, policy, **options)
