@@ -93,6 +93,10 @@ class ViewedShard(Protocol):
     """
 
     @property
+    def model(self) -> object:
+        """The same object for all shards of a model, and no other; None before the model is used."""
+
+    @property
     def number(self) -> int:
         """Place of the shard in its model, by which norms are added up; 0 before the model is used."""
 

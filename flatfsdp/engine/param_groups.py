@@ -64,7 +64,7 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
     if any(group.has_unreduced or group.master.grads for group in to_cut):
         raise ValueError("there are gradients already; call zero_grad() before param_groups")
     masters = [group.master for group in to_cut]
-    if any(master.portions[0].parameter is not master.flat for master in masters if master.portions):
+    if any(master.is_cut for master in masters):
         raise ValueError("param_groups has cut this model's shards already; build one optimizer of them")
     parameters: list[list[nn.Parameter]] = [[] for _ in range(len(groups) + 1)]
     for prefix, flat_group in groups_of_model:
@@ -74,9 +74,9 @@ def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[st
             for index, portion in zip(indices, master.portions, strict=True):
                 parameters[index].append(portion.parameter)
             continue
-        master.portions = []
-        for index, portion in _cut(master, indices):
-            master.portions.append(portion)
+        cut = list(_cut(master, indices))
+        master.divide([portion for _, portion in cut])
+        for index, portion in cut:
             parameters[index].append(portion.parameter)
         attach_targets(flat_group)
     options = [*groups, {}]
@@ -222,6 +222,11 @@ class GroupViews:
 
     def __init__(self, group: FlatGroup) -> None:
         self._group = group
+
+    @property
+    def model(self) -> object:
+        places = self._group.master.places
+        return places[0].norms if places else None
 
     @property
     def number(self) -> int:

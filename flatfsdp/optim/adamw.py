@@ -40,7 +40,8 @@ class AdamW(FusedOptimizer):
         params: parameters of a FlatFSDP module, groups from `flatfsdp.param_groups`, ordinary parameters, or
             several of these; groups may have their own `lr`, `betas`, `eps` and `weight_decay`.
         max_grad_norm: clips gradients to this norm over all ranks, while they are read: with FP32 gradients
-            the same bits as `clip_grad_norm_` and then a step.
+            the same bits as `model.clip_grad_norm_` and then a step (of a model that is sharded in place and
+            has several parameter groups, up to the rounding of the norm).
         nonfinite: what a step does if the norm of the gradients is NaN or infinite, on any rank.  "raise" and
             "skip" leave parameters, moments, step counts and the FP8 scales of the model's layers as if there
             had been no such step.  The device decides, so no step waits for it: "raise" raises in the next

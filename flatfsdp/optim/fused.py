@@ -344,8 +344,12 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
         Views are listed module by module, and are added up unit by unit, as flat parameters are.
         """
+        updated = list(updated)
         of_group = {id(group): index for index, group in enumerate(self.param_groups)}
-        in_order = sorted(updated, key=lambda each: (of_group[id(each.group)], each.number))
+        of_model = {model: index for index, model in enumerate(dict.fromkeys(each.model for each in updated))}
+        in_order = sorted(
+            updated, key=lambda each: (of_group[id(each.group)], of_model[each.model], each.number)
+        )
         shards = [each.shard for each in in_order if each.shard is not None]
         return sorted(shards, key=lambda shard: [ranks.name for ranks in shard.grid.partners])
 

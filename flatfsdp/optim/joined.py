@@ -50,6 +50,11 @@ class Updated:
         self.shard = shard
 
     @property
+    def model(self) -> object:
+        """Whose shard it is a part of, if there are views of it; None for anything else."""
+        return None
+
+    @property
     def number(self) -> int:
         """Of the shard in its model, if there are views of it; 0 for anything else."""
         return 0
@@ -89,6 +94,10 @@ class Joined(Updated):
         """(parameter, start, stop) of each: its elements of `parameter`."""
         views = self._viewed.views[self._first : self._last]
         return [(view, start - self._start, stop - self._start) for view, start, stop in views]
+
+    @property
+    def model(self) -> object:
+        return self._viewed.model
 
     @property
     def number(self) -> int:

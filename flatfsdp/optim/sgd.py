@@ -33,7 +33,8 @@ class SGD(FusedOptimizer):
         params: parameters of a FlatFSDP module, groups from `flatfsdp.param_groups`, ordinary parameters, or
             several of these; groups may have options of their own.
         max_grad_norm: clips gradients to this norm over all ranks, while they are read: with FP32 gradients
-            the same bits as `clip_grad_norm_` and then a step.
+            the same bits as `model.clip_grad_norm_` and then a step (of a model that is sharded in place and
+            has several parameter groups, up to the rounding of the norm).
         nonfinite: what a step does if the norm of the gradients is NaN or infinite, as in `AdamW`.
         pp_group: ranks that have the other stages of a pipeline, whose gradients count in that norm, too;
             default: as `FlatStage` has said.

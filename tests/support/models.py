@@ -126,7 +126,7 @@ def repeatable() -> Iterator[None]:
 
 
 def grads_of(model: FlatFSDP) -> list[Tensor]:
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    return [p.grad.as_subclass(Tensor).clone() for p in model.parameters() if p.grad is not None]
 
 
 def whole_grads(model: nn.Module) -> dict[str, Tensor]:

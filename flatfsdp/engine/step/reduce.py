@@ -251,9 +251,8 @@ class Reducer:
             if added:
                 self._ledger.add("accumulate", 3 * added * grad.element_size())
         for group, _ in self._reduced:
-            if group.master.has_views:
-                for portion in group.master.portions:
-                    run_post_accumulate_hooks(portion.parameter)
+            for portion in group.master.portions:
+                run_post_accumulate_hooks(portion.parameter)
 
     def _download(self, group: FlatGroup, grad: Tensor) -> Tensor:
         nbytes = grad.numel() * grad.element_size()

@@ -131,13 +131,14 @@ class Root:
                 )
 
     def _require_no_hooks(self) -> None:
-        """Looks at what the modules list, which no graph leads to."""
+        """Looks at what optimizers have, which no graph leads to."""
         for group in self.groups:
-            for slot, listed in zip(group.layout.slots, group.binding.listed, strict=False):
-                if listed._backward_hooks:
+            for number, portion in enumerate(group.master.portions):
+                if portion.parameter._backward_hooks:
+                    name = group.prefix + group.master.portion_name(number)
                     raise RuntimeError(
-                        f"parameter {group.prefix}{slot.name} has a tensor hook (register_hook), which would "
-                        "never run: it is this rank's part, and its gradient comes from a reduction; use "
+                        f"parameter {name} has a tensor hook (register_hook), which would never run: it is "
+                        "this rank's part, and its gradient comes from a reduction; use "
                         "register_post_accumulate_grad_hook, which runs when .grad is there, or register the "
                         "hook before the model is sharded"
                     )

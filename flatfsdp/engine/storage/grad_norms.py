@@ -1,7 +1,7 @@
 """Norms of the gradients of single parameters, over all ranks that have parts of them.
 
-In:   the gradients in `.grad` of all views of a model (`shard_grad.py`).
-Out:  the norm of one parameter's whole gradient, with the same bits on all ranks.
+In:   the gradients in `.grad` of all that an optimizer has of a model (`shard_grad.py`).
+Out:  the norm of one gradient as a whole, with the same bits on all ranks.
 Next: `torch.nn.utils.clip_grad_norm_` adds them up, so its total is that of the whole model.
 
 Who asks for one norm usually asks for all, so a question has all of them taken, in one collective.  An answer
@@ -26,7 +26,7 @@ from flatfsdp.optim.clip import identity_of_norm, norm_over, require_same_grid, 
 
 
 class _Current(NamedTuple):
-    """A gradient that is in its view's `.grad` now."""
+    """A gradient that is in its parameter's `.grad` now."""
 
     master: MasterShard
     grad: ShardGrad
@@ -43,7 +43,7 @@ class NormsOverRanks:
         self._masters: list[weakref.ref[MasterShard]] = []
         for number, master in enumerate(masters):
             self._masters.append(weakref.ref(master))
-            master.places = [Place(self, number, index) for index in range(len(master.layout.slots))]
+            master.number_in(self, number)
         self._writes = 0
         self._answered: int | None = None
 
@@ -52,8 +52,8 @@ class NormsOverRanks:
         least, where the model computes.  Collective over all ranks of the model.
 
         Raises:
-            RuntimeError: if some other view of the model has a gradient that the engine has not put there;
-                for a stage of a pipeline.
+            RuntimeError: if something else in the model has a gradient that the engine has not put there; for
+                a stage of a pipeline; for what `param_groups` has cut.
             ValueError: if some units are spread over fewer ranks than others.
         """
         answer, grad.answer = grad.answer, None
@@ -98,6 +98,12 @@ class NormsOverRanks:
 
     def _require_whole_model(self) -> None:
         masters = [master for master in (each() for each in self._masters) if master is not None]
+        if any(master.is_cut for master in masters):
+            raise RuntimeError(
+                "a norm was asked of the gradient of a portion that flatfsdp.param_groups has cut, and other "
+                "ranks have other portions; use model.clip_grad_norm_(max_norm), or max_grad_norm= of "
+                "flatfsdp.optim, which know the norm of all"
+            )
         if any(master.stages.size > 1 for master in masters):
             raise RuntimeError(
                 "a norm was asked of the gradients of one stage of a pipeline, and it is not the model's; "
@@ -106,7 +112,7 @@ class NormsOverRanks:
         require_same_grid(master.grid for master in masters)
 
     def _current(self) -> Iterable[_Current]:
-        """The gradients of all views that have one, in the same order on all ranks."""
+        """The gradients that are there, in the same order on all ranks."""
         for number, master in enumerate(each() for each in self._masters):
             for index, portion in enumerate(() if master is None else master.portions):
                 assert master is not None
@@ -115,7 +121,7 @@ class NormsOverRanks:
                     continue
                 if not isinstance(grad, ShardGrad) or grad.place[1:] != (number, index):
                     raise RuntimeError(
-                        f"the gradient of {master.layout.slots[index].name} has been replaced by a tensor of "
+                        f"the gradient of {master.portion_name(index)} has been replaced by a tensor of "
                         "which nobody knows what other ranks have, and a norm over all ranks was asked for; "
                         "write into .grad (copy_, mul_), or compute what replaces it from it"
                     )
@@ -153,6 +159,6 @@ class NormsOverRanks:
 
 
 def _is_in_place(current: _Current) -> bool:
-    """Whether it is its view's gradient, and not something that was computed from one."""
-    parameter = current.master.portions[current.grad.place.slot].parameter
+    """Whether it is its parameter's gradient, and not something that was computed from one."""
+    parameter = current.master.portions[current.grad.place.portion].parameter
     return current.master.grad_attribute.of(parameter) is current.grad

@@ -121,7 +121,7 @@ class FlatGroup:
         dtype = FP8_DTYPE if is_fp8 else policy.precision.compute
         self.master = self._filled_master(originals, device)
         if cut is not None:
-            self.master.portions = cut(self.master, originals)
+            self.master.divide(cut(self.master, originals))
             binding.list([portion.parameter for portion in self.master.portions])
         own = compute_tensor(self.master, dtype)
         self.buffer = self._new_buffer(dtype)

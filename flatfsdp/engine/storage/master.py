@@ -23,7 +23,7 @@ from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD, MAIN_GRAD
 from flatfsdp.contract.placement import Placement
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
-from flatfsdp.engine.storage.shard_grad import Place, Published, ShardGrad, plain
+from flatfsdp.engine.storage.shard_grad import GradNorms, Place, Published, ShardGrad, plain
 from flatfsdp.engine.storage.unreduced import reduced_grad
 from flatfsdp.flat.layout import FlatLayout, ParamSlot
 
@@ -68,7 +68,7 @@ class MasterShard:
         flat: the shard, 1-D, `layout.shard_numel(N)` elements.
         portions: what the optimizer updates: `flat` as a whole; what `param_groups` has cut; or, in a model
             that is sharded in place, one view for each slot.
-        places: of the slots in the model, for gradients of views; empty before the model is used.
+        places: of the portions in the model, for their gradients; empty before the model is used.
         stages: ranks of the pipeline that this is in, if any; gradients of other stages count in a norm, too.
         identify: what a collective for it carries; None before the model is used.
         generation: counts loads, and what replicas take over.  A write by anyone else raises `flat._version`.
@@ -95,8 +95,9 @@ class MasterShard:
         else:
             shard = torch.zeros(numel, dtype=dtype, device=device)
         self.flat = nn.Parameter(shard, requires_grad=trainable)
-        self.portions = [Portion(self.flat, 0, numel)]
+        self.portions: Sequence[Portion] = [Portion(self.flat, 0, numel)]
         self.places: Sequence[Place] = ()
+        self._number: tuple[GradNorms, int] | None = None
         self._published: weakref.ref[Published] | None = None
         self._address = self.flat.data_ptr()
         self.stages = ALONE
@@ -121,6 +122,36 @@ class MasterShard:
     @property
     def version(self) -> Version:
         return self.generation, self.flat._version
+
+    # ---- what the optimizer has -------------------------------------------------------------------------
+
+    @property
+    def has_views(self) -> bool:
+        """Whether each slot is a portion by itself, also an empty one: the model is sharded in place."""
+        return bool(self.portions) and WHOLE_SHAPE.is_on(self.portions[0].parameter)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether `param_groups` has cut portions, of which ranks may have more or fewer."""
+        return not self.has_views and any(each.parameter is not self.flat for each in self.portions)
+
+    def portion_name(self, number: int) -> str:
+        """Of what the optimizer has, in its unit: "head.weight" of a view, otherwise "flat_param"."""
+        return self.layout.slots[number].name if self.has_views else "flat_param"
+
+    def divide(self, portions: Sequence[Portion]) -> None:
+        """`portions` are what the optimizer has from now on."""
+        self.portions = portions
+        self._place()
+
+    def number_in(self, norms: GradNorms, number: int) -> None:
+        """Norms of its gradients are asked of `norms` from now on, which has given it this number."""
+        self._number = (norms, number)
+        self._place()
+
+    def _place(self) -> None:
+        if self._number is not None:
+            self.places = [Place(*self._number, index) for index in range(len(self.portions))]
 
     # ---- whole values -----------------------------------------------------------------------------------
 
@@ -211,21 +242,17 @@ class MasterShard:
         return GRAD if self.grad_dtype == self.flat.dtype else MAIN_GRAD
 
     @property
-    def has_views(self) -> bool:
-        """Whether each slot is a portion by itself, also an empty one: the model is sharded in place."""
-        return bool(self.portions) and WHOLE_SHAPE.is_on(self.portions[0].parameter)
-
-    @property
     def grads(self) -> Sequence[Tensor]:
         """The reduced gradients that are there: one a portion, or one of all views together."""
-        if (joint := self.joint_grad(0, len(self.portions))) is not None:
+        # Norms of cut portions are added up as an optimizer does that has them.
+        if not self.is_cut and (joint := self.joint_grad(0, len(self.portions))) is not None:
             return [joint]
         found = (reduced_grad(portion.parameter, self.grad_attribute) for portion in self.portions)
         return [plain(grad) for grad in found if grad is not None]
 
     def joint_grad(self, first: int, last: int) -> Tensor | None:
-        """One gradient of the whole shard, 1-D, of which views [first, last) have their parts; None if one of
-        them has no gradient, or another one.  Views without elements do not count."""
+        """One gradient of the whole shard, 1-D, of which portions [first, last) have their parts; None if one
+        of them has no gradient, or another one.  Portions without elements do not count."""
         published = None if self._published is None else self._published()
         if published is None:
             return None
@@ -235,7 +262,7 @@ class MasterShard:
             if start == stop:
                 continue
             grad = attribute.of(parameter)
-            if type(grad) is not ShardGrad or grad.published is not published or grad.place.slot != index:
+            if type(grad) is not ShardGrad or grad.published is not published or grad.place.portion != index:
                 return None
         return published.flat
 
@@ -245,27 +272,14 @@ class MasterShard:
         Returns:
             Number of elements that were added, not set.
         """
-        if self.has_views:
-            return self._add_to_views(grad)
-        added = 0
-        for parameter, start, stop in self.portions:
-            present = reduced_grad(parameter, self.grad_attribute)
-            if present is None:
-                self.grad_attribute.leave(parameter, grad[start:stop])
-            else:
-                present.add_(grad[start:stop])
-                added += stop - start
-        return added
-
-    def _add_to_views(self, flat: Tensor) -> int:
         attribute = self.grad_attribute
         if (joint := self.joint_grad(0, len(self.portions))) is not None:
-            joint.add_(flat)
+            joint.add_(grad)
             return joint.numel()
-        published = Published(flat)
-        # Weak: zeroing the gradients of all views frees it.
+        published = Published(grad)
+        # Weak: zeroing the gradients of all portions frees it.
         self._published = weakref.ref(published)
-        parts = self._parts(flat)
+        parts = self._parts(grad)
         added = 0
         for (parameter, _, _), part, place in zip(self.portions, parts, self.places, strict=True):
             present = reduced_grad(parameter, attribute)

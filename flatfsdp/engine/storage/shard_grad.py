@@ -1,7 +1,7 @@
-"""Gradients of views: plain tensors, but for questions that one rank's part of a gradient cannot answer.
+"""Gradients of shards: plain tensors, but for questions that one rank's part of a gradient cannot answer.
 
 In:   a reduced gradient, as long as the master shard (`Published`).
-Out:  a `ShardGrad` in `.grad` of each view, in the memory of that one.
+Out:  a `ShardGrad` in `.grad` of the flat parameter, or of each view, in the memory of that one.
 Next: `torch.nn.utils.clip_grad_norm_`, loggers and `GradScaler` ask it; `grad_norms.py` answers over ranks.
 
     flat gradient   | view 0 .......|gap| view 1 ....................|     held by its parts alone
@@ -44,12 +44,12 @@ class Place(NamedTuple):
     Attributes:
         norms: of the model that the parameter is in.
         shard: number of its master shard there.
-        slot: number of the parameter in it.
+        portion: number of the parameter in it, of those that the optimizer has.
     """
 
     norms: GradNorms
     shard: int
-    slot: int
+    portion: int
 
 
 class Published:
@@ -81,7 +81,7 @@ _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
 
 
 class ShardGrad(Tensor):
-    """This rank's part of the gradient of one parameter: 1-D, perhaps empty.
+    """This rank's part of the gradient of one parameter, or of a whole flat one: 1-D, perhaps empty.
 
     Attributes:
         place: whose gradient it is.

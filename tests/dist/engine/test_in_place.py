@@ -295,6 +295,17 @@ def test_a_part_of_a_unit_is_not_frozen_alone() -> None:
 
 
 @on_ranks(2)
+def test_hooks_of_flat_parameters_run_or_raise(rank: int) -> None:
+    model, seen = FlatFSDP(plain_net()), []
+    model.flat_param.register_post_accumulate_grad_hook(lambda flat: seen.append(flat.grad.shape))
+    model(TOKENS).backward()
+    assert seen == [model.flat_param.shape]
+    model.flat_param.register_hook(lambda grad: grad)
+    with pytest.raises(RuntimeError, match="parameter flat_param has a tensor hook"):
+        model(TOKENS)
+
+
+@on_ranks(2)
 def test_hooks_of_what_is_listed_run_or_raise(rank: int) -> None:
     model, seen = in_place(), []
     for name, view in model.named_parameters():

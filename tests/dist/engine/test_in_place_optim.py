@@ -20,6 +20,7 @@ from flatfsdp import (
 )
 from flatfsdp.engine.units import named_groups
 from flatfsdp.optim import SGD, AdamW
+from tests.support.both_forms import WAYS, sharded
 from tests.support.models import Block, Net, data
 from tests.support.ranks import on_ranks
 
@@ -74,9 +75,28 @@ def test_in_place_is_wrapped(rank: int, kind: Any, options: dict[str, Any]) -> N
 
 
 @on_ranks(2)
-def test_pytorchs_clipping_and_scaler_see_the_model(rank: int) -> None:
+def test_norms_over_several_models_are_added_up_as_of_wrappers(rank: int) -> None:
+    """As stages of a pipeline are: the first model whole, then the second."""
+    models, optimizers = [], []
+    for way in WAYS:
+        torch.manual_seed(0)
+        models.append([sharded(way, Net(), by_class(Block)) for _ in range(2)])
+        parameters = [p for model in models[-1] for p in model.parameters()]
+        optimizers.append(AdamW(parameters, lr=1e-2, max_grad_norm=0.3))
+    for (tokens,) in data(rank, 20, 1):
+        for of_way, optimizer in zip(models, optimizers, strict=True):
+            for index, model in enumerate(of_way):
+                (model(tokens) * (1 + 2 * index)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_pytorchs_clipping_and_scaler_see_the_model(rank: int, way: str) -> None:
     torch.manual_seed(0)
-    model = shard(Net(), by_class(Block))
+    model = sharded(way, Net(), by_class(Block))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     ((tokens, bad),) = data(rank, 1, 2)
@@ -98,6 +118,19 @@ def test_pytorchs_clipping_and_scaler_see_the_model(rank: int) -> None:
     assert scaler.get_scale() == 2.0
     for value, (_, group) in zip(before, named_groups(model), strict=True):
         assert torch.equal(value, group.master.flat)
+
+
+@on_ranks(2)
+def test_pytorchs_clipping_of_cut_portions_raises(rank: int) -> None:
+    """A rank may have none of a group, so the norm of one portion is not the same question on all ranks."""
+    torch.manual_seed(0)
+    model = auto_wrap(Net(), by_class(Block))
+    groups = param_groups(model, [NO_DECAY])
+    ((tokens,),) = data(rank, 1, 1)
+    model(tokens).backward()
+    parameters = [p for group in groups for p in group["params"]]
+    with pytest.raises(RuntimeError, match=r"param_groups has cut.*model\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(parameters, 1.0)
 
 
 @on_ranks(2)

@@ -166,7 +166,8 @@ def test_the_optimizer_writes_what_the_engine_would(rank: int, reshard: bool, gr
         if not is_told:
             for parameter in (p for group in groups for p in group["params"]):
                 del parameter.flat_shard
-        optimizer, losses = AdamW(groups, lr=0.05), []
+        nonfinite: Any = "raise" if is_told else "step"
+        optimizer, losses = AdamW(groups, lr=0.05, nonfinite=nonfinite), []
         for index, batch in enumerate(batches(rank, 3, 2)):
             for x in microbatches(model, batch):
                 with autocast(recipe=RECIPE):
