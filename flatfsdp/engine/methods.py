@@ -58,8 +58,8 @@ class UnitMethods(UnitModule):
     ) -> Tensor:
         """Scales the reduced gradients of this module so that their norm is at most `max_norm`.
 
-        Call it on the root, for the norm of the whole model.  Collective.  For the norm of several stages of a
-        pipeline: `flatfsdp.parallel.clip_grad_norm_`.
+        Call it on the root, for the norm of the whole model.  Collective.  For the norm of several stages of
+        a pipeline: `flatfsdp.parallel.clip_grad_norm_`.
 
         Returns:
             The norm over all ranks before scaling, 0-dim, in FP32 at least.

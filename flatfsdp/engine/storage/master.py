@@ -54,6 +54,32 @@ class Portion(NamedTuple):
     stop: int
 
 
+class Split(NamedTuple):
+    """How to cut a tensor as long as a shard into portions.
+
+    Attributes:
+        lengths: of the pieces, portions with elements and what is between them.
+        portions: (piece, portion): the numbers of each portion with elements.
+    """
+
+    lengths: list[int]
+    portions: list[tuple[int, int]]
+
+    @classmethod
+    def of(cls, portions: Sequence[Portion], numel: int) -> Split:
+        split, end = cls([], []), 0
+        for number, (_, start, stop) in enumerate(portions):
+            if start == stop:
+                continue
+            if start > end:
+                split.lengths.append(start - end)
+            split.portions.append((len(split.lengths), number))
+            split.lengths.append(stop - start)
+            end = stop
+        split.lengths.append(numel - end)
+        return split
+
+
 class MasterShard:
     """This rank's shard of one flat buffer, in master precision.
 
@@ -98,6 +124,8 @@ class MasterShard:
         self.portions: Sequence[Portion] = [Portion(self.flat, 0, numel)]
         self.places: Sequence[Place] = ()
         self._number: tuple[GradNorms, int] | None = None
+        self._split: Split | None = None
+        self._empty: list[tuple[nn.Parameter, ShardGrad]] | None = None
         self._published: weakref.ref[Published] | None = None
         self._address = self.flat.data_ptr()
         self.stages = ALONE
@@ -150,6 +178,7 @@ class MasterShard:
         self._place()
 
     def _place(self) -> None:
+        self._split = self._empty = None
         if self._number is not None:
             self.places = [Place(*self._number, index) for index in range(len(self.portions))]
 
@@ -279,9 +308,9 @@ class MasterShard:
         published = Published(grad)
         # Weak: zeroing the gradients of all portions frees it.
         self._published = weakref.ref(published)
-        parts = self._parts(grad)
         added = 0
-        for (parameter, _, _), part, place in zip(self.portions, parts, self.places, strict=True):
+        for number, part in self._parts(grad):
+            parameter, place = self.portions[number].parameter, self.places[number]
             present = reduced_grad(parameter, attribute)
             if present is None:
                 attribute.leave(parameter, ShardGrad.of(part, place, published))
@@ -289,21 +318,28 @@ class MasterShard:
                 # Zeros that stand where an `Unreduced` was are an ordinary tensor.
                 attribute.leave(parameter, ShardGrad.of(plain(present).add_(part), place))
                 added += part.numel()
+        self._fill_empty(grad)
         return added
 
-    def _parts(self, flat: Tensor) -> list[Tensor]:
-        """The elements of each portion, of a tensor as long as the shard; with its version counter."""
-        lengths: list[int] = []
-        of_portions: list[int] = []
-        end = 0
-        for _, start, stop in self.portions:
-            if start > end:
-                lengths.append(start - end)
-            of_portions.append(len(lengths))
-            lengths.append(stop - start)
-            end = stop
-        parts = flat.split([*lengths, flat.numel() - end])
-        return [parts[index] for index in of_portions]
+    def _parts(self, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
+        """The elements of each portion that has any, with the version counter of `grad`."""
+        if self._split is None:
+            self._split = Split.of(self.portions, self.flat.numel())
+        parts = grad.split(self._split.lengths)
+        return ((portion, parts[piece]) for piece, portion in self._split.portions)
+
+    def _fill_empty(self, grad: Tensor) -> None:
+        """Gradients of portions without elements, which are the same in each step."""
+        if self._empty is None:
+            self._empty = [
+                (parameter, ShardGrad.of(grad.new_empty(0), place))
+                for (parameter, start, stop), place in zip(self.portions, self.places, strict=True)
+                if start == stop
+            ]
+        attribute = self.grad_attribute
+        for parameter, empty in self._empty:
+            empty.answer = None
+            attribute.leave(parameter, empty)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if set_to_none:
