@@ -58,22 +58,20 @@ class Split(NamedTuple):
     """How to cut a tensor as long as a shard into portions.
 
     Attributes:
-        lengths: of the pieces, portions with elements and what is between them.
-        portions: (piece, portion): the numbers of each portion with elements.
+        lengths: of the pieces, which are portions and what is between them.
+        portions: the number of the piece that each portion is.
     """
 
     lengths: list[int]
-    portions: list[tuple[int, int]]
+    portions: list[int]
 
     @classmethod
     def of(cls, portions: Sequence[Portion], numel: int) -> Split:
         split, end = cls([], []), 0
-        for number, (_, start, stop) in enumerate(portions):
-            if start == stop:
-                continue
+        for _, start, stop in portions:
             if start > end:
                 split.lengths.append(start - end)
-            split.portions.append((len(split.lengths), number))
+            split.portions.append(len(split.lengths))
             split.lengths.append(stop - start)
             end = stop
         split.lengths.append(numel - end)
@@ -125,7 +123,6 @@ class MasterShard:
         self.places: Sequence[Place] = ()
         self._number: tuple[GradNorms, int] | None = None
         self._split: Split | None = None
-        self._empty: list[tuple[nn.Parameter, ShardGrad]] | None = None
         self._published: weakref.ref[Published] | None = None
         self._address = self.flat.data_ptr()
         self.stages = ALONE
@@ -178,7 +175,7 @@ class MasterShard:
         self._place()
 
     def _place(self) -> None:
-        self._split = self._empty = None
+        self._split = None
         if self._number is not None:
             self.places = [Place(*self._number, index) for index in range(len(self.portions))]
 
@@ -309,8 +306,7 @@ class MasterShard:
         # Weak: zeroing the gradients of all portions frees it.
         self._published = weakref.ref(published)
         added = 0
-        for number, part in self._parts(grad):
-            parameter, place = self.portions[number].parameter, self.places[number]
+        for (parameter, _, _), part, place in zip(self.portions, self._parts(grad), self.places, strict=True):
             present = reduced_grad(parameter, attribute)
             if present is None:
                 attribute.leave(parameter, ShardGrad.of(part, place, published))
@@ -318,28 +314,15 @@ class MasterShard:
                 # Zeros that stand where an `Unreduced` was are an ordinary tensor.
                 attribute.leave(parameter, ShardGrad.of(plain(present).add_(part), place))
                 added += part.numel()
-        self._fill_empty(grad)
         return added
 
-    def _parts(self, grad: Tensor) -> Iterable[tuple[int, Tensor]]:
-        """The elements of each portion that has any, with the version counter of `grad`."""
+    def _parts(self, grad: Tensor) -> list[Tensor]:
+        """The elements of each portion; also an empty part has the version counter of `grad`, so that ranks
+        notice the same writes."""
         if self._split is None:
             self._split = Split.of(self.portions, self.flat.numel())
         parts = grad.split(self._split.lengths)
-        return ((portion, parts[piece]) for piece, portion in self._split.portions)
-
-    def _fill_empty(self, grad: Tensor) -> None:
-        """Gradients of portions without elements, which are the same in each step."""
-        if self._empty is None:
-            self._empty = [
-                (parameter, ShardGrad.of(grad.new_empty(0), place))
-                for (parameter, start, stop), place in zip(self.portions, self.places, strict=True)
-                if start == stop
-            ]
-        attribute = self.grad_attribute
-        for parameter, empty in self._empty:
-            empty.answer = None
-            attribute.leave(parameter, empty)
+        return [parts[piece] for piece in self._split.portions]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if set_to_none:
