@@ -137,11 +137,14 @@ class MasterShard:
     @property
     def has_moved(self) -> bool:
         """Whether somebody has given the shard, or a portion, other memory than is cast and gathered."""
-        size = self.flat.element_size()
+        size, memory = self.flat.element_size(), self.flat.untyped_storage().data_ptr()
         return self.flat.data_ptr() != self._address or any(
             parameter.data_ptr() != self._address + start * size
+            if stop > start
+            # An empty one has no address of its own, and has moved on all ranks or none.
+            else parameter.untyped_storage().data_ptr() != memory
             for parameter, start, stop in self.portions
-            if parameter is not self.flat and stop > start
+            if parameter is not self.flat
         )
 
     @property

@@ -12,13 +12,14 @@ they are:
 
     norms                                        of the parameter's whole gradient, over all ranks
     _amp_foreach_non_finite_check_and_unscale_   what is not finite on any rank shows on all
+    max, min, amax, amin                         raise on all ranks: those without elements would raise alone
     anything else                                of this rank's elements, and a plain tensor
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -78,6 +79,10 @@ class Answer(NamedTuple):
 _DATA: Any = Tensor.data
 
 _NORMS = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, Tensor.norm)
+_EXTREMES = tuple(
+    getattr(where, name) for where in (torch, Tensor) for name in ("max", "min", "amax", "amin")
+)
+_ZEROING = (Tensor.zero_, torch._foreach_zero_)
 
 
 class ShardGrad(Tensor):
@@ -87,16 +92,18 @@ class ShardGrad(Tensor):
         place: whose gradient it is.
         published: of what this is a part, in the same memory; None for what was computed from one.
         answer: its norm, if another question has had it taken along.
+        zeroings: how often it was zeroed.
     """
 
     place: Place
-    published: Published | None
-    answer: Answer | None
+    published: Published | None = None
+    answer: Answer | None = None
+    zeroings: int = 0
 
     @staticmethod
     def of(part: Tensor, place: Place, published: Published | None = None) -> ShardGrad:
         grad = part.as_subclass(ShardGrad)
-        grad.place, grad.published, grad.answer = place, published, None
+        grad.place, grad.published = place, published
         return grad
 
     @property
@@ -118,15 +125,20 @@ class ShardGrad(Tensor):
             return _norm(func, args[0], args[1:], kwargs)
         if func is torch._foreach_norm:
             return _norms(*args, **kwargs)
+        if func in _EXTREMES:
+            _require_elementwise(func, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if func is torch._amp_foreach_non_finite_check_and_unscale_:
                 _shared_nonfinite(args[0], args[1])
+            elif func in _ZEROING:
+                for grad in _shard_grads(args):
+                    grad.zeroings += 1
             elif func == _DATA.__get__:
                 args[0].place.norms.forget()
             if func is Tensor.as_subclass:
                 return result
-            return _of_the_same_place(result, args[0] if args else None)
+            return _of_the_same_place(result, args)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """An ordinary tensor: a copy is nobody's gradient."""
@@ -141,27 +153,53 @@ def plain(grad: Tensor) -> Tensor:
     return grad.plain if isinstance(grad, ShardGrad) else grad
 
 
-def _of_the_same_place(result: Any, source: Any) -> Any:
+def _shard_grads(values: Any) -> Iterator[ShardGrad]:
+    """Those among arguments, also in lists."""
+    for value in values:
+        if isinstance(value, ShardGrad):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _shard_grads(value)
+
+
+def _of_the_same_place(result: Any, args: Sequence[Any]) -> Any:
     """What was computed from a gradient knows whose it is, if it may stand in its place."""
-    if isinstance(source, ShardGrad):
-        is_like_it = type(result) is Tensor and result.shape == source.shape and result.is_floating_point()
-        return ShardGrad.of(result, source.place) if is_like_it else result
-    if isinstance(result, (list, tuple)) and isinstance(source, (list, tuple)) and len(result) == len(source):
+    if args and type(result) in (list, tuple):
         # torch._foreach_mul(grads, 0.5)
-        return type(result)(map(_of_the_same_place, result, source))
-    return result
+        count = len(result)
+        columns = [
+            arg if isinstance(arg, (list, tuple)) and len(arg) == count else [arg] * count for arg in args
+        ]
+        return type(result)(map(_of_the_same_place, result, zip(*columns, strict=True)))
+    if type(result) is not Tensor or not result.is_floating_point():
+        return result
+    sources = (grad for grad in _shard_grads(args) if grad.shape == result.shape)
+    source = next(sources, None)
+    return result if source is None else ShardGrad.of(result, source.place)
+
+
+def _require_elementwise(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError but for `torch.max(grad, other)`."""
+    others = (*args[1:], kwargs.get("other"))
+    if not any(isinstance(other, Tensor) for other in others):
+        raise ValueError(
+            f"{func.__name__} of a gradient of which this rank has a part, and some ranks none; use "
+            ".grad.norm(torch.inf) for the largest magnitude over all ranks, or "
+            ".grad.as_subclass(torch.Tensor) for this rank's elements"
+        )
 
 
 def _norm(func: Any, grad: ShardGrad, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """A norm of one gradient; of a 1-D tensor, that along its dimension is the norm."""
     options = dict(zip(("p", "dim", "keepdim"), args, strict=False)) | dict(kwargs)
-    order = options.get("p", options.get("ord", 2.0))
+    order, dim = options.get("p", options.get("ord", 2.0)), options.get("dim")
     norm_type = 2.0 if order in (None, "fro") else float(order)
-    if not norm_type > 0 or options.get("out") is not None:
+    dims = (dim,) if isinstance(dim, int) else dim or ()
+    if not norm_type > 0 or any(each not in (0, -1) for each in dims) or options.get("out") is not None:
         raise ValueError(
-            f"{func.__name__} of order {order!r} of a gradient of which this rank has a part: norms of "
-            "positive order, without out=, are known over all ranks; use .grad.as_subclass(torch.Tensor) "
-            "for those of the part"
+            f"{func.__name__} of order {order!r}, dim {dim!r} of a gradient of which this rank has a part: "
+            "norms of positive order of all elements, without out=, are known over all ranks; use "
+            ".grad.as_subclass(torch.Tensor) for those of the part, which is 1-D"
         )
     norm = grad.place.norms.norm(grad, norm_type)
     if options.get("dtype") is not None:

@@ -6,7 +6,8 @@ Next: `engine/step/root.py` asks at every forward and backward, and drops what w
 
     .grad of the parameter       zero_grad() is noticed by
     none: an `Unreduced` marker  another object, or None
-    from an earlier reduction    another object, or None, or zeros written to it
+    from an earlier reduction    another object, or None, or a `ShardGrad` that was zeroed
+    anybody's tensor             another object, or None, or zeros written to it
 
 PyTorch has no hook for `zero_grad()`.
 """
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.main_grad import GRAD
+from flatfsdp.engine.storage.shard_grad import ShardGrad
 
 _GRAD_FN: Any = Tensor.grad_fn
 
@@ -77,9 +79,15 @@ def reduced_grad(parameter: nn.Parameter, where: Attribute[Tensor | None] = GRAD
 
 
 class _Watched(NamedTuple):
+    """A gradient as it was.
+
+    Attributes:
+        writes: how often it had been zeroed; of anybody's tensor, its version.
+    """
+
     parameter: nn.Parameter
     grad: Tensor
-    version: int
+    writes: int
 
 
 class UnreducedMarks:
@@ -98,8 +106,7 @@ class UnreducedMarks:
             grad = parameter.grad
             if grad is None:
                 grad = parameter.grad = marker
-            version = 0 if isinstance(grad, Unreduced) else grad._version
-            self._watched.append(_Watched(parameter, grad, version))
+            self._watched.append(_Watched(parameter, grad, _writes(grad)))
 
     def _markers_of(self, parameters: Sequence[nn.Parameter]) -> Sequence[Unreduced]:
         """One a parameter, kept for the next time."""
@@ -136,9 +143,17 @@ class UnreducedMarks:
         self._watched.clear()
 
 
+def _writes(grad: Tensor) -> int:
+    if isinstance(grad, Unreduced):
+        return 0
+    return grad.zeroings if isinstance(grad, ShardGrad) else grad._version
+
+
 def _was_zeroed(watched: _Watched) -> bool:
-    parameter, grad, version = watched
+    parameter, grad, writes = watched
     if parameter.grad is not grad:
         return True
+    if _writes(grad) == writes:
+        return False
     # Clipping writes to a gradient, too.
-    return not isinstance(grad, Unreduced) and grad._version != version and not bool(grad.any())
+    return isinstance(grad, ShardGrad) or not bool(grad.any())

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from flatfsdp import FlatFSDP, Precision, microbatches
+from flatfsdp import FlatFSDP, Precision, by_class, microbatches
 from flatfsdp.engine.storage import grad_norms
+from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.units import named_groups
+from tests.support.both_forms import WAYS, sharded
 from tests.support.in_place import cut_by_hand
-from tests.support.models import Net, build, data, same
+from tests.support.models import Block, Net, build, data, same
 from tests.support.ranks import on_ranks, run_ranks
 from tests.support.tp_models import build_tp, data_rank, tp_mesh
 
@@ -152,12 +154,21 @@ def test_norms_of_one_gradient_in_all_spellings(rank: int, world_size: int) -> N
         lambda g: (4 * g).clone().norm(),
         lambda g: torch._foreach_norm([g, torch.ones(3)])[0],
         lambda g: torch._foreach_mul([g], 0.5)[0].norm(),
+        lambda g: torch.where(g > 0, g, 0.0).norm(),
+        lambda g: (torch.ones(g.shape) * g).norm(),
+        lambda g: torch._foreach_mul([torch.ones(g.shape)], [g])[0].norm(),
+        lambda g: torch.maximum(torch.zeros(g.shape), g).norm(),
     ):
         norm, expected = ask(grad), ask(whole)
         assert (norm.dtype, norm.shape) == (expected.dtype, expected.shape)
         torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
     with pytest.raises(ValueError, match="norm of order -1"):
         torch.linalg.vector_norm(grad, -1)
+    with pytest.raises(ValueError, match=r"order 2\.0, dim 1 of a gradient"):
+        grad.norm(2.0, dim=1)
+    for ask in (lambda: grad.abs().max(), lambda: torch.amin(grad, dim=0), lambda: grad.min()):
+        with pytest.raises(ValueError, match=r"norm\(torch\.inf\)"):
+            ask()
     # Of this rank's elements.
     assert torch.equal(grad.abs().sum(), grad.as_subclass(Tensor).abs().sum())
 
@@ -266,6 +277,39 @@ def test_gradients_add_up_without_zero_grad(rank: int, world_size: int, foreign:
     for model in (ours, whole):
         model(tokens).backward()
     assert_same_grads(ours, whole)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_write_between_microbatches_is_no_zero_grad(rank: int, way: str) -> None:
+    """Also of what has no elements on this rank, or only zeros."""
+    models = []
+    ((first, second),) = data(rank, 1, 2)
+    for scale in (1.0, 0.5):
+        torch.manual_seed(0)
+        model = sharded(way, Net(), by_class(Block))
+        model(first).backward()
+        with model.no_sync():
+            model(second).backward()
+        for parameter in model.parameters():
+            parameter.grad.mul_(scale)
+        model(second).backward()
+        models.append(model)
+    whole, halved = ([plain(p.grad) for p in model.parameters()] for model in models)
+    models[0].zero_grad()
+    models[0](first).backward()
+    for ours, theirs, of_first in zip(halved, whole, models[0].parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs - plain(of_first.grad) / 2, rtol=1e-5, atol=1e-7)
+
+
+@on_ranks(2)
+def test_a_parameter_that_has_moved_raises_on_all_ranks(rank: int) -> None:
+    torch.manual_seed(0)
+    model = sharded("in place", Net(), by_class(Block))
+    bias = dict(model.named_parameters())["head.bias"]
+    bias.data = bias.data.clone()
+    with pytest.raises(RuntimeError, match="was given other memory"):
+        model(next(iter(data(rank, 1, 1)))[0])
 
 
 @pytest.mark.parametrize("to_none", [False, True])
