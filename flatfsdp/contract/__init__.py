@@ -12,6 +12,9 @@ FlatFSDP.
       grad_added_to_main_grad
     fp8_operand                 engine           layers              operand.py
     fp8_weights()               layers           engine              operand.py
+    joints()                    layers           engine              joint.py
+    joint_parts,                engine           layers              joint.py
+      _flatfsdp_joined
     late_buffers,               layers           engine,             late_buffers.py
       prepare_load()                             checkpoints
     tensor_model_parallel, partition_dim,        engine,             tensor_parallel.py
