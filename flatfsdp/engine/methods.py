@@ -17,6 +17,7 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.engine.full_params import whole_parameters
 from flatfsdp.engine.memory import MemoryReport, memory_report
 from flatfsdp.engine.param_groups import gradients_of
+from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.units import UnitModule, named_groups, root_of, units_in
 from flatfsdp.flat.nested import cast_floats
 from flatfsdp.optim.clip import clip_grad_norm
@@ -24,6 +25,19 @@ from flatfsdp.policy import Division, Gathering
 from flatfsdp.torch_private import in_backward, never_traced
 
 M = TypeVar("M", bound="UnitMethods")
+
+
+class Unsharding:
+    """A unit's parameters, which are on their way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """`module.weight` is whole when it returns, on a GPU for what is launched afterwards; unless it has
+        been used and freed already."""
+        if not self._unit.is_sharded:
+            self._unit.show(Action.FORWARD)
 
 
 class UnitMethods(UnitModule):
@@ -49,8 +63,20 @@ class UnitMethods(UnitModule):
         """Says whether the next backwards are the last of their step and reduce; for pipeline schedules."""
         root_of(self).microbatch.is_last = is_last
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """As FSDP2 says `set_is_last_backward`: whether the next backwards reduce gradients."""
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """As FSDP2 says `set_is_last_backward`: whether the next backwards reduce gradients.
+
+        Args:
+            recurse: True: all units of a model begin and end a step together.
+
+        Raises:
+            ValueError: for recurse=False, if there are units inside.
+        """
+        if not recurse and any(unit is not self for _, unit in units_in(self)):
+            raise ValueError(
+                "set_requires_gradient_sync(recurse=False) would reduce a part of the model's gradients; all "
+                "units of a model reduce in the same backwards: leave recurse out"
+            )
         self.set_is_last_backward(requires_gradient_sync)
 
     def clip_grad_norm_(
@@ -121,14 +147,25 @@ class UnitMethods(UnitModule):
 
     # ---- whole parameters for a while -------------------------------------------------------------------
 
-    def unshard(self) -> None:
+    def unshard(self, async_op: bool = False) -> Unsharding | None:
         """Gathers this unit's own parameters, until it is next used or `reshard()` is called.  Collective.
 
         `module.weight` is whole until then, in compute precision; what is written to it is lost.  Those of
         the units inside stay sharded.
+
+        Args:
+            async_op: only starts to gather them.
+
+        Returns:
+            With async_op, what waits for them: its `wait()`, or the unit's next forward.
         """
         root_of(self)
-        self.fsdp_state.unit.show(Action.FORWARD)
+        unit = self.fsdp_state.unit
+        if not async_op:
+            unit.show(Action.FORWARD)
+            return None
+        unit.unshard(Action.FORWARD)
+        return Unsharding(unit)
 
     def reshard(self) -> None:
         """Frees this unit's own parameters, if they are gathered."""

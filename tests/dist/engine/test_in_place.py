@@ -260,6 +260,23 @@ def test_a_unit_is_unsharded_by_hand() -> None:
     assert model.blocks[0].up.weight.isnan().all()
     model.reshard()
     assert model.head.weight.isnan().all()
+    handle = model.unshard(async_op=True)
+    assert model.head.weight.isnan().all()
+    handle.wait()
+    assert torch.equal(model.head.weight, net.head.weight)
+    model.reshard()
+    handle.wait()
+    assert model.head.weight.isnan().all()
+
+
+def test_whether_gradients_are_reduced_is_said_as_in_fsdp2() -> None:
+    model = in_place()
+    model.set_requires_gradient_sync(False, recurse=True)
+    assert not model.fsdp_state.microbatch.is_last
+    model.blocks[0].set_requires_gradient_sync(True, recurse=False)
+    with pytest.raises(ValueError, match="all units of a model reduce in the same backwards"):
+        model.set_requires_gradient_sync(False, recurse=False)
+    assert model.fsdp_state.microbatch.is_last
 
 
 # ---- requires_grad --------------------------------------------------------------------------------------
