@@ -54,7 +54,7 @@ class UnitMethods(UnitModule):
         """Backwards that run inside accumulate gradients and publish none.
 
         They reduce nothing; with `grad_sync="every"` they reduce-scatter, and the last one adds up.  Until
-        then a flat parameter without a gradient has a marker in `.grad`.  Reading it raises, and an optimizer
+        then a shard without a gradient has a marker in `.grad`.  Reading it raises, and an optimizer
         that zeroes it, or sets it to None, drops what was accumulated.
         """
         return root_of(self).microbatch.not_last()
@@ -109,7 +109,7 @@ class UnitMethods(UnitModule):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also drops what was accumulated and not reduced, and clears `main_grad` of flat parameters."""
+        """Also drops what was accumulated and not reduced, and clears `main_grad` of shards."""
         super().zero_grad(set_to_none)
         for _, wrapped in units_in(self):
             wrapped.fsdp_state.unit.drop_gradients()
@@ -195,10 +195,10 @@ class UnitMethods(UnitModule):
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
     ) -> Iterator[None]:
-        """Inside, the wrapped module has its ordinary parameters: whole, in master precision, by their names.
+        """Inside, the module has its ordinary parameters: whole, in master precision, by their names.
 
-        `parameters()` and `named_parameters()` list them, under the names they had before wrapping, and no
-        flat ones.  Collective, at both ends.  Gradients are not summoned.
+        `parameters()` and `named_parameters()` list them, under the names they had before the model was
+        sharded, and no shards.  Collective, at both ends.  Gradients are not summoned.
 
         Args:
             recurse: also those of the units inside.
@@ -245,20 +245,19 @@ class UnitMethods(UnitModule):
             probe = fn(flat.detach()[:1])
             if (probe.dtype, probe.device) != (flat.dtype, flat.device):
                 raise TypeError(
-                    f"a FlatFSDP module cannot be moved or converted ({flat.dtype} on {flat.device} to "
-                    f"{probe.dtype} on {probe.device}); pass device= and precision= to the constructor "
-                    "instead"
+                    f"a sharded module cannot be moved or converted ({flat.dtype} on {flat.device} to "
+                    f"{probe.dtype} on {probe.device}); pass device= and precision= where it is sharded"
                 )
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
-            "a FlatFSDP module cannot be copied: its ranks, hooks and buffers are tied to this process; "
-            "copy the plain module before wrapping, or load a state_dict into a new one"
+            "a sharded module cannot be copied: its ranks, hooks and buffers are tied to this process; "
+            "copy the plain module before it is sharded, or load a state_dict into a new one"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError("a FlatFSDP module cannot be pickled; save its state_dict() instead")
+        raise TypeError("a sharded module cannot be pickled; save its state_dict() instead")
 
 
 @contextmanager

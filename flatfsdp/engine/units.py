@@ -29,7 +29,7 @@ from flatfsdp.policy import Policy
 
 @dataclass(eq=False)
 class FSDPState:
-    """What the engine knows of one wrapped module: the one attribute through which others ask.
+    """What the engine knows of one sharded module: the one attribute through which others ask.
 
     Attributes:
         policy: what the user has decided.
@@ -154,7 +154,7 @@ Model = nn.Module | Sequence[nn.Module]
 
 
 def units_in(module: nn.Module) -> Iterator[tuple[str, UnitModule]]:
-    """Every FlatFSDP in `module`, itself included, in registration order.
+    """Every unit in `module`, itself included, in registration order.
 
     Each with the prefix of its parameters' original names: "" for `module` itself, else such as "blocks.0.".
     One that has two paths comes up twice.
@@ -175,13 +175,13 @@ def named_groups(model: Model) -> list[tuple[str, FlatGroup]]:
     Collective the first time, if `model` has not been used yet.
 
     Raises:
-        ValueError: if there is no FlatFSDP module.
+        ValueError: if there is no unit.
     """
     units: dict[UnitModule, str] = {}
     for part in parts_of(model):
         found = list(units_in(part))
         if not found:
-            raise ValueError(f"{type(part).__name__} contains no FlatFSDP module; wrap it first")
+            raise ValueError(f"{type(part).__name__} contains no unit of FlatFSDP; shard or wrap it first")
         for prefix, wrapped in found:
             units.setdefault(wrapped, prefix)
     for wrapped in units:
