@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import nn
+from typing_extensions import Unpack
 
 from flatfsdp.contract.claimed import FSDP_STATE, PART_OF
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.claim import own_modules
 from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, mix, unmix
+from flatfsdp.engine.in_place.options import ShardOptions, require_known
 from flatfsdp.engine.in_place.parts import unit_of
 from flatfsdp.engine.in_place.state_dicts import follow_state_dicts
 from flatfsdp.engine.units import UnitModule, units_in
@@ -28,7 +30,11 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def shard(
-    module: M, policy: WrapPolicy | None = None, *, optimize_backward_concat: bool = True, **options: Any
+    module: M,
+    policy: WrapPolicy | None = None,
+    *,
+    optimize_backward_concat: bool = True,
+    **options: Unpack[ShardOptions],
 ) -> M:
     """Shards a module's parameters over ranks, in place: class, methods and names stay what they are.
 
@@ -50,15 +56,17 @@ def shard(
             reduced as a whole.  None: the module alone, with what is inside and not sharded yet.
         optimize_backward_concat: as of `FlatFSDP`; here True by default, so that `module.weight` is a
             Parameter.
-        options: all others of `FlatFSDP`.
+        options: all others of `FlatFSDP`, see `ShardOptions`.
 
     Returns:
         `module`.
 
     Raises:
-        TypeError: as `auto_wrap`; if no class can be derived from the module's.
+        TypeError: as `auto_wrap`; for an option that there is not; if no class can be derived from that of
+            the module.
         ValueError: as `auto_wrap`; if the module is sharded or wrapped already, or is never called.
     """
+    require_known(options)
 
     def make(part: nn.Module) -> UnitModule:
         return _make_unit(part, optimize_backward_concat=optimize_backward_concat, **options)

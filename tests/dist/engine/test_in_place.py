@@ -24,6 +24,7 @@ from flatfsdp import (
     whole_shape,
 )
 from flatfsdp.engine.in_place.classes import FlatFSDPModule
+from flatfsdp.engine.in_place.options import ShardOptions
 from tests.support import stored_weights
 from tests.support.against_plain import plain_net
 from tests.support.checkpoints import equal
@@ -342,12 +343,19 @@ def test_hooks_of_what_is_listed_run_or_raise(rank: int) -> None:
 # ---- wrong uses -----------------------------------------------------------------------------------------
 
 
+def test_all_options_of_the_wrapper_are_known() -> None:
+    of_wrapper = set(inspect.signature(FlatFSDP).parameters)
+    assert of_wrapper - {"module", "optimize_backward_concat"} == set(ShardOptions.__annotations__)
+
+
 @on_ranks(2)
 def test_what_cannot_be_sharded() -> None:
     model = in_place()
     for make in (shard, FlatFSDP):
         with pytest.raises(ValueError, match=r"sharded already|keeps its parameters already"):
             make(model)
+    with pytest.raises(TypeError, match=r"^shard\(\) got an unexpected keyword argument 'reshard'"):
+        shard(plain_net(), by_class(Block), reshard=True)
     with pytest.raises(ValueError, match="a ModuleList is never called"):
         shard(nn.ModuleList([Block()]))
     tied = plain_net()
