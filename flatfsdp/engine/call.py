@@ -15,7 +15,7 @@ import torch
 from flatfsdp.engine.methods import UnitMethods
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import versions_of
-from flatfsdp.engine.units import FSDPState, root_of
+from flatfsdp.engine.units import UnitState, root_of
 from flatfsdp.flat.nested import tensors_in
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
 
@@ -64,7 +64,7 @@ def _end(root: Root, outputs: Any) -> None:
 
 @traced_inside
 def _around(
-    state: FSDPState, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: UnitState, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     unit = state.unit
     position, versions = unit.before_forward(), versions_of((args, kwargs))
