@@ -26,9 +26,13 @@ def call_unit(
 ) -> Any:
     """`compute(*args, **kwargs)` with the parameters of `unit` gathered, and what follows in backward.
 
+    Inside a call of the same unit it is that call's: a module may call itself, or its parts.
+
     Args:
         compute: of the unit, or of a part of it.
     """
+    if unit.fsdp_state.uses:
+        return compute(*args, **kwargs)
     root = _begin(unit)
     if root is None:
         return _around(unit.fsdp_state, compute, args, kwargs)
@@ -47,7 +51,7 @@ def _begin(unit: UnitMethods) -> Root | None:
     """The root, if this is the outermost forward; None inside one, or in a recomputation."""
     root = root_of(unit)
     if unit.fsdp_state.is_whole:
-        raise RuntimeError("a FlatFSDP module cannot compute inside summon_full_params; leave it first")
+        raise RuntimeError("a sharded module cannot compute inside summon_full_params; leave it first")
     if root.in_forward or in_backward():
         return None
     root.begin_forward()

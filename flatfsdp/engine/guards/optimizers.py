@@ -69,24 +69,22 @@ def refuse_optimizer(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _refuse_decay_by_dim(optimizer: torch.optim.Optimizer) -> None:
-    """Shards are 1-D, so `p.dim() >= 2` finds nothing to decay, and `p.dim() < 2` everything: matrices are
-    in one group with vectors.  Where they are alone, as embeddings may be, they are meant to be."""
+    """Shards are 1-D, so `p.dim() >= 2` finds nothing to decay."""
     groups = optimizer.param_groups
     if not any(not group["params"] and group.get("weight_decay") for group in groups):
         return
-    if any(_has_both(group["params"]) for group in groups if not group.get("weight_decay")):
+    spared = (p for group in groups if not group.get("weight_decay") for p in group["params"])
+    if any(_has_matrix(parameter) for parameter in spared):
         raise ValueError(
             f"this {type(optimizer).__name__} decays nothing: its group with weight_decay is empty, and "
             "matrices are in one without. Shards are 1-D, so p.dim() does not tell; make the groups by "
             'flatfsdp.param_groups(model, [{"params": lambda name, shape: len(shape) < 2, '
-            '"weight_decay": 0.0}])'
+            '"weight_decay": 0.0}]); if nothing is to be decayed, leave out the empty group'
         )
 
 
-def _has_both(parameters: list[Tensor]) -> bool:
-    """Whether matrices are among them, and vectors, too."""
-    dims = [len(shape) for parameter in parameters for shape in uncut_shapes(parameter)]
-    return any(dim >= 2 for dim in dims) and any(dim < 2 for dim in dims)
+def _has_matrix(parameter: Tensor) -> bool:
+    return any(len(shape) >= 2 for shape in uncut_shapes(parameter))
 
 
 def _is_elementwise(cls: type) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import flatfsdp.optim
-from flatfsdp import FlatFSDP, by_class, param_groups, shard
+from flatfsdp import FlatFSDP, by_class, param_groups
 from tests.support.both_forms import WAYS, sharded
 from tests.support.models import Block, Net, build, data
 from tests.support.ranks import on_ranks
@@ -143,20 +143,13 @@ def test_groups_by_dim_that_decay_nothing_are_refused(
 
 @on_ranks(2)
 def test_groups_that_are_empty_for_another_reason_are_not_refused(rank: int) -> None:
-    """Nothing but vectors; a rank whose part of the model is not decayed; nothing left to train; nothing but
-    an embedding."""
+    """Nothing but vectors; a rank whose part of the model is not decayed; nothing left to train."""
     vectors = FlatFSDP(nn.LayerNorm(20))
-    embedding = shard(nn.Embedding(30, 20))
     model = build()
     small = param_groups(model, [{"params": ["head.bias"], "weight_decay": 0.1}, {"params": lambda *_: True}])
     assert not (small[0]["params"] if rank == 0 else ())
     plain = Net().requires_grad_(False)
-    for groups in (
-        _by_dim(vectors),
-        [*small[:1], {**small[1], "weight_decay": 0.0}],
-        _by_dim(plain),
-        _by_dim(embedding),
-    ):
+    for groups in (_by_dim(vectors), [*small[:1], {**small[1], "weight_decay": 0.0}], _by_dim(plain)):
         optimizer = torch.optim.AdamW(groups, lr=0.1)
         _backward(model, rank)
         optimizer.step()
