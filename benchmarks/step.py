@@ -25,43 +25,32 @@ from typing import Annotated, Any
 import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, publish
-from lib.engines import FP8, OF_FLATFSDP, PLAIN, Engine, Variant
+from lib.engines import FP8, OF_FLATFSDP, PLAIN, Engine, TrainedLlama, Variant
 from lib.llama import SHAPES, flops_per_token
 from lib.measuring import Job, VariantRuns, measure_all
-from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
+from lib.step_report import Row, console_of, draw, show, summary, time_against, title_of
 
 from flatfsdp.launch import Device, is_main, run_on_ranks
-from flatfsdp.profiling.timeline import COLORS
-from flatfsdp.profiling.trace import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
+
+FLOAT8 = Variant.first_of(Engine.fsdp2_float8)
 
 
-def summary(row: VariantRuns, rows: list[VariantRuns], job: Job) -> dict[str, Any]:
-    """One row with what follows from it; times None if it has no run.
+def row_of(row: VariantRuns[Variant], rows: list[VariantRuns[Variant]], job: Job[Variant], shape: str) -> Row:
+    """One variant with what follows from its runs.
 
     `time_vs_fsdp2` is relative to FSDP2 in the same mode, eager or compiled, `time_vs_fsdp2_float8` to FSDP2
     with torchao; below 1 is faster.
     """
-    ms = row.ms
-    per_second = None if ms is None else 1e3 * job.microbatches * job.config.seq / ms
+    fsdp2 = Variant(Engine.fsdp2, row.variant.compiled)
     return {
-        "name": row.variant.name,
-        "label": row.variant.label,
-        "skipped": row.skipped,
-        "failed": row.failed,
-        "ms": ms,
-        "tokens_per_s_per_rank": per_second,
-        "tflops_per_rank": None if per_second is None else per_second * flops_per_token(job.config) / 1e12,
+        **summary(row, job, SHAPES[shape]),
         "identity": _identity(row),
-        "peak_gib": max((run.peak_gib for run in row.runs), default=None),
-        "time_vs_fsdp2": _ratio(row, rows, Variant(Engine.fsdp2, row.variant.compiled)),
-        "time_vs_fsdp2_float8": _ratio(row, rows, FLOAT8),
-        "runs": [{"median_ms": statistics.median(run.ms), **asdict(run)} for run in row.runs],
+        "time_vs_fsdp2": time_against(row.ms, fsdp2.name, rows),
+        "time_vs_fsdp2_float8": time_against(row.ms, FLOAT8.name, rows),
     }
 
 
-def _identity(row: VariantRuns) -> dict[str, float] | None:
+def _identity(row: VariantRuns[Variant]) -> dict[str, float] | None:
     """What it costs that collectives carry what they are for: medians of steps taken by turns."""
     checked = [ms for run in row.runs for ms in run.checked_ms or ()]
     unchecked = [ms for run in row.runs for ms in run.unchecked_ms or ()]
@@ -71,15 +60,7 @@ def _identity(row: VariantRuns) -> dict[str, float] | None:
     return {"on_ms": on, "off_ms": off, "on_vs_off": on / off}
 
 
-FLOAT8 = Variant.first_of(Engine.fsdp2_float8)
-
-
-def _ratio(row: VariantRuns, rows: list[VariantRuns], peer: Variant) -> float | None:
-    theirs = next((other.ms for other in rows if other.variant == peer), None)
-    return None if row.ms is None or theirs is None else row.ms / theirs
-
-
-def same_losses(rows: list[VariantRuns]) -> dict[str, bool]:
+def same_losses(rows: list[VariantRuns[Variant]]) -> dict[str, bool]:
     """Whether FlatFSDP's losses are the same in every step, for each mode: with the flag off and on, wrapped
     and in place."""
     losses = {row.variant: row.runs[0].losses for row in rows if row.runs}
@@ -92,41 +73,9 @@ def same_losses(rows: list[VariantRuns]) -> dict[str, bool]:
     return found
 
 
-def show(payload: dict[str, Any], job: Job, ranks: int) -> None:
-    console = Console()
-    console.width = max(console.width, 140)  # a table that wraps says nothing
-    table = Table(title=f"\n{_title(job, ranks)}", title_justify="left", box=None, padding=(0, 0, 0, 2))
-    table.add_column("engine", no_wrap=True)
-    ratios = _ratios(job)
-    figures = ("ms/step", "tokens/s\nper rank", "TFLOP/s\nper rank", "peak\nGiB", "between\nsteps")
-    for column in (*figures, *(f"time vs\n{peer}" for peer in ratios)):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("first\nloss", "last\nloss", "ms/step\nof each run"):
-        table.add_column(column, justify="right", style="cyan", no_wrap=True)
-    for row in payload["rows"]:
-        if not row["runs"]:
-            table.add_row(row["label"], "[red]failed[/]" if row["failed"] else "skipped")
-            continue
-        losses = row["runs"][0]["losses"]
-        table.add_row(
-            row["label"],
-            f"[bold]{row['ms']:.1f}[/]",
-            f"{row['tokens_per_s_per_rank']:,.0f}",
-            f"{row['tflops_per_rank']:.1f}",
-            f"{row['peak_gib']:.1f}",
-            f"{row['runs'][0]['static_gib']:.1f}",
-            *("-" if row[key] is None else f"{row[key]:.3f}" for key in ratios.values()),
-            f"{losses[0]:.5f}",
-            f"{losses[-1]:.5f}",
-            " / ".join(f"{run['median_ms']:.1f}" for run in row["runs"]),
-        )
-    console.print(table)
-    for row in payload["rows"]:
-        if row["failed"]:
-            console.print(f"{row['label']} failed: {row['failed']}", style="red", markup=False)
-        elif row["skipped"]:
-            console.print(f"{row['label']}: skipped, {row['skipped']}", markup=False)
-    _show_memory(payload, console)
+def show_all(payload: dict[str, Any], title: str, ratios: dict[str, str]) -> None:
+    console = console_of()
+    show(payload["rows"], title, ratios, console)
     for row in payload["rows"]:
         if (cost := row["identity"]) is not None:
             console.print(
@@ -134,65 +83,16 @@ def show(payload: dict[str, Any], job: Job, ranks: int) -> None:
                 f"{cost['off_ms']:.2f} where they do not: {cost['on_vs_off']:.4f}",
                 highlight=False,
             )
-    _show_breakdown(payload, console)
-    leftovers = [run["leftover_gib"] for row in payload["rows"] for run in row["runs"]]
-    if leftovers and max(leftovers) - min(leftovers) > 0.5:
-        console.print(
-            f"[red]Up to {max(leftovers) - min(leftovers):.1f} GiB of earlier runs were not freed.[/]"
-        )
     for mode, same in payload["same_losses"].items():
         answer = "the same in every step" if same else "not the same (attention's backward need not repeat)"
         console.print(f"FlatFSDP, {mode}: losses with the flag off and on, and in place, are {answer}.")
 
 
-def _ratios(job: Job) -> dict[str, str]:
-    """Whom times are relative to in this run: its name and its key in a summary."""
+def ratios_of(job: Job[Variant]) -> dict[str, str]:
+    """Whom times are relative to in this run: its name and its key in a row."""
     engines = {variant.engine for variant in job.variants}
     found = {"FSDP2": "time_vs_fsdp2"} if Engine.fsdp2 in engines else {}
     return found | ({"torchao": "time_vs_fsdp2_float8"} if Engine.fsdp2_float8 in engines else {})
-
-
-def _show_memory(payload: dict[str, Any], console: Console) -> None:
-    for row in payload["rows"]:
-        for run in row["runs"][:1]:
-            if run["reported_gib"] is not None and run["static_gib"] > 0:
-                share = run["reported_gib"] / run["static_gib"]
-                console.print(
-                    f"{row['label']}: {run['static_gib']:.2f} GiB between steps, of which the memory report "
-                    f"lists {run['reported_gib']:.2f} ({share:.1%})",
-                    highlight=False,
-                )
-
-
-def _show_breakdown(payload: dict[str, Any], console: Console) -> None:
-    """One line for each engine that was profiled: milliseconds of rank 0's GPU."""
-    found = {
-        row["label"]: run["breakdown"]
-        for row in payload["rows"]
-        for run in row["runs"][:1]
-        if run["breakdown"] is not None
-    }
-    if not found:
-        return
-    title = "\nOne profiled step of rank 0, ms in which a class ran (and no other)"
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 0, 0, 2))
-    table.add_column("engine", no_wrap=True)
-    for column in (*CLASSES, "gaps", "step"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for label, parts in found.items():
-        shares = (parts["shares"][name] for name in CLASSES)
-        table.add_row(
-            label,
-            *(f"{share['busy_ms']:.1f} ({share['alone_ms']:.1f})" for share in shares),
-            f"{parts['gaps_ms']:.1f}",
-            f"{parts['step_ms']:.1f}",
-        )
-    console.print(table)
-
-
-def _title(job: Job, ranks: int) -> str:
-    zero = "freed after use (ZeRO-3)" if job.reshard else "kept for a step (ZeRO-2)"
-    return f"Training step of {job.shape}, {ranks} ranks, M = {job.microbatches}, parameters {zero}"
 
 
 ENGINE_COLORS = {
@@ -206,62 +106,6 @@ ENGINE_COLORS = {
     Engine.flat_bf16_fused: "#4e79a7",
     Engine.fsdp2_float8: "#e15759",
 }
-
-
-def draw(payload: dict[str, Any], job: Job, ranks: int, path: Path) -> None:
-    """One bar for each variant that ran: milliseconds a step; below, what its GPU did if that is known."""
-    rows = [row for row in payload["rows"] if row["runs"]]
-    profiled = [row for row in rows if row["runs"][0]["breakdown"] is not None]
-    panels = [len(rows), len(profiled)] if profiled else [len(rows)]
-    figure = Figure(figsize=(9, len(panels) + 0.4 * sum(panels)), layout="constrained")
-    axes = figure.subplots(len(panels), squeeze=False, height_ratios=panels)[:, 0]
-    _draw_times(axes[0], rows, job)
-    axes[0].set_title(_title(job, ranks), loc="left", fontsize=10)
-    if profiled:
-        _draw_breakdowns(axes[1], profiled)
-    for axis in axes:
-        axis.invert_yaxis()
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-
-
-def _draw_times(axis: Any, rows: list[dict[str, Any]], job: Job) -> None:
-    colors = {variant.label: ENGINE_COLORS[variant.engine] for variant in job.variants}
-    for row in rows:
-        axis.barh(row["label"], row["ms"], color=colors[row["label"]], height=0.7)
-        compared = "".join(
-            f", {row[key]:.3f} of {peer}'s time" for peer, key in _ratios(job).items() if row[key] is not None
-        )
-        note = f" {row['ms']:.1f} ms, {row['tflops_per_rank']:.0f} TFLOP/s{compared}"
-        axis.text(row["ms"], row["label"], note, va="center", fontsize=9)
-    axis.set_xlim(right=1.6 * max((row["ms"] for row in rows), default=1.0))
-    axis.set_xlabel("ms per step, forward, backward and AdamW (median)")
-
-
-OVERLAP, GAPS = "two classes or more", "gaps"
-CLASS_COLORS = {
-    **{name: COLORS[name] for name in (GEMM, ATTENTION, MEMORY)},
-    OVERLAP: "#edc948",
-    COMMUNICATION: COLORS[COMMUNICATION],
-    GAPS: "#bab0ac",
-}
-
-
-def _draw_breakdowns(axis: Any, rows: list[dict[str, Any]]) -> None:
-    """Stacked: each class's time alone, time in which classes overlap, and gaps."""
-    labels = [row["label"] for row in rows]
-    found = [row["runs"][0]["breakdown"] for row in rows]
-    left = [0.0] * len(rows)
-    for name, color in CLASS_COLORS.items():
-        if name in CLASSES:
-            widths = [parts["shares"][name]["alone_ms"] for parts in found]
-        else:
-            widths = [parts["overlap_ms" if name == OVERLAP else "gaps_ms"] for parts in found]
-        axis.barh(labels, widths, left=left, color=color, height=0.7, label=name)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axis.set_xlabel("ms of one profiled step, rank 0's GPU: only that class ran")
-    axis.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
@@ -328,10 +172,13 @@ def main(
     chosen = [Variant.first_of(engine) for engine in dict.fromkeys(wanted)]
     if compiled:
         chosen += [Variant(v.engine, compiled=True) for v in chosen if v.can_be_compiled]
+    zero = "reshard" if reshard else "keep"
+    suffix = "" if all(variant.engine in PLAIN for variant in chosen) else "-fp8"
     job = Job(
-        *(shape, accumulation, reshard, steps, warmup, rounds),
+        f"step-{shape}-m{accumulation}-{zero}{suffix}",
+        TrainedLlama(shape, own_adamw),
+        *(accumulation, reshard, steps, warmup, rounds),
         variants=tuple(chosen),
-        own_adamw=own_adamw,
         breakdown=breakdown,
         traces=traces,
         identity=identity,
@@ -342,18 +189,20 @@ def main(
         payload = {
             "environment": environment("cuda" if launch.use_cuda() else "cpu"),
             "ranks": launch.world,
-            "job": {**asdict(job), "variants": [v.name for v in chosen], "traces": traces is not None},
-            "config": asdict(job.config),
-            "flops_per_token": flops_per_token(job.config),
-            "rows": [summary(row, rows, job) for row in rows],
+            "job": job.settings(),
+            "config": asdict(SHAPES[shape]),
+            "flops_per_token": flops_per_token(SHAPES[shape]),
+            "rows": [row_of(row, rows, job, shape) for row in rows],
             "same_losses": same_losses(rows),
         }
+        title, ratios = title_of(shape, job, launch.world), ratios_of(job)
+        colors = {variant.name: ENGINE_COLORS[variant.engine] for variant in chosen}
         publish(
             payload,
             out,
             job.name,
-            draw=partial(draw, payload, job, launch.world),
-            show=partial(show, payload, job, launch.world),
+            draw=partial(draw, payload["rows"], title, ratios, colors),
+            show=partial(show_all, payload, title, ratios),
             as_json=as_json,
         )
     # Only the rank that writes: torchrun kills the others as soon as one fails.

@@ -94,7 +94,8 @@ def environment(device: str = "cpu") -> dict[str, str]:
 def _peers() -> dict[str, str]:
     """Versions of what is measured or used beside torch, where it is installed."""
     found = {}
-    for package in ("torchao", "fairscale", "transformer_engine", "nvmath-python"):
+    packages = ("torchao", "fairscale", "transformer_engine", "nvmath-python", "transformers", "liger-kernel")
+    for package in packages:
         with suppress(metadata.PackageNotFoundError):
             found[package] = metadata.version(package)
     return found

@@ -1,10 +1,11 @@
-"""The engines that `step.py` measures: how each one shards a model, marks a microbatch and steps."""
+"""The engines that `step.py` measures: how each one shards the plain Llama, and which optimizer it has."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 
@@ -12,16 +13,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import flatfsdp
 import flatfsdp.optim
 from flatfsdp import Precision, auto_wrap, by_class
-from flatfsdp.engine.units import UnitModule
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
+from flatfsdp.launch import Rank
 from flatfsdp.layers import Embedding, TransformerLayer
 from lib.fp8_llama import FusedLlama
-from lib.llama import Layer, Llama
+from lib.llama import SHAPES, Layer, Llama, LlamaConfig
+from lib.measuring import LEARNING_RATE, SEED, Batch, Started
 
 
 class Engine(str, Enum):
@@ -99,6 +101,48 @@ class Variant:
         return ""
 
 
+@dataclass(frozen=True)
+class TrainedLlama:
+    """The workload of `step.py`.
+
+    Attributes:
+        shape: key of `SHAPES`.
+        own_adamw: engines of FlatFSDP's own layers have its own AdamW, too.
+    """
+
+    shape: str
+    own_adamw: bool
+
+    @property
+    def config(self) -> LlamaConfig:
+        return SHAPES[self.shape]
+
+    def batches(self, rank: Rank, count: int) -> list[Batch]:
+        config, device = self.config, rank.device
+        generator = torch.Generator(device).manual_seed(SEED + 1 + rank.index)
+
+        def batch() -> Batch:
+            if not config.vocab:
+                shape = (1, config.seq, config.hidden)
+                return (torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16),)
+            tokens = torch.randint(config.vocab, (1, config.seq + 1), generator=generator, device=device)
+            inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+            return (inputs, targets) if config.loss == "cross-entropy" else (inputs,)
+
+        return [batch() for _ in range(count)]
+
+    @contextmanager
+    def start(self, variant: Variant, reshard: bool, device: torch.device) -> Iterator[Started]:
+        # Where it will be sharded: a host may not have room for an FP32 copy of the model for each rank.
+        with device:
+            plain = Llama(self.config)
+        model = shard(plain, variant, reshard, device)
+        del plain
+        yield Started(
+            model, adamw(model, variant, LEARNING_RATE, own=self.own_adamw), lambda batch: model(*batch)
+        )
+
+
 def shard(model: Llama, variant: Variant, reshard: bool, device: torch.device) -> nn.Module:
     """The model, on `device` in FP32, in the hands of an engine.
 
@@ -171,17 +215,6 @@ def _fairscale(model: Llama, reshard: bool) -> nn.Module:
     if model.tokens is not None:
         model.tokens = fsdp(model.tokens, **options)
     return fsdp(model, **options)
-
-
-def position(model: nn.Module, is_last: bool, reshard: bool) -> AbstractContextManager[None]:
-    """Tells engines other than FlatFSDP whether the microbatch inside is the last one of its step."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(is_last)
-        # Without this FSDP2 gathers anew in every microbatch even when it keeps parameters after forward.
-        model.set_reshard_after_backward(is_last or reshard)
-    elif not isinstance(model, UnitModule) and not is_last:
-        return model.no_sync()  # type: ignore[operator]
-    return nullcontext()
 
 
 def adamw(model: nn.Module, variant: Variant, lr: float, *, own: bool) -> torch.optim.Optimizer:

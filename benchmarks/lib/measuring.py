@@ -1,4 +1,9 @@
-"""How `step.py` times a training step: the same steps for every engine, one engine after the other."""
+"""How `step.py` and `hf.py` time a step: the same steps for every engine, one engine after the other.
+
+In:   a `Job`: the variants of a `Workload`, which builds, shards and steps a model in each variant's way.
+Out:  a `VariantRuns` for each variant.
+Next: `step_report.py` shows and draws them.
+"""
 
 from __future__ import annotations
 
@@ -7,68 +12,114 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
 from flatfsdp import microbatches
 from flatfsdp.engine.methods import UnitMethods
-from flatfsdp.engine.units import named_groups
+from flatfsdp.engine.units import UnitModule, named_groups
 from flatfsdp.launch import Rank
 from flatfsdp.profiling.trace import Breakdown, breakdown, spans_of
 from lib.common import on_all_ranks
 from lib.device import GIB, allocated_gib, peak_gib, start_together, timed
-from lib.engines import PLAIN, Variant, adamw, position, shard
-from lib.llama import SHAPES, Llama, LlamaConfig
 
 SEED = 0
 LEARNING_RATE = 1e-4
 
+Batch = tuple[Tensor, ...]
+
+
+class Variant(Protocol):
+    """An engine in one of its modes; hashable, and can be pickled."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def label(self) -> str: ...
+
+    def unavailable(self, device: torch.device) -> str:
+        """Why it cannot run here; empty if it can."""
+        ...
+
+
+V = TypeVar("V", bound=Variant)
+V_contra = TypeVar("V_contra", bound=Variant, contravariant=True)
+
+
+class Started(NamedTuple):
+    """A model in the hands of an engine, ready for its first step.
+
+    Attributes:
+        loss: of one microbatch, 0-dim, with its graph.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Batch], Tensor]
+
+
+class Workload(Protocol[V_contra]):
+    """What all variants of a benchmark train; a dataclass that can be pickled."""
+
+    def batches(self, rank: Rank, count: int) -> list[Batch]:
+        """The microbatches of a step, the same in every step and for every variant."""
+        ...
+
+    def start(
+        self, variant: V_contra, reshard: bool, device: torch.device
+    ) -> AbstractContextManager[Started]:
+        """Builds the model, from torch's default generator, and shards it.
+
+        What a variant changes for the whole process lasts as long as the context.
+        """
+        ...
+
 
 @dataclass(frozen=True)
-class Job:
+class Job(Generic[V]):
     """What every rank measures.
 
     Attributes:
-        shape: key of `SHAPES`.
+        name: of the files with the results.
+        microbatches: of a step, one sequence each.
         reshard: parameters are freed after each forward and backward (ZeRO-3), or kept for a step (ZeRO-2).
         steps, warmup: of each run, timed and before those.
         rounds: how often the variants are measured in turn.
-        own_adamw: engines of FlatFSDP's own layers have its own AdamW, too.
         breakdown: profile one more step of each variant and sort its kernels.
         traces: folder for a Chrome trace of that step.
         identity: time FlatFSDP's steps whose collectives carry what they are for by turns with others.
     """
 
-    shape: str
+    name: str
+    workload: Workload[V]
     microbatches: int
     reshard: bool
     steps: int
     warmup: int
     rounds: int
-    variants: tuple[Variant, ...]
-    own_adamw: bool
+    variants: tuple[V, ...]
     breakdown: bool
     traces: Path | None
     identity: bool = False
 
-    @property
-    def config(self) -> LlamaConfig:
-        return SHAPES[self.shape]
-
-    @property
-    def name(self) -> str:
-        zero = "reshard" if self.reshard else "keep"
-        fp8 = "" if all(variant.engine in PLAIN for variant in self.variants) else "-fp8"
-        return f"step-{self.shape}-m{self.microbatches}-{zero}{fp8}"
-
-    def order(self) -> list[Variant]:
+    def order(self) -> list[V]:
         return [*(self.variants * self.rounds), self.variants[0]]
+
+    def settings(self) -> dict[str, Any]:
+        """All of it for a JSON file, the workload's own settings among the others."""
+        found = asdict(self)
+        own = found.pop("workload")
+        names = [variant.name for variant in self.variants]
+        return {**own, **found, "variants": names, "traces": self.traces is not None}
 
 
 @dataclass(frozen=True)
@@ -101,7 +152,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class VariantRuns:
+class VariantRuns(Generic[V]):
     """All runs of a variant, over all ranks: the slowest one's times, the mean of losses, the highest peak.
 
     Attributes:
@@ -109,7 +160,7 @@ class VariantRuns:
         failed: what went wrong in one of its runs, or empty.
     """
 
-    variant: Variant
+    variant: V
     runs: list[Run]
     skipped: str = ""
     failed: str = ""
@@ -120,10 +171,10 @@ class VariantRuns:
         return statistics.median(ms for run in self.runs for ms in run.ms) if self.runs else None
 
 
-def measure_all(rank: Rank, job: Job) -> list[VariantRuns]:
+def measure_all(rank: Rank, job: Job[V]) -> list[VariantRuns[V]]:
     """On one rank: every variant, by turns; all ranks return the same."""
-    batches = _batches(job, rank)
-    runs: dict[Variant, list[Run]] = {variant: [] for variant in job.variants}
+    batches = job.workload.batches(rank, job.microbatches)
+    runs: dict[V, list[Run]] = {variant: [] for variant in job.variants}
     skipped = {variant: variant.unavailable(rank.device) for variant in job.variants}
     failed = dict.fromkeys(job.variants, "")
     for variant in job.order():
@@ -145,21 +196,28 @@ def _outcome(run: Run) -> str:
     return f"{statistics.median(run.ms):.1f} ms/step, peak {run.peak_gib:.1f} GiB, losses {losses}"
 
 
-def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor, ...]]) -> Run:
+def _measure(variant: V, job: Job[V], rank: Rank, batches: list[Batch]) -> Run:
     leftover = allocated_gib(rank.device)
     torch.manual_seed(SEED)
-    # Where it will be sharded: a host may not have room for an FP32 copy of the model for each rank.
-    with rank.device:
-        plain = Llama(job.config)
-    model = shard(plain, variant, job.reshard, rank.device)
-    del plain
-    optimizer = adamw(model, variant, LEARNING_RATE, own=job.own_adamw)
+    with job.workload.start(variant, job.reshard, rank.device) as started:
+        return _measure_steps(started, variant, job, rank, batches, leftover)
+
+
+def _measure_steps(
+    started: Started, variant: V, job: Job[V], rank: Rank, batches: list[Batch], leftover: float
+) -> Run:
+    """Warms up, and times the steps.
+
+    Args:
+        leftover: GiB that were allocated before the model was built.
+    """
+    model, optimizer, loss_of = started
 
     def step() -> Tensor:
         losses = []
         for index, batch in enumerate(microbatches(model, batches)):
-            with position(model, index == len(batches) - 1, job.reshard):
-                loss = model(*batch)
+            with _position(model, index == len(batches) - 1, job.reshard):
+                loss = loss_of(batch)
                 loss.backward()
             losses.append(loss.detach())
         optimizer.step()
@@ -195,6 +253,17 @@ def _measure(variant: Variant, job: Job, rank: Rank, batches: list[tuple[Tensor,
     )
 
 
+def _position(model: nn.Module, is_last: bool, reshard: bool) -> AbstractContextManager[None]:
+    """Tells engines other than FlatFSDP whether the microbatch inside is the last one of its step."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(is_last)
+        # Without this FSDP2 gathers anew in every microbatch even when it keeps parameters after forward.
+        model.set_reshard_after_backward(is_last or reshard)
+    elif not isinstance(model, UnitModule) and not is_last:
+        return model.no_sync()  # type: ignore[operator]
+    return nullcontext()
+
+
 def _by_turns(
     model: nn.Module, step: Callable[[], None], steps: int, device: torch.device
 ) -> tuple[list[float], list[float]]:
@@ -215,7 +284,7 @@ def _by_turns(
     return milliseconds[::2], milliseconds[1::2]
 
 
-def _profile(step: Callable[[], Tensor], job: Job, variant: Variant, rank: Rank) -> Breakdown | None:
+def _profile(step: Callable[[], Tensor], job: Job[V], variant: V, rank: Rank) -> Breakdown | None:
     """Profiles one step on rank 0: what its GPU did, and a Chrome trace if that is wanted."""
     if rank.index != 0:
         step()
@@ -228,22 +297,6 @@ def _profile(step: Callable[[], Tensor], job: Job, variant: Variant, rank: Rank)
         job.traces.mkdir(parents=True, exist_ok=True)
         recorded.export_chrome_trace(str(job.traces / f"{job.name}-{variant.name}.json"))
     return breakdown(spans_of(recorded)) if job.breakdown else None
-
-
-def _batches(job: Job, rank: Rank) -> list[tuple[Tensor, ...]]:
-    """One sequence for each microbatch, the same in every step and for every engine."""
-    config, device = job.config, rank.device
-    generator = torch.Generator(device).manual_seed(SEED + 1 + rank.index)
-
-    def batch() -> tuple[Tensor, ...]:
-        if not config.vocab:
-            shape = (1, config.seq, config.hidden)
-            return (torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16),)
-        tokens = torch.randint(config.vocab, (1, config.seq + 1), generator=generator, device=device)
-        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-        return (inputs, targets) if config.loss == "cross-entropy" else (inputs,)
-
-    return [batch() for _ in range(job.microbatches)]
 
 
 def _over_ranks(runs: list[Run]) -> Run:

@@ -1,0 +1,211 @@
+"""What `step.py` and `hf.py` say about the variants that they have measured: rows, a table and a picture.
+
+In:   the `VariantRuns` of all variants.
+Out:  `summary`, a row for the JSON file; `show` and `draw` read such rows.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from flatfsdp.profiling.timeline import COLORS
+from flatfsdp.profiling.trace import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
+from lib.llama import LlamaConfig, flops_per_token
+from lib.measuring import Job, V, VariantRuns
+
+Row = dict[str, Any]
+
+
+def summary(row: VariantRuns[V], job: Job[V], config: LlamaConfig) -> Row:
+    """One variant with what follows from its runs; None where it has no run.
+
+    Args:
+        config: sizes of what was trained.
+    """
+    ms = row.ms
+    per_second = None if ms is None else 1e3 * job.microbatches * config.seq / ms
+    return {
+        "name": row.variant.name,
+        "label": row.variant.label,
+        "skipped": row.skipped,
+        "failed": row.failed,
+        "ms": ms,
+        "tokens_per_s_per_rank": per_second,
+        "tflops_per_rank": None if per_second is None else per_second * flops_per_token(config) / 1e12,
+        "peak_gib": max((run.peak_gib for run in row.runs), default=None),
+        "runs": [{"median_ms": statistics.median(run.ms), **asdict(run)} for run in row.runs],
+    }
+
+
+def time_against(ms: float | None, peer: str, rows: Sequence[VariantRuns[V]]) -> float | None:
+    """Relative to the variant of that name; below 1 is faster, None if either was not measured."""
+    theirs = next((row.ms for row in rows if row.variant.name == peer), None)
+    return None if ms is None or theirs is None else ms / theirs
+
+
+def title_of(what: str, job: Job[V], ranks: int) -> str:
+    zero = "freed after use (ZeRO-3)" if job.reshard else "kept for a step (ZeRO-2)"
+    return f"Training step of {what}, {ranks} ranks, M = {job.microbatches}, parameters {zero}"
+
+
+# ---- text -----------------------------------------------------------------------------------------------
+
+
+def console_of() -> Console:
+    console = Console()
+    console.width = max(console.width, 140)  # a table that wraps says nothing
+    return console
+
+
+def show(rows: Sequence[Row], title: str, ratios: Mapping[str, str], console: Console) -> None:
+    """Times, memory and losses of each variant; then what failed, memory between steps, and kernels.
+
+    Args:
+        ratios: whom times are relative to, and the key of a row that says so.
+    """
+    table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 0, 0, 2))
+    table.add_column("engine", no_wrap=True)
+    figures = ("ms/step", "tokens/s\nper rank", "TFLOP/s\nper rank", "peak\nGiB", "between\nsteps")
+    for column in (*figures, *(f"time vs\n{peer}" for peer in ratios)):
+        table.add_column(column, justify="right", no_wrap=True)
+    for column in ("first\nloss", "last\nloss", "ms/step\nof each run"):
+        table.add_column(column, justify="right", style="cyan", no_wrap=True)
+    for row in rows:
+        if not row["runs"]:
+            table.add_row(row["label"], "[red]failed[/]" if row["failed"] else "skipped")
+            continue
+        losses = row["runs"][0]["losses"]
+        table.add_row(
+            row["label"],
+            f"[bold]{row['ms']:.1f}[/]",
+            f"{row['tokens_per_s_per_rank']:,.0f}",
+            f"{row['tflops_per_rank']:.1f}",
+            f"{row['peak_gib']:.1f}",
+            f"{row['runs'][0]['static_gib']:.1f}",
+            *("-" if row[key] is None else f"{row[key]:.3f}" for key in ratios.values()),
+            f"{losses[0]:.5f}",
+            f"{losses[-1]:.5f}",
+            " / ".join(f"{run['median_ms']:.1f}" for run in row["runs"]),
+        )
+    console.print(table)
+    for row in rows:
+        if row["failed"]:
+            console.print(f"{row['label']} failed: {row['failed']}", style="red", markup=False)
+        elif row["skipped"]:
+            console.print(f"{row['label']}: skipped, {row['skipped']}", markup=False)
+    _show_memory(rows, console)
+    _show_breakdown(rows, console)
+
+
+def _show_memory(rows: Sequence[Row], console: Console) -> None:
+    for row in rows:
+        for run in row["runs"][:1]:
+            if run["reported_gib"] is not None and run["static_gib"] > 0:
+                share = run["reported_gib"] / run["static_gib"]
+                console.print(
+                    f"{row['label']}: {run['static_gib']:.2f} GiB between steps, of which the memory report "
+                    f"lists {run['reported_gib']:.2f} ({share:.1%})",
+                    highlight=False,
+                )
+    leftovers = [run["leftover_gib"] for row in rows for run in row["runs"]]
+    if leftovers and max(leftovers) - min(leftovers) > 0.5:
+        console.print(
+            f"[red]Up to {max(leftovers) - min(leftovers):.1f} GiB of earlier runs were not freed.[/]"
+        )
+
+
+def _show_breakdown(rows: Sequence[Row], console: Console) -> None:
+    """One line for each engine that was profiled: milliseconds of rank 0's GPU."""
+    found = {
+        row["label"]: run["breakdown"]
+        for row in rows
+        for run in row["runs"][:1]
+        if run["breakdown"] is not None
+    }
+    if not found:
+        return
+    title = "\nOne profiled step of rank 0, ms in which a class ran (and no other)"
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 0, 0, 2))
+    table.add_column("engine", no_wrap=True)
+    for column in (*CLASSES, "gaps", "step"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for label, parts in found.items():
+        shares = (parts["shares"][name] for name in CLASSES)
+        table.add_row(
+            label,
+            *(f"{share['busy_ms']:.1f} ({share['alone_ms']:.1f})" for share in shares),
+            f"{parts['gaps_ms']:.1f}",
+            f"{parts['step_ms']:.1f}",
+        )
+    console.print(table)
+
+
+# ---- picture --------------------------------------------------------------------------------------------
+
+OVERLAP, GAPS = "two classes or more", "gaps"
+CLASS_COLORS = {
+    **{name: COLORS[name] for name in (GEMM, ATTENTION, MEMORY)},
+    OVERLAP: "#edc948",
+    COMMUNICATION: COLORS[COMMUNICATION],
+    GAPS: "#bab0ac",
+}
+
+
+def draw(
+    rows: Sequence[Row], title: str, ratios: Mapping[str, str], colors: Mapping[str, str], path: Path
+) -> None:
+    """One bar for each variant that ran: milliseconds a step; below, what its GPU did if that is known.
+
+    Args:
+        ratios: as of `show`.
+        colors: by the name of a row.
+    """
+    rows = [row for row in rows if row["runs"]]
+    profiled = [row for row in rows if row["runs"][0]["breakdown"] is not None]
+    panels = [len(rows), len(profiled)] if profiled else [len(rows)]
+    figure = Figure(figsize=(9, len(panels) + 0.4 * sum(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), squeeze=False, height_ratios=panels)[:, 0]
+    _draw_times(axes[0], rows, ratios, colors)
+    axes[0].set_title(title, loc="left", fontsize=10)
+    if profiled:
+        _draw_breakdowns(axes[1], profiled)
+    for axis in axes:
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def _draw_times(axis: Any, rows: Sequence[Row], ratios: Mapping[str, str], colors: Mapping[str, str]) -> None:
+    for row in rows:
+        axis.barh(row["label"], row["ms"], color=colors[row["name"]], height=0.7)
+        compared = "".join(
+            f", {row[key]:.3f} of {peer}'s time" for peer, key in ratios.items() if row[key] is not None
+        )
+        note = f" {row['ms']:.1f} ms, {row['tflops_per_rank']:.0f} TFLOP/s{compared}"
+        axis.text(row["ms"], row["label"], note, va="center", fontsize=9)
+    axis.set_xlim(right=1.6 * max((row["ms"] for row in rows), default=1.0))
+    axis.set_xlabel("ms per step, forward, backward and AdamW (median)")
+
+
+def _draw_breakdowns(axis: Any, rows: Sequence[Row]) -> None:
+    """Stacked: each class's time alone, time in which classes overlap, and gaps."""
+    labels = [row["label"] for row in rows]
+    found = [row["runs"][0]["breakdown"] for row in rows]
+    left = [0.0] * len(rows)
+    for name, color in CLASS_COLORS.items():
+        if name in CLASSES:
+            widths = [parts["shares"][name]["alone_ms"] for parts in found]
+        else:
+            widths = [parts["overlap_ms" if name == OVERLAP else "gaps_ms"] for parts in found]
+        axis.barh(labels, widths, left=left, color=color, height=0.7, label=name)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axis.set_xlabel("ms of one profiled step, rank 0's GPU: only that class ran")
+    axis.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
