@@ -45,8 +45,8 @@ def row_of(row: VariantRuns[Variant], rows: list[VariantRuns[Variant]], job: Job
     return {
         **summary(row, job, SHAPES[shape]),
         "identity": _identity(row),
-        "time_vs_fsdp2": time_against(row.ms, fsdp2.name, rows),
-        "time_vs_fsdp2_float8": time_against(row.ms, FLOAT8.name, rows),
+        "time_vs_fsdp2": time_against(row.ms, [fsdp2], rows),
+        "time_vs_fsdp2_float8": time_against(row.ms, [FLOAT8], rows),
     }
 
 
@@ -186,7 +186,7 @@ def main(
     launch = launch_of(ranks, device)
     rows = run_on_ranks(measure_all, job, launch)
     if is_main():
-        payload = {
+        payload: dict[str, Any] = {
             "environment": environment("cuda" if launch.use_cuda() else "cpu"),
             "ranks": launch.world,
             "job": job.settings(),

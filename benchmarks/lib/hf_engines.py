@@ -85,8 +85,8 @@ class Variant:
     def all_of(cls, engine: Engine) -> list[Variant]:
         """The ways in which an engine is used.
 
-        torchao's casts are many small operators, so that it needs the compiler; layers that FlatFSDP has fused
-        leave it nothing.
+        torchao's casts are many small operators, so that it needs the compiler; layers that FlatFSDP has
+        fused leave it nothing.
         """
         if engine in WITH_TORCHAO:
             return [cls(engine, compiled=True)]

@@ -7,7 +7,7 @@ Out:  `summary`, a row for the JSON file; `show` and `draw` read such rows.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rich.table import Table
 from flatfsdp.profiling.timeline import COLORS
 from flatfsdp.profiling.trace import ATTENTION, CLASSES, COMMUNICATION, GEMM, MEMORY
 from lib.llama import LlamaConfig, flops_per_token
-from lib.measuring import Job, V, VariantRuns
+from lib.measuring import Job, V, Variant, VariantRuns
 
 Row = dict[str, Any]
 
@@ -45,10 +45,12 @@ def summary(row: VariantRuns[V], job: Job[V], config: LlamaConfig) -> Row:
     }
 
 
-def time_against(ms: float | None, peer: str, rows: Sequence[VariantRuns[V]]) -> float | None:
-    """Relative to the variant of that name; below 1 is faster, None if either was not measured."""
-    theirs = next((row.ms for row in rows if row.variant.name == peer), None)
-    return None if ms is None or theirs is None else ms / theirs
+def time_against(
+    ms: float | None, peers: Collection[Variant], rows: Sequence[VariantRuns[V]]
+) -> float | None:
+    """Relative to the fastest of these; below 1 is faster, None if nothing was measured on either side."""
+    theirs = [row.ms for row in rows if row.variant in peers and row.ms is not None]
+    return None if ms is None or not theirs else ms / min(theirs)
 
 
 def title_of(what: str, job: Job[V], ranks: int) -> str:
