@@ -6,7 +6,6 @@ import importlib
 import json
 import math
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,16 +14,20 @@ import pytest
 import torch
 
 from flatfsdp.launch import Rank
-from tests.support.programs import ROOT, TORCHRUN, run_program
+from tests.support.programs import ROOT, run_program
 
 KIB, MIB = 2**10, 2**20
 OPERATIONS = ["all-reduce", "reduce-scatter", "all-gather"]
 
 
-def run_benchmark(out: Path, launcher: Sequence[str], *options: str) -> tuple[str, dict[str, Any]]:
-    """The name and the content of what `benchmarks/collectives.py` writes, on CPU ranks."""
-    command = [*launcher, "benchmarks/collectives.py", "--device", "cpu", "--repeats", "3", "--json"]
-    done = run_program(*command, "--out", out, *options)
+def run_benchmark(out: Path, *options: str, ranks: int = 0) -> tuple[str, dict[str, Any]]:
+    """The name and the content of what `benchmarks/collectives.py` writes, on CPU ranks.
+
+    Args:
+        ranks: how many there are already.
+    """
+    command = ["benchmarks/collectives.py", "--device", "cpu", "--repeats", "3", "--json"]
+    done = run_program(*command, "--out", out, *options, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
     (written,) = out.glob("*.json")
     assert written.with_suffix(".png").stat().st_size > 0
@@ -50,7 +53,7 @@ def check_rows(payload: dict[str, Any], sizes: list[int]) -> None:
 
 
 def test_sweep_on_ranks_of_its_own(tmp_path: Path) -> None:
-    name, payload = run_benchmark(tmp_path, (), "--ranks", "3", "--from", "48KiB", "--to", "1MiB")
+    name, payload = run_benchmark(tmp_path, "--ranks", "3", "--from", "48KiB", "--to", "1MiB")
     assert name == "collectives-gloo-3"
     assert (payload["backend"], payload["ranks"], payload["dtype"]) == ("gloo", 3, "float32")
     assert payload["environment"]["torch"] == torch.__version__
@@ -59,7 +62,7 @@ def test_sweep_on_ranks_of_its_own(tmp_path: Path) -> None:
 
 
 def test_one_size_under_torchrun(tmp_path: Path) -> None:
-    name, payload = run_benchmark(tmp_path, TORCHRUN, "--size", "1MiB", "--dtype", "bfloat16")
+    name, payload = run_benchmark(tmp_path, "--size", "1MiB", "--dtype", "bfloat16", ranks=2)
     assert name == "collectives-gloo-2-bfloat16-1MiB"
     assert (payload["ranks"], payload["dtype"]) == (2, "bfloat16")
     check_rows(payload, [MIB])

@@ -9,17 +9,22 @@ from typing import Any
 
 import pytest
 
-from tests.support.programs import TORCHRUN, run_program
+from tests.support.programs import run_program
 
 SCRIPT = "benchmarks/step.py"
 WARMUP, STEPS = 1, 2
 
 
 def run_benchmark(out: Path, *options: str, torchrun: bool = False) -> dict[str, Any]:
-    """What `benchmarks/step.py` writes, on two CPU ranks with two microbatches."""
+    """What `benchmarks/step.py` writes, on two CPU ranks with two microbatches.
+
+    Args:
+        torchrun: the ranks are there already.
+    """
     amount = ("--microbatches", "2", "--warmup", str(WARMUP), "--steps", str(STEPS))
-    command = (*TORCHRUN, SCRIPT) if torchrun else (SCRIPT, "--ranks", "2")
-    done = run_program(*command, "--device", "cpu", "--out", out, *amount, *options)
+    command = (SCRIPT,) if torchrun else (SCRIPT, "--ranks", "2")
+    given = (*command, "--device", "cpu", "--out", out, *amount, *options)
+    done = run_program(*given, ranks=2 if torchrun else 0)
     assert done.returncode == 0, done.stdout + done.stderr
     (written,) = out.glob("*.json")
     assert written.with_suffix(".png").stat().st_size > 0

@@ -6,46 +6,91 @@ import os
 import runpy
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from subprocess import CompletedProcess
 from types import ModuleType
+
+from torch.distributed import TCPStore
 
 from flatfsdp.launch import fork_server
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-"""Before a program: two ranks, each with an interpreter of its own."""
+"""Before a program: two ranks, each with an interpreter of its own; `run_program(ranks=2)` is quicker."""
 
 PRELOAD = ("flatfsdp.cli.app",)
 """Modules that nearly all programs need; this brings rich and matplotlib, too."""
 
 
-def run_program(*command: str | Path, timeout: float = 240.0, **environment: str) -> CompletedProcess[str]:
+def run_program(
+    *command: str | Path, timeout: float = 240.0, ranks: int = 0, **environment: str
+) -> CompletedProcess[str]:
     """`python *command` in the root of the repository, in a process of its own, forked from the fork server.
 
     Args:
         command: a script or `-m` and a module, and its arguments.
         timeout: seconds.
+        ranks: as many such processes, with the environment that torchrun gives its ranks; what they print
+            comes rank by rank.  As soon as one fails the others are ended.
         environment: variables to set.
 
     Raises:
         TimeoutError: if it takes longer.
     """
     words = [str(word) for word in command]
+    # As torchrun's agent does: all ranks are its clients.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if ranks else None
+    environments = [environment]
+    if store is not None:
+        environments = [{**_of_rank(rank, ranks, store.port), **environment} for rank in range(ranks)]
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder, name) for name in ("stdout", "stderr")]
-        process = fork_server(PRELOAD).Process(target=_run, args=(words, environment, outputs))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
-            # Not at once with SIGKILL: torchrun ends its ranks first.
-            process.terminate()
-            process.join(45)
-            process.kill()
-            process.join()
-            printed = "".join(output.read_text() for output in outputs)
-            raise TimeoutError(f"{words} takes longer than {timeout:.0f} s; it has printed:\n{printed}")
-        return CompletedProcess(words, process.exitcode, *(output.read_text() for output in outputs))
+        outputs = [
+            [Path(folder, f"{rank}-{name}") for rank in range(len(environments))]
+            for name in ("stdout", "stderr")
+        ]
+        processes = []
+        for variables, *paths in zip(environments, *outputs, strict=True):
+            processes.append(fork_server(PRELOAD).Process(target=_run, args=(words, variables, paths)))
+            processes[-1].start()
+        in_time = _join(processes, timeout)
+        stdout, stderr = ("".join(path.read_text() for path in paths) for paths in outputs)
+        if not in_time:
+            raise TimeoutError(
+                f"{words} takes longer than {timeout:.0f} s; it has printed:\n{stdout}{stderr}"
+            )
+        code = next((process.exitcode for process in processes if process.exitcode), 0)
+        return CompletedProcess(words, code, stdout, stderr)
+
+
+def _of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:
+    """What torchrun tells a rank."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    elastic = {"TORCHELASTIC_USE_AGENT_STORE": True, "TORCHELASTIC_RESTART_COUNT": 0}
+    return {name: str(value) for name, value in {**numbers, **master, **elastic}.items()}
+
+
+def _join(processes: Sequence[ForkServerProcess], timeout: float) -> bool:
+    """Waits until all have ended, or one has failed; ends the others.  False if they took longer."""
+    deadline = time.monotonic() + timeout
+    running = list(processes)
+    while running and not any(process.exitcode for process in processes):
+        if not wait([process.sentinel for process in running], deadline - time.monotonic()):
+            break
+        running = [process for process in running if process.exitcode is None]
+    in_time = not running or any(process.exitcode for process in processes)
+    for process in running:
+        # Not at once with SIGKILL: torchrun ends its ranks first.
+        process.terminate()
+    for process in running:
+        process.join(45)
+        process.kill()
+        process.join()
+    return in_time
 
 
 def _run(command: list[str], environment: dict[str, str], outputs: list[Path]) -> None:

@@ -8,15 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.programs import TORCHRUN, run_program
+from tests.support.programs import run_program
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_first_steps(ranks: int) -> None:
-    launcher = TORCHRUN if ranks > 1 else ()
-    done = run_program(*launcher, EXAMPLES / "first_steps.py")
+    done = run_program(EXAMPLES / "first_steps.py", ranks=ranks if ranks > 1 else 0)
     assert done.returncode == 0, done.stderr
     losses = [float(line.split()[3]) for line in done.stdout.splitlines() if line.startswith("step")]
     assert len(losses) == 4

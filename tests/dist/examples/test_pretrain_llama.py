@@ -8,13 +8,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from flatfsdp.profiling.timeline import load_spans, overlap_of
+from tests.support.programs import TORCHRUN, run_program
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "pretrain_llama.py"
 SIZES = {"layers": 4, "hidden": 32, "ffn": 64, "heads": 2, "kv_heads": 1, "vocab": 256, "seq": 32}
@@ -25,31 +26,43 @@ OPTIONS = (
 )
 
 
-def start(folder: Path, *options: str) -> subprocess.Popen[str]:
-    """Two ranks, in a process group of their own."""
+# Two ranks would share one.
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def command_of(folder: Path) -> list[str]:
     config = folder / "sizes.json"
     config.write_text(json.dumps(SIZES))
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    command = [sys.executable, *torchrun, str(EXAMPLE), *OPTIONS, *options]
+    return [str(EXAMPLE), *OPTIONS, "--config", str(config), "--out", str(folder)]
+
+
+def start(folder: Path) -> subprocess.Popen[str]:
+    """Two ranks of torchrun, in a process group of their own."""
     return subprocess.Popen(
-        [*command, "--config", str(config), "--out", str(folder)],
+        [sys.executable, *TORCHRUN, *command_of(folder)],
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # No GPU: two ranks would share one.
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **NO_GPU},
     )
 
 
-def steps_of(run: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
-    assert run.stdout is not None
-    return (json.loads(line) for line in run.stdout if line.startswith("{"))
+def resume(folder: Path, *options: str) -> list[dict[str, Any]]:
+    """The steps of a run that ends by itself."""
+    done = run_program(*command_of(folder), *options, ranks=2, **NO_GPU)
+    assert done.returncode == 0, done.stderr
+    return list(steps_in(done.stdout.splitlines()))
+
+
+def steps_in(lines: Iterable[str]) -> Iterator[dict[str, Any]]:
+    return (json.loads(line) for line in lines if line.startswith("{"))
 
 
 def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     killed: list[dict[str, Any]] = []
     run = start(tmp_path)
-    for step in steps_of(run):
+    assert run.stdout is not None
+    for step in steps_in(run.stdout):
         killed.append(step)
         if step["step"] == 5:
             os.killpg(run.pid, signal.SIGKILL)
@@ -63,9 +76,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path: Path) -> Non
     first = int(older.name.removeprefix("step-"))
     assert first in (2, 4)
 
-    run = start(tmp_path, "--trace")
-    resumed = list(steps_of(run))
-    assert run.wait() == 0
+    resumed = resume(tmp_path, "--trace")
     assert [step["step"] for step in resumed] == list(range(first + 1, 7))
     for before, after in zip(killed[first:], resumed, strict=False):
         for figure in ("loss", "grad_norm"):
@@ -82,7 +93,8 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(tmp_path: Path) -> Non
 def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
     ended: list[dict[str, Any]] = []
     run = start(tmp_path)
-    for step in steps_of(run):
+    assert run.stdout is not None
+    for step in steps_in(run.stdout):
         ended.append(step)
         if step["step"] == 3:
             # As torchrun itself is told to end, which tells its ranks.
@@ -98,9 +110,7 @@ def test_sigterm_saves_and_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -
         content[len(content) // 2] ^= 16
         file.write_bytes(content)
 
-    run = start(tmp_path)
-    resumed = list(steps_of(run))
-    assert run.wait() == 0
+    resumed = resume(tmp_path)
     assert [step["step"] for step in resumed] == [3, 4, 5, 6]
     for before, after in zip(ended[2:], resumed, strict=False):
         assert (after["loss"], after["grad_norm"]) == (before["loss"], before["grad_norm"])
