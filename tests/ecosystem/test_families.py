@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.both_forms import WAYS, sharded
+from tests.support.ecosystem.covering import covering
 from tests.support.ecosystem.families import FAMILIES, needs_transformers
 from tests.support.ecosystem.training import assert_same_training, plain, train_sharded
 from tests.support.ranks import on_ranks
@@ -12,16 +13,15 @@ from tests.support.ranks import on_ranks
 pytestmark = needs_transformers
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
-@pytest.mark.parametrize("flag", [True, False], ids=["on", "off"])
-@pytest.mark.parametrize("way", WAYS)
+# Two families are all of way, flag and ZeRO; each one has all pairs of them.
+CASES = list(covering(list(FAMILIES), list(WAYS), ["on", "off"], ["zero3", "zero2"]))
+
+
+@pytest.mark.parametrize(("name", "way", "flag", "zero"), CASES)
 @on_ranks(2)
-def test_three_steps_of_adamw(
-    rank: int, world_size: int, name: str, way: str, flag: bool, reshard: bool
-) -> None:
+def test_three_steps_of_adamw(rank: int, world_size: int, name: str, way: str, flag: str, zero: str) -> None:
     family = FAMILIES[name]
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
+    options = {"optimize_backward_concat": flag == "on", "reshard_after_forward": zero == "zero3"}
     model = sharded(way, family.build(), family.is_unit, **options)
     assert_same_training(train_sharded(model, rank), plain(name, rank, world_size))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import os
 import runpy
 import sys
@@ -98,12 +99,23 @@ def _run(command: list[str], environment: dict[str, str], outputs: list[Path]) -
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.update(environment)
     os.chdir(ROOT)
+    _share_fork_server()
     if command[0] == "-m":
         sys.argv = command[1:]
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = command
         _run_script(Path(command[0]).resolve())
+
+
+def _share_fork_server() -> None:
+    """Ranks that the program starts are forked from the server that has forked the program.
+
+    multiprocessing would start another one, which imports torch once more: three seconds a program.
+    """
+    server = multiprocessing.forkserver._forkserver  # type: ignore[attr-defined]
+    if server._forkserver_address is not None:
+        server.ensure_running = lambda: None
 
 
 def _run_script(path: Path) -> None:
