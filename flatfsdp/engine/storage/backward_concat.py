@@ -10,6 +10,7 @@ Next: `engine/step/unit.py` counts what has landed.
     show       the buffer has been gathered
     conceal    it is about to be freed: show NaN, in memory that is safe to read
     rebind     something else was bound in the meantime: bind again
+    joint      what layers read in place of several parameters, see `join_parts.py`
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.contract.claimed import TAKEN_AS
+from flatfsdp.engine.storage.join_parts import JointTensors
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout
@@ -39,6 +41,9 @@ class Leaves:
         parameters: those of the binding.
         unsharded: 1-D, padded; its memory must be there now, and may come and go later.
         landed: called with the slot's index once a gradient is in `main_grad`.
+
+    Attributes:
+        joints: what layers have in place of several parameters.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Leaves:
         self._landed = landed
         self._parameters = parameters
         self.trains = main_grad is not None
+        self.joints = JointTensors(binding.layout, unsharded)
         self._views = binding.layout.views(unsharded)
         self._absent = _absent(binding.layout, unsharded)
         self._is_concealed = True
@@ -69,6 +75,8 @@ class Leaves:
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(partial(_weakly(self._land), index))
         main_grad.expose(self._parameters)
+        self.joints.train(self._parameters)
+        main_grad.expose_joints(self.joints.trained)
 
     @property
     def shown(self) -> Sequence[Sequence[Tensor]]:
@@ -95,12 +103,18 @@ class Leaves:
         if self._is_concealed:
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 parameter.data = view
+            self.joints.show()
             self._is_concealed = False
 
     def conceal(self) -> None:
         for parameter, absent in zip(self._parameters, self._absent, strict=True):
             parameter.data = absent
+        self.joints.conceal()
         self._is_concealed = True
+
+    def joint(self, index: int) -> Tensor:
+        """What layers read in place of the parts of joint `index`."""
+        return (self.joints.trained if self.trains else self.joints.frozen)[index]
 
     def rebind(self) -> None:
         self._binding.bind(self._parameters)
@@ -124,6 +138,9 @@ class Views:
 
     Autograd concatenates their gradients in each backward, and all slots land at once.
 
+    Attributes:
+        joints: what layers have in place of several parameters.
+
     Raises:
         ValueError: for a parameter whose hooks need a leaf.
     """
@@ -141,6 +158,7 @@ class Views:
         self._landed = landed
         self._absent = _absent(binding.layout, unsharded)
         self._frozen_views = binding.layout.views(unsharded)
+        self.joints = JointTensors(binding.layout, unsharded)
         self._leaf = unsharded.requires_grad_()
         self._leaf.register_post_accumulate_grad_hook(_weakly(self._land))
         # The graph of a view saves no tensors, so one set of views serves all forwards.
@@ -149,6 +167,8 @@ class Views:
         for view in self._views:
             # Being older than any forward, the concat of every unit would come last in the backward.
             run_as_soon_as_ready(view, depth=2)
+        self.joints.train(self._views)
+        main_grad.expose_joints(self.joints.trained)
         self._take_over_hooks(parameters)
         self._is_concealed = False
         self.follow(True)
@@ -194,11 +214,17 @@ class Views:
     def show(self) -> None:
         if self._is_concealed:
             self._is_concealed = False
+            self.joints.show()
             self.rebind()
 
     def conceal(self) -> None:
         self._is_concealed = True
+        self.joints.conceal()
         self.rebind()
+
+    def joint(self, index: int) -> Tensor:
+        """What layers read in place of the parts of joint `index`."""
+        return (self.joints.trained if self.trains else self.joints.frozen)[index]
 
     def rebind(self) -> None:
         self._binding.bind(self._bound)

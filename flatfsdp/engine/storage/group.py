@@ -31,6 +31,7 @@ from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import ALONE
 from flatfsdp.comm.streams import compute_waits_for
 from flatfsdp.contract.flat_shard import Moved
+from flatfsdp.contract.joint import leave_joined
 from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.backward_concat import Leaves, Views
@@ -193,6 +194,11 @@ class FlatGroup:
         if self.fp8 is not None:
             for index, weight in (each for shown in params.shown for each in enumerate(shown)):
                 FP8_OPERAND.leave(weight, partial(self.fp8.operand, index))
+            for index, joint in (each for of_all in params.joints.kinds for each in enumerate(of_all)):
+                FP8_OPERAND.leave(joint, partial(self.fp8.joint_operand, index))
+        for index, owners in enumerate(self.binding.joint_owners):
+            for owner, name in owners:
+                leave_joined(owner, name, partial(params.joint, index))
         return params
 
     # ---- the root ---------------------------------------------------------------------------------------
@@ -400,7 +406,7 @@ class FlatGroup:
         return [nn.Parameter(view, requires_grad=self.trains) for view in self.layout.views(full)]
 
     def describe(self) -> Iterable[str]:
-        """The geometry, one line a parameter, equal on all ranks of a sound model."""
+        """The geometry, one line a parameter or joint, equal on all ranks of a sound model."""
         kind = "trained" if self.trains else "frozen"
         for slot in self.layout.slots:
             role = "" if slot.role is Role.COMPUTE else f" in {slot.role.value}"
@@ -410,4 +416,7 @@ class FlatGroup:
             if slot.partition is not None:
                 place += f" from {list(slot.whole_shape)} in {slot.partition.sizes}"
             yield f"{self.name}: {kind} {slot.name} {place}"
+        for joint in self.layout.joints:
+            parts = " + ".join(slot.name for slot in self.layout.slots[joint.first : joint.last])
+            yield f"{self.name}: one operand {joint.name} {list(joint.shape)} of {parts}"
         yield f"{self.name}: {self.policy}"

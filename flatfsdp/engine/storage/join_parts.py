@@ -1,0 +1,93 @@
+"""`JointTensors`: the tensors that layers read in place of several parameters of one flat group.
+
+In:   the unsharded flat buffer, in which the parts of a joint are neighbours.
+Out:  one tensor a joint, in the same memory, whose gradient goes on to the parts.
+Next: `contract/joint.py` gives them to layers.
+
+    flat buffer    | q_proj.weight | k_proj.weight | v_proj.weight |
+    joint tensor   |<---------------- qkv_weight ----------------->|    no copy
+    backward       its gradient is split into views, one a part, which land as any other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flatfsdp.contract.joint import JOINT_PARTS
+from flatfsdp.flat.layout import FlatLayout
+from flatfsdp.torch_private import run_as_soon_as_ready
+
+
+class JointTensors:
+    """The joints of one flat group, as layers have them while it trains, and while it is frozen.
+
+    Args:
+        unsharded: 1-D, padded; its memory must be there now, and may come and go later.
+
+    Attributes:
+        trained: whose gradients go to the parts; none before `train`.
+        frozen: without gradients.
+    """
+
+    def __init__(self, layout: FlatLayout, unsharded: Tensor) -> None:
+        self._joints = layout.joints
+        self._views = layout.joint_views(unsharded.detach())
+        self._absent = [_nan(unsharded).expand(joint.shape) for joint in self._joints]
+        self.trained: list[Tensor] = []
+        self.frozen = [view.detach() for view in self._views]
+
+    def train(self, parts: Sequence[Tensor]) -> None:
+        """Makes the tensors whose gradients go to `parts`, which are all slots' and require gradients.
+
+        One autograd node a joint serves all forwards: it saves nothing.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            for joint, view in zip(self._joints, self._views, strict=True):
+                members = [parts[slot] for slot in joint.slots]
+                tensor = _JoinParts.apply(view, *members)
+                JOINT_PARTS.leave(tensor, tuple(members))
+                # Being older than any forward, it would come last in the backward.
+                run_as_soon_as_ready(tensor, depth=1)
+                self.trained.append(tensor)
+
+    @property
+    def kinds(self) -> Sequence[Sequence[Tensor]]:
+        """Both, in the order of the joints."""
+        return [self.trained, self.frozen]
+
+    def show(self) -> None:
+        self._point_to(self._views)
+
+    def conceal(self) -> None:
+        """Shows NaN, in memory that is safe to read."""
+        self._point_to(self._absent)
+
+    def _point_to(self, targets: Sequence[Tensor]) -> None:
+        for tensors in self.kinds:
+            for tensor, target in zip(tensors, targets, strict=False):
+                tensor.data = target
+
+
+class _JoinParts(torch.autograd.Function):
+    """(joint, *parts) to a tensor in the joint's memory, of which the parts get their rows' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, joint: Tensor, *parts: Tensor) -> Tensor:
+        # No gradient at all: the layer wrote it into main_grad itself.
+        ctx.set_materialize_grads(False)
+        ctx.rows = [part.shape[0] for part in parts]
+        return joint.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *([None] * len(ctx.rows) if grad is None else grad.split(ctx.rows))
+
+
+def _nan(like: Tensor) -> Tensor:
+    return torch.full((), torch.nan, dtype=like.dtype, device=like.device)
