@@ -146,11 +146,15 @@ def bindings_of(
     }
     for parameter, role in stored.items():
         chosen[parameter.requires_grad, role, placement_of(parameter, tensor)].append(parameter)
-    return [
-        Binding.of(module, members, role, tensor, joints.among(members))
-        for (_, role, _), members in chosen.items()
-        if members
-    ]
+    places = {parameter: place for place, parameter in enumerate(parameters)}
+    bindings = []
+    for (_, role, _), members in chosen.items():
+        if members:
+            binding = Binding.of(module, members, role, tensor, joints.among(members))
+            before = [places[parameter] for parameter in members]
+            binding.is_moved = before != sorted(before)
+            bindings.append(binding)
+    return bindings
 
 
 def device_of(

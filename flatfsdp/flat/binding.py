@@ -38,6 +38,7 @@ class Binding:
 
     Attributes:
         joint_owners: of each joint of the layout.
+        is_moved: whether joints have moved parameters behind others that they would stand in front of.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Binding:
         self.layout = layout
         self.sites = tuple(sites)
         self.joint_owners = tuple(joint_owners)
+        self.is_moved = False
         self.listed: Sequence[nn.Parameter] = ()
         self._order = {site.module: tuple(site.module._parameters) for group in sites for site in group}
 

@@ -56,8 +56,8 @@ class QKV(MatmulLayer):
 class OneWeight(QKV):
     """The same with one weight [q + k + v, WIDTH] and one bias, which are parameters."""
 
-    def __init__(self, fuse: Any = True) -> None:
-        super().__init__(fuse)
+    def __init__(self, fuse: Any = True, bias: bool = True) -> None:
+        super().__init__(fuse, bias)
         tensors = {kind: torch.cat(joint.tensors()).detach() for kind, joint in self._of_kind.items()}
         self.parts = nn.ModuleDict()
         self._of_kind = {}

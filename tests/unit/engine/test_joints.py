@@ -81,7 +81,7 @@ def test_parts_frozen_between_forward_and_backward_get_nothing(fuse: Any) -> Non
     net, y = Net(fuse=False), batch(0).requires_grad_()
     loss_of(net, y).backward()
     assert torch.equal(x.grad, y.grad)
-    grads = [layer.flat_param.grad for layer in model.module.layers]
+    grads = [layer.fsdp_state.unit.groups[0].master.flat.grad for layer in model.module.layers]
     assert not any(grad.any() for grad in grads if grad is not None)
     assert not any(landed(model))
 
@@ -161,7 +161,7 @@ def test_a_part_used_by_itself_in_one_microbatch(flag: bool, fuse: Any, order: t
         loss_of(net, x, alone).backward()
     for mine, plain in zip(model.module.layers, net.layers, strict=True):
         (group,) = mine.fsdp_state.unit.groups
-        views = group.layout.views(mine.flat_param.grad)
+        views = group.layout.views(group.master.flat.grad)
         for slot, grad in zip(group.layout.slots, views, strict=True):
             expected = plain.get_parameter(slot.name).grad
             expected = torch.zeros(slot.shape) if expected is None else expected
