@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,7 +51,11 @@ JOINT_PARTS = Attribute[tuple[Tensor, ...]]("joint_parts", ())
 """Left on an engine's joint tensor: the parts, whose gradients the backward is asked for."""
 
 
-class _Getters(dict[str, Callable[[], Tensor]]):
+Get = Callable[[], Tensor | None]
+"""Gives a joint's tensor; None while the parts are ordinary parameters, as in `summon_full_params`."""
+
+
+class _Getters(dict[str, Get]):
     """What gives a layer its joints, by their names.  A copy of the layer has parameters of its own."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Getters:
@@ -64,7 +68,7 @@ class _Getters(dict[str, Callable[[], Tensor]]):
 _GETTERS = "_flatfsdp_joined"
 
 
-def leave_joined(layer: nn.Module, name: str, get: Callable[[], Tensor]) -> None:
+def leave_joined(layer: nn.Module, name: str, get: Get) -> None:
     """Gives `layer` its joint `name`: from now on `joined` returns what `get` does."""
     vars(layer).setdefault(_GETTERS, _Getters())[name] = get
 
@@ -81,14 +85,20 @@ def joined(layer: nn.Module, joint: Joint) -> Tensor | None:
         The engine's tensor, or a concatenation if no engine has the parts.  None if one has them, but not
         side by side: they are in several units, frozen beside trained, or of several dtypes.
     """
-    getters = vars(layer).get(_GETTERS)
-    if getters is not None and joint.name in getters:
-        return cast(Tensor, getters[joint.name]())
+    get: Get | None = vars(layer).get(_GETTERS, {}).get(joint.name)
+    tensor = None if get is None else get()
+    if tensor is not None:
+        return tensor
     if len(joint.parts) == 1:
         return joint.tensors()[0]
-    if any(attribute in taken_from(module) for module, attribute in joint.parts):
+    if any(_is_engines(module, attribute) for module, attribute in joint.parts):
         return None
     return torch.cat(joint.tensors())
+
+
+def _is_engines(module: nn.Module, attribute: str) -> bool:
+    """Whether an engine has put something in the place of a parameter, and it is there now."""
+    return attribute in taken_from(module) and attribute in vars(module)
 
 
 class Wanted(Enum):

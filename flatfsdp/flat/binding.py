@@ -39,6 +39,7 @@ class Binding:
     Attributes:
         joint_owners: of each joint of the layout.
         is_moved: whether joints have moved parameters behind others that they would stand in front of.
+        is_registered: whether the modules have real parameters, put there by `register`.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Binding:
         self.sites = tuple(sites)
         self.joint_owners = tuple(joint_owners)
         self.is_moved = False
+        self.is_registered = False
         self.listed: Sequence[nn.Parameter] = ()
         self._order = {site.module: tuple(site.module._parameters) for group in sites for site in group}
 
@@ -142,6 +144,7 @@ class Binding:
 
         The attribute is not registered: `module.parameters()` lists what `list` was given, or nothing.
         """
+        self.is_registered = False
         if self.listed:
             for sites, tensor, listed in zip(self.sites, tensors, self.listed, strict=True):
                 for site in sites:
@@ -172,6 +175,7 @@ class Binding:
 
         The modules list their parameters in the original order again, which is the order of state-dict keys.
         """
+        self.is_registered = True
         for sites, parameter in zip(self.sites, parameters, strict=True):
             for site in sites:
                 site.module.__dict__.pop(site.attribute, None)

@@ -112,8 +112,10 @@ class Leaves:
         self.joints.conceal()
         self._is_concealed = True
 
-    def joint(self, index: int) -> Tensor:
-        """What layers read in place of the parts of joint `index`."""
+    def joint(self, index: int) -> Tensor | None:
+        """What layers read in place of the parts of joint `index`; None while those are whole parameters."""
+        if self._binding.is_registered:
+            return None
         return (self.joints.trained if self.trains else self.joints.frozen)[index]
 
     def rebind(self) -> None:
@@ -222,8 +224,10 @@ class Views:
         self.joints.conceal()
         self.rebind()
 
-    def joint(self, index: int) -> Tensor:
-        """What layers read in place of the parts of joint `index`."""
+    def joint(self, index: int) -> Tensor | None:
+        """What layers read in place of the parts of joint `index`; None while those are whole parameters."""
+        if self._binding.is_registered:
+            return None
         return (self.joints.trained if self.trains else self.joints.frozen)[index]
 
     def rebind(self) -> None:

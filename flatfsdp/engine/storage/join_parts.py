@@ -68,6 +68,8 @@ class JointTensors:
         self._point_to(self._absent)
 
     def _point_to(self, targets: Sequence[Tensor]) -> None:
+        if not targets:
+            return
         for tensors in self.kinds:
             for tensor, target in zip(tensors, targets, strict=False):
                 tensor.data = target

@@ -104,10 +104,16 @@ def parity(rank: int, world_size: int, way: str, fuse: Any, compute: torch.dtype
         assert all(is_joined(m, "qkv_weight") for m in model.modules() if isinstance(m, QKV))
 
 
-@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("fuse", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_the_same_bits_as_one_weight(way: str, fuse: Any, compute: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("way", "fuse", "compute"),
+    [
+        ("wrapped", False, torch.bfloat16),
+        ("wrapped", True, torch.float32),
+        ("in place", False, torch.float32),
+        ("in place", True, torch.bfloat16),
+    ],
+)
+def test_the_same_bits_as_one_weight(way: str, fuse: bool, compute: torch.dtype) -> None:
     run_ranks(2, parity, way, fuse, compute)
 
 
@@ -169,9 +175,12 @@ def stored_in_fp8(compute: torch.dtype = torch.float32) -> Precision:
     return Precision(compute=compute, fp8_weights=RECIPE)
 
 
-@pytest.mark.parametrize("fuse", [False, True])
-@on_ranks(2, 4)
-def test_weights_stored_in_fp8(rank: int, fuse: Any) -> None:
+@pytest.mark.parametrize(("world_size", "fuse"), [(2, False), (4, True)])
+def test_weights_stored_in_fp8(world_size: int, fuse: bool) -> None:
+    run_ranks(world_size, check_stored, fuse)
+
+
+def check_stored(rank: int, world_size: int, fuse: bool) -> None:
     """One scale a joint: the bits of one weight that is stored in FP8."""
     expected = train(build(kind=OneWeight, fuse=fuse, precision=stored_in_fp8()), rank, recipe=RECIPE)
     for options in (options for way in WAYS for options in every_setting(way)):
@@ -182,6 +191,21 @@ def test_weights_stored_in_fp8(rank: int, fuse: Any) -> None:
         assert [len(group.layout.slots) for group in stored] == [3, 3]
         for group in stored:
             assert len(group.fp8.scales.scale) == 3 and len(group.fp8.scales.scale.unique()) == 1
+
+
+@on_ranks(2)
+def test_frozen_weights_stored_in_fp8(rank: int) -> None:
+    """As below adapters: the norms and outputs around them are trained."""
+
+    def case(kind: type[QKV], **options: Any) -> Record:
+        freezes = tuple(f"layers.{layer}.qkv" for layer in range(2))
+        model = build(kind=kind, freezes=freezes, precision=stored_in_fp8(torch.bfloat16), **options)
+        return train(model, rank, recipe=RECIPE)
+
+    expected = case(OneWeight)
+    for options in (options for way in WAYS for options in every_setting(way)):
+        losses, state = case(QKV, **options)
+        assert_same((losses, in_one_weight(state)), expected)
 
 
 @on_ranks(2)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -258,6 +260,45 @@ def test_without_an_engine_parts_are_concatenated() -> None:
     assert torch.equal(weight, torch.cat([part.weight for part in layer.parts.values()]))
     weight.sum().backward()
     assert all(torch.equal(p.weight.grad, torch.ones_like(p.weight)) for p in layer.parts.values())
+
+
+def test_inside_summon_full_params_the_parts_are_concatenated() -> None:
+    model = wrapped(True)
+    layer = model.module.layers[0].module.qkv
+    with model.summon_full_params():
+        layer.parts["k"].weight.data.fill_(2.0)
+        weight = joined(layer, layer.declared_joints()[0])
+        assert torch.equal(weight, torch.cat([part.weight for part in layer.parts.values()]))
+    loss_of(model, batch(0))
+    assert layer.found[0].split(list(ROWS.values()))[1].eq(2.0).all()
+
+
+@FLAGS
+def test_a_group_that_was_built_frozen_can_be_trained(flag: bool) -> None:
+    net = Net()
+    net.layers.requires_grad_(False)
+    model = auto_wrap(net, by_class(Layer), optimize_backward_concat=flag)
+    loss_of(model, batch(0).requires_grad_()).backward()
+    assert not model.module.layers[0].module.qkv.found[0].requires_grad
+    model.requires_grad_(True)
+    with model.no_sync():
+        loss_of(model, batch(0)).backward()
+    expected = plain_grads(batch(0))
+    for index, layer in enumerate(model.module.layers):
+        for name, part in layer.module.qkv.parts.items():
+            torch.testing.assert_close(
+                part.weight.main_grad, expected[f"layers.{index}.qkv.parts.{name}.weight"]
+            )
+
+
+@FLAGS
+def test_a_model_with_joints_is_freed(flag: bool) -> None:
+    model = wrapped(flag)
+    loss_of(model, batch(0)).backward()
+    alive = weakref.ref(model.module.layers[0]), weakref.ref(model.module.layers[0].module.qkv.parts["q"])
+    del model
+    gc.collect()
+    assert [each() for each in alive] == [None, None]
 
 
 def test_a_copied_layer_has_parameters_of_its_own() -> None:
