@@ -25,6 +25,7 @@ from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.engine.units import named_groups
 from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import CurrentScaling
+from flatfsdp.optim import AdamW
 from tests.support.both_forms import WAYS, sharded
 from tests.support.joint_layers import QKV, ROWS, Layer, Net, OneWeight, batch, loss_of
 from tests.support.ranks import on_ranks, run_ranks
@@ -46,6 +47,7 @@ def train(
     alone: tuple[str, ...] = TOGETHER,
     recipe: Any = None,
     frozen_in: int = -1,
+    optimizer_class: Any = torch.optim.AdamW,
 ) -> Record:
     """Losses, norms of the inputs' gradients, and parameters, of three steps.
 
@@ -53,7 +55,7 @@ def train(
         alone: of each microbatch: the part that is used by itself, or "".
         frozen_in: the step in which nothing is trained.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=False)
+    optimizer = optimizer_class(model.parameters(), lr=0.05)
     losses = []
     for step in range(3):
         if frozen_in >= 0:
@@ -191,6 +193,16 @@ def check_stored(rank: int, world_size: int, fuse: bool) -> None:
         assert [len(group.layout.slots) for group in stored] == [3, 3]
         for group in stored:
             assert len(group.fp8.scales.scale) == 3 and len(group.fp8.scales.scale.unique()) == 1
+
+
+@on_ranks(2)
+def test_an_optimizer_that_takes_the_amaxes(rank: int) -> None:
+    runs = []
+    for kind, way in ((OneWeight, "wrapped"), (QKV, "wrapped"), (QKV, "in place")):
+        model = build(way, kind, precision=stored_in_fp8(torch.bfloat16))
+        runs.append(train(model, rank, recipe=RECIPE, optimizer_class=AdamW))
+    for losses, state in runs[1:]:
+        assert_same((losses, in_one_weight(state)), runs[0])
 
 
 @on_ranks(2)

@@ -170,6 +170,49 @@ def test_a_part_used_by_itself_in_one_microbatch(flag: bool, fuse: Any, order: t
             torch.testing.assert_close(grad, expected, msg=slot.name)
 
 
+def twice(model: nn.Module, x: Tensor) -> None:
+    """A layer that is used twice in one graph."""
+    loss_of(model, model(x)).backward()
+
+
+def retained(model: nn.Module, x: Tensor) -> None:
+    loss = loss_of(model, x)
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def interleaved(model: nn.Module, x: Tensor) -> None:
+    """As pipelines do."""
+    losses = [loss_of(model, x), loss_of(model, 2 * x)]
+    for loss in losses:
+        loss.backward()
+
+
+@FLAGS
+@FUSED
+@pytest.mark.parametrize("use", [twice, retained, interleaved])
+def test_graphs_that_share_a_joint(flag: bool, fuse: Any, use: Any) -> None:
+    model, net = wrapped(flag, fuse), Net(fuse=False)
+    with model.no_sync():
+        use(model, batch(0))
+    use(net, batch(0))
+    for mine, plain in zip(model.module.layers, net.layers, strict=True):
+        for name, part in mine.module.qkv.parts.items():
+            torch.testing.assert_close(part.weight.get_main_grad(), plain.qkv.parts[name].weight.grad)
+
+
+@FLAGS
+def test_hooks_of_parts_see_and_change_their_gradients(flag: bool) -> None:
+    model, seen = wrapped(flag, False), []
+    part = model.module.layers[0].module.qkv.parts["v"].weight
+    part.register_hook(lambda grad: seen.append(grad.shape) or 2 * grad)
+    with model.no_sync():
+        loss_of(model, batch(0)).backward()
+    assert seen == [part.shape]
+    expected = plain_grads(batch(0))["layers.0.qkv.parts.v.weight"]
+    torch.testing.assert_close(part.get_main_grad(), 2 * expected)
+
+
 def test_joints_land_as_soon_as_they_are_ready() -> None:
     """Not after everything that is younger than their node: the first layer's gradients come last."""
     model = wrapped(True)
