@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class, microbatches
-from flatfsdp.contract.joint import is_joined, joined
+from flatfsdp.comm.ranks import ALONE
+from flatfsdp.contract.joint import Joint, is_joined, joined
 from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD
+from flatfsdp.engine.claim import bindings_of
+from flatfsdp.flat.layout import Role
 from tests.support.joint_layers import QKV, ROWS, WIDTH, Layer, Net, OneWeight, batch, loss_of
 
 FLAGS = pytest.mark.parametrize("flag", [False, True], ids=["off", "on"])
@@ -294,6 +297,48 @@ def test_what_cannot_be_one_operand_is_none(make: Any) -> None:
     assert bias is None
     if make is not of_odd_sizes:
         loss_of(model, batch(0)).backward()
+
+
+def in_fp8(layer: Layer) -> set[str]:
+    bindings = bindings_of(layer, list(layer.parameters()), ALONE, fp8=True)
+    return {slot.name for b in bindings if b.layout.role is Role.FP8 for slot in b.layout.slots}
+
+
+def test_parts_are_stored_in_fp8_together_or_not_at_all() -> None:
+    names = [f"qkv.parts.{name}.weight" for name in ROWS]
+    assert in_fp8(Layer()) == set(names)
+    assert in_fp8(frozen_beside_trained()[0].layers[0]) == set()
+    # Somebody else reads one of them, in what precision it likes.
+    tied = Layer()
+    tied.other = nn.Linear(WIDTH, ROWS["v"], bias=False)
+    tied.other.weight = tied.qkv.parts["v"].weight
+    assert in_fp8(tied) == set()
+    bindings = bindings_of(tied, list(tied.parameters()), ALONE, fp8=True)
+    assert [joint.name for b in bindings for joint in b.layout.joints] == ["qkv.qkv_weight", "qkv.qkv_bias"]
+
+
+def test_a_joint_of_one_part_may_be_stored_in_fp8() -> None:
+    layer = Layer(QKV, rows={"q": 64})
+    assert in_fp8(layer) == {"qkv.parts.q.weight"}
+    assert not is_joined(layer.qkv, "qkv_weight")
+
+
+def test_a_parameter_is_in_one_joint(caplog: pytest.LogCaptureFixture) -> None:
+    """The first layer that asks for it has it; another with the same parts has the same joint."""
+    layer = Layer()
+    layer.again, layer.swapped = QKV(), QKV()
+    layer.again.parts = layer.qkv.parts
+    layer.again._of_kind = layer.qkv._of_kind
+    layer.swapped._of_kind = {
+        kind: Joint("swapped", joint.parts[::-1]) for kind, joint in layer.qkv._of_kind.items()
+    }
+    model = FlatFSDP(layer)
+    assert joined(layer.again, layer.again.declared_joints()[0]) is joined(
+        layer.qkv, layer.qkv.declared_joints()[0]
+    )
+    assert joined(layer.swapped, layer.swapped.declared_joints()[0]) is None
+    assert "one of its parameters is in another joint" in caplog.text
+    assert loss_of(model, batch(0)).isfinite()
 
 
 def test_without_an_engine_parts_are_concatenated() -> None:
