@@ -29,7 +29,8 @@ class MatmulOptions(TypedDict, total=False):
     Attributes:
         fuse_wgrad_accumulation: add the weight's gradient to its FP32 `main_grad` in the GEMM itself, and
             give autograd none; default: False.  Needs FlatFSDP, or a weight with a `main_grad`.  "two_pass"
-            gives the same bits with power-of-two scales, through an FP32 temporary.
+            gives the same bits with power-of-two scales, through an FP32 temporary.  "if_claimed": True where
+            FlatFSDP has the weight when the layer is called, False in a plain model.
         delay_wgrad_compute: leave the weight's gradient out of the backward, until `backward_dw()` is called;
             default: False.  Not in FlatFSDP, which reduces gradients in the backward.
         params_dtype: of the parameters; default: torch's default dtype.

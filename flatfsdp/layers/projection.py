@@ -1,41 +1,19 @@
-"""What `Linear` and `LayerNormLinear` have in common: parameters, and one call of the primitive."""
+"""What `Linear` and `LayerNormLinear` have in common: the parameters of one linear map."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flatfsdp.contract.operand import Operand
 from flatfsdp.contract.tensor_parallel import Mode, declare_map
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.options import MatmulOptions
 from flatfsdp.layers.parameters import InitMethod, normal_init
 from flatfsdp.layers.shared import initialize
 from flatfsdp.matmul.exchange import Exchange
-from flatfsdp.matmul.linear_map import LinearCall
-
-
-class Prepared(NamedTuple):
-    """What the linear primitive takes for one call, and the shape of its result.
-
-    Attributes:
-        x: the input as a matrix; see `CallInput`.
-        weight, bias: the parameters, joined where they are split.
-        added_bias: the bias that the GEMM adds; None with `return_bias`.
-        operand: the weight as it is cast.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    added_bias: Tensor | None
-    operand: Operand
-    call: LinearCall
-    out_shape: tuple[int, ...]
 
 
 class Projection(MatmulLayer):
@@ -77,6 +55,7 @@ class Projection(MatmulLayer):
         self.out_features = self._share("out_features", out_features, "column")
         parts = _rows(name, parameters_split, partition_sizes, out_features)
         self._prefixes = tuple(parts)
+        self._is_split = len(parts) > 1
         for prefix, sizes in parts.items():
             rows = sum(self._share(f"a part of {prefix}weight", size, "column") for size in sizes)
             weight = self._new_parameter(rows, self.in_features)
@@ -119,30 +98,21 @@ class Projection(MatmulLayer):
                 if bias is not None:
                     bias.zero_()
 
-    def prepare(
-        self, inp: Tensor, is_first_microbatch: bool | None, *, also_trained: Sequence[Tensor | None] = ()
-    ) -> Prepared:
-        """Checks a call and makes what the linear primitive takes for it.
+    def _whole_weight(self) -> Tensor:
+        """[out_features, in_features], of all parts."""
+        weight: Tensor
+        if self._is_split:
+            weight = torch.cat([getattr(self, f"{prefix}weight") for prefix in self._prefixes])
+        else:
+            weight = getattr(self, f"{self._prefixes[0]}weight")
+        return weight
 
-        Args:
-            also_trained: tensors in front of the GEMM, which need its input's gradient.
-
-        Raises:
-            ValueError, TypeError, RuntimeError: see `Linear.forward`.
-        """
-        weight, bias = self._joined("weight"), self._joined("bias")
-        assert weight is not None
-        x, leading, (casts,) = self.prepare_input(inp, weight)
-        added = None if self.return_bias else bias
-        sources = (inp, *also_trained)
-        operand, call = self.prepare_map(
-            "weight", weight, added, casts, x.dtype, is_first_microbatch, sources
-        )
-        return Prepared(x, weight, bias, added, operand, call, (*leading, self.out_features))
-
-    def _joined(self, kind: str) -> Tensor | None:
-        parts = [getattr(self, prefix + kind) for prefix in self._prefixes]
-        return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
+    def _whole_bias(self) -> Tensor | None:
+        """[out_features], of all parts."""
+        bias: Tensor | None = getattr(self, f"{self._prefixes[0]}bias")
+        if bias is None or not self._is_split:
+            return bias
+        return torch.cat([getattr(self, f"{prefix}bias") for prefix in self._prefixes])
 
     def extra_repr(self) -> str:
         fused, size = self.fuse_wgrad_accumulation, self._parallel.ranks.size

@@ -40,20 +40,24 @@ from flatfsdp.matmul.exchange import Exchange
 from flatfsdp.matmul.gathered_rows import RowsUnderWay
 from flatfsdp.torch_private import receives_gradient
 
-FuseWgrad = bool | Literal["two_pass"]
-"""Whether a layer adds its weight gradient to main_grad itself; "two_pass": in an FP32 GEMM and an
-addition, for comparison, rather than in the GEMM."""
+FuseWgrad = bool | Literal["two_pass", "if_claimed"]
+"""Whether a layer adds its weight gradient to main_grad itself.
+
+"two_pass": in an FP32 GEMM and an addition, for comparison, rather than in the GEMM.  "if_claimed": where
+FlatFSDP has the weight when the layer is called, and not in a plain model.
+"""
 
 
 def checked_fuse_wgrad(value: FuseWgrad, layer: str) -> FuseWgrad:
     """The value, checked.
 
     Raises:
-        ValueError: if it is none of the three.
+        ValueError: if it is none of the four.
     """
-    if value not in (True, False, "two_pass"):
+    if value not in (True, False, "two_pass", "if_claimed"):
         raise ValueError(
-            f"{layer}: fuse_wgrad_accumulation is {value!r}; it must be True, False or 'two_pass'"
+            f"{layer}: fuse_wgrad_accumulation is {value!r}; it must be True, False, 'two_pass' or "
+            "'if_claimed'"
         )
     return value
 
@@ -85,7 +89,7 @@ class LinearCall:
     exchange: Exchange
     quantizer: Quantizer
     grad_quantizer: Callable[[], Quantizer]
-    fuse_wgrad: FuseWgrad
+    fuse_wgrad: bool | Literal["two_pass"]
     is_first_microbatch: bool | None
     stored_weight: Callable[[], Operand] | None
     needs_input_grad: bool
