@@ -4,16 +4,15 @@ In:   an owner, which has scales, exchanges and casts; parameters as arguments; 
 Out:  what `nodes/` computes.
 Next: `linear.py`, `layernorm_linear.py` and `layernorm_mlp.py` call these with parameters of their own.
 
-A call of an owner begins with `prepare`, once for all of its maps; with delayed scaling that is when scales
-move on.
+A call of an owner begins with `prepare`, once for all of its maps:
 
-    casts = prepare(owner, inp, fc1, fc2)
-    out, _, summed = norm_mlp(owner, norm, fc1, fc2, inp, casts, "swiglu", residual=residual)
+    ready = prepare(owner, inp, qkv, proj)
+    mixed, _, summed = norm_linear(owner, norm, qkv, ready)
+    out = linear(owner, proj, ready.of_next(owner, proj, attend(mixed)))
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -56,40 +55,66 @@ class Called(NamedTuple):
     summed: Tensor
 
 
-def prepare(owner: MatmulLayer, inp: Tensor, *maps: MapOf) -> list[Casts]:
-    """How a call of `owner` casts, for each of its maps.
+class CallInput(NamedTuple):
+    """The input of one map of an owner, checked; and how the call casts.
 
-    Args:
-        inp: of the first map; [..., features].
-        maps: all of `owner.linear_maps`, in their order.
-
-    Raises:
-        ValueError: if a size does not suit FP8.
-        RuntimeError: if the device has no FP8.
+    Attributes:
+        inp: [..., in_features], as it was given.
+        x: [tokens, in_features], contiguous, in the dtype of the activations.
+        leading: the shape of the map's result, without its last dimension.
+        casts: of this map and those that follow.
     """
-    casts = owner.casts(inp.device)
-    if casts[0].recipe is not None:
-        tokens = owner.exchanges.get(maps[0].name, UNSPLIT).tokens(inp.shape[:-1].numel())
-        for name, weight, _ in maps:
-            out_features, in_features = weight.shape
-            require_fp8_shape(owner, name, tokens, in_features, out_features)
-    return casts
+
+    inp: Tensor
+    x: Tensor
+    leading: tuple[int, ...]
+    casts: list[Casts]
+
+    def of_next(self, owner: MatmulLayer, of: MapOf, inp: Tensor) -> CallInput:
+        """The input of the owner's next map, in the same call.
+
+        Raises:
+            ValueError, TypeError: see `Linear.forward`.
+        """
+        return CallInput(inp, *_matrix(owner, of, inp), self.casts[1:])
 
 
-def linear(
-    owner: MatmulLayer, of: MapOf, inp: Tensor, casts: Casts, *, is_first_microbatch: bool | None = None
-) -> Tensor:
-    """x w^T + b: [..., in_features] to [..., out_features].
+def prepare(owner: MatmulLayer, inp: Tensor, *maps: MapOf) -> CallInput:
+    """Checks the input of a call, and says how the call casts.
+
+    With delayed scaling a forward that trains counts as a use of the owner's scales, which move on after it:
+    once a call, and only where the input is right.
 
     Args:
-        casts: of this map; see `prepare`.
-        is_first_microbatch: see `Linear.forward`.
+        inp: of the first map: [..., in_features].
+        maps: all of `owner.linear_maps`, in their order.
 
     Raises:
         ValueError, TypeError, RuntimeError: see `Linear.forward`.
     """
-    x, leading = input_matrix(owner, inp, of)
-    operand, call = owner.prepare_map(of, casts, x.dtype, is_first_microbatch, (inp,))
+    x, leading = _matrix(owner, maps[0], inp)
+    casts = owner.casts(inp.device)
+    if casts[0].recipe is not None:
+        tokens = owner.exchanges.get(maps[0].name, UNSPLIT).tokens(x.shape[0])
+        for name, weight, _ in maps:
+            out_features, in_features = weight.shape
+            require_fp8_shape(owner, name, tokens, in_features, out_features)
+    return CallInput(inp, x, leading, casts)
+
+
+def linear(
+    owner: MatmulLayer, of: MapOf, ready: CallInput, *, is_first_microbatch: bool | None = None
+) -> Tensor:
+    """x w^T + b, [..., out_features].
+
+    Args:
+        is_first_microbatch: see `Linear.forward`.
+
+    Raises:
+        TypeError, RuntimeError: see `Linear.forward`.
+    """
+    inp, x, leading, casts = ready
+    operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, (inp,))
     out: Tensor = LinearNode.apply(x, of.weight, of.bias, operand, call)
     return out.view(*leading, of.weight.shape[0])
 
@@ -98,27 +123,27 @@ def norm_linear(
     owner: MatmulLayer,
     norm: NormOf,
     of: MapOf,
-    inp: Tensor,
-    casts: Casts,
+    ready: CallInput,
     *,
     residual: Tensor | None = None,
     keep: bool = False,
     is_first_microbatch: bool | None = None,
 ) -> Called:
-    """norm(x) w^T + b, or norm(x + residual) w^T + b: [..., in_features] to [..., out_features].
+    """norm(x) w^T + b, or norm(x + residual) w^T + b, [..., out_features].
 
     Args:
-        residual: of inp's shape.
+        residual: of the input's shape.
         keep: whether norm(x) is asked for, too.
-        casts, is_first_microbatch: as `linear`.
+        is_first_microbatch: as `linear`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: see `Linear.forward`.
+        ValueError: if the residual has another shape.
+        TypeError, RuntimeError: see `Linear.forward`.
     """
-    x, leading = input_matrix(owner, inp, of)
+    inp, x, leading, casts = ready
     added = residual_matrix(residual, inp, x.dtype, owner)
     sources = (inp, residual, norm.weight, norm.bias)
-    operand, call = owner.prepare_map(of, casts, x.dtype, is_first_microbatch, sources)
+    operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, sources)
     spec = NormLinearSpec(norm.kind, call, keep)
     out, normalized, summed = NormLinearNode.apply(
         x, added, norm.weight, norm.bias, of.weight, of.bias, operand, spec
@@ -131,8 +156,7 @@ def norm_mlp(
     norm: NormOf,
     fc1: MapOf,
     fc2: MapOf,
-    inp: Tensor,
-    casts: Sequence[Casts],
+    ready: CallInput,
     activation: str,
     *,
     residual: Tensor | None = None,
@@ -140,18 +164,17 @@ def norm_mlp(
     checkpoint: bool = False,
     is_first_microbatch: bool | None = None,
 ) -> Called:
-    """fc2(activation(fc1(norm(x)))), or norm(x + residual): [..., hidden] to the same shape.
+    """fc2(activation(fc1(norm(x)))), or norm(x + residual), in the input's shape.
 
     Args:
-        casts: of both maps; see `prepare`.
         activation: a name in `flatfsdp.kernels.activation.NAMES`.
         checkpoint: see `LayerNormMLP`.
         residual, keep, is_first_microbatch: as `norm_linear`.
 
     Raises:
-        ValueError, TypeError, RuntimeError: see `Linear.forward`.
+        ValueError, TypeError, RuntimeError: as `norm_linear`.
     """
-    x, _ = input_matrix(owner, inp, fc1)
+    inp, x, _, casts = ready
     added = residual_matrix(residual, inp, x.dtype, owner)
     before_fc1 = (inp, residual, norm.weight, norm.bias)
     before_fc2 = (*before_fc1, fc1.weight, fc1.bias)
@@ -173,9 +196,8 @@ def norm_mlp(
     return Called(out.view(inp.shape), normalized, summed)
 
 
-def input_matrix(owner: MatmulLayer, inp: Tensor, of: MapOf) -> tuple[Tensor, tuple[int, ...]]:
-    """The input as [tokens, in_features], contiguous, in the dtype of the activations; and the shape of the
-    map's result, without its last dimension."""
+def _matrix(owner: MatmulLayer, of: MapOf, inp: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """`x` and `leading` of a `CallInput`."""
     x = as_matrix(inp, of.weight.shape[1], activation_dtype(inp, owner, of.weight), owner)
     exchange = owner.exchanges.get(of.name, UNSPLIT)
     return x, exchange.leading_shape(type(owner).__name__, inp.shape)

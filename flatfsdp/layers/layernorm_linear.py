@@ -88,13 +88,11 @@ class LayerNormLinear(NormFirst, Projection):
         """
         bias = self._whole_bias()
         of = MapOf("weight", self._whole_weight(), None if self.return_bias else bias)
-        (casts,) = prepare(self, inp, of)
         called = norm_linear(
             self,
             self._norm_of(),
             of,
-            inp,
-            casts,
+            prepare(self, inp, of),
             residual=residual,
             keep=self.return_layernorm_output,
             is_first_microbatch=is_first_microbatch,

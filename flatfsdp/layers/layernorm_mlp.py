@@ -155,7 +155,6 @@ class LayerNormMLP(NormFirst):
             self._norm_of(),
             fc1,
             fc2,
-            inp,
             prepare(self, inp, fc1, fc2),
             self.activation,
             residual=residual,

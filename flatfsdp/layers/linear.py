@@ -87,8 +87,7 @@ class Linear(Projection):
         """
         bias = self._whole_bias()
         of = MapOf("weight", self._whole_weight(), None if self.return_bias else bias)
-        (casts,) = prepare(self, inp, of)
-        out = linear(self, of, inp, casts, is_first_microbatch=is_first_microbatch)
+        out = linear(self, of, prepare(self, inp, of), is_first_microbatch=is_first_microbatch)
         if not self.return_bias:
             return out
         return out, None if bias is None else bias.to(out.dtype)

@@ -27,7 +27,7 @@ from flatfsdp.contract.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.cross_entropy import cross_entropy_grad, cross_entropy_statistics
 from flatfsdp.layers.base import MapOf, MatmulLayer
-from flatfsdp.layers.calls import input_matrix, prepare
+from flatfsdp.layers.calls import CallInput, prepare
 from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.loss.cross_entropy import Reduction, ReductionKind, ids_of, joined
 from flatfsdp.layers.options import LinearOptions
@@ -111,7 +111,9 @@ class LinearCrossEntropy(Linear):
             logits: Tensor = super().forward(inp, is_first_microbatch)
             return logits
         of = MapOf("weight", self._whole_weight(), None)
-        return linear_cross_entropy(self, of, inp, targets, self.how, self.chunk_tokens, is_first_microbatch)
+        return linear_cross_entropy(
+            self, of, prepare(self, inp, of), targets, self.how, self.chunk_tokens, is_first_microbatch
+        )
 
     def extra_repr(self) -> str:
         chunks = "" if self.chunk_tokens is None else f", chunk_tokens={self.chunk_tokens}"
@@ -121,7 +123,7 @@ class LinearCrossEntropy(Linear):
 def linear_cross_entropy(
     owner: MatmulLayer,
     of: MapOf,
-    inp: Tensor,
+    ready: CallInput,
     targets: Tensor,
     how: Reduction,
     chunk_tokens: int | None = None,
@@ -132,16 +134,14 @@ def linear_cross_entropy(
     Args:
         owner: a layer that is never in FP8: `allows_fp8` is False.
         of: without a bias.
-        inp: [..., in_features].
         targets, chunk_tokens, is_first_microbatch: see `LinearCrossEntropy`.
 
     Raises:
         ValueError, TypeError, RuntimeError: see `LinearCrossEntropy.forward`.
     """
-    (casts,) = prepare(owner, inp, of)
-    x, leading = input_matrix(owner, inp, of)
+    inp, x, leading, casts = ready
     ids = ids_of(type(owner).__name__, leading, targets)
-    operand, call = owner.prepare_map(of, casts, x.dtype, is_first_microbatch, (inp,))
+    operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, (inp,))
     loss: Tensor = _LinearCrossEntropy.apply(x, of.weight, ids, operand, call, how, chunk_tokens)
     return loss.view_as(targets) if how.kind == "none" else loss
 

@@ -17,8 +17,12 @@ from flatfsdp.layers import (
     Linear,
     LinearCrossEntropy,
 )
+from flatfsdp.layers.attention.qkv import HeadsOf, heads_of_projection
+from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
+from flatfsdp.layers.attention.slices import add_to_slices
 from flatfsdp.layers.base import MapOf, MatmulLayer
 from flatfsdp.layers.calls import NormOf, linear, norm_linear, norm_mlp, prepare
+from flatfsdp.layers.embedding import look_up
 from flatfsdp.layers.loss.cross_entropy import Reduction
 from flatfsdp.layers.loss.linear_cross_entropy import linear_cross_entropy
 from flatfsdp.layers.normalized import NormKind
@@ -86,8 +90,8 @@ def assert_equal(ours: Any, theirs: Any) -> None:
 
 def norm_mlp_of(module: Owner, x: Tensor) -> tuple[Tensor, ...]:
     fc1, fc2 = module.maps
-    casts = prepare(module, x, fc1, fc2)
-    called = norm_mlp(module, module.norm_of, fc1, fc2, x, casts, "swiglu", residual=x * 2, keep=True)
+    ready = prepare(module, x, fc1, fc2)
+    called = norm_mlp(module, module.norm_of, fc1, fc2, ready, "swiglu", residual=x * 2, keep=True)
     assert called.normalized is not None
     return called.out, called.normalized, called.summed
 
@@ -117,9 +121,9 @@ def test_an_mlp_of_foreign_parameters(recipe: Any, dtype: torch.dtype) -> None:
 
 def two_calls(module: Owner, x: Tensor) -> tuple[Tensor, ...]:
     up, down = module.maps
-    casts = prepare(module, x, up, down)
-    mixed, _, summed = norm_linear(module, module.norm_of, up, x, casts[0])
-    return linear(module, down, mixed[..., :FFN], casts[1]), summed
+    ready = prepare(module, x, up, down)
+    mixed, _, summed = norm_linear(module, module.norm_of, up, ready)
+    return linear(module, down, ready.of_next(module, down, mixed[..., :FFN])), summed
 
 
 @RECIPES
@@ -232,7 +236,7 @@ def test_a_head_of_foreign_parameters(chunk_tokens: int | None, kind: Any) -> No
     how = Reduction(-100, kind)
     found = []
     for each in (
-        lambda x: linear_cross_entropy(foreign, of, x, ids, how, chunk_tokens),
+        lambda x: linear_cross_entropy(foreign, of, prepare(foreign, x, of), ids, how, chunk_tokens),
         lambda x: layer(x, ids),
     ):
         leaf = x.clone().requires_grad_()
@@ -240,3 +244,107 @@ def test_a_head_of_foreign_parameters(chunk_tokens: int | None, kind: Any) -> No
         loss.sum().backward()
         found.append((loss, leaf.grad))
     assert_equal([*found[0], foreign.weight.grad], [*found[1], layer.weight.grad])
+
+
+# ---- around attention -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [None, SHORT], ids=["high", "delayed"])
+def test_additions_to_slices_of_a_projection_copy_nothing(recipe: Any) -> None:
+    """As adapters of query and value add to them."""
+    layer, x = Linear(WIDTH, 2 * FFN), torch.randn(2, TOKENS, WIDTH)
+    low_rank = torch.randn(2, TOKENS, 16, requires_grad=True), torch.randn(2, TOKENS, 32, requires_grad=True)
+    with autocast(enabled=recipe is not None, recipe=recipe):
+        mixed, apart = layer(x), layer(x)
+    passing: list[Tensor] = []
+    mixed.register_hook(passing.append)
+    for delta in low_rank:
+        delta.register_hook(passing.append)
+    out = add_to_slices(mixed, [(0, low_rank[0]), (2 * FFN - 32, low_rank[1])])
+    assert out.data_ptr() == mixed.data_ptr()
+    gap = torch.zeros(2, TOKENS, 2 * FFN - 48)
+    expected = apart + torch.cat([low_rank[0], gap, low_rank[1]], -1)
+    assert torch.equal(out, expected)
+    dy = torch.randn_like(out)
+    ours = torch.autograd.grad(out, (layer.weight, *low_rank), dy)
+    assert {grad.untyped_storage().data_ptr() for grad in passing} == {dy.untyped_storage().data_ptr()}
+    theirs = torch.autograd.grad(expected, (layer.weight, *low_rank), dy)
+    if recipe is None:
+        assert_equal(ours, theirs)
+    assert_equal(ours[1:], theirs[1:])
+
+
+def test_additions_of_another_dtype_are_rounded_once() -> None:
+    mixed, delta = torch.randn(4, 8).bfloat16(), torch.randn(4, 3, requires_grad=True)
+    expected = (mixed[:, 2:5].float() + delta).bfloat16()
+    out = add_to_slices(mixed.clone(), [(2, delta)])
+    assert torch.equal(out[:, 2:5], expected) and torch.equal(out[:, 5:], mixed[:, 5:])
+    out.float().sum().backward()
+    assert delta.grad is not None and delta.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("start", "shape"), [(6, (4, 3)), (-1, (4, 3)), (0, (4, 9)), (0, (3, 3)), (0, (2, 2, 3))]
+)
+def test_additions_that_do_not_fit(start: int, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"from column -?\d on does not fit into .* \(4, 8\)"):
+        add_to_slices(torch.randn(4, 8), [(start, torch.randn(shape))])
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("with_tables", [True, False])
+def test_heads_are_normed_before_or_after_they_turn(norm_first: bool, with_tables: bool) -> None:
+    """Each head by itself, as Qwen3 has it; a gain that differs by element does not commute with turning."""
+    of = HeadsOf(4, 2, 8, interleaved=False)
+    mixed = torch.randn(2, 5, 64, requires_grad=True)
+    q_norm, k_norm = trained(nn.RMSNorm(8, eps=1e-6)), trained(nn.RMSNorm(8, eps=1e-6))
+    tables = RotaryPositionEmbedding(8)(5) if with_tables else None
+    ours = heads_of_projection(
+        mixed, of, tables, batch_first=True, q_norm=q_norm, k_norm=k_norm, norm_first=norm_first
+    )
+    parts = mixed.unflatten(-1, (8, 8)).split((4, 2, 2), dim=-2)
+
+    def turned(x: Tensor) -> Tensor:
+        return x if tables is None else apply_rotary(x, *tables[:2], batch_first=True)
+
+    def of_head(x: Tensor, norm: Callable[[Tensor], Tensor]) -> Tensor:
+        return turned(norm(x)) if norm_first else norm(turned(x))
+
+    theirs = (of_head(parts[0], q_norm), of_head(parts[1], k_norm), parts[2])
+    assert_equal(ours, theirs)
+    weights = [torch.randn_like(part) for part in ours]
+    grads = [
+        torch.autograd.grad([(p * w).sum() for p, w in zip(each, weights, strict=True)], mixed)
+        for each in (ours, theirs)
+    ]
+    torch.testing.assert_close(*grads)
+
+
+# ---- the table ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("padding_row", [None, 3])
+def test_a_table_of_a_foreign_model(padding_row: int | None) -> None:
+    table = nn.Embedding(10, 4, padding_idx=padding_row)
+    ids = torch.tensor([[1, 3, 1], [9, 0, 3]])
+    dy = torch.randn(2, 3, 4)
+    expected = table(ids)
+    expected.backward(dy)
+    grad = table.weight.grad
+    table.weight.grad = None
+    found = look_up(table, table.weight, ids, padding_row, "if_claimed")
+    assert torch.equal(found, expected)
+    found.backward(dy)
+    assert torch.equal(table.weight.grad, grad)
+    table.weight.grad, buffer = None, claimed(table.weight)
+    found = look_up(table, table.weight, ids, padding_row, "if_claimed")
+    found.backward(dy)
+    assert table.weight.grad is None
+    assert torch.equal(found, expected) and torch.equal(buffer, grad)
+
+
+def test_a_table_without_a_buffer_is_named() -> None:
+    table = nn.Embedding(10, 4)
+    out = look_up(table, table.weight, torch.tensor([1]), None, True)
+    with pytest.raises(RuntimeError, match=r"Embedding\.weight has no main_grad"):
+        out.sum().backward()
