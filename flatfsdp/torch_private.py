@@ -9,6 +9,7 @@ would be recompiled.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -21,6 +22,12 @@ from torch.autograd import Variable
 def default_store() -> dist.Store:
     """The store through which the ranks of the default process group have found each other."""
     return dist.distributed_c10d._get_default_store()
+
+
+def timeout_of(store: dist.Store) -> float:
+    """Seconds that a rank waits for what others write; of `default_store()`, those of its process group."""
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
+    return timeout.total_seconds()
 
 
 def running_backward() -> int:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from flatfsdp.checkpoint.local import persistent_buffers
 from flatfsdp.checkpoint.stages import of_each_stage, raising_on_all
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
-from flatfsdp.engine.units import Model, keys_of_slots, named_groups, parts_of
+from flatfsdp.engine.units import Model, keys_of_slots, named_groups, stages_of
 from flatfsdp.flat.sites import prefixed_modules
 
 Accepted = Literal["dtype", "surplus", "optimizer"]
@@ -133,8 +133,8 @@ def _entries(model: Model) -> dict[str, _Entry]:
     }
     buffers = {
         name: _Entry(tuple(buffer.shape), buffer.dtype)
-        for part in parts_of(model)
-        for name, buffer in persistent_buffers(part)
+        for stage in stages_of(model)
+        for name, buffer in persistent_buffers(stage)
     }
     late = set(_late_names(model))
     return {name: entry for name, entry in {**parameters, **buffers}.items() if name not in late}
@@ -142,13 +142,13 @@ def _entries(model: Model) -> dict[str, _Entry]:
 
 def _names(model: Model) -> list[str]:
     """All that a checkpoint of it may have: also buffers to come, and other names of tied parameters."""
-    tied = (name for part in parts_of(model) for names in keys_of_slots(part).values() for name in names)
+    tied = (name for stage in stages_of(model) for names in keys_of_slots(stage).values() for name in names)
     return [*_entries(model), *_late_names(model), *tied]
 
 
 def _late_names(model: Model) -> Iterable[str]:
-    for part in parts_of(model):
-        for prefix, owner in prefixed_modules(part):
+    for stage in stages_of(model):
+        for prefix, owner in prefixed_modules(stage):
             yield from (prefix + name for name in LATE_BUFFERS.of(owner))
 
 

@@ -37,7 +37,7 @@ from flatfsdp.checkpoint.sharded import owners_of, sharded_slot, sharded_state_d
 from flatfsdp.checkpoint.stages import check_names, raising_on_all, world_of
 from flatfsdp.checkpoint.verification import Verification
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.units import Model, named_groups, parts_of
+from flatfsdp.engine.units import Model, named_groups, stages_of
 
 
 def load(
@@ -108,7 +108,7 @@ def load_opened(
         _fill_optimizer(kept, model, optimizer)
     saved = saved_shapes(opened.metadata)
     with raising_on_all(model):
-        absent = {name for part in parts_of(model) for name in adopt_late_buffers(part, saved)}
+        absent = {name for stage in stages_of(model) for name in adopt_late_buffers(stage, saved)}
     state = {key: value for key, value in sharded_state_dict(model).items() if key not in absent}
     _read(opened, {"model": state})
     for _, group in named_groups(model):

@@ -33,7 +33,7 @@ from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.comm.ranks import Ranks, default_group
-from flatfsdp.engine.units import Model, named_groups, parts_of
+from flatfsdp.engine.units import Model, named_groups, stages_of
 from flatfsdp.fp8.delayed_scaling import buffer_names
 
 AMAX_HISTORIES = tuple(buffer_names(direction)[1] for direction in ("forward", "backward"))
@@ -232,7 +232,7 @@ def is_finite(model: Model, optimizer: torch.optim.Optimizer | None = None) -> b
     """
     masters = [group.master for _, group in named_groups(model)]
     values = [master.flat.detach() for master in masters]
-    buffers = [named for part in parts_of(model) for named in persistent_buffers(part)]
+    buffers = [named for stage in stages_of(model) for named in persistent_buffers(stage)]
     # An infinite amax in a history does no harm: scales stay as they are.
     values += [
         buffer for name, buffer in buffers if buffer.is_floating_point() and not name.endswith(AMAX_HISTORIES)

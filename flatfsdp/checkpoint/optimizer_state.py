@@ -81,8 +81,8 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
     # `model.parameters()` lists frozen ones, too, for which an optimizer keeps nothing.
     if {p for p in group_of if p.requires_grad or p in owned} != owned:
         raise ValueError(
-            "the optimizer's parameters are not the flat shards of this model; build it from "
-            "model.parameters(), or from flatfsdp.param_groups(model, ...), after wrapping"
+            "the optimizer's parameters are not the shards of this model; build it from "
+            "model.parameters(), or from flatfsdp.param_groups(model, ...), once it is sharded"
         )
     problem = next(filter(None, (_misfit(optimizer, parameter) for parameter in owned)), None)
     states: dict[str, SlotState] = {}

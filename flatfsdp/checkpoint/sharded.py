@@ -42,7 +42,7 @@ from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import ALONE, Ranks, default_group
 from flatfsdp.engine.storage.group import settle
 from flatfsdp.engine.storage.master import MasterShard, require_same_ranks
-from flatfsdp.engine.units import Model, named_groups, parts_of
+from flatfsdp.engine.units import Model, named_groups, stages_of
 from flatfsdp.flat.layout import ParamSlot
 
 
@@ -70,7 +70,7 @@ def sharded_state_dict(model: Model) -> dict[str, Any]:
         for prefix, group in groups
         for slot in group.layout.slots
     }
-    buffers = (named for part in parts_of(model) for named in persistent_buffers(part))
+    buffers = (named for stage in stages_of(model) for named in persistent_buffers(stage))
     return {**parameters, **dict(buffers)}
 
 

@@ -10,37 +10,65 @@ the process group.  Ranks meet in the store of the process group, so that nothin
 from __future__ import annotations
 
 import time
+import warnings
 
 import torch.distributed as dist
 
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.torch_private import default_store
+from flatfsdp.torch_private import default_store, timeout_of
 
-PATIENCE = 60.0
-"""Seconds that ranks wait for each other."""
+WARNS_AFTER = 60.0
+"""Seconds after which a rank that waits says for whom."""
 _LONGEST_PAUSE = 0.1
+_MET = "met"
 
 
 def meet(ranks: Ranks, doing: str) -> None:
-    """Waits until all of these ranks are about to do the same.
+    """Waits until all of these ranks are about to do the same, as long as a collective would: for the timeout
+    of the default process group.
 
     Raises:
-        RuntimeError: if some have not come after `PATIENCE` seconds.
+        RuntimeError: on all ranks that have come, if some have not by then.
     """
     if ranks.size == 1:
         return
     store: dist.Store = default_store()
-    keys = [f"flatfsdp/meeting/{ranks.name}/{doing}/{rank}" for rank in range(ranks.size)]
+    given_up = f"flatfsdp/{ranks.name}/{doing}/given up"
+    # Those who came to a meeting that was given up come again from the beginning.
+    meeting = f"flatfsdp/{ranks.name}/{doing}/{store.add(given_up, 0)}"
+    keys = [f"{meeting}/{rank}" for rank in range(ranks.size)]
     # How often a rank has come: so many times the others have to come, too.
     own = store.add(keys[ranks.rank], 1)
-    end, pause = time.monotonic() + PATIENCE, 0.001
+    # Whoever is the first to decide decides for all, so that none goes on alone.
+    decision, give_up = f"{meeting}/{own}-th", f"given up by {ranks.rank}"
+    begin, pause, is_warned = time.monotonic(), 0.001, False
     while missing := [rank for rank, key in enumerate(keys) if store.add(key, 0) < own]:
-        if time.monotonic() > end:
-            store.add(keys[ranks.rank], -1)
-            names = ", ".join(str(ranks.global_ranks[rank]) for rank in missing)
-            raise RuntimeError(
-                f"{doing} is collective, and rank{'s' * (len(missing) > 1)} {names} did not call it within "
-                f"{PATIENCE:.0f} s; call it on all ranks, not inside `if rank == 0`"
-            )
+        waited = time.monotonic() - begin
+        if waited > timeout_of(store) or store.check([decision]):
+            decided = store.compare_set(decision, "", give_up).decode()
+            break
+        if waited > WARNS_AFTER and not is_warned:
+            warnings.warn(f"{_absent(ranks, missing, doing, waited)}; it waits", stacklevel=2)
+            is_warned = True
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
+    else:
+        decided = store.compare_set(decision, "", _MET).decode()
+    if decided == _MET:
+        return
+    if decided == give_up:
+        store.add(given_up, 1)
+    if not missing:
+        raise RuntimeError(f"this rank called {doing} when another one had given up waiting for it")
+    raise RuntimeError(
+        f"{_absent(ranks, missing, doing, time.monotonic() - begin)}; call it on all ranks, not inside "
+        "`if rank == 0`"
+    )
+
+
+def _absent(ranks: Ranks, missing: list[int], doing: str, waited: float) -> str:
+    names = ", ".join(str(ranks.global_ranks[rank]) for rank in missing)
+    return (
+        f"{doing} is collective, and rank{'s' * (len(missing) > 1)} {names} did not call it within "
+        f"{waited:.0f} s"
+    )

@@ -1,7 +1,7 @@
 """A unit is built: a module's parameters go into flat groups, whichever form it has.
 
 In:   a module, in which inner units have taken their parts already; ranks and policy.
-Out:  its `FSDPState`.
+Out:  its `UnitState`.
 Next: `fsdp.py` registers flat parameters with the wrapper; `in_place/shard.py` gives the module its class.
 """
 
@@ -29,7 +29,7 @@ from flatfsdp.engine.in_place.views import cut
 from flatfsdp.engine.param_groups import attach_targets
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.storage.group import FlatGroup
-from flatfsdp.engine.units import FSDPState, UnitModule
+from flatfsdp.engine.units import UnitModule, UnitState
 from flatfsdp.flat.meta_device import ParamInit, is_on_meta, materialize
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import GradSync, Policy, Precision, Prefetch
@@ -53,7 +53,7 @@ def build_unit(
     param_init_fn: ParamInit | None = None,
     check_collectives: bool = True,
     poison_on_free: bool = False,
-) -> FSDPState:
+) -> UnitState:
     """Shards the parameters below `module` that no unit has taken.
 
     Args:
@@ -89,7 +89,7 @@ def build_unit(
         taken += parameters.items()
     contains_units = any(isinstance(each, UnitModule) for each in module.modules())
     unit = Unit(reshard_after_forward, contains_units=contains_units)
-    state = FSDPState(policy, grid, place, unit, Microbatch(), ByteLedger())
+    state = UnitState(policy, grid, place, unit, Microbatch(), ByteLedger())
     prepare_buffers(module, place, policy.precision.buffer)
     in_fp8 = policy.precision.fp8_weights is not None
     bindings = bindings_of(module, parameters.values(), grid.tensor, fp8=in_fp8)

@@ -15,7 +15,7 @@ import torch
 from flatfsdp.engine.methods import UnitMethods
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.step.unit import versions_of
-from flatfsdp.engine.units import FSDPState, root_of
+from flatfsdp.engine.units import UnitState, root_of
 from flatfsdp.flat.nested import tensors_in
 from flatfsdp.torch_private import in_backward, never_traced, traced_inside
 
@@ -26,9 +26,13 @@ def call_unit(
 ) -> Any:
     """`compute(*args, **kwargs)` with the parameters of `unit` gathered, and what follows in backward.
 
+    Inside a call of the same unit it is that call's: a module may call itself, or its parts.
+
     Args:
         compute: of the unit, or of a part of it.
     """
+    if unit.fsdp_state.uses:
+        return compute(*args, **kwargs)
     root = _begin(unit)
     if root is None:
         return _around(unit.fsdp_state, compute, args, kwargs)
@@ -47,7 +51,7 @@ def _begin(unit: UnitMethods) -> Root | None:
     """The root, if this is the outermost forward; None inside one, or in a recomputation."""
     root = root_of(unit)
     if unit.fsdp_state.is_whole:
-        raise RuntimeError("a FlatFSDP module cannot compute inside summon_full_params; leave it first")
+        raise RuntimeError("a sharded module cannot compute inside summon_full_params; leave it first")
     if root.in_forward or in_backward():
         return None
     root.begin_forward()
@@ -64,7 +68,7 @@ def _end(root: Root, outputs: Any) -> None:
 
 @traced_inside
 def _around(
-    state: FSDPState, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    state: UnitState, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     unit = state.unit
     position, versions = unit.before_forward(), versions_of((args, kwargs))

@@ -40,14 +40,14 @@ def own_modules(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mod
 
 
 def parameters_to_take(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters below `module` that no FlatFSDP owns, by name; validated before anything changes."""
+    """Parameters below `module` that no unit owns, by name; validated before anything changes."""
     found: dict[nn.Parameter, str] = {}
     for path, owner in own_modules(module):
         refuse_engine_inside(path, owner)
         if isinstance(owner, ModuleWrapper | UnitModule):
             raise ValueError(
-                f"{path or 'the module'} is a {type(owner).__name__}, which has flat parameters of its own; "
-                "wrap the plain module"
+                f"{path or 'the module'} is a {type(owner).__name__}, which keeps its parameters "
+                "already; shard or wrap the plain module"
             )
         taken = taken_from(owner)
         for attribute, name in taken.items():
@@ -72,7 +72,7 @@ def require_default_precision(parameters: dict[str, nn.Parameter]) -> None:
             raise ValueError(
                 f"parameter {name} is float64, and FP32 is the default precision; pass "
                 "precision=Precision(param=torch.float64, compute=torch.float64, accumulate=torch.float64, "
-                "reduce=torch.float64), or convert the module before wrapping"
+                "reduce=torch.float64), or convert the module first"
             )
 
 
@@ -84,7 +84,7 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
     """
     if is_lazy(parameter):
         raise ValueError(
-            f"parameter {name} gets its shape in the first forward; run one before the module is wrapped"
+            f"parameter {name} gets its shape in the first forward; run one before the module is sharded"
         )
     if SKIP_BACKWARD_POST_HOOK.of(parameter):
         raise ValueError(

@@ -102,7 +102,7 @@ def _check_flags(groups: Sequence[FlatGroup], registered: Sequence[Sequence[nn.P
                 raise RuntimeError(
                     f"requires_grad of parameter {group.prefix}{slot.name} was changed while it was "
                     "summoned, which would be lost; outside of the block, call requires_grad_() of its "
-                    "FlatFSDP module, whose parameters are frozen together"
+                    "unit, whose parameters are frozen together"
                 )
 
 

@@ -17,6 +17,7 @@ from flatfsdp.comm.checking.identity import Action
 from flatfsdp.engine.full_params import whole_parameters
 from flatfsdp.engine.memory import MemoryReport, memory_report
 from flatfsdp.engine.param_groups import gradients_of
+from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.units import UnitModule, named_groups, root_of, units_in
 from flatfsdp.flat.nested import cast_floats
 from flatfsdp.optim.clip import clip_grad_norm
@@ -24,6 +25,19 @@ from flatfsdp.policy import Division, Gathering
 from flatfsdp.torch_private import in_backward, never_traced
 
 M = TypeVar("M", bound="UnitMethods")
+
+
+class Unsharding:
+    """A unit's parameters, which are on their way."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+
+    def wait(self) -> None:
+        """`module.weight` is whole when it returns, on a GPU for what is launched afterwards; unless it has
+        been used and freed already."""
+        if not self._unit.is_sharded:
+            self._unit.show(Action.FORWARD)
 
 
 class UnitMethods(UnitModule):
@@ -40,7 +54,7 @@ class UnitMethods(UnitModule):
         """Backwards that run inside accumulate gradients and publish none.
 
         They reduce nothing; with `grad_sync="every"` they reduce-scatter, and the last one adds up.  Until
-        then a flat parameter without a gradient has a marker in `.grad`.  Reading it raises, and an optimizer
+        then a shard without a gradient has a marker in `.grad`.  Reading it raises, and an optimizer
         that zeroes it, or sets it to None, drops what was accumulated.
         """
         return root_of(self).microbatch.not_last()
@@ -49,8 +63,20 @@ class UnitMethods(UnitModule):
         """Says whether the next backwards are the last of their step and reduce; for pipeline schedules."""
         root_of(self).microbatch.is_last = is_last
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
-        """As FSDP2 says `set_is_last_backward`: whether the next backwards reduce gradients."""
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """As FSDP2 says `set_is_last_backward`: whether the next backwards reduce gradients.
+
+        Args:
+            recurse: True: all units of a model begin and end a step together.
+
+        Raises:
+            ValueError: for recurse=False, if there are units inside.
+        """
+        if not recurse and any(unit is not self for _, unit in units_in(self)):
+            raise ValueError(
+                "set_requires_gradient_sync(recurse=False) would reduce a part of the model's gradients; all "
+                "units of a model reduce in the same backwards: leave recurse out"
+            )
         self.set_is_last_backward(requires_gradient_sync)
 
     def clip_grad_norm_(
@@ -83,7 +109,7 @@ class UnitMethods(UnitModule):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also drops what was accumulated and not reduced, and clears `main_grad` of flat parameters."""
+        """Also drops what was accumulated and not reduced, and clears `main_grad` of shards."""
         super().zero_grad(set_to_none)
         for _, wrapped in units_in(self):
             wrapped.fsdp_state.unit.drop_gradients()
@@ -121,14 +147,25 @@ class UnitMethods(UnitModule):
 
     # ---- whole parameters for a while -------------------------------------------------------------------
 
-    def unshard(self) -> None:
+    def unshard(self, async_op: bool = False) -> Unsharding | None:
         """Gathers this unit's own parameters, until it is next used or `reshard()` is called.  Collective.
 
         `module.weight` is whole until then, in compute precision; what is written to it is lost.  Those of
         the units inside stay sharded.
+
+        Args:
+            async_op: only starts to gather them.
+
+        Returns:
+            With async_op, what waits for them: its `wait()`, or the unit's next forward.
         """
         root_of(self)
-        self.fsdp_state.unit.show(Action.FORWARD)
+        unit = self.fsdp_state.unit
+        if not async_op:
+            unit.show(Action.FORWARD)
+            return None
+        unit.unshard(Action.FORWARD)
+        return Unsharding(unit)
 
     def reshard(self) -> None:
         """Frees this unit's own parameters, if they are gathered."""
@@ -158,10 +195,10 @@ class UnitMethods(UnitModule):
         rank0_only: bool = False,
         offload_to_cpu: bool = False,
     ) -> Iterator[None]:
-        """Inside, the wrapped module has its ordinary parameters: whole, in master precision, by their names.
+        """Inside, the module has its ordinary parameters: whole, in master precision, by their names.
 
-        `parameters()` and `named_parameters()` list them, under the names they had before wrapping, and no
-        flat ones.  Collective, at both ends.  Gradients are not summoned.
+        `parameters()` and `named_parameters()` list them, under the names they had before the model was
+        sharded, and no shards.  Collective, at both ends.  Gradients are not summoned.
 
         Args:
             recurse: also those of the units inside.
@@ -208,20 +245,19 @@ class UnitMethods(UnitModule):
             probe = fn(flat.detach()[:1])
             if (probe.dtype, probe.device) != (flat.dtype, flat.device):
                 raise TypeError(
-                    f"a FlatFSDP module cannot be moved or converted ({flat.dtype} on {flat.device} to "
-                    f"{probe.dtype} on {probe.device}); pass device= and precision= to the constructor "
-                    "instead"
+                    f"a sharded module cannot be moved or converted ({flat.dtype} on {flat.device} to "
+                    f"{probe.dtype} on {probe.device}); pass device= and precision= where it is sharded"
                 )
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(
-            "a FlatFSDP module cannot be copied: its ranks, hooks and buffers are tied to this process; "
-            "copy the plain module before wrapping, or load a state_dict into a new one"
+            "a sharded module cannot be copied: its ranks, hooks and buffers are tied to this process; "
+            "copy the plain module before it is sharded, or load a state_dict into a new one"
         )
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError("a FlatFSDP module cannot be pickled; save its state_dict() instead")
+        raise TypeError("a sharded module cannot be pickled; save its state_dict() instead")
 
 
 @contextmanager

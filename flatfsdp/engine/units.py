@@ -1,4 +1,4 @@
-"""`UnitModule` and its `FSDPState`; and the root, units, flat groups and parameter names of a model.
+"""`UnitModule` and its `UnitState`; and the root, units, flat groups and parameter names of a model.
 
 In:   a module, and where, over which ranks and how its parameters are to be kept.
 Out:  what finds all units of a model, each with the prefix that the names of its parameters have.
@@ -28,8 +28,8 @@ from flatfsdp.policy import Policy
 
 
 @dataclass(eq=False)
-class FSDPState:
-    """What the engine knows of one wrapped module: the one attribute through which others ask.
+class UnitState:
+    """What the engine knows of one sharded module: the one attribute through which others ask.
 
     Attributes:
         policy: what the user has decided.
@@ -65,7 +65,7 @@ class UnitModule(Guarded):
         fsdp_state: what the engine knows of it.
     """
 
-    fsdp_state: FSDPState
+    fsdp_state: UnitState
 
     def _join(self, root: Root, outermost: UnitModule) -> None:
         """Called once, when the model is first used.
@@ -130,7 +130,7 @@ def root_of(wrapped: UnitModule) -> Root:
     return root
 
 
-def _require_same_settings(inner: FSDPState, outer: FSDPState, name: str) -> None:
+def _require_same_settings(inner: UnitState, outer: UnitState, name: str) -> None:
     """Checks what is the whole model's.
 
     Args:
@@ -154,7 +154,7 @@ Model = nn.Module | Sequence[nn.Module]
 
 
 def units_in(module: nn.Module) -> Iterator[tuple[str, UnitModule]]:
-    """Every FlatFSDP in `module`, itself included, in registration order.
+    """Every unit in `module`, itself included, in registration order.
 
     Each with the prefix of its parameters' original names: "" for `module` itself, else such as "blocks.0.".
     One that has two paths comes up twice.
@@ -164,7 +164,7 @@ def units_in(module: nn.Module) -> Iterator[tuple[str, UnitModule]]:
             yield prefix, each
 
 
-def parts_of(model: Model) -> list[nn.Module]:
+def stages_of(model: Model) -> list[nn.Module]:
     """The stages, or the one model."""
     return [model] if isinstance(model, nn.Module) else list(model)
 
@@ -175,13 +175,13 @@ def named_groups(model: Model) -> list[tuple[str, FlatGroup]]:
     Collective the first time, if `model` has not been used yet.
 
     Raises:
-        ValueError: if there is no FlatFSDP module.
+        ValueError: if there is no unit.
     """
     units: dict[UnitModule, str] = {}
-    for part in parts_of(model):
-        found = list(units_in(part))
+    for stage in stages_of(model):
+        found = list(units_in(stage))
         if not found:
-            raise ValueError(f"{type(part).__name__} contains no FlatFSDP module; wrap it first")
+            raise ValueError(f"{type(stage).__name__} contains no unit of FlatFSDP; shard or wrap it first")
         for prefix, wrapped in found:
             units.setdefault(wrapped, prefix)
     for wrapped in units:

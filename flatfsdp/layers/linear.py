@@ -59,7 +59,7 @@ class Linear(Projection):
             )
         if module._parameters.get("weight") is None:
             raise ValueError(
-                f"convert: {name}.weight is in a flat parameter already; convert first, then wrap the model"
+                f"convert: {name}.weight is sharded already; convert first, then shard or wrap the model"
             )
         layer = cls(
             module.in_features,

@@ -460,14 +460,14 @@ def _sharing(parameter: Tensor, *, clips: bool) -> Iterator[tuple[int, ...]]:
     what = f"a parameter of shape {tuple(parameter.shape)} is of a layer that tensor-parallel ranks share"
     if clips:
         raise ValueError(
-            f"max_grad_norm is set, and {what}, so that no rank knows the norm; wrap the layer with "
+            f"max_grad_norm is set, and {what}, so that no rank knows the norm; shard the layer with "
             "FlatFSDP, or clip gradients before the step, without max_grad_norm"
         )
     ranks = TENSOR_PARALLEL_RANKS.of(parameter)
     if not ranks:
         raise ValueError(
             f"{what} and that does not say which ranks these are (tensor_parallel_ranks), so nobody can tell "
-            'whether all of their gradients are finite; wrap the layer with FlatFSDP, or set nonfinite="step"'
+            'if all of their gradients are finite; shard the layer with FlatFSDP, or set nonfinite="step"'
         )
     yield ranks
 

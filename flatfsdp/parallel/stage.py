@@ -371,18 +371,18 @@ def _stage_ranks(wrapped: UnitModule, pipeline: dist.ProcessGroup | None) -> Sta
 
 
 def _outermost(module: nn.Module, stage_index: int) -> list[UnitModule]:
-    """The FlatFSDP modules in `module` that are in no other, each once."""
+    """The units in `module` that are in no other, each once."""
     units = dict.fromkeys(wrapped for _, wrapped in units_in(module))
     if not units:
         raise ValueError(
-            f"stage {stage_index}, a {type(module).__name__}, contains no FlatFSDP module; wrap it with "
-            "FlatFSDP or auto_wrap first"
+            f"stage {stage_index}, a {type(module).__name__}, contains no unit of FlatFSDP; shard it, or "
+            "wrap it with FlatFSDP or auto_wrap, first"
         )
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and FLAT_SHARD.of(parameter) is None:
             raise ValueError(
-                f"parameter {name} of stage {stage_index} is in no FlatFSDP module, so nobody would reduce "
-                "its gradient; wrap the whole stage (auto_wrap does)"
+                f"parameter {name} of stage {stage_index} is in no unit of FlatFSDP, so nobody would reduce "
+                "its gradient; shard or wrap the whole stage (auto_wrap does)"
             )
     inner = {below for wrapped in units for _, below in units_in(wrapped) if below is not wrapped}
     return [wrapped for wrapped in units if wrapped not in inner]
@@ -393,8 +393,8 @@ def _root_of_stage(wrapped: UnitModule, stage_index: int) -> Root:
     root = root_of(wrapped)
     if root.unit is not wrapped.fsdp_state.unit:
         raise ValueError(
-            f"stage {stage_index} is part of a larger FlatFSDP module that has been used already; wrap each "
-            "stage by itself"
+            f"stage {stage_index} is part of a larger sharded module that has been used already; shard "
+            "or wrap each stage by itself"
         )
     return root
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from flatfsdp import Precision
-from flatfsdp.comm import meeting
+from flatfsdp.torch_private import default_store, timeout_of
 from tests.support.both_forms import sharded
 from tests.support.ecosystem.families import FAMILIES, Family, batches_of, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
@@ -69,13 +71,46 @@ def test_one_rank_that_saves_alone_is_told_so(rank: int) -> None:
     with shared_folder() as folder:
         if rank == 0:
             alone = "save_pretrained is collective, and rank 1 did not call it"
-            with mock.patch.object(meeting, "PATIENCE", 1.0), pytest.raises(RuntimeError, match=alone):
+            with patience(seconds=1), pytest.raises(RuntimeError, match=alone):
                 model.save_pretrained(folder)
         assert list(folder.iterdir()) == []
         dist.barrier()
         # Nothing is left behind: together they save.
         model.save_pretrained(folder)
         assert list(folder.iterdir()) != []
+
+
+@contextmanager
+def patience(seconds: float) -> Iterator[None]:
+    """Inside, the process group's timeout."""
+    store = default_store()
+    before = timeout_of(store)
+    store.set_timeout(timedelta(seconds=seconds))
+    yield
+    store.set_timeout(timedelta(seconds=before))
+
+
+@on_ranks(2)
+def test_who_has_to_save_and_what_is_said_of_it(rank: int) -> None:
+    """All ranks that share the model, or one with a state dict; always with the dtype of what is written."""
+    family = FAMILIES["Llama"]
+    options: dict[str, Any] = {"precision": Precision(compute=torch.bfloat16)}
+    model = sharded("in place", family.build(), family.is_unit, **options)
+    state = model.state_dict()
+    options["process_group"] = [dist.new_group([each]) for each in range(2)][rank]
+    alone = sharded("in place", family.build(), family.is_unit, **options)
+    with shared_folder() as folder:
+        model.save_pretrained(folder / "together")
+        if rank == 0:
+            model.save_pretrained(folder / "given", state_dict=dict(state))
+        else:
+            alone.save_pretrained(folder / "alone")
+        dist.barrier()
+        for each in folder.iterdir():
+            assert json.loads((each / "config.json").read_text())["dtype"] == "float32"
+            assert_same_values(read(family, each).state_dict(), state)
+        assert len(list(folder.iterdir())) == 3
+    assert model.dtype == torch.bfloat16
 
 
 @on_ranks(2)

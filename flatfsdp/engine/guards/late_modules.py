@@ -17,7 +17,7 @@ from flatfsdp.contract.flat_shard import FLAT_SHARD
 def refuse_late_module(parent: nn.Module, name: str, value: nn.Module | None) -> None:
     """Called before `parent.name` becomes `value`.
 
-    A module without parameters may come, and one that wraps what was there.
+    A module without parameters may come, a frozen one (a teacher), and one that wraps what was there.
 
     Raises:
         TypeError: if `parent` belongs to a unit, and the unit has not sharded what `value` brings, or would
@@ -47,10 +47,10 @@ _WAY_OUT = (
 
 
 def _unsharded(module: nn.Module) -> Iterator[str]:
-    """Names of the parameters in `module` that no unit has."""
+    """Names of the parameters in `module` that are trained and that no unit has."""
     for path, each in module.named_modules():
         for name, parameter in each._parameters.items():
-            if parameter is not None and FLAT_SHARD.of(parameter) is None:
+            if parameter is not None and parameter.requires_grad and FLAT_SHARD.of(parameter) is None:
                 yield f"{path}.{name}".lstrip(".")
 
 

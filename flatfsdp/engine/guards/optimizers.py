@@ -79,7 +79,7 @@ def _refuse_decay_by_dim(optimizer: torch.optim.Optimizer) -> None:
             f"this {type(optimizer).__name__} decays nothing: its group with weight_decay is empty, and "
             "matrices are in one without. Shards are 1-D, so p.dim() does not tell; make the groups by "
             'flatfsdp.param_groups(model, [{"params": lambda name, shape: len(shape) < 2, '
-            '"weight_decay": 0.0}])'
+            '"weight_decay": 0.0}]); if nothing is to be decayed, leave out the empty group'
         )
 
 

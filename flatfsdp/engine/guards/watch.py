@@ -19,6 +19,7 @@ from flatfsdp.engine.claim import own_modules
 from flatfsdp.engine.guards.late_modules import refuse_late_module
 from flatfsdp.engine.guards.optimizers import refuse_optimizer
 from flatfsdp.engine.guards.other_engines import refuse_engine_around
+from flatfsdp.torch_private import never_traced
 
 
 def guard(module: nn.Module) -> None:
@@ -44,5 +45,7 @@ def _before_module(parent: nn.Module, name: str, value: nn.Module | None) -> Non
         refuse_engine_around(parent, value)
 
 
+# Also called in compiled steps of any optimizer, whose parameters the compiler cannot look at like this.
+@never_traced
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     refuse_optimizer(optimizer)

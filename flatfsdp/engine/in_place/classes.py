@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from typing import Any, ClassVar, NoReturn
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.full_params import state_dict_gathering
@@ -60,12 +62,11 @@ class FlatFSDPModule(_Mixed, UnitMethods):
 class FlatFSDPPart(_Mixed, nn.Module):
     """A module in a unit that may be called by itself."""
 
-    @traced_inside
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        unit = unit_of(self)
-        if unit.fsdp_state.uses:
+        if torch.compiler.is_compiling():
+            # Inside something that is compiled whole, and so in a call of the unit.
             return super().__call__(*args, **kwargs)
-        return call_unit(unit, super().__call__, args, kwargs)
+        return call_unit(unit_of(self), super().__call__, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Whole tensors, as before it was sharded.  Collective."""
@@ -73,6 +74,10 @@ class FlatFSDPPart(_Mixed, nn.Module):
         root_of(unit)
         with whole_units([unit], state_dict_gathering(), writeback=False):
             return super().state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FlatFSDPPart:
+        unit_of(self)._apply(fn, recurse)
+        return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(_COPIED)
@@ -85,6 +90,12 @@ _COPIED = (
     "a part of a module that is sharded in place cannot be copied or pickled: its parameters are spread over "
     "ranks; copy it before sharding, or save its state_dict()"
 )
+
+
+def require_mixable(module: nn.Module, mixin: type[_Mixed]) -> None:
+    """Raises what `mix` would, and changes nothing."""
+    if not isinstance(module, mixin):
+        _mixed(type(module), mixin)  # type: ignore[arg-type]
 
 
 def mix(module: nn.Module, mixin: type[_Mixed]) -> None:

@@ -3,9 +3,11 @@
 In:   a class of transformers, diffusers or PEFT; those of others are left alone.
 Out:  what stands in its place in the class of a unit or a part.
 
-    dtype, device                    what it computes with; the listed parts are in master precision
+    dtype, device                    what it computes with; the listed parts are in master precision.  Of what
+                                     is saved, while it is saved: it is written beside it
     num_parameters and other counts  of the whole model, not of this rank's parts
-    save_pretrained                  gathers, and the first rank writes
+    save_pretrained                  gathers, and the first rank writes; with a state dict, writes that
+    should_save_on_this_rank         the first of those that share the model, rather than of all
     resize_token_embeddings          raises: the parameters have their places
     generate                         goes on on all ranks until the last one has ended (`synced_gpus`)
 """
@@ -22,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.comm.meeting import meet
-from flatfsdp.comm.objects import all_gather_object
-from flatfsdp.comm.ranks import Ranks, default_group
+from flatfsdp.comm.objects import broadcast_object
+from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
 from flatfsdp.engine.full_params import state_dicts_gathered
 from flatfsdp.engine.in_place.parts import unit_of
@@ -31,6 +33,8 @@ from flatfsdp.flat.sites import Site
 from flatfsdp.policy import Gathering
 
 LIBRARIES = ("transformers", "diffusers", "peft")
+_SAVED_DTYPE = Attribute[torch.dtype | None]("_flatfsdp_saved_dtype", None)
+"""Of what is written, on a model that is being saved."""
 COUNTS = ("num_parameters", "get_memory_footprint", "get_nb_trainable_parameters")
 
 
@@ -39,9 +43,10 @@ def said_by_whole_models(plain: type[nn.Module]) -> dict[str, Any]:
     if not any(base.__module__.split(".")[0] in LIBRARIES for base in plain.__mro__):
         return {}
     found: dict[str, Any] = {
-        "dtype": property(lambda self: _computed_with(self).dtype),
+        "dtype": property(lambda self: _SAVED_DTYPE.of(self) or _computed_with(self).dtype),
         "device": property(lambda self: _computed_with(self).device),
         "resize_token_embeddings": _refuse_resizing,
+        "should_save_on_this_rank": _is_saved_here,
     }
     for name in COUNTS:
         if hasattr(plain, name):
@@ -116,25 +121,34 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def save(module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        """Gathers the model, and writes it on the first rank.  Collective over all ranks.
+        """Gathers the model, and writes it on the first rank.  Collective over the ranks that share it.
+
+        With a `state_dict` it is not collective: it writes that, where it is called, as a plain model does.
 
         Raises:
             RuntimeError: if another rank does not call it, or the first one could not write.
         """
-        world, device = Ranks.of(default_group()), unit_of(module).fsdp_state.device
-        meet(world, "save_pretrained")
         bound = signature.bind(module, *args, **kwargs)
-        if _state_dict_of(signature, bound) is None:
-            with state_dicts_gathered(Gathering(rank0_only=True, offload_to_cpu=True)):
-                _pass_state_dict(signature, bound, module.state_dict())
-        problem = None
-        if world.rank == 0:
-            try:
+        given = bound.arguments.get("state_dict", bound.kwargs.get("state_dict"))
+        if given is not None:
+            with _saved_in(module, given):
                 method(*bound.args, **bound.kwargs)
+            return
+        state = unit_of(module).fsdp_state
+        for ranks in state.grid.dimensions:
+            meet(ranks, "save_pretrained")
+        with state_dicts_gathered(Gathering(rank0_only=True, offload_to_cpu=True)):
+            gathered = module.state_dict()
+        _pass_state_dict(signature, bound, gathered)
+        problem = None
+        if state.grid.is_first:
+            try:
+                with _saved_in(module, gathered):
+                    method(*bound.args, **bound.kwargs)
             except Exception as error:
                 problem = error
         said = None if problem is None else f"{type(problem).__name__}: {problem}"
-        first = all_gather_object(said, world, device)[0]
+        first = broadcast_object(said, state.grid.dimensions, state.device)
         if problem is not None:
             raise problem
         if first is not None:
@@ -143,8 +157,21 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
     return save
 
 
-def _state_dict_of(signature: inspect.Signature, bound: inspect.BoundArguments) -> Any:
-    return bound.arguments.get("state_dict", bound.kwargs.get("state_dict"))
+def _is_saved_here(module: nn.Module, is_main_process: bool) -> bool:
+    """What transformers 5 asks before it writes a file."""
+    return is_main_process and unit_of(module).fsdp_state.grid.is_first
+
+
+@contextmanager
+def _saved_in(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
+    """Inside, the model's `dtype` is that of these values."""
+    tensors = (value for value in values.values() if isinstance(value, Tensor))
+    floating = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
+    _SAVED_DTYPE.leave(module, next(floating, None))
+    try:
+        yield
+    finally:
+        _SAVED_DTYPE.leave(module, None)
 
 
 def _pass_state_dict(

@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from typing import Any, TypeVar
 
 from torch import nn
+from typing_extensions import Unpack
 
 from flatfsdp.contract.claimed import FSDP_STATE, PART_OF
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.claim import own_modules
-from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, mix, unmix
+from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, mix, require_mixable, unmix
+from flatfsdp.engine.in_place.options import ShardOptions, require_known
 from flatfsdp.engine.in_place.parts import unit_of
 from flatfsdp.engine.in_place.state_dicts import follow_state_dicts
 from flatfsdp.engine.units import UnitModule, units_in
@@ -28,7 +30,11 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def shard(
-    module: M, policy: WrapPolicy | None = None, *, optimize_backward_concat: bool = True, **options: Any
+    module: M,
+    policy: WrapPolicy | None = None,
+    *,
+    optimize_backward_concat: bool = True,
+    **options: Unpack[ShardOptions],
 ) -> M:
     """Shards a module's parameters over ranks, in place: class, methods and names stay what they are.
 
@@ -50,15 +56,17 @@ def shard(
             reduced as a whole.  None: the module alone, with what is inside and not sharded yet.
         optimize_backward_concat: as of `FlatFSDP`; here True by default, so that `module.weight` is a
             Parameter.
-        options: all others of `FlatFSDP`.
+        options: all others of `FlatFSDP`, see `ShardOptions`.
 
     Returns:
         `module`.
 
     Raises:
-        TypeError: as `auto_wrap`; if no class can be derived from the module's.
+        TypeError: as `auto_wrap`; for an option that there is not; if no class can be derived from that of
+            the module.
         ValueError: as `auto_wrap`; if the module is sharded or wrapped already, or is never called.
     """
+    require_known(options)
 
     def make(part: nn.Module) -> UnitModule:
         return _make_unit(part, optimize_backward_concat=optimize_backward_concat, **options)
@@ -92,13 +100,23 @@ def register_forward_method(module: nn.Module, name: str) -> None:
 def _make_unit(module: nn.Module, **options: Any) -> UnitModule:
     if isinstance(module, UnitModule):
         raise ValueError(f"this {type(module).__name__} is sharded already")
+    if type(module).__name__ == "OptimizedModule":
+        raise ValueError(
+            "this is the result of torch.compile, and its parameters are another module's; shard that one, "
+            "then compile the blocks that are units: block.compile()"
+        )
     if not _is_called(module):
         raise ValueError(
             f"a {type(module).__name__} is never called, so nobody would gather its parameters; pick the "
             "modules in it, or the one around it"
         )
     inside = [each for _, each in units_in(module)]
-    own = [each for _, each in own_modules(module)]
+    below = [each for _, each in own_modules(module)][1:] if inside else _children(module)
+    parts = [each for each in dict.fromkeys(below) if _is_called(each) and _has_parameters(each)]
+    # All that may raise comes before anything changes.
+    require_mixable(module, FlatFSDPModule)
+    for part in parts:
+        require_mixable(part, FlatFSDPPart)
     state = build_unit(module, in_place=True, **options)
     FSDP_STATE.leave(module, state)
     mix(module, FlatFSDPModule)
@@ -107,10 +125,9 @@ def _make_unit(module: nn.Module, **options: Any) -> UnitModule:
     for unit in inside:
         if unit.fsdp_state.outer is None:
             _enclose(unit, module)
-    for part in dict.fromkeys(own[1:] if inside else _children(module)):
-        if _is_called(part):
-            PART_OF.leave(part, weakref.ref(module))
-            mix(part, FlatFSDPPart)
+    for part in parts:
+        PART_OF.leave(part, weakref.ref(module))
+        mix(part, FlatFSDPPart)
     return module
 
 
@@ -134,4 +151,9 @@ def _children(module: nn.Module) -> Iterator[nn.Module]:
 
 def _is_called(module: nn.Module) -> bool:
     """Whether it has a forward; lists of modules have none."""
-    return type(module).forward is not nn.Module.forward
+    return "forward" in vars(module) or type(module).forward is not nn.Module.forward
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    """A loss or a metric has none, and needs nobody to gather, or cast, for it."""
+    return next(module.parameters(), None) is not None

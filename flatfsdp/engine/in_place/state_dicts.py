@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from flatfsdp.engine.storage.master import MasterShard
-from flatfsdp.engine.units import FSDPState
+from flatfsdp.engine.units import UnitState
 from flatfsdp.flat.layout import ParamSlot
 from flatfsdp.flat.module_wrapper import misfit
 
@@ -32,7 +32,7 @@ class _Listed(NamedTuple):
     view: nn.Parameter
 
 
-def follow_state_dicts(state: FSDPState) -> None:
+def follow_state_dicts(state: UnitState) -> None:
     """Registers the hooks of a unit's modules."""
     listed: dict[nn.Module, list[_Listed]] = {}
     for group in state.unit.groups:
@@ -45,7 +45,7 @@ def follow_state_dicts(state: FSDPState) -> None:
         module.register_load_state_dict_pre_hook(partial(_load, state, parameters))
 
 
-def _refuse_parts(state: FSDPState) -> Callable[..., None]:
+def _refuse_parts(state: UnitState) -> Callable[..., None]:
     def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not state.is_whole:
             raise RuntimeError(
@@ -58,7 +58,7 @@ def _refuse_parts(state: FSDPState) -> Callable[..., None]:
 
 
 def _load(
-    state: FSDPState,
+    state: UnitState,
     parameters: list[_Listed],
     module: nn.Module,
     state_dict: dict[str, Any],

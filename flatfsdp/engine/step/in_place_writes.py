@@ -1,7 +1,8 @@
-"""Notices a forward that writes to its parameters in place, as `nn.Embedding(max_norm=...)` does.
+"""Notices writes to what a module computes with, which are lost: `nn.Embedding(max_norm=...)`, `nn.init`.
 
-In:   the groups of one unit, whose parameters are there.
-Out:  an error after the forward, under the parameter's name.
+In:   the groups of one unit.
+Out:  an error after a forward that has written, or before the forward that comes after a write, under the
+      parameter's name.
 
 What such a forward changes is the gathered copy.  It is gone when the unit is freed, or when the next step
 casts and gathers anew.  Replicas, which are not gathered, would each keep their own change.  One rank by
@@ -13,28 +14,39 @@ all ranks raise in the same forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.torch_private import never_traced
 
 
 class WriteCheck:
-    """Compares the versions of a unit's parameters before and after its forward.
+    """Compares the versions of a unit's parameters before and after its forward, and until the next one.
 
     A write through `.data` is not counted.
-
-    Args:
-        groups: of the unit; more may be added before the first forward.
     """
 
-    def __init__(self, groups: Sequence[FlatGroup]) -> None:
-        self._groups = groups
-        self._before: list[list[int]] = []
+    def __init__(self) -> None:
+        self._groups: list[FlatGroup] = []
+        self._known: list[list[int]] = []
 
-    def begin(self) -> None:
-        """The forward begins, and the parameters are there."""
-        self._before = [group.params.versions for group in self._groups]
+    def add(self, group: FlatGroup) -> None:
+        """Watches the parameters of this one, too, as they are now."""
+        self._groups.append(group)
+        self._known.append(group.params.versions)
+
+    def require_none(self) -> None:
+        """Between two forwards.
+
+        Raises:
+            RuntimeError: if a parameter was written to since the last one; once.
+        """
+        for group, names in self._written():
+            raise RuntimeError(
+                f"parameter {names} of unit {group.name} was written to as an attribute of its module, which "
+                "is lost: the attribute is what a forward reads, and shows NaN at other times; write inside "
+                "summon_full_params(), or initialise before the model is sharded"
+            )
 
     @never_traced
     def end(self) -> None:
@@ -43,14 +55,19 @@ class WriteCheck:
         Raises:
             RuntimeError: if it has written to a parameter.
         """
-        for group, before in zip(self._groups, self._before, strict=True):
-            after = group.params.versions
-            if after != before:
+        for group, names in self._written():
+            raise RuntimeError(
+                f"the forward of unit {group.name} wrote in place to parameter {names}, and "
+                "what a forward changes is lost with the gathered copy; compute with a changed copy "
+                "instead (no max_norm in an embedding), or write between steps, inside "
+                "summon_full_params()"
+            )
+
+    def _written(self) -> Iterator[tuple[FlatGroup, str]]:
+        """Groups that have been written to, and the names in question; the next call begins anew."""
+        known, self._known = self._known, [group.params.versions for group in self._groups]
+        for group, before, after in zip(self._groups, known, self._known, strict=True):
+            if before != after:
                 slots = zip(group.layout.slots, before, after, strict=True)
                 names = [group.prefix + slot.name for slot, was, now in slots if was != now]
-                raise RuntimeError(
-                    f"the forward of unit {group.name} wrote in place to parameter {' or '.join(names)}, and "
-                    "what a forward changes is lost with the gathered copy; compute with a changed copy "
-                    "instead (no max_norm in an embedding), or write between steps, inside "
-                    "summon_full_params()"
-                )
+                yield group, " or ".join(names)

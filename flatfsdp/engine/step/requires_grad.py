@@ -40,9 +40,9 @@ def follow_requires_grad(group: FlatGroup) -> None:
     if trains and group.main_grad is None:
         if group.fp8 is not None:
             raise RuntimeError(
-                f"unit {group.name} was wrapped with frozen weights that it stores in FP8.  They are cast "
-                "once a load, so they cannot be trained; call requires_grad_(True) before wrapping, and "
-                "requires_grad_(False) after it, or wrap without Precision(fp8_weights=...)"
+                f"unit {group.name} was sharded with frozen weights that it stores in FP8.  They are cast "
+                "once a load, so they cannot be trained; call requires_grad_(True) before the model is "
+                "sharded, and requires_grad_(False) after it, or leave out Precision(fp8_weights=...)"
             )
         group.open_main_grad()
     group.params.follow(trains)
@@ -58,8 +58,8 @@ def require_one_flag(group: FlatGroup) -> None:
     """
     trains = group.params.trains
     way_out = (
-        "the parameters of a unit are frozen together; call requires_grad_() of the FlatFSDP module, or of "
-        "its flat parameter, and wrap what is to be frozen by itself with a FlatFSDP of its own"
+        "the parameters of a unit are frozen together; call requires_grad_() of the sharded module, or of "
+        "all that it lists, and make what is to be frozen by itself a unit of its own"
     )
     if (name := group.params.deviating) is not None:
         raise RuntimeError(

@@ -107,6 +107,8 @@ class Root:
             self.abandon_step()
         self._require_own_memory()
         self._require_no_hooks()
+        for unit in self.units:
+            unit.writes.require_none()
         self.forward_action = Action.FORWARD if torch.is_grad_enabled() else Action.EVALUATION
         if not torch.is_grad_enabled():
             # Evaluations often run on other weights, an average, say, written through `.data`: not counted.
@@ -203,10 +205,10 @@ class Root:
         self._expire()
         self._follow_user()
         self._refresh_scales()
-        for unit in fresh:
-            unit.show(Action.EVALUATION)
-            unit.is_kept = True
         try:
+            for unit in fresh:
+                unit.show(Action.EVALUATION)
+                unit.is_kept = True
             yield
         finally:
             for unit in fresh:

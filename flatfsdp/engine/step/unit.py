@@ -78,7 +78,7 @@ class Unit:
         root: shared state of the model; set when the root module is first used.
         is_kept: whether the parameters stay where they are, inside `Root.kept`.
         keep_as_root: whether the root's own parameters stay from its forward to its backward.
-        writes: notices a forward that writes to the parameters.
+        writes: notices writes to what the module computes with.
     """
 
     def __init__(self, reshard_after_forward: bool, *, contains_units: bool) -> None:
@@ -88,7 +88,7 @@ class Unit:
         self._contains_units = contains_units
         self.is_kept = False
         self.keep_as_root = True
-        self.writes = WriteCheck(self.groups)
+        self.writes = WriteCheck()
         # By the backward that runs: one that reentrant checkpointing nests in another counts by itself.
         self._landed: defaultdict[int, set[tuple[FlatGroup, int]]] = defaultdict(set)
         self._reached_in: set[int] = set()
@@ -98,6 +98,7 @@ class Unit:
 
     def add(self, group: FlatGroup) -> None:
         self.groups.append(group)
+        self.writes.add(group)
 
     @property
     def trained(self) -> list[FlatGroup]:
@@ -149,9 +150,9 @@ class Unit:
             require_one_flag(group)
             if (name := group.params.displaced) is not None:
                 raise RuntimeError(
-                    f"parameter {group.prefix}{name} was replaced after wrapping, and nothing would update "
+                    f"parameter {group.prefix}{name} was replaced after sharding, and nothing would update "
                     "what took its place; write to it inside summon_full_params(), or replace it (tie it, "
-                    "resize it) before FlatFSDP wraps the module"
+                    "resize it) before the model is sharded"
                 )
         if in_backward():
             # A recomputation: its order says nothing about the next forward, and a unit gathered ahead of
@@ -163,7 +164,6 @@ class Unit:
             self._use(self.root.order.after(position), self.root.forward_action)
         for group in self.groups:
             group.params.show()
-        self.writes.begin()
         return position
 
     @never_traced

@@ -188,8 +188,8 @@ class Views:
 
     @property
     def versions(self) -> list[int]:
-        """Version counters of the views, in slot order: an in-place write to one raises those of all."""
-        return [self._leaf._version] * len(self._views)
+        """Version counters, in slot order: an in-place write to one view raises those of all."""
+        return [self._leaf._version + absent._version for absent in self._absent]
 
     def show(self) -> None:
         if self._is_concealed:
@@ -229,8 +229,9 @@ def _absent(layout: FlatLayout, like: Tensor) -> list[Tensor]:
 
     A view of freed memory would crash the process when somebody prints it.
     """
-    nan = torch.full((), torch.nan, dtype=like.dtype, device=like.device)
-    return [nan.expand(slot.shape) for slot in layout.slots]
+    nans = torch.full((len(layout.slots),), torch.nan, dtype=like.dtype, device=like.device)
+    # Each has a version counter of its own.
+    return [nan.data.expand(slot.shape) for nan, slot in zip(nans, layout.slots, strict=True)]
 
 
 def _deviating(layout: FlatLayout, tensors: Sequence[Tensor], trains: bool) -> str | None:

@@ -181,7 +181,7 @@ def misfits(rank: int, world_size: int) -> list[str]:
     split = {**state, "param_groups": [{**state["param_groups"][0], "params": ["cube"]}]}
     for bad in (strange, short, split, {"state": {}}):
         fails(ValueError, checkpoint.load_full_optimizer_state_dict, model, optimizer, bad if mine else {})
-    with pytest.raises(ValueError, match="not the flat shards of this model"):
+    with pytest.raises(ValueError, match="not the shards of this model"):
         checkpoint.full_optimizer_state_dict(model, torch.optim.SGD(wrapped(1).parameters(), lr=1.0))
     assert equal(full_state(model, optimizer), before)
     return messages
@@ -248,5 +248,5 @@ def test_names_of_several_roots_and_of_several_paths() -> None:
     assert equal(whole, {name: whole[name] for name in whole})
     assert set(whole) == set(model.state_dict())
     assert all(torch.equal(whole[name], value) for name, value in model.state_dict().items())
-    with pytest.raises(ValueError, match="Linear contains no FlatFSDP module"):
+    with pytest.raises(ValueError, match="Linear contains no unit of FlatFSDP"):
         checkpoint.local_state_dict(nn.Linear(2, 2))

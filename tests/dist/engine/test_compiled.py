@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from flatfsdp import FlatFSDP
@@ -33,3 +34,15 @@ def test_compiled_blocks_give_the_bits_of_eager_ones(rank: int) -> None:
         # Neither another block nor another gather is a reason to compile again.
         assert graphs.frame_count == 1, options
         torch._dynamo.reset()
+
+
+@on_ranks(1)
+def test_the_step_of_another_model_is_compiled(rank: int) -> None:
+    build()
+    net = nn.Linear(2, 2)
+    before = net.weight.detach().clone()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net(torch.ones(1, 2)).sum().backward()
+    torch.compile(optimizer.step, backend="eager")()
+    assert not torch.equal(net.weight, before)
+    torch._dynamo.reset()

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,12 +25,13 @@ from flatfsdp import (
     whole_shape,
 )
 from flatfsdp.engine.in_place.classes import FlatFSDPModule
+from flatfsdp.engine.in_place.options import ShardOptions
 from tests.support import stored_weights
 from tests.support.against_plain import plain_net
 from tests.support.checkpoints import equal
 from tests.support.fp8_layers import Block as FP8Block
 from tests.support.fp8_layers import seeded
-from tests.support.models import Block, Net, data
+from tests.support.models import WIDTH, Block, Net, data
 from tests.support.ranks import on_ranks
 
 
@@ -183,6 +185,75 @@ def test_a_method_that_reads_a_parameter_is_registered() -> None:
         register_forward_method(nn.Linear(1, 1), "forward")
 
 
+class Recursive(nn.Module):
+    """Calls itself, and has a method that does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = Block()
+        self.scale = nn.Parameter(torch.full((1,), 3.0))
+        self.criterion = nn.MSELoss()
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        return self.up(x if depth == 0 else self(x, depth - 1)) * self.scale
+
+    def score(self, x: Tensor) -> Tensor:
+        return self(x) * self.scale
+
+
+@on_ranks(2)
+def test_a_module_that_calls_itself_keeps_its_parameters() -> None:
+    x = torch.randn(4, WIDTH)
+    plain = plain_net(Recursive)
+    model = shard(plain_net(Recursive))
+    register_forward_method(model, "score")
+    with torch.no_grad():
+        assert torch.equal(model.score(x), plain.score(x))
+    model.score(x).sum().backward()
+    plain.score(x).sum().backward()
+    (norms, expected) = ([p.grad.norm() for p in each.parameters()] for each in (model, plain))
+    torch.testing.assert_close(norms, expected)
+
+
+@on_ranks(2)
+def test_a_module_without_parameters_is_nobodys_part(rank: int) -> None:
+    """It computes in the dtype that it is given, and on one rank if that rank wants."""
+    model = shard(plain_net(Recursive), precision=BF16)
+    if rank == 0:
+        assert model.criterion(torch.ones(2), torch.zeros(2)).dtype == torch.float32
+    assert model(torch.ones(1, WIDTH)).dtype == torch.bfloat16
+
+
+@on_ranks(2)
+def test_a_part_is_compiled_whole(rank: int) -> None:
+    counts = []
+    for make in (plain_net, in_place):
+        compiled: list[int] = []
+
+        def backend(graph: Any, _inputs: Any, compiled: list[int] = compiled) -> Any:
+            compiled.append(1)
+            return graph.forward
+
+        torch._dynamo.reset()
+        model: Any = make(Tower)
+        model.tower.compile(backend=backend)
+        model(torch.ones(2, WIDTH)).sum().backward()
+        counts.append(len(compiled))
+    assert counts == [1, 1]
+
+
+class Tower(nn.Module):
+    """A block, and layers below a module that is a part."""
+
+    def __init__(self, outer: bool = True) -> None:
+        super().__init__()
+        self.tower = Tower(outer=False) if outer else nn.Linear(WIDTH, WIDTH)
+        self.block = Block() if outer else nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.tower(x))
+
+
 @on_ranks(2)
 def test_methods_of_a_model_that_is_one_unit() -> None:
     grads_as_plain(shard(plain_net()), plain_net(), lambda m: m.logits(TOKENS).square().mean())
@@ -260,6 +331,23 @@ def test_a_unit_is_unsharded_by_hand() -> None:
     assert model.blocks[0].up.weight.isnan().all()
     model.reshard()
     assert model.head.weight.isnan().all()
+    handle = model.unshard(async_op=True)
+    assert model.head.weight.isnan().all()
+    handle.wait()
+    assert torch.equal(model.head.weight, net.head.weight)
+    model.reshard()
+    handle.wait()
+    assert model.head.weight.isnan().all()
+
+
+def test_whether_gradients_are_reduced_is_said_as_in_fsdp2() -> None:
+    model = in_place()
+    model.set_requires_gradient_sync(False, recurse=True)
+    assert not model.fsdp_state.microbatch.is_last
+    model.blocks[0].set_requires_gradient_sync(True, recurse=False)
+    with pytest.raises(ValueError, match="all units of a model reduce in the same backwards"):
+        model.set_requires_gradient_sync(False, recurse=False)
+    assert model.fsdp_state.microbatch.is_last
 
 
 # ---- requires_grad --------------------------------------------------------------------------------------
@@ -325,12 +413,84 @@ def test_hooks_of_what_is_listed_run_or_raise(rank: int) -> None:
 # ---- wrong uses -----------------------------------------------------------------------------------------
 
 
+def test_all_options_of_the_wrapper_are_known() -> None:
+    of_wrapper = set(inspect.signature(FlatFSDP).parameters)
+    assert of_wrapper - {"module", "optimize_backward_concat"} == set(ShardOptions.__annotations__)
+
+
+@pytest.mark.parametrize("flag", [True, False])
+@on_ranks(2)
+def test_a_write_to_an_attribute_is_not_lost_in_silence(flag: bool) -> None:
+    model = in_place(optimize_backward_concat=flag, reshard_after_forward=False)
+    with torch.no_grad():
+        model.head.bias.fill_(0.0)
+        assert model.head.weight.isnan().all()
+        with pytest.raises(
+            RuntimeError, match=r"parameter head\.bias.* was written to .* summon_full_params"
+        ):
+            model(TOKENS)
+    model(TOKENS).backward()
+    with pytest.raises(TypeError, match="cannot be moved or converted"):
+        model.head.to(torch.float64)
+
+
+class Odd(nn.Module):
+    """No class can be derived from it."""
+
+    def __init_subclass__(cls, *, needed: int) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+@on_ranks(2)
+def test_nothing_has_changed_when_shard_raises() -> None:
+    model = nn.Sequential(Odd(), nn.Linear(2, 2))
+    model[0].weight = nn.Parameter(torch.ones(2))
+    before = dict(model.named_parameters())
+    with pytest.raises(TypeError, match="no class can be derived"):
+        shard(model)
+    assert dict(model.named_parameters()).keys() == before.keys()
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    FlatFSDP(model)
+    with pytest.raises(ValueError, match=r"the result of torch\.compile"):
+        shard(torch.compile(nn.Linear(2, 2)))
+
+
+@on_ranks(2)
+def test_what_fails_while_all_is_gathered_is_not_kept() -> None:
+    model = in_place()
+    failing = model.blocks[1].fsdp_state.unit
+    with (
+        mock.patch.object(type(failing), "show", _failing_for(failing)),
+        pytest.raises(MemoryError),
+        model.unsharded(),
+    ):
+        pass
+    assert not any(unit.fsdp_state.unit.is_kept for unit in (model, *model.blocks))
+    assert model.head.weight.isnan().all()
+    model(TOKENS).backward()
+
+
+def _failing_for(failing: Any) -> Callable[..., None]:
+    show = type(failing).show
+
+    def fails(self: Any, action: Any) -> None:
+        if self is failing:
+            raise MemoryError
+        show(self, action)
+
+    return fails
+
+
 @on_ranks(2)
 def test_what_cannot_be_sharded() -> None:
     model = in_place()
     for make in (shard, FlatFSDP):
-        with pytest.raises(ValueError, match=r"sharded already|has flat parameters of its own"):
+        with pytest.raises(ValueError, match=r"sharded already|keeps its parameters already"):
             make(model)
+    with pytest.raises(TypeError, match=r"^shard\(\) got an unexpected keyword argument 'reshard'"):
+        shard(plain_net(), by_class(Block), reshard=True)
     with pytest.raises(ValueError, match="a ModuleList is never called"):
         shard(nn.ModuleList([Block()]))
     tied = plain_net()

@@ -351,7 +351,7 @@ def test_weights_that_were_built_frozen_in_fp8_are_refused() -> None:
     layer = Linear(32, 32, bias=False).requires_grad_(False)
     model = FlatFSDP(layer, precision=Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling()))
     model.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="wrapped with frozen weights that it stores in FP8"):
+    with pytest.raises(RuntimeError, match="sharded with frozen weights that it stores in FP8"):
         model(torch.zeros(16, 32))
 
 

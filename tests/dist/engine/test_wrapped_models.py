@@ -213,7 +213,7 @@ def test_a_replaced_parameter_is_noticed(rank: int, flag: bool) -> None:
         model = build(optimize_backward_concat=flag)
         model(tokens)
         model.head.weight = value
-        with pytest.raises(RuntimeError, match=r"parameter head\.weight was replaced after wrapping"):
+        with pytest.raises(RuntimeError, match=r"parameter head\.weight was replaced after sharding"):
             model(tokens)
     model = build(optimize_backward_concat=flag)
     with model.summon_full_params():

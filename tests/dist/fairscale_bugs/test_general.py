@@ -356,7 +356,7 @@ def test_p7_a_flatten_params_wrapper_can_be_copied() -> None:
 @FLAGS
 def test_p7_a_sharded_model_says_why_it_cannot_be_copied(flag: bool) -> None:
     """There: as above."""
-    with pytest.raises(TypeError, match=r"cannot be copied.*copy the plain module before wrapping"):
+    with pytest.raises(TypeError, match=r"cannot be copied.*copy the plain module before it is sharded"):
         copy.deepcopy(FlatFSDP(nn.Linear(2, 2), optimize_backward_concat=flag))
 
 

@@ -57,10 +57,10 @@ def test_mistakes_raise_at_construction_on_every_rank(rank: int) -> None:
     mesh = mesh_of(2, 1)
     options: dict[str, Any] = {"group": mesh.get_group("pp")}
     part = parts(2)[rank]
-    with pytest.raises(ValueError, match="contains no FlatFSDP"):
+    with pytest.raises(ValueError, match="contains no unit of FlatFSDP"):
         FlatStage(part, rank, 2, **options)
     part.blocks[0] = FlatFSDP(part.blocks[0], mesh=mesh["dp"])
-    with pytest.raises(ValueError, match=r"parameter \w+.*\.\w+ of stage . is in no FlatFSDP"):
+    with pytest.raises(ValueError, match=r"parameter \w+.*\.\w+ of stage . is in no unit of FlatFSDP"):
         FlatStage(part, rank, 2, **options)
     model = auto_wrap(part, by_class(Block), mesh=mesh["dp"])
     with pytest.raises(ValueError, match="only one of input_args"):
@@ -70,7 +70,7 @@ def test_mistakes_raise_at_construction_on_every_rank(rank: int) -> None:
     for index in (1 - rank, rank - 2):
         with pytest.raises(ValueError, match=f"stage {index} of 2 cannot be on rank {rank}"):
             FlatStage(model, index, 2, **options)
-    with pytest.raises(ValueError, match="part of a larger FlatFSDP"):
+    with pytest.raises(ValueError, match="part of a larger sharded module"):
         FlatStage(model.blocks[1], rank, 2, **options)
 
 

@@ -144,7 +144,7 @@ def test_convert_refuses_what_is_flat_already() -> None:
     from flatfsdp import FlatFSDP
 
     model = FlatFSDP(nn.Sequential(nn.Linear(32, 32)), optimize_backward_concat=True)
-    with pytest.raises(ValueError, match="convert first, then wrap"):
+    with pytest.raises(ValueError, match="convert first, then shard or wrap"):
         convert(model, filter=lambda linear, name: True)
 
 
