@@ -278,15 +278,13 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         return f"{type(self).__name__}.{weight}"
 
     def fp8_weights(self) -> tuple[str, ...]:
-        """Names of parameters that only FP8 GEMMs read, so that they may be kept in FP8."""
-        weights = {name: getattr(self, name, None) for name in self.linear_maps}
-        return tuple(
-            name
-            for name, weight in weights.items()
-            if self.allows_fp8
-            and weight is not None
-            and all(size > 0 and size % ALIGNMENT == 0 for size in weight.shape)
-        )
+        """Names of weights that only FP8 GEMMs read, so that they may be kept in FP8: of parameters, or of
+        joints (`contract/joint.py`)."""
+        return tuple(name for name in self.linear_maps if self.allows_fp8 and _suit_fp8(self._parts_of(name)))
+
+    def _parts_of(self, name: str) -> list[Tensor | None]:
+        """The parameters that are a linear map's weight."""
+        return [getattr(self, name, None)]
 
     # ---- module protocol --------------------------------------------------------------------------------
 
@@ -312,6 +310,10 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
             "_delayed_wgrads": None if self._delayed_wgrads is None else DelayedWgrads(),
         }
         return {**super().__getstate__(), **fresh}
+
+
+def _suit_fp8(weights: Iterable[Tensor | None]) -> bool:
+    return all(w is not None and all(size > 0 and size % ALIGNMENT == 0 for size in w.shape) for w in weights)
 
 
 def _requires_grad(tensors: Iterable[Tensor | None]) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from flatfsdp.contract.joint import Joint, is_joined, joined
 from flatfsdp.contract.tensor_parallel import Mode, declare_map
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.options import MatmulOptions
@@ -45,8 +46,11 @@ class Projection(MatmulLayer):
             raise ValueError(
                 f"{name}: parallel_mode is {parallel_mode!r}; it must be None, 'column' or 'row'"
             )
-        if parameters_split is not None:
-            self._require_joint_grad_in_backward()
+        if parameters_split is not None and self._delayed_wgrads is not None:
+            raise ValueError(
+                f"{name}: parameters_split with delay_wgrad_compute: autograd splits the gradient of the "
+                "joint weight in the backward; leave one of them out"
+            )
         self._mode: Mode | None = parallel_mode
         self.exchanges["weight"] = Exchange.of(self._parallel, parallel_mode)
         self.return_bias = return_bias
@@ -66,24 +70,6 @@ class Projection(MatmulLayer):
             self.register_parameter(f"{prefix}bias", added)
         self._declare_delays()
 
-    def _require_joint_grad_in_backward(self) -> None:
-        """Checks the options that `parameters_split` goes with.
-
-        Raises:
-            ValueError: if the gradient of the joint weight would not reach autograd, which splits it.
-        """
-        name = type(self).__name__
-        if self.fuse_wgrad_accumulation:
-            raise ValueError(
-                f"{name}: parameters_split with fuse_wgrad_accumulation: one GEMM cannot write to the "
-                "main_grad of several parameters; leave one of them out"
-            )
-        if self._delayed_wgrads is not None:
-            raise ValueError(
-                f"{name}: parameters_split with delay_wgrad_compute: autograd splits the gradient of the "
-                "joint weight in the backward; leave one of them out"
-            )
-
     def _share(self, what: str, size: int, mode: Mode) -> int:
         """This rank's part of a size that `mode` splits."""
         return self._parallel.share(type(self).__name__, what, size) if self._mode == mode else size
@@ -98,21 +84,50 @@ class Projection(MatmulLayer):
                 if bias is not None:
                     bias.zero_()
 
+    def declared_joints(self) -> tuple[Joint, ...]:
+        """Weight and bias, where they are several parameters, which the GEMM reads as one operand."""
+        if not self._is_split:
+            return ()
+        has_bias = getattr(self, f"{self._prefixes[0]}bias") is not None
+        return tuple(self._joint(kind) for kind in (("weight", "bias") if has_bias else ("weight",)))
+
+    def _joint(self, kind: str) -> Joint:
+        return Joint(kind, tuple((self, f"{prefix}{kind}") for prefix in self._prefixes))
+
     def _whole_weight(self) -> Tensor:
-        """[out_features, in_features], of all parts."""
+        """[out_features, in_features], of all parts.
+
+        Raises:
+            RuntimeError: if the GEMM of their gradients is to write to several places.
+        """
         weight: Tensor
-        if self._is_split:
-            weight = torch.cat([getattr(self, f"{prefix}weight") for prefix in self._prefixes])
-        else:
+        if not self._is_split:
             weight = getattr(self, f"{self._prefixes[0]}weight")
+            return weight
+        weight = self._whole("weight")
+        fuses = self.fuse_wgrad_accumulation in (True, "two_pass")
+        if fuses and not is_joined(self, "weight") and weight.requires_grad:
+            parts = ", ".join(f"{prefix}weight" for prefix in self._prefixes)
+            raise RuntimeError(
+                f"{type(self).__name__}: fuse_wgrad_accumulation={self.fuse_wgrad_accumulation!r} with "
+                f"{parts}: one GEMM writes their gradients to one buffer, which FlatFSDP has if they are in "
+                "one unit, of one dtype and all trained; wrap the layer so, or build it with "
+                "fuse_wgrad_accumulation='if_claimed', or without parameters_split (fuse_qkv_params=True)"
+            )
         return weight
 
     def _whole_bias(self) -> Tensor | None:
         """[out_features], of all parts."""
         bias: Tensor | None = getattr(self, f"{self._prefixes[0]}bias")
-        if bias is None or not self._is_split:
-            return bias
-        return torch.cat([getattr(self, f"{prefix}bias") for prefix in self._prefixes])
+        return bias if bias is None or not self._is_split else self._whole("bias")
+
+    def _whole(self, kind: str) -> Tensor:
+        joint = self._joint(kind)
+        whole = joined(self, joint)
+        return torch.cat(joint.tensors()) if whole is None else whole
+
+    def _parts_of(self, name: str) -> list[Tensor | None]:
+        return [getattr(self, f"{prefix}{name}") for prefix in self._prefixes]
 
     def extra_repr(self) -> str:
         fused, size = self.fuse_wgrad_accumulation, self._parallel.ranks.size

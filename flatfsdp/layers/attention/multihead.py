@@ -281,11 +281,6 @@ def _check(options: AttentionOptions, parallel: TensorParallel, attention_type: 
         )
     if attention_type != "self":
         raise ValueError(f"attention_type is {attention_type!r}; there is only 'self'")
-    if options.get("fuse_wgrad_accumulation") and not options.get("fuse_qkv_params"):
-        raise ValueError(
-            "fuse_wgrad_accumulation needs fuse_qkv_params=True: one GEMM cannot write to the main_grad of "
-            "query_weight, key_weight and value_weight"
-        )
 
 
 def _head_size(hidden_size: int, heads: int) -> int:

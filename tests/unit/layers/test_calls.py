@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.contract.joint import leave_joined
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import (
     LayerNormLinear,
@@ -213,6 +214,44 @@ def test_if_claimed_needs_no_engine() -> None:
     for each in (layer, plain):
         each(x).square().sum().backward()
     assert torch.equal(layer.weight.grad, plain.weight.grad)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("fused", [True, "if_claimed"])
+@pytest.mark.parametrize("recipe", [None, SHORT], ids=["high", "delayed"])
+def test_parameters_that_an_engine_has_joined(bias: bool, fused: Any, recipe: Any) -> None:
+    """One GEMM reads the engine's tensor, and writes to its buffer; nothing is concatenated."""
+    split = Linear(WIDTH, FFN, bias, parameters_split=["q", "k", "v"], fuse_wgrad_accumulation=fused)
+    whole = Linear(WIDTH, FFN, bias)
+    joints = split.declared_joints()
+    assert [joint.name for joint in joints] == (["weight", "bias"] if bias else ["weight"])
+    with torch.no_grad():
+        for joint in joints:
+            torch.cat(joint.tensors(), out=getattr(whole, joint.name))
+    engine = {joint.name: torch.cat(joint.tensors()).detach().requires_grad_() for joint in joints}
+    for name, tensor in engine.items():
+        leave_joined(split, name, lambda tensor=tensor: tensor)
+    buffer = claimed(engine["weight"])
+    for part in split.parameters():
+        part.data.fill_(torch.nan)
+    x = torch.randn(TOKENS, WIDTH)
+    ours = gradients(split, x, lambda x: (split(x),), recipe)
+    theirs = gradients(whole, x, lambda x: (whole(x),), recipe)
+    assert_equal(ours[:4], theirs[:4])
+    assert engine["weight"].grad is None and torch.equal(buffer, whole.weight.grad)
+    if bias:
+        assert torch.equal(engine["bias"].grad, whole.bias.grad)
+
+
+def test_of_split_parameters_the_joint_may_be_kept_in_fp8() -> None:
+    """If each of them has a size that suits FP8."""
+    assert Linear(32, 48, parameters_split=["q", "k", "v"]).fp8_weights() == ("weight",)
+    assert Linear(32, 64, parameters_split={"q": 40, "k": 24}).fp8_weights() == ()
+    assert Linear(32, 48).fp8_weights() == ("weight",) and Linear(32, 40).fp8_weights() == ()
+
+
+def test_one_parameter_is_no_joint() -> None:
+    assert Linear(4, 6).declared_joints() == Linear(4, 6, parameters_split=["q"]).declared_joints() == ()
 
 
 # ---- the head -------------------------------------------------------------------------------------------
