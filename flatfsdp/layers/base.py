@@ -34,11 +34,11 @@ from flatfsdp.fp8.region import Region, current_region
 from flatfsdp.fp8.state_dict import LateBuffers
 from flatfsdp.fp8.step_scales import note
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
-from flatfsdp.layers.checks import require_bool_or_none, require_fp8, require_shared_scales
+from flatfsdp.layers.checks import require_bool_or_none, require_fp8, require_shared_scales, require_turnable
 from flatfsdp.layers.options import MatmulOptions
 from flatfsdp.layers.parameters import new_parameter
 from flatfsdp.layers.shared import Declaring
-from flatfsdp.layers.weight_cache import WeightCache
+from flatfsdp.layers.weight_cache import WeightCache, turned
 from flatfsdp.matmul import overlapped
 from flatfsdp.matmul.delayed_wgrad import DelayedWgrads
 from flatfsdp.matmul.exchange import UNSPLIT, Exchange
@@ -69,13 +69,15 @@ class MapOf(NamedTuple):
 
     Attributes:
         name: in the owner's `linear_maps`.
-        weight: [out_features, in_features].
+        weight: [out_features, in_features], or [in_features, out_features] if `transposed`.
         bias: [out_features], if the GEMM is to add one.
+        transposed: as GPT-2's Conv1D has its weight.
     """
 
     name: str
     weight: Tensor
     bias: Tensor | None
+    transposed: bool = False
 
 
 class MatmulLayer(LateBuffers, Countable, Declaring):
@@ -219,16 +221,27 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
 
         Raises:
             RuntimeError: see `WeightCache.operand`.
+            ValueError: if FP8 GEMMs cannot read a transposed weight.
             TypeError: if is_first_microbatch is something else than None, True and False.
         """
-        name, weight, bias = of
+        name, weight, bias, transposed = of
         require_bool_or_none(type(self).__name__, is_first_microbatch)
         trains = torch.is_grad_enabled()
         needs_input_grad = trains and _requires_grad(sources)
         stored = FP8_OPERAND.of(weight)
+        if transposed:
+            require_turnable(self, name, casts.recipe, stored is not None)
         operand = self._weight_cache.operand(
-            name, weight, casts, is_first_microbatch, dtype, stored=stored, columnwise=needs_input_grad
+            name,
+            weight,
+            casts,
+            is_first_microbatch,
+            dtype,
+            stored=stored,
+            columnwise=needs_input_grad or transposed,
         )
+        if transposed:
+            operand = turned(operand)
         exchange = self.exchanges.get(name, UNSPLIT)
         fuses = self.fuse_wgrad_accumulation
         if fuses == "if_claimed":
@@ -249,6 +262,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
             needs_weight_grad=trains and weight.requires_grad,
             bias_grad=bias.dtype if trains and bias is not None and bias.requires_grad else None,
             delayed=self._delayed_wgrads,
+            transposed=transposed,
             overlaps=exchange.overlap and _can_overlap(weight.device, casts.recipe),
         )
         return operand, call

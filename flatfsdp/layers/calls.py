@@ -96,8 +96,10 @@ def prepare(owner: MatmulLayer, inp: Tensor, *maps: MapOf) -> CallInput:
     casts = owner.casts(inp.device)
     if casts[0].recipe is not None:
         tokens = owner.exchanges.get(maps[0].name, UNSPLIT).tokens(x.shape[0])
-        for name, weight, _ in maps:
+        for name, weight, _, transposed in maps:
             out_features, in_features = weight.shape
+            if transposed:
+                out_features, in_features = in_features, out_features
             require_fp8_shape(owner, name, tokens, in_features, out_features)
     return CallInput(inp, x, leading, casts)
 
@@ -116,7 +118,7 @@ def linear(
     inp, x, leading, casts = ready
     operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, (inp,))
     out: Tensor = LinearNode.apply(x, of.weight, of.bias, operand, call)
-    return out.view(*leading, of.weight.shape[0])
+    return out.view(*leading, out.shape[1])
 
 
 def norm_linear(
@@ -148,7 +150,7 @@ def norm_linear(
     out, normalized, summed = NormLinearNode.apply(
         x, added, norm.weight, norm.bias, of.weight, of.bias, operand, spec
     )
-    return Called(out.view(*leading, of.weight.shape[0]), normalized, summed)
+    return Called(out.view(*leading, out.shape[1]), normalized, summed)
 
 
 def norm_mlp(
@@ -198,6 +200,8 @@ def norm_mlp(
 
 def _matrix(owner: MatmulLayer, of: MapOf, inp: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """`x` and `leading` of a `CallInput`."""
-    x = as_matrix(inp, of.weight.shape[1], activation_dtype(inp, owner, of.weight), owner)
+    x = as_matrix(
+        inp, of.weight.shape[0 if of.transposed else 1], activation_dtype(inp, owner, of.weight), owner
+    )
     exchange = owner.exchanges.get(of.name, UNSPLIT)
     return x, exchange.leading_shape(type(owner).__name__, inp.shape)

@@ -60,6 +60,11 @@ class Projection(MatmulLayer):
         parts = _rows(name, parameters_split, partition_sizes, out_features)
         self._prefixes = tuple(parts)
         self._is_split = len(parts) > 1
+        self._joints = {
+            kind: Joint(kind, tuple((self, f"{prefix}{kind}") for prefix in parts))
+            for kind in (("weight", "bias") if bias else ("weight",))
+            if self._is_split
+        }
         for prefix, sizes in parts.items():
             rows = sum(self._share(f"a part of {prefix}weight", size, "column") for size in sizes)
             weight = self._new_parameter(rows, self.in_features)
@@ -86,13 +91,7 @@ class Projection(MatmulLayer):
 
     def declared_joints(self) -> tuple[Joint, ...]:
         """Weight and bias, where they are several parameters, which the GEMM reads as one operand."""
-        if not self._is_split:
-            return ()
-        has_bias = getattr(self, f"{self._prefixes[0]}bias") is not None
-        return tuple(self._joint(kind) for kind in (("weight", "bias") if has_bias else ("weight",)))
-
-    def _joint(self, kind: str) -> Joint:
-        return Joint(kind, tuple((self, f"{prefix}{kind}") for prefix in self._prefixes))
+        return tuple(self._joints.values())
 
     def _whole_weight(self) -> Tensor:
         """[out_features, in_features], of all parts.
@@ -105,11 +104,11 @@ class Projection(MatmulLayer):
             weight = getattr(self, f"{self._prefixes[0]}weight")
             return weight
         weight = self._whole("weight")
-        fuses = self.fuse_wgrad_accumulation in (True, "two_pass")
-        if fuses and not is_joined(self, "weight") and weight.requires_grad:
+        fuses = self.fuse_wgrad_accumulation
+        if fuses and fuses != "if_claimed" and weight.requires_grad and not is_joined(self, "weight"):
             parts = ", ".join(f"{prefix}weight" for prefix in self._prefixes)
             raise RuntimeError(
-                f"{type(self).__name__}: fuse_wgrad_accumulation={self.fuse_wgrad_accumulation!r} with "
+                f"{type(self).__name__}: fuse_wgrad_accumulation={fuses!r} with "
                 f"{parts}: one GEMM writes their gradients to one buffer, which FlatFSDP has if they are in "
                 "one unit, of one dtype and all trained; wrap the layer so, or build it with "
                 "fuse_wgrad_accumulation='if_claimed', or without parameters_split (fuse_qkv_params=True)"
@@ -122,8 +121,8 @@ class Projection(MatmulLayer):
         return bias if bias is None or not self._is_split else self._whole("bias")
 
     def _whole(self, kind: str) -> Tensor:
-        joint = self._joint(kind)
-        whole = joined(self, joint)
+        joint = self._joints[kind]
+        whole = joined(self, joint) if is_joined(self, kind) else None
         return torch.cat(joint.tensors()) if whole is None else whole
 
     def _parts_of(self, name: str) -> list[Tensor | None]:

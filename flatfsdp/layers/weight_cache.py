@@ -107,6 +107,12 @@ class WeightCache:
             )
 
 
+def turned(operand: Operand) -> Operand:
+    """The operand of the transpose: what GEMMs read of a weight [in_features, out_features]."""
+    high, rowwise, columnwise, rowwise_inv, columnwise_inv = operand
+    return Operand(None if high is None else high.t(), columnwise, rowwise, columnwise_inv, rowwise_inv)
+
+
 def _with_columnwise(operand: Operand, weight: Tensor, quantizer: Quantizer) -> Operand:
     """Adds what the same cast would have made for dgrad."""
     if is_blockwise(operand.rowwise_inv):

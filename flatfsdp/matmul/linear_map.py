@@ -77,6 +77,7 @@ class LinearCall:
         needs_input_grad, needs_weight_grad: what is to be computed in backward.
         bias_grad: dtype of the bias's gradient; None: it is not to be computed.
         delayed: takes the weight's gradient, until `backward_dw`; None: it is computed in backward.
+        transposed: whether the weight is [in, out], and so is its gradient.
         overlaps: whether GEMMs that wait for something sent begin with its first chunk.
         keeps_gathered: whether gathered rows of x are kept for backward, not gathered once more.
     """
@@ -96,6 +97,7 @@ class LinearCall:
     needs_weight_grad: bool
     bias_grad: torch.dtype | None
     delayed: DelayedWgrads | None = None
+    transposed: bool = False
     overlaps: bool = False
     keeps_gathered: bool = False
 
@@ -196,7 +198,7 @@ class LinearGrads(NamedTuple):
 
     Attributes:
         x: [tokens, in], in call.dtype.
-        weight: [out, in], in the weight's dtype; None once it is in main_grad.
+        weight: [out, in], or [in, out], in the weight's dtype; None once it is in main_grad.
         bias: [out], in the bias's dtype.
     """
 
@@ -256,14 +258,16 @@ def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
 
 
 def _compute_weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
+    # Of a weight [in, out] it is x^T dy.
+    left, right = (x, dy) if call.transposed else (dy, x)
     if not call.fuse_wgrad:
-        return gemms.wgrad(dy, x, call.weight_dtype, call.split)
+        return gemms.wgrad(left, right, call.weight_dtype, call.split)
     assert call.weight is not None
     slot = claim(call.weight, call.name, call.is_first_microbatch)
     gemms.accumulate_wgrad(
         slot.target,
-        dy,
-        x,
+        left,
+        right,
         call.split,
         first=slot.first,
         two_passes=call.fuse_wgrad == "two_pass",

@@ -133,7 +133,7 @@ def linear_cross_entropy(
 
     Args:
         owner: a layer that is never in FP8: `allows_fp8` is False.
-        of: without a bias.
+        of: without a bias, and not transposed.
         targets, chunk_tokens, is_first_microbatch: see `LinearCrossEntropy`.
 
     Raises:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.contract.joint import leave_joined
-from flatfsdp.fp8 import CurrentScaling, autocast
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
 from flatfsdp.layers import (
     LayerNormLinear,
     LayerNormMLP,
@@ -28,7 +30,7 @@ from flatfsdp.layers.loss.cross_entropy import Reduction
 from flatfsdp.layers.loss.linear_cross_entropy import linear_cross_entropy
 from flatfsdp.layers.normalized import NormKind
 from tests.support.fp8_layers import RECIPES, SHORT, TOKENS, WIDTH
-from tests.support.plain_layers import trained
+from tests.support.plain_layers import EPS, error, trained
 
 FFN = 48
 RMS = NormKind(1e-5, rms=True, zero_centered=False)
@@ -250,8 +252,117 @@ def test_of_split_parameters_the_joint_may_be_kept_in_fp8() -> None:
     assert Linear(32, 48).fp8_weights() == ("weight",) and Linear(32, 40).fp8_weights() == ()
 
 
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_of_split_parameters_has_its_own(copied: Callable[[nn.Module], Any]) -> None:
+    layer = Linear(4, 6, parameters_split=["a", "b"])
+    other = copied(layer)
+    with torch.no_grad():
+        layer.a_weight.fill_(torch.nan)
+    assert all(module is other for joint in other.declared_joints() for module, _ in joint.parts)
+    assert other(torch.randn(3, 4)).isfinite().all()
+
+
 def test_one_parameter_is_no_joint() -> None:
     assert Linear(4, 6).declared_joints() == Linear(4, 6, parameters_split=["q"]).declared_joints() == ()
+
+
+# ---- weights [in, out] ----------------------------------------------------------------------------------
+
+TENSOR_SCALING = pytest.mark.parametrize(
+    "recipe", [None, SHORT, CurrentScaling()], ids=["high", "delayed", "current"]
+)
+
+
+class Turned(Owner):
+    """The same parameters, each weight as GPT-2's Conv1D has it."""
+
+    @property
+    def maps(self) -> tuple[MapOf, MapOf]:
+        first, second = (of._replace(transposed=True) for of in super().maps)
+        return first, second
+
+
+def turned(**options: Any) -> Turned:
+    module: Any = owner(**options)
+    module.__class__ = Turned
+    for layer in (module.up, module.down):
+        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous())
+    return module
+
+
+def turned_back(module: Owner, tensors: list[Tensor]) -> list[Tensor]:
+    """Gradients of parameters, the last of `tensors`, as if no weight were transposed."""
+    *others, norm, up, down, bias = tensors
+    return [*others, norm, up.t(), down.t(), bias]
+
+
+@TENSOR_SCALING
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("call", [two_calls, norm_mlp_of])
+def test_a_transposed_weight_is_the_weight(recipe: Any, dtype: torch.dtype, call: Any) -> None:
+    plain, other = owner().to(dtype), turned().to(dtype)
+    x = torch.randn(TOKENS, WIDTH).to(dtype)
+    theirs = gradients(plain, x, partial(call, plain), recipe)
+    ours = turned_back(other, gradients(other, x, partial(call, other), recipe))
+    for one, expected in zip(ours, theirs, strict=True):
+        assert one.shape == expected.shape and one.dtype == expected.dtype
+        assert error(one, expected) < EPS[dtype]
+
+
+@TENSOR_SCALING
+@pytest.mark.parametrize("fused", [True, "two_pass"])
+def test_the_gradient_of_a_transposed_weight_lands_as_it_lies(recipe: Any, fused: Any) -> None:
+    module, plain = turned(fuse_wgrad_accumulation=fused), turned()
+    buffers = [claimed(layer.weight) for layer in (module.up, module.down)]
+    x = torch.randn(TOKENS, WIDTH)
+    gradients_of_parameters = gradients(plain, x, partial(two_calls, plain), recipe)[-4:]
+    gradients(module, x, partial(two_calls, module), recipe)
+    assert module.up.weight.grad is None and module.down.weight.grad is None
+    assert_equal(buffers, gradients_of_parameters[1:3])
+
+
+@pytest.mark.parametrize("first", [True, None])
+def test_a_transposed_weight_that_evaluation_has_cast_serves_the_backward(first: bool | None) -> None:
+    """Kept by a forward without gradients, which reads one form of it."""
+    module, recipe = turned(), CurrentScaling()
+    x = torch.randn(TOKENS, WIDTH)
+
+    def call(x: Tensor, first: bool | None) -> Tensor:
+        up, down = module.maps
+        return norm_linear(
+            module, module.norm_of, up, prepare(module, x, up, down), is_first_microbatch=first
+        ).out
+
+    with autocast(recipe=recipe):
+        with torch.no_grad():
+            expected = call(x, first)
+        out = call(x.requires_grad_(), None if first is None else False)
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    with autocast(recipe=recipe):
+        again = call(x2 := x.detach().requires_grad_(), None)
+    again.sum().backward()
+    assert torch.equal(x.grad, x2.grad)
+
+
+def test_block_scaling_does_not_cast_transposed_weights() -> None:
+    with (
+        autocast(recipe=BlockScaling()),
+        pytest.raises(ValueError, match=r"Turned\.up_weight .*BlockScaling"),
+    ):
+        two_calls(turned(), torch.randn(TOKENS, WIDTH))
+
+
+def test_sizes_of_transposed_weights() -> None:
+    module = turned()
+    module.down.weight = nn.Parameter(torch.randn(FFN, 20))
+    with (
+        autocast(recipe=CurrentScaling()),
+        pytest.raises(ValueError, match=r"Turned\.down_weight.*out_features is 20"),
+    ):
+        two_calls(module, torch.randn(TOKENS, WIDTH))
+    with pytest.raises(ValueError, match=r"\(16, 20\).* has to be 32"):
+        two_calls(module, torch.randn(16, 20))
 
 
 # ---- the head -------------------------------------------------------------------------------------------
