@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -191,6 +193,18 @@ def test_a_copy_of_split_parameters_has_its_own(copied: Callable[[nn.Module], An
         layer.a_weight.fill_(torch.nan)
     assert all(module is other for joint in other.declared_joints() for module, _ in joint.parts)
     assert other(torch.randn(3, 4)).isfinite().all()
+
+
+def test_split_parameters_are_freed_with_their_layer() -> None:
+    layer = Linear(4, 6, parameters_split=["a", "b"])
+    layer(torch.randn(3, 4)).sum().backward()
+    weight = weakref.ref(layer.a_weight)
+    gc.disable()
+    try:
+        del layer
+        assert weight() is None
+    finally:
+        gc.enable()
 
 
 def test_one_parameter_is_no_joint() -> None:
