@@ -149,6 +149,15 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
             )
         super().__setattr__(name, value)
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "save_pretrained":
+            raise AttributeError(
+                "save_pretrained of a wrapped model would write only a part of it, as the names of its "
+                "modules have one level more: shard the model in place (flatfsdp.shard), or call "
+                "model.module.save_pretrained(folder, state_dict=model.state_dict())"
+            )
+        return super().__getattr__(name)
+
     @traced_inside
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._require_own_flats()

@@ -38,6 +38,8 @@ def test_save_pretrained_of_the_wrapped_module(rank: int, name: str) -> None:
     family = FAMILIES[name]
     model = sharded("wrapped", family.build(), family.is_unit)
     state = train_sharded(model, rank, steps=1).state
+    with pytest.raises(AttributeError, match=r"write only a part of it.*flatfsdp\.shard"):
+        model.save_pretrained("nowhere")
     with shared_folder() as folder:
         # It empties the dict that it is given, and writes on the first rank.
         model.module.save_pretrained(folder, state_dict=dict(state))
