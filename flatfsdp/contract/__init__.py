@@ -12,7 +12,7 @@ FlatFSDP.
       grad_added_to_main_grad
     fp8_operand                 engine           layers              operand.py
     fp8_weights()               layers           engine              operand.py
-    joints()                    layers           engine              joint.py
+    declared_joints()           layers           engine              joint.py
     joint_parts,                engine           layers              joint.py
       _flatfsdp_joined
     late_buffers,               layers           engine,             late_buffers.py

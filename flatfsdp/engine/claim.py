@@ -24,6 +24,7 @@ from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.placement import Placement, placement_of
 from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK
 from flatfsdp.engine.guards.other_engines import refuse_engine_inside
+from flatfsdp.engine.joints import Joints
 from flatfsdp.engine.storage.fp8_weights import roles
 from flatfsdp.engine.units import UnitModule, units_in
 from flatfsdp.flat.binding import Binding
@@ -130,14 +131,30 @@ def bindings_of(
     module: nn.Module, parameters: Iterable[nn.Parameter], tensor: Ranks, *, fp8: bool
 ) -> list[Binding]:
     """Parameters that are treated alike together: trained and frozen ones, those stored in FP8 and others,
-    those that tensor-parallel ranks have parts of and those that all of them have."""
-    stored = roles(module, parameters) if fp8 else dict.fromkeys(parameters, Role.COMPUTE)
+    those that tensor-parallel ranks have parts of and those that all of them have.
+
+    Parameters that are one operand are neighbours.
+    """
+    parameters = list(parameters)
+    joints = Joints(own_modules(module), parameters, tensor)
+    ordered = joints.in_order(parameters)
+    stored = dict.fromkeys(ordered, Role.COMPUTE)
+    if fp8:
+        stored = joints.agreed(roles(module, ordered, joints.read_in_fp8))
     chosen: dict[tuple[bool, Role, Placement], list[nn.Parameter]] = {
         each: [] for each in itertools.product((True, False), Role, Placement)
     }
     for parameter, role in stored.items():
         chosen[parameter.requires_grad, role, placement_of(parameter, tensor)].append(parameter)
-    return [Binding.of(module, members, role, tensor) for (_, role, _), members in chosen.items() if members]
+    places = {parameter: place for place, parameter in enumerate(parameters)}
+    bindings = []
+    for (_, role, _), members in chosen.items():
+        if members:
+            binding = Binding.of(module, members, role, tensor, joints.among(members))
+            before = [places[parameter] for parameter in members]
+            binding.is_moved = before != sorted(before)
+            bindings.append(binding)
+    return bindings
 
 
 def device_of(

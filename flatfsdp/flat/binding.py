@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -19,12 +20,39 @@ from flatfsdp.flat.layout import FlatLayout, ParamSpec, Role
 from flatfsdp.flat.sites import Site, assign, parameter_sites, place
 
 
-class Binding:
-    """The slots of one layout and, for each slot, every site that holds it (tied parameters have several)."""
+class ParamJoint(NamedTuple):
+    """Parameters that are one operand, before they have a place.
 
-    def __init__(self, layout: FlatLayout, sites: Sequence[tuple[Site, ...]]) -> None:
+    Attributes:
+        name: as the first of the owners calls it, with its path.
+        owners: modules that multiply with it, each with its own name for it.
+    """
+
+    name: str
+    parts: tuple[nn.Parameter, ...]
+    owners: tuple[tuple[nn.Module, str], ...]
+
+
+class Binding:
+    """The slots of one layout and, for each slot, every site that holds it (tied parameters have several).
+
+    Attributes:
+        joint_owners: of each joint of the layout.
+        is_moved: whether joints have moved parameters behind others that they would stand in front of.
+        is_registered: whether the modules have real parameters, put there by `register`.
+    """
+
+    def __init__(
+        self,
+        layout: FlatLayout,
+        sites: Sequence[tuple[Site, ...]],
+        joint_owners: Sequence[tuple[tuple[nn.Module, str], ...]] = (),
+    ) -> None:
         self.layout = layout
         self.sites = tuple(sites)
+        self.joint_owners = tuple(joint_owners)
+        self.is_moved = False
+        self.is_registered = False
         self.listed: Sequence[nn.Parameter] = ()
         self._order = {site.module: tuple(site.module._parameters) for group in sites for site in group}
 
@@ -34,11 +62,13 @@ class Binding:
         parameters: Iterable[nn.Parameter],
         role: Role = Role.COMPUTE,
         tensor: Ranks = ALONE,
+        joints: Sequence[ParamJoint] = (),
     ) -> Binding:
         """Packs `parameters`, in that order, and finds every site below `module` that holds one of them.
 
         Args:
             tensor: ranks that share the layers inside.
+            joints: of these parameters; those whose parameters are no neighbours are left out.
 
         Raises:
             ValueError: if a parameter is not registered below `module`.
@@ -53,7 +83,7 @@ class Binding:
                     f"a parameter of shape {tuple(parameter.shape)} is not registered below "
                     f"{type(module).__name__}; pass parameters of the module that is wrapped"
                 )
-        layout = FlatLayout.pack(
+        specs = (
             ParamSpec(
                 sites[0].name,
                 tuple(p.shape),
@@ -63,7 +93,11 @@ class Binding:
             )
             for p, sites in found.items()
         )
-        return Binding(layout, [tuple(sites) for sites in found.values()])
+        owners = {joint.name: joint.owners for joint in joints}
+        wanted = [(joint.name, [found[part][0].name for part in joint.parts]) for joint in joints]
+        layout = FlatLayout.pack(specs, wanted)
+        sites_of = [tuple(sites) for sites in found.values()]
+        return Binding(layout, sites_of, [owners[joint.name] for joint in layout.joints])
 
     def parameters(self) -> list[nn.Parameter]:
         """The registered parameter of each slot; only while they are registered."""
@@ -110,6 +144,7 @@ class Binding:
 
         The attribute is not registered: `module.parameters()` lists what `list` was given, or nothing.
         """
+        self.is_registered = False
         if self.listed:
             for sites, tensor, listed in zip(self.sites, tensors, self.listed, strict=True):
                 for site in sites:
@@ -140,6 +175,7 @@ class Binding:
 
         The modules list their parameters in the original order again, which is the order of state-dict keys.
         """
+        self.is_registered = True
         for sites, parameter in zip(self.sites, parameters, strict=True):
             for site in sites:
                 site.module.__dict__.pop(site.attribute, None)

@@ -22,6 +22,7 @@ from functools import cached_property
 from torch import Tensor
 
 from flatfsdp.contract.placement import Partition, Placement
+from flatfsdp.flat.joints import JointSlot, find_joint, runs_of
 
 ELEMENT_ALIGNMENT = 16
 """Every slot and every shard starts on a multiple of this many elements: 16 bytes even at one byte an
@@ -115,15 +116,21 @@ class FlatLayout:
         slots: disjoint, in address order, each aligned to its `Align` unit.
         numel: end of the last slot, in elements; the unpadded length.
         shard_multiple: every shard length is a multiple of this; it keeps the promise of each `Align`.
+        joints: disjoint, in address order.
     """
 
     slots: tuple[ParamSlot, ...]
     numel: int
     shard_multiple: int
+    joints: tuple[JointSlot, ...] = ()
 
     @staticmethod
-    def pack(specs: Iterable[ParamSpec]) -> FlatLayout:
+    def pack(specs: Iterable[ParamSpec], joints: Iterable[tuple[str, Sequence[str]]] = ()) -> FlatLayout:
         """Places the parameters one after the other in the given order.
+
+        Args:
+            joints: name and parameters of each that is wanted; those are left out whose parameters do not
+                follow one another without a gap.
 
         Raises:
             ValueError: if two parameters share a name, or differ in their role.
@@ -154,11 +161,18 @@ class FlatLayout:
             )
             slots.append(slot)
             cursor, multiple = slot.end, math.lcm(multiple, unit)
-        return FlatLayout(tuple(slots), cursor, multiple)
+        found = [find_joint(name, parts, slots) for name, parts in joints]
+        in_order = sorted((each for each in found if each is not None), key=lambda each: each.first)
+        return FlatLayout(tuple(slots), cursor, multiple, tuple(in_order))
 
     @cached_property
     def _cuts(self) -> list[int]:
         return gaps_and_runs((slot.offset, slot.end) for slot in self.slots)
+
+    @cached_property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """Ranges [first, last) of slots that are one operand, in order: joints, and slots by themselves."""
+        return runs_of(len(self.slots), self.joints)
 
     @property
     def role(self) -> Role:
@@ -204,6 +218,10 @@ class FlatLayout:
         """
         parts = flat.split([*self._cuts, flat.numel() - self.numel])
         return [part.view(slot.shape) for part, slot in zip(parts[1::2], self.slots, strict=False)]
+
+    def joint_views(self, flat: Tensor) -> list[Tensor]:
+        """One view of `flat` per joint, in the joint's shape."""
+        return [flat.narrow(0, joint.offset, joint.numel).view(joint.shape) for joint in self.joints]
 
 
 def gaps_and_runs(runs: Iterable[tuple[int, int]]) -> list[int]:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from flatfsdp.comm.collectives import Pending
+from flatfsdp.contract.joint import Wanted, wanted_grads
 from flatfsdp.contract.main_grad import claim
 from flatfsdp.contract.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized, Quantizer
@@ -38,7 +39,6 @@ from flatfsdp.matmul import gemms, overlapped
 from flatfsdp.matmul.delayed_wgrad import DelayedWgrads
 from flatfsdp.matmul.exchange import Exchange
 from flatfsdp.matmul.gathered_rows import RowsUnderWay
-from flatfsdp.torch_private import receives_gradient
 
 FuseWgrad = bool | Literal["two_pass", "if_claimed"]
 """Whether a layer adds its weight gradient to main_grad itself.
@@ -249,8 +249,12 @@ def _weight(saved: LinearSaved, call: LinearCall) -> Operand:
 
 def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
     """The weight's gradient; None: it is in main_grad, left for later, or this backward asks for none."""
-    if call.weight is not None and not receives_gradient(call.weight):
+    wanted = Wanted.ALL if call.weight is None else wanted_grads(call.weight)
+    if wanted is Wanted.NONE:
         return None
+    if wanted is Wanted.SOME:
+        # autograd gives those parts of a joint their gradients that it is asked for.
+        return gemms.wgrad(dy, x, call.weight_dtype, call.split)
     if call.delayed is not None:
         call.delayed.put(call.name, partial(_compute_weight_grad, dy, x, call))
         return None

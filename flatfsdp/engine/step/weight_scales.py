@@ -6,6 +6,8 @@ Next: `engine/storage/group.py` casts the master shards with them.
 
     amax of this rank's pieces --MAX over ranks, one all-reduce for a whole model--> scale = 448 / amax
 
+Weights that are one operand (`flat/joints.py`) have one scale: all get the largest amax among them.
+
 Nothing of them is remembered from step to step, so there is nothing to save in a checkpoint.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from flatfsdp.byte_ledger import ByteLedger
 from flatfsdp.comm.checking.identity import Action
@@ -22,6 +25,7 @@ from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.engine.storage.fp8_weights import FP8_DTYPE
 from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.fp8.recipe import CurrentScaling
 from flatfsdp.kernels.cast.scaling import Scales, align_inverses, current_scales
 
@@ -54,6 +58,7 @@ class WeightScales:
                     f"unit {group.name} has fp8_weights={theirs!r}, but unit {groups[0].name} "
                     f"{self._recipe!r}; make them equal"
                 )
+        self._partners = _partners([group.layout for group in groups], groups[0].master.device)
 
     @torch.no_grad()
     @torch.inference_mode(False)  # A backward may save them.
@@ -69,6 +74,8 @@ class WeightScales:
             with launch(self._ranks, self._groups[0].identify(Action.SCALE), amax.device):
                 raise_to_largest(amax, self._ranks)
             self._ledger.add("amax", amax.numel() * amax.element_size())
+        if self._partners is not None:
+            amax = amax[self._partners].amax(dim=1)
         recipe = self._recipe
         assert isinstance(recipe, CurrentScaling)
         scales = current_scales(
@@ -82,3 +89,18 @@ class WeightScales:
         for group, own, own_inv in zip(self._groups, scale.split(sizes), scale_inv.split(sizes), strict=True):
             if not group.compute_shard.has_scales:
                 group.compute_shard.set_scales(Scales(own, own_inv))
+
+
+def _partners(layouts: Sequence[FlatLayout], device: torch.device) -> Tensor | None:
+    """For each slot of all layouts the indices of the slots of its run, filled up with its own: int64
+    [slots, longest run]; None if every slot is a run by itself."""
+    runs: list[range] = []
+    for layout in layouts:
+        start = len(runs)
+        for first, last in layout.runs:
+            runs += [range(start + first, start + last)] * (last - first)
+    longest = max(map(len, runs), default=1)
+    if longest == 1:
+        return None
+    rows = [[*run, *[slot] * (longest - len(run))] for slot, run in enumerate(runs)]
+    return torch.tensor(rows, device=device)

@@ -10,6 +10,7 @@ Next: `engine/step/unit.py` counts what has landed.
     show       the buffer has been gathered
     conceal    it is about to be freed: show NaN, in memory that is safe to read
     rebind     something else was bound in the meantime: bind again
+    joint      what layers read in place of several parameters, see `join_parts.py`
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.contract.claimed import TAKEN_AS
+from flatfsdp.engine.storage.join_parts import JointTensors
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout
@@ -39,6 +41,9 @@ class Leaves:
         parameters: those of the binding.
         unsharded: 1-D, padded; its memory must be there now, and may come and go later.
         landed: called with the slot's index once a gradient is in `main_grad`.
+
+    Attributes:
+        joints: what layers have in place of several parameters.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Leaves:
         self._landed = landed
         self._parameters = parameters
         self.trains = main_grad is not None
+        self.joints = JointTensors(binding.layout, unsharded)
         self._views = binding.layout.views(unsharded)
         self._absent = _absent(binding.layout, unsharded)
         self._is_concealed = True
@@ -69,6 +75,7 @@ class Leaves:
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(partial(_weakly(self._land), index))
         main_grad.expose(self._parameters)
+        self.joints.train(self._parameters, main_grad)
 
     @property
     def shown(self) -> Sequence[Sequence[Tensor]]:
@@ -102,6 +109,12 @@ class Leaves:
             parameter.data = absent
         self._is_concealed = True
 
+    def joint(self, index: int) -> Tensor | None:
+        """What layers read in place of the parts of joint `index`; None while those are whole parameters."""
+        if self._binding.is_registered:
+            return None
+        return self.joints.get(index, is_there=not self._is_concealed, trains=self.trains)
+
     def rebind(self) -> None:
         self._binding.bind(self._parameters)
 
@@ -124,6 +137,9 @@ class Views:
 
     Autograd concatenates their gradients in each backward, and all slots land at once.
 
+    Attributes:
+        joints: what layers have in place of several parameters.
+
     Raises:
         ValueError: for a parameter whose hooks need a leaf.
     """
@@ -141,6 +157,7 @@ class Views:
         self._landed = landed
         self._absent = _absent(binding.layout, unsharded)
         self._frozen_views = binding.layout.views(unsharded)
+        self.joints = JointTensors(binding.layout, unsharded)
         self._leaf = unsharded.requires_grad_()
         self._leaf.register_post_accumulate_grad_hook(_weakly(self._land))
         # The graph of a view saves no tensors, so one set of views serves all forwards.
@@ -149,6 +166,7 @@ class Views:
         for view in self._views:
             # Being older than any forward, the concat of every unit would come last in the backward.
             run_as_soon_as_ready(view, depth=2)
+        self.joints.train(self._views, main_grad)
         self._take_over_hooks(parameters)
         self._is_concealed = False
         self.follow(True)
@@ -199,6 +217,12 @@ class Views:
     def conceal(self) -> None:
         self._is_concealed = True
         self.rebind()
+
+    def joint(self, index: int) -> Tensor | None:
+        """What layers read in place of the parts of joint `index`; None while those are whole parameters."""
+        if self._binding.is_registered:
+            return None
+        return self.joints.get(index, is_there=not self._is_concealed, trains=self.trains)
 
     def rebind(self) -> None:
         self._binding.bind(self._bound)

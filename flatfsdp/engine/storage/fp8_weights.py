@@ -12,7 +12,7 @@ Rounding to the compute dtype first gives the bits that a layer gets which casts
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from flatfsdp.engine.storage.flat_buffer import FlatBuffer
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout, Role, gaps_and_runs
+from flatfsdp.flat.sites import Site
 from flatfsdp.kernels.cast.scaling import Scales, one_by_one
 from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.cast.transpose import transpose_many
@@ -30,17 +31,27 @@ from flatfsdp.kernels.cast.transpose import transpose_many
 FP8_DTYPE = torch.float8_e4m3fn
 
 
-def roles(module: nn.Module, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Role]:
+def roles(
+    module: nn.Module,
+    parameters: Iterable[nn.Parameter],
+    read_by_others: Collection[tuple[nn.Module, str]] = (),
+) -> dict[nn.Parameter, Role]:
     """How each parameter is stored if FP8 weights are wanted.
 
-    A weight is stored in FP8 if every module that holds it names it in `fp8_weights()`.
+    A weight is stored in FP8 if every module that holds it names it in `fp8_weights()`, or leaves it to
+    another one that does.
+
+    Args:
+        read_by_others: (module, attribute) of weights that a layer reads which does not hold them.
     """
     parameters = list(parameters)
-    found = {}
-    for parameter, sites in zip(parameters, Binding.of(module, parameters).sites, strict=True):
-        declared = all(site.attribute in FP8_WEIGHTS.of(site.module)() for site in sites)
-        found[parameter] = Role.FP8 if declared else Role.COMPUTE
-    return found
+
+    def is_declared(site: Site) -> bool:
+        named = site.attribute in FP8_WEIGHTS.of(site.module)()
+        return named or (site.module, site.attribute) in read_by_others
+
+    sites_of = zip(parameters, Binding.of(module, parameters).sites, strict=True)
+    return {p: Role.FP8 if all(map(is_declared, sites)) else Role.COMPUTE for p, sites in sites_of}
 
 
 class FP8Weights:
@@ -51,7 +62,7 @@ class FP8Weights:
         through: what the master is rounded to first.
 
     Attributes:
-        columnwise: the transposes, of the same layout as the weights.
+        columnwise: the transposes, of joints as a whole, of the same layout as the weights.
         amax: FP32 [slots], of this rank's pieces.
         scales: of all slots, of one generation.
     """
@@ -66,6 +77,9 @@ class FP8Weights:
         poison: bool,
     ) -> None:
         self._slots = layout.slots
+        self._joints = layout.joints
+        self._joint_of = {slot: joint for joint in layout.joints for slot in joint.slots}
+        self._runs = layout.runs
         self._pieces = layout.pieces(ranks.rank, ranks.size)
         runs = [(piece.shard_offset, piece.shard_offset + piece.stop - piece.start) for piece in self._pieces]
         cuts = gaps_and_runs(runs)
@@ -73,29 +87,41 @@ class FP8Weights:
         self._through = through
         self.columnwise = FlatBuffer(unsharded.numel(), FP8_DTYPE, unsharded.device, poison=poison)
         self._rowwise_views = layout.views(unsharded)
+        self._rowwise_runs = self._as_runs(layout, unsharded)
         # What autograd saves must not see that the memory is filled again.
-        self._columnwise_views = self._turned(layout, self.columnwise.alias())
+        self._columnwise_runs = self._turned(layout, self.columnwise.alias())
         targets = self._turned(layout, self.columnwise.tensor)
-        self._to_transpose = list(zip(self._rowwise_views, targets, strict=True))
+        self._to_transpose = list(zip(self._rowwise_runs, targets, strict=True))
         self.columnwise.free()
         self.amax = torch.zeros(len(self._slots), device=unsharded.device)
         self.set_scales(Scales(torch.ones_like(self.amax), torch.ones_like(self.amax)))
 
+    def _as_runs(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
+        """What GEMMs read as one operand: joints, and weights by themselves, in order."""
+        views = dict(enumerate(layout.views(flat)))
+        views.update((j.first, view) for j, view in zip(self._joints, layout.joint_views(flat), strict=True))
+        return [views[first] for first, _ in self._runs]
+
     def _turned(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
-        """The weights' transposes in a buffer of the same layout."""
-        views = layout.views(flat)
-        return [view.view(slot.shape[::-1]) for slot, view in zip(self._slots, views, strict=True)]
+        """Their transposes in a buffer of the same layout."""
+        return [view.view(view.shape[::-1]) for view in self._as_runs(layout, flat)]
 
     # ---- scales and bytes of this rank's shard ----------------------------------------------------------
 
     def set_scales(self, scales: Scales) -> None:
-        """Called by `WeightScales`, once a step."""
+        """Called by `WeightScales`, once a step.
+
+        Args:
+            scales: of the slots; equal in a joint.
+        """
         self.scales = scales
-        forms = zip(self._rowwise_views, self._columnwise_views, one_by_one(scales), strict=True)
-        self._operands = [
-            Operand(None, rowwise, columnwise, own.scale_inv, own.scale_inv)
-            for rowwise, columnwise, own in forms
-        ]
+        singles = one_by_one(scales)
+        forms = zip(self._runs, self._rowwise_runs, self._columnwise_runs, strict=True)
+        # The scales of a joint's parts are equal.
+        self._operands = {
+            first: Operand(None, rowwise, columnwise, singles[first].scale_inv, singles[first].scale_inv)
+            for (first, _), rowwise, columnwise in forms
+        }
 
     def runs(self, first: int, last: int) -> list[tuple[int, int, Tensor]]:
         """Pieces that begin in elements [first, last) of the shard: from where to where each is, counted from
@@ -143,8 +169,24 @@ class FP8Weights:
 
     def operand(self, index: int) -> Operand:
         """Weight `index` for products: its memory is there while the group is unsharded, that of the
-        columnwise form in backward."""
-        return self._operands[index]
+        columnwise form in backward.
+
+        That of a part of a joint is a copy, made here, of a slice of the joint's.
+        """
+        joint = self._joint_of.get(index)
+        if joint is None:
+            return self._operands[index]
+        whole = self._operands[joint.first]
+        first_row = sum(slot.shape[0] for slot in self._slots[joint.first : index])
+        columnwise = None
+        if self.columnwise.is_allocated:
+            assert whole.columnwise is not None
+            columnwise = whole.columnwise.narrow(1, first_row, self._slots[index].shape[0]).contiguous()
+        return whole._replace(rowwise=self._rowwise_views[index], columnwise=columnwise)
+
+    def joint_operand(self, index: int) -> Operand:
+        """Joint `index` for products, as `operand`."""
+        return self._operands[self._joints[index].first]
 
     def allocate_columnwise(self) -> bool:
         """Gets memory for the transposes; False if there is some, and the transposes are in it."""

@@ -31,6 +31,7 @@ from flatfsdp.comm.grid import Grid
 from flatfsdp.comm.ranks import ALONE
 from flatfsdp.comm.streams import compute_waits_for
 from flatfsdp.contract.flat_shard import Moved
+from flatfsdp.contract.joint import leave_joined
 from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.contract.placement import Placement
 from flatfsdp.engine.storage.backward_concat import Leaves, Views
@@ -193,6 +194,11 @@ class FlatGroup:
         if self.fp8 is not None:
             for index, weight in (each for shown in params.shown for each in enumerate(shown)):
                 FP8_OPERAND.leave(weight, partial(self.fp8.operand, index))
+            for index, joint in (each for of_all in params.joints.kinds for each in enumerate(of_all)):
+                FP8_OPERAND.leave(joint, partial(self.fp8.joint_operand, index))
+        for index, owners in enumerate(self.binding.joint_owners):
+            for owner, name in owners:
+                leave_joined(owner, name, partial(params.joint, index))
         return params
 
     # ---- the root ---------------------------------------------------------------------------------------
@@ -244,6 +250,8 @@ class FlatGroup:
         kinds = (
             "frozen_" if self.built_frozen else "",
             "fp8_" if self.layout.role is Role.FP8 else "",
+            # A file of shards in the order of the modules must not be loaded into it.
+            "joint_" if self.binding.is_moved else "",
             "" if self.grid.tensor.size == 1 or placement is Placement.SPLIT else f"{placement.value}_",
         )
         return f"{''.join(kinds)}flat_param"
@@ -400,7 +408,7 @@ class FlatGroup:
         return [nn.Parameter(view, requires_grad=self.trains) for view in self.layout.views(full)]
 
     def describe(self) -> Iterable[str]:
-        """The geometry, one line a parameter, equal on all ranks of a sound model."""
+        """The geometry, one line a parameter or joint, equal on all ranks of a sound model."""
         kind = "trained" if self.trains else "frozen"
         for slot in self.layout.slots:
             role = "" if slot.role is Role.COMPUTE else f" in {slot.role.value}"
@@ -410,4 +418,7 @@ class FlatGroup:
             if slot.partition is not None:
                 place += f" from {list(slot.whole_shape)} in {slot.partition.sizes}"
             yield f"{self.name}: {kind} {slot.name} {place}"
+        for joint in self.layout.joints:
+            parts = " + ".join(slot.name for slot in self.layout.slots[joint.first : joint.last])
+            yield f"{self.name}: one operand {joint.name} {list(joint.shape)} of {parts}"
         yield f"{self.name}: {self.policy}"

@@ -64,6 +64,7 @@ class MainGrad:
         self.ledger = ledger
         self._tensor: Tensor | None = None
         self._views: list[Tensor] = []
+        self._joint_views: list[Tensor] = []
         self._written: list[bool] = []
         self._waiting: dict[int, Tensor] = {}
         self._step = -1
@@ -86,6 +87,11 @@ class MainGrad:
             CLAIM_MAIN_GRAD.leave(parameter, partial(self.claim, index))
         self._show()
 
+    def expose_joints(self, joints: Sequence[Tensor]) -> None:
+        """Lets layers write the gradient of each joint: a joint is no parameter, and has no `main_grad`."""
+        for index, joint in enumerate(joints):
+            CLAIM_MAIN_GRAD.leave(joint, partial(self.claim_joint, index))
+
     def get(self, index: int) -> Tensor:
         """View of slot `index` to add to: zero if nothing has landed there in this step."""
         view, is_first = self.claim(index)
@@ -99,6 +105,23 @@ class MainGrad:
         if index in self._waiting:
             self.flush()
         return self._claim(index)
+
+    def claim_joint(self, index: int) -> tuple[Tensor, bool]:
+        """View of joint `index`, and whether nothing has landed in any of its slots in this step.
+
+        If something has, in a part that was used by itself, the other parts are zero.
+        """
+        slots = self._layout.joints[index].slots
+        if not self._waiting.keys().isdisjoint(slots):
+            self.flush()
+        views = self._open()
+        empty = [slot for slot in slots if not self._written[slot]]
+        is_first = len(empty) == len(slots)
+        for slot in empty:
+            self._written[slot] = True
+            if not is_first:
+                views[slot].zero_()
+        return self._joint_views[index], is_first
 
     def _claim(self, index: int) -> tuple[Tensor, bool]:
         view, is_first = self._open()[index], not self._written[index]
@@ -169,7 +192,8 @@ class MainGrad:
 
     def drop(self) -> None:
         """Forgets the buffer and what is in it."""
-        self._tensor, self._views, self._written, self._waiting = None, [], [], {}
+        self._tensor, self._views, self._joint_views = None, [], []
+        self._written, self._waiting = [], {}
         self._show()
 
     def _open(self) -> list[Tensor]:
@@ -193,6 +217,7 @@ class MainGrad:
         for start, stop in self._gaps:
             self._tensor[start:stop].zero_()
         self._views = self._layout.views(self._tensor)
+        self._joint_views = self._layout.joint_views(self._tensor)
         self._written = [False] * len(self._views)
         self._show()
 

@@ -1,0 +1,130 @@
+"""Which parameters of a unit are one operand of a GEMM: what layers declare, where it can be done.
+
+In:   the modules of one unit, which declare joints (`contract/joint.py`), and its parameters.
+Out:  a `ParamJoint` for each set of parameters that can be one operand; their order; how they are stored.
+Next: `claim.py` packs them side by side.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+
+from torch import nn
+
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.contract.joint import DECLARED_JOINTS, Joint
+from flatfsdp.contract.operand import FP8_WEIGHTS
+from flatfsdp.contract.placement import placement_of
+from flatfsdp.flat.binding import ParamJoint
+from flatfsdp.flat.joints import why_not_joint
+from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, Role
+
+logger = logging.getLogger(__name__)
+
+Parts = tuple[nn.Parameter, ...]
+
+
+class Joints:
+    """The joints of one unit.
+
+    Args:
+        modules: those of the unit, by path.
+        parameters: that the unit takes.
+        tensor: ranks that share the layers inside.
+
+    Attributes:
+        found: whose parameters can be one operand.
+        read_in_fp8: (module, attribute) of parameters that a layer reads in FP8 only, through a joint that it
+            names in `fp8_weights()`.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        parameters: Iterable[nn.Parameter],
+        tensor: Ranks,
+    ) -> None:
+        own = set(parameters)
+        self.found: list[ParamJoint] = []
+        self.read_in_fp8: set[tuple[nn.Module, str]] = set()
+        self._apart: set[nn.Parameter] = set()
+        owners: dict[Parts, dict[tuple[nn.Module, str], str]] = {}
+        for path, owner, joint in _declared(modules):
+            if joint.name in FP8_WEIGHTS.of(owner)():
+                self.read_in_fp8.update(joint.parts)
+            if len(joint.parts) > 1:
+                registered = [module._parameters.get(attribute) for module, attribute in joint.parts]
+                reason = _why_not(registered, own, tensor)
+                key = tuple(part for part in registered if part is not None)
+                if reason is not None:
+                    _say_once(type(owner).__name__, joint.name, reason)
+                    self._apart.update(key)
+                    continue
+                owners.setdefault(key, {}).setdefault((owner, joint.name), f"{path}.{joint.name}".lstrip("."))
+        taken: set[nn.Parameter] = set()
+        for parts, names in owners.items():
+            if taken.isdisjoint(parts):
+                taken.update(parts)
+                self.found.append(ParamJoint(next(iter(names.values())), parts, tuple(names)))
+                continue
+            self._apart.update(parts)
+            for owner, name in names:
+                _say_once(type(owner).__name__, name, "one of its parameters is in another joint")
+
+    def in_order(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+        """The parameters, those of a joint together where the first of them was."""
+        parts_of = {part: joint.parts for joint in self.found for part in joint.parts}
+        ordered: dict[nn.Parameter, None] = {}
+        for parameter in parameters:
+            ordered.update(dict.fromkeys(parts_of.get(parameter, (parameter,))))
+        return list(ordered)
+
+    def agreed(self, roles: Mapping[nn.Parameter, Role]) -> dict[nn.Parameter, Role]:
+        """How parameters are stored: those of a joint alike; in FP8 if all of them would be.
+
+        Those of a joint that cannot be are not stored in FP8: their layer multiplies with something else than
+        with what it has declared.
+        """
+        agreed = {p: Role.COMPUTE if p in self._apart else role for p, role in roles.items()}
+        for joint in self.found:
+            if any(agreed[part] is not Role.FP8 for part in joint.parts):
+                agreed.update(dict.fromkeys(joint.parts, Role.COMPUTE))
+        return agreed
+
+    def among(self, parameters: Iterable[nn.Parameter]) -> list[ParamJoint]:
+        """The joints of these parameters."""
+        members = set(parameters)
+        return [joint for joint in self.found if joint.parts[0] in members]
+
+
+def _declared(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, Joint]]:
+    for path, owner in modules:
+        for joint in DECLARED_JOINTS.of(owner)():
+            yield path, owner, joint
+
+
+def _why_not(
+    parts: Sequence[nn.Parameter | None], parameters: set[nn.Parameter], tensor: Ranks
+) -> str | None:
+    """Why these cannot be one operand; None if they can."""
+    ours = [part for part in parts if part is not None and part in parameters]
+    if len(ours) < len(parts):
+        return "its parameters are not all in one unit"
+    if len(set(ours)) < len(ours):
+        return "two of its parameters are one"
+    if len({part.requires_grad for part in ours}) > 1:
+        return "some of its parameters are frozen, and others are trained"
+    if len({part.dtype for part in ours}) > 1:
+        return "its parameters have several dtypes"
+    if len({placement_of(part, tensor) for part in ours}) > 1:
+        return "tensor-parallel ranks have parts of some of its parameters, and all of others"
+    reason = why_not_joint([tuple(part.shape) for part in ours], ELEMENT_ALIGNMENT)
+    return None if reason is None else f"of its parameters, {reason}"
+
+
+@cache
+def _say_once(layer: str, joint: str, reason: str) -> None:
+    """Once for all layers of a model."""
+    logger.warning("%s.%s is not one operand: %s; the layer multiplies with them apart", layer, joint, reason)

@@ -1,0 +1,81 @@
+"""`JointTensors`: the tensors that layers read in place of several parameters of one flat group.
+
+In:   the unsharded flat buffer, in which the parts of a joint are neighbours.
+Out:  one tensor a joint, in the same memory, whose gradient goes on to the parts.
+Next: `contract/joint.py` gives them to layers.
+
+    flat buffer    | q_proj.weight | k_proj.weight | v_proj.weight |
+    joint tensor   |<---------------- qkv_weight ----------------->|    no copy
+    backward       its gradient is split into views, one a part, which land as any other
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flatfsdp.contract.joint import JOINT_PARTS
+from flatfsdp.engine.storage.main_grad import MainGrad
+from flatfsdp.flat.layout import FlatLayout
+from flatfsdp.torch_private import run_as_soon_as_ready
+
+
+class JointTensors:
+    """The joints of one flat group: one tensor each while it trains, and one while it is frozen.
+
+    Args:
+        unsharded: 1-D, padded; its memory must be there now, and may come and go later.
+    """
+
+    def __init__(self, layout: FlatLayout, unsharded: Tensor) -> None:
+        self._joints = layout.joints
+        self._frozen = layout.joint_views(unsharded.detach())
+        self._trained: list[Tensor] = []
+        nan = torch.full((), torch.nan, dtype=unsharded.dtype, device=unsharded.device)
+        self._absent = [nan.expand(joint.shape) for joint in self._joints]
+
+    def train(self, parts: Sequence[Tensor], main_grad: MainGrad) -> None:
+        """Makes the tensors whose gradients go to `parts`, one a slot, or right into `main_grad`.
+
+        One autograd node a joint serves all forwards: it saves nothing.
+        """
+        with torch.inference_mode(False), torch.enable_grad():
+            for joint, view in zip(self._joints, self._frozen, strict=True):
+                members = [parts[slot] for slot in joint.slots]
+                tensor = _JoinParts.apply(view, *members)
+                JOINT_PARTS.leave(tensor, tuple(members))
+                # Being older than any forward, it would come last in the backward.
+                run_as_soon_as_ready(tensor, depth=1)
+                self._trained.append(tensor)
+        main_grad.expose_joints(self._trained)
+
+    @property
+    def kinds(self) -> Sequence[Sequence[Tensor]]:
+        """What layers may have while the parameters are there, in the order of the joints."""
+        return [self._trained, self._frozen]
+
+    def get(self, index: int, *, is_there: bool, trains: bool) -> Tensor:
+        """What layers read now; NaN in memory that is safe to read, if the parameters are not there."""
+        if not is_there:
+            return self._absent[index]
+        return (self._trained if trains else self._frozen)[index]
+
+
+class _JoinParts(torch.autograd.Function):
+    """(joint, *parts) to a tensor in the joint's memory, of which the parts get their rows' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, joint: Tensor, *parts: Tensor) -> Tensor:
+        # No gradient at all: the layer wrote it into main_grad itself.
+        ctx.set_materialize_grads(False)
+        ctx.rows = [part.shape[0] for part in parts]
+        return joint.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, *([None] * len(ctx.rows) if grad is None else grad.split(ctx.rows))

@@ -1,0 +1,105 @@
+"""`JointSlot`: neighbouring slots of a flat layout that one GEMM reads as one operand.
+
+In:   the slots of a layout, and which parameters are to be one operand.
+Out:  the runs of slots without a gap between them; pure arithmetic.
+Next: `layout.py` keeps them, `engine/storage/` makes one tensor of each.
+
+    flat     | q_proj.weight | k_proj.weight | v_proj.weight |gap| o_proj.weight |
+    joints   |<---------------- qkv_weight ----------------->|
+
+Slots stay one a parameter: shards, checkpoints and optimizers see nothing of joints.  A shard boundary may
+cut a joint anywhere, because only unsharded buffers have any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+Shape = tuple[int, ...]
+
+
+class Placed(Protocol):
+    """What a joint is made of: a slot."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class JointSlot:
+    """Slots [first, last) of a layout as one operand.
+
+    Attributes:
+        name: as its first owner calls it, such as "layers.0.self_attn.qkv_weight".
+        shape: [sum of rows, columns], or [sum of elements] for biases.
+        offset: of its first element in the flat buffer.
+    """
+
+    name: str
+    first: int
+    last: int
+    shape: Shape
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def slots(self) -> range:
+        """Indices of the slots."""
+        return range(self.first, self.last)
+
+
+def why_not_joint(shapes: Sequence[Shape], alignment: int) -> str | None:
+    """Why parameters of these shapes are not one operand where they are packed one after the other.
+
+    Args:
+        alignment: of slots, in elements.
+
+    Returns:
+        The reason, or None if they are one.
+    """
+    if any(not shape for shape in shapes):
+        return "one is a scalar"
+    if len({shape[1:] for shape in shapes}) > 1:
+        return "they have rows of different shapes"
+    if any(math.prod(shape) % alignment for shape in shapes[:-1]):
+        return f"one has a number of elements that is no multiple of {alignment}"
+    return None
+
+
+def find_joint(name: str, parts: Sequence[str], slots: Sequence[Placed]) -> JointSlot | None:
+    """The joint of the slots with these names; None if they are not one behind the other without a gap."""
+    first = next((index for index, slot in enumerate(slots) if slot.name == parts[0]), len(slots))
+    last = first + len(parts)
+    members = slots[first:last]
+    if [slot.name for slot in members] != list(parts) or why_not_joint([slot.shape for slot in members], 1):
+        return None
+    if any(before.end != after.offset for before, after in pairwise(members)):
+        return None
+    rows = sum(slot.shape[0] for slot in members)
+    return JointSlot(name, first, last, (rows, *members[0].shape[1:]), members[0].offset)
+
+
+def runs_of(num_slots: int, joints: Sequence[JointSlot]) -> tuple[tuple[int, int], ...]:
+    """Ranges [first, last) of slots that are one operand, in order: joints, and slots by themselves."""
+    last_of = {joint.first: joint.last for joint in joints}
+    runs, cursor = [], 0
+    while cursor < num_slots:
+        runs.append((cursor, last_of.get(cursor, cursor + 1)))
+        cursor = runs[-1][1]
+    return tuple(runs)

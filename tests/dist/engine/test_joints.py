@@ -1,0 +1,310 @@
+"""Joints over several ranks: the bits of one weight in their place, whatever the flag or the form."""
+
+from __future__ import annotations
+
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from flatfsdp import Precision, by_class, checkpoint, microbatches
+from flatfsdp.checkpoint.local import (
+    consolidate,
+    load_local_state_dict,
+    local_metadata,
+    local_state_dict,
+)
+from flatfsdp.contract.joint import is_joined
+from flatfsdp.contract.operand import FP8_OPERAND
+from flatfsdp.engine.units import named_groups
+from flatfsdp.flat.layout import Role
+from flatfsdp.fp8 import CurrentScaling
+from flatfsdp.optim import AdamW
+from tests.support.both_forms import WAYS, sharded
+from tests.support.joint_layers import QKV, ROWS, Layer, Net, OneWeight, batch, loss_of
+from tests.support.ranks import on_ranks, run_ranks
+
+RECIPE = CurrentScaling()
+TOGETHER = ("", "", "")
+"""Three microbatches, in which the parts are one operand."""
+Record = tuple[list[Tensor], dict[str, Tensor]]
+
+
+def build(way: str = "wrapped", kind: type[QKV] = QKV, fuse: Any = True, **options: Any) -> Any:
+    net = Net(kind, fuse, options.pop("freezes", ()), bias=options.pop("bias", True))
+    return sharded(way, net, by_class(Layer), poison_on_free=True, **options)
+
+
+def train(
+    model: Any,
+    rank: int,
+    alone: tuple[str, ...] = TOGETHER,
+    recipe: Any = None,
+    frozen_in: int = -1,
+    optimizer_class: Any = torch.optim.AdamW,
+) -> Record:
+    """Losses, norms of the inputs' gradients, and parameters, of three steps.
+
+    Args:
+        alone: of each microbatch: the part that is used by itself, or "".
+        frozen_in: the step in which nothing is trained.
+    """
+    optimizer = optimizer_class(model.parameters(), lr=0.05)
+    losses = []
+    for step in range(3):
+        if frozen_in >= 0:
+            model.requires_grad_(step != frozen_in)
+        for index, part in enumerate(microbatches(model, alone)):
+            x = batch(100 * rank + 10 * step + index).requires_grad_()
+            loss = loss_of(model, x, part, recipe=recipe)
+            loss.backward()
+            losses += [loss.detach(), x.grad.norm()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def in_one_weight(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a model of `OneWeight` has in place of these parts."""
+    joint = {}
+    for layer, kind in itertools.product(range(2), ("weight", "bias")):
+        parts = [state.pop(f"layers.{layer}.qkv.parts.{name}.{kind}") for name in ROWS]
+        joint[f"layers.{layer}.qkv.qkv_{kind}"] = torch.cat(parts)
+    return state | joint
+
+
+def assert_same(one: Record, other: Record) -> None:
+    assert all(loss.isfinite() for loss in one[0])
+    assert [a.item() for a in one[0]] == [b.item() for b in other[0]]
+    assert one[1].keys() == other[1].keys()
+    assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
+
+
+# ---- the same bits ------------------------------------------------------------------------------------
+
+
+def every_setting(way: str) -> list[dict[str, Any]]:
+    return [
+        {"way": way, "optimize_backward_concat": flag, "reshard_after_forward": reshard}
+        for flag, reshard in itertools.product((True, False), repeat=2)
+    ]
+
+
+def parity(rank: int, world_size: int, way: str, fuse: Any, compute: torch.dtype) -> None:
+    precision = Precision(compute=compute)
+    expected = train(build(kind=OneWeight, fuse=fuse, precision=precision), rank)
+    for options in every_setting(way):
+        model = build(fuse=fuse, precision=precision, **options)
+        losses, state = train(model, rank)
+        assert_same((losses, in_one_weight(state)), expected)
+        assert all(is_joined(m, "qkv_weight") for m in model.modules() if isinstance(m, QKV))
+
+
+@pytest.mark.parametrize(
+    ("way", "fuse", "compute"),
+    [
+        ("wrapped", False, torch.bfloat16),
+        ("wrapped", True, torch.float32),
+        ("in place", False, torch.float32),
+        ("in place", True, torch.bfloat16),
+    ],
+)
+def test_the_same_bits_as_one_weight(way: str, fuse: bool, compute: torch.dtype) -> None:
+    run_ranks(2, parity, way, fuse, compute)
+
+
+def test_the_same_bits_on_four_ranks() -> None:
+    """Whose boundaries cut joints anywhere."""
+    run_ranks(4, parity, "wrapped", True, torch.bfloat16)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@on_ranks(2)
+def test_parts_used_alone_in_one_microbatch(rank: int, fuse: Any) -> None:
+    for alone in (("k", "", ""), ("", "k", ""), ("", "", "v"), ("q", "k", "v")):
+        runs = [
+            train(build(fuse=fuse, **options), rank, alone) for way in WAYS for options in every_setting(way)
+        ]
+        for run in runs[1:]:
+            assert_same(run, runs[0])
+
+
+@on_ranks(2)
+def test_a_frozen_part_is_multiplied_apart(rank: int) -> None:
+    freezes = tuple(f"layers.{layer}.qkv.parts.k" for layer in range(2))
+    runs = []
+    for options in (options for way in WAYS for options in every_setting(way)):
+        model = build(freezes=freezes, **options)
+        runs.append(train(model, rank))
+        layer = next(m for m in model.modules() if isinstance(m, QKV))
+        assert layer.found == (None, None)
+    for run in runs[1:]:
+        assert_same(run, runs[0])
+    assert torch.equal(runs[0][1]["layers.0.qkv.parts.k.weight"], Net().layers[0].qkv.parts["k"].weight)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_requires_grad_is_followed(rank: int, way: str) -> None:
+    expected = train(build(kind=OneWeight), rank, frozen_in=1)
+    for options in every_setting(way):
+        losses, state = train(build(**options), rank, frozen_in=1)
+        assert_same((losses, in_one_weight(state)), expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_recomputation(rank: int, way: str, reentrant: bool) -> None:
+    expected = train(build(way), rank)
+    for options in every_setting(way):
+        model = build(**options)
+        net = model.module if way == "wrapped" else model
+        net.call = partial(recomputed, use_reentrant=reentrant)
+        assert_same(train(model, rank), expected)
+
+
+# ---- stored in FP8 ------------------------------------------------------------------------------------
+
+
+def stored_in_fp8(compute: torch.dtype = torch.float32) -> Precision:
+    return Precision(compute=compute, fp8_weights=RECIPE)
+
+
+@pytest.mark.parametrize(("world_size", "fuse"), [(2, False), (4, True)])
+def test_weights_stored_in_fp8(world_size: int, fuse: bool) -> None:
+    run_ranks(world_size, check_stored, fuse)
+
+
+def check_stored(rank: int, world_size: int, fuse: bool) -> None:
+    """One scale a joint: the bits of one weight that is stored in FP8."""
+    expected = train(build(kind=OneWeight, fuse=fuse, precision=stored_in_fp8()), rank, recipe=RECIPE)
+    for options in (options for way in WAYS for options in every_setting(way)):
+        model = build(fuse=fuse, precision=stored_in_fp8(), **options)
+        losses, state = train(model, rank, recipe=RECIPE)
+        assert_same((losses, in_one_weight(state)), expected)
+        stored = [group for _, group in named_groups(model) if group.layout.role is Role.FP8]
+        assert [len(group.layout.slots) for group in stored] == [3, 3]
+        for group in stored:
+            assert len(group.fp8.scales.scale) == 3 and len(group.fp8.scales.scale.unique()) == 1
+
+
+@on_ranks(2)
+def test_an_optimizer_that_takes_the_amaxes(rank: int) -> None:
+    runs = []
+    for kind, way in ((OneWeight, "wrapped"), (QKV, "wrapped"), (QKV, "in place")):
+        model = build(way, kind, precision=stored_in_fp8(torch.bfloat16))
+        runs.append(train(model, rank, recipe=RECIPE, optimizer_class=AdamW))
+    for losses, state in runs[1:]:
+        assert_same((losses, in_one_weight(state)), runs[0])
+
+
+@on_ranks(2)
+def test_frozen_weights_stored_in_fp8(rank: int) -> None:
+    """As below adapters: the norms and outputs around them are trained."""
+
+    def case(kind: type[QKV], **options: Any) -> Record:
+        freezes = tuple(f"layers.{layer}.qkv" for layer in range(2))
+        model = build(kind=kind, freezes=freezes, precision=stored_in_fp8(torch.bfloat16), **options)
+        return train(model, rank, recipe=RECIPE)
+
+    expected = case(OneWeight)
+    for options in (options for way in WAYS for options in every_setting(way)):
+        losses, state = case(QKV, **options)
+        assert_same((losses, in_one_weight(state)), expected)
+
+
+@on_ranks(2)
+def test_operands_are_views_of_the_flat_buffer(rank: int) -> None:
+    model = build(precision=stored_in_fp8(), reshard_after_forward=False)
+    seen = []
+
+    def look(layer: QKV, *_: Any) -> None:
+        (weight, _) = layer.found
+        fp8 = next(g.fp8 for _, g in named_groups(model) if g.fp8 is not None and g.prefix in ("layers.1.",))
+        operand = FP8_OPERAND.of(weight)()
+        parts = [FP8_OPERAND.of(part.weight)() for part in layer.parts.values()]
+        rows = operand.rowwise.split(list(ROWS.values()))
+        assert [r.data_ptr() for r in rows] == [part.rowwise.data_ptr() for part in parts]
+        assert all(part.rowwise_inv.data_ptr() == operand.rowwise_inv.data_ptr() for part in parts)
+        assert operand.columnwise.data_ptr() == fp8.columnwise.tensor.data_ptr()
+        as_bytes = operand.rowwise.view(torch.uint8)
+        assert torch.equal(operand.columnwise.view(torch.uint8), as_bytes.t())
+        for part in parts:
+            turned = part.rowwise.view(torch.uint8).t()
+            assert part.columnwise.is_contiguous() and torch.equal(part.columnwise.view(torch.uint8), turned)
+        seen.append(True)
+
+    layer = [m for m in model.modules() if isinstance(m, QKV)][1]
+    layer.register_forward_hook(lambda module, args, out: out.register_hook(lambda _: look(module)) and None)
+    loss_of(model, batch(rank), recipe=RECIPE).backward()
+    assert seen
+
+
+@on_ranks(2)
+def test_nan_in_one_part_is_not_hidden_by_its_partners(rank: int) -> None:
+    model = build(precision=stored_in_fp8())
+    with model.summon_full_params():
+        next(m for m in model.modules() if isinstance(m, QKV)).parts["k"].weight.data[0, 0] = torch.nan
+    assert loss_of(model, batch(rank), recipe=RECIPE).isnan()
+    scales = [group.fp8.scales.scale for _, group in named_groups(model) if group.fp8 is not None]
+    assert scales[0].tolist() == [1.0] * 3 != scales[1].tolist()
+
+
+# ---- checkpoints, and ranks that differ ---------------------------------------------------------------
+
+
+class Undeclared(QKV):
+    """The same parameters, which are not asked for as one operand."""
+
+    def declared_joints(self) -> tuple[()]:
+        return ()
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoints_go_by_the_original_names(tmp_path: Path, way: str, in_fp8: bool) -> None:
+    run_ranks(2, check_checkpoints, tmp_path, way, in_fp8)
+
+
+def check_checkpoints(rank: int, world_size: int, path: Path, way: str, in_fp8: bool) -> None:
+    """Biases lie behind each other in the flat parameter, and come back to where they belong."""
+    options = {"precision": stored_in_fp8()} if in_fp8 else {}
+    saved = build(way, **options)
+    _, state = train(saved, rank, recipe=RECIPE if in_fp8 else None)
+    assert list(state) == list(Net().state_dict())
+    checkpoint.save(path, saved)
+    for kind in (QKV, Undeclared):
+        loaded = build(way, kind=kind, **(options if kind is QKV else {}))
+        checkpoint.load(path, loaded)
+        assert_same(([], loaded.state_dict()), ([], state))
+
+
+@on_ranks(2)
+def test_local_files_from_before_parameters_were_moved_are_refused(rank: int) -> None:
+    """Of equal length, and in another order."""
+    with_joints, without = build(), build(kind=Undeclared)
+    before = local_state_dict(without)
+    assert {t.shape for t in before.values()} == {t.shape for t in local_state_dict(with_joints).values()}
+    with pytest.raises(RuntimeError, match=r"Missing key: \S*joint_flat_param"):
+        load_local_state_dict(with_joints, before)
+    load_local_state_dict(with_joints, local_state_dict(build()))
+    files = [None, None]
+    dist.all_gather_object(files, (local_state_dict(with_joints), local_metadata(with_joints)))
+    full = consolidate(*zip(*files, strict=True))
+    assert_same(([], full), ([], with_joints.state_dict()))
+    # Without biases nothing is moved.
+    load_local_state_dict(build(bias=False), local_state_dict(build(kind=Undeclared, bias=False)))
+
+
+@on_ranks(2)
+def test_ranks_that_differ_are_named(rank: int) -> None:
+    model = build(kind=QKV if rank == 0 else Undeclared, bias=False)
+    with pytest.raises(RuntimeError, match=r"rank 0 has .*one operand qkv\.qkv_weight"):
+        model(batch(rank))

@@ -1,0 +1,79 @@
+"""Joints of a flat layout: neighbours without a gap, and nothing else changes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flatfsdp.flat.joints import why_not_joint
+from flatfsdp.flat.layout import ELEMENT_ALIGNMENT, FlatLayout, ParamSpec
+
+properties = settings(max_examples=80, deadline=None, derandomize=True)
+
+members = st.tuples(
+    st.sampled_from([(), (8,), (16, 3)]),
+    st.lists(st.sampled_from([1, 2, 8, 16, 17, 32]), min_size=2, max_size=4),
+)
+wanted = st.lists(members, min_size=1, max_size=4)
+
+
+def specs_of(drawn: list[tuple[tuple[int, ...], list[int]]]) -> list[list[ParamSpec]]:
+    return [
+        [ParamSpec(f"j{j}.p{p}", (rows, *row)) for p, rows in enumerate(sizes)]
+        for j, (row, sizes) in enumerate(drawn)
+    ]
+
+
+@properties
+@given(wanted, st.integers(1, 3))
+def test_joints_are_neighbours_without_a_gap(drawn, num_shards):
+    groups = specs_of(drawn)
+    flat_specs = [spec for group in groups for spec in group]
+    asked = [(f"j{j}", [spec.name for spec in group]) for j, group in enumerate(groups)]
+    layout, plain = FlatLayout.pack(flat_specs, asked), FlatLayout.pack(flat_specs)
+    # Slots, and so shards and checkpoints, do not know of joints.
+    assert layout.slots == plain.slots and layout.pieces(0, num_shards) == plain.pieces(0, num_shards)
+    found = {joint.name: joint for joint in layout.joints}
+    for (name, parts), group in zip(asked, groups, strict=True):
+        shapes = [spec.shape for spec in group]
+        fits = all(math.prod(shape) % ELEMENT_ALIGNMENT == 0 for shape in shapes[:-1])
+        assert (name in found) is fits is (why_not_joint(shapes, ELEMENT_ALIGNMENT) is None)
+        if fits:
+            joint = found[name]
+            assert [slot.name for slot in layout.slots[joint.first : joint.last]] == parts
+            assert joint.numel == sum(map(math.prod, shapes)) and joint.shape[1:] == shapes[0][1:]
+    covered = [slot for first, last in layout.runs for slot in range(first, last)]
+    assert covered == list(range(len(layout.slots)))
+    assert {run for run in layout.runs if run[1] - run[0] > 1} == {(j.first, j.last) for j in layout.joints}
+
+
+@properties
+@given(wanted)
+def test_a_joints_view_is_its_parts_views_one_below_the_other(drawn):
+    groups = specs_of(drawn)
+    asked = [(f"j{j}", [spec.name for spec in group]) for j, group in enumerate(groups)]
+    layout = FlatLayout.pack([spec for group in groups for spec in group], asked)
+    flat = torch.arange(layout.padded_numel(2))
+    parts = layout.views(flat)
+    for joint, view in zip(layout.joints, layout.joint_views(flat), strict=True):
+        rows = view.split([parts[slot].shape[0] for slot in joint.slots])
+        for row, slot in zip(rows, joint.slots, strict=True):
+            assert torch.equal(row, parts[slot]) and row.data_ptr() == parts[slot].data_ptr()
+
+
+def test_parameters_that_are_no_neighbours_are_left_out():
+    specs = [ParamSpec(name, (16, 4)) for name in "abc"]
+    assert FlatLayout.pack(specs, [("ac", ["a", "c"])]).joints == ()
+    assert FlatLayout.pack(specs, [("ba", ["b", "a"])]).joints == ()
+    assert FlatLayout.pack(specs, [("cd", ["c", "d"])]).joints == ()
+    assert [joint.slots for joint in FlatLayout.pack(specs, [("bc", ["b", "c"])]).joints] == [range(1, 3)]
+
+
+def test_why_parameters_are_no_joint():
+    assert "different shapes" in why_not_joint([(16, 4), (16, 8)], 16)
+    assert "scalar" in why_not_joint([(), (16,)], 16)
+    assert "multiple of 16" in why_not_joint([(17, 3), (16, 3)], 16)
+    assert why_not_joint([(16, 3), (17, 3)], 16) is None
