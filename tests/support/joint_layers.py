@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from flatfsdp import fp8
 from flatfsdp.contract.joint import Joint, joined
-from flatfsdp.layers.base import MatmulLayer
-from flatfsdp.layers.linear import _Linear
-from flatfsdp.matmul.exchange import UNSPLIT
+from flatfsdp.layers.base import MapOf, MatmulLayer
+from flatfsdp.layers.calls import linear, prepare
 
 WIDTH, TOKENS = 32, 32
 ROWS = {"q": 48, "k": 16, "v": 16}
@@ -28,7 +27,6 @@ class QKV(MatmulLayer):
 
     def __init__(self, fuse: Any = True, bias: bool = True, rows: dict[str, int] = ROWS) -> None:
         super().__init__(fuse_wgrad_accumulation=fuse)
-        self.exchanges["qkv_weight"] = UNSPLIT
         self.parts = nn.ModuleDict({name: nn.Linear(WIDTH, size, bias=bias) for name, size in rows.items()})
         kinds = ("weight", "bias") if bias else ("weight",)
         self._of_kind = {
@@ -47,10 +45,8 @@ class QKV(MatmulLayer):
         self.found = (weight, bias)
         if weight is None:
             return torch.cat([part(x) for part in self.parts.values()], -1)
-        rows, _, (casts,) = self.prepare_input(x, weight)
-        operand, call = self.prepare_map("qkv_weight", weight, bias, casts, rows.dtype, None, (x,))
-        out: Tensor = _Linear.apply(rows, weight, bias, operand, call)
-        return out
+        of = MapOf("qkv_weight", weight, bias)
+        return linear(self, of, prepare(self, x, of))
 
 
 class OneWeight(QKV):

@@ -69,10 +69,11 @@ def test_converted_layers() -> None:
     assert stored(model) == {"0.weight"}
 
 
-def test_weights_in_several_pieces_stay_out() -> None:
-    """One product reads them joined, with one scale."""
+def test_weights_in_several_pieces_are_one_operand() -> None:
+    """With one scale, if each piece has a size that suits products."""
     split = Linear(32, 48, parameters_split=("query", "key", "value"))
-    assert stored(nn.Sequential(split, Linear(48, 32))) == {"1.weight"}
+    odd = Linear(48, 32, parameters_split={"a": 8, "b": 24})
+    assert stored(nn.Sequential(split, odd)) == {f"0.{name}_weight" for name in ("query", "key", "value")}
 
 
 def forward(recipe: Any) -> Tensor:
