@@ -2,7 +2,7 @@
 
 In:   a layer's forward, with or without an `autocast` around it.
 Out:  for each linear map the quantizers (`fp8/casts.py`), the weight (`weight_cache.py`) and a `LinearCall`.
-Next: `matmul/linear_map.py` casts and multiplies.
+Next: `calls.py` calls `nodes/` with these; `matmul/linear_map.py` casts and multiplies.
 
 A layer's state is in its buffers fp8_forward_scale, fp8_forward_amax_history and the same two for backward.
 They appear when it first runs with delayed scaling, or when a checkpoint that has them is loaded
@@ -19,8 +19,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from flatfsdp.comm.rng import GetTracker
+from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD
 from flatfsdp.contract.operand import FP8_OPERAND, Operand
 from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK, TensorParallel
 from flatfsdp.fp8.casts import WITHOUT_FP8, Casts, delayed_casts, stateless_casts
@@ -32,11 +34,11 @@ from flatfsdp.fp8.region import Region, current_region
 from flatfsdp.fp8.state_dict import LateBuffers
 from flatfsdp.fp8.step_scales import note
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
-from flatfsdp.layers.checks import require_bool_or_none, require_fp8, require_fp8_shape, require_shared_scales
-from flatfsdp.layers.inputs import activation_dtype, as_matrix
+from flatfsdp.layers.checks import require_bool_or_none, require_fp8, require_shared_scales, require_turnable
+from flatfsdp.layers.options import MatmulOptions
 from flatfsdp.layers.parameters import new_parameter
 from flatfsdp.layers.shared import Declaring
-from flatfsdp.layers.weight_cache import WeightCache
+from flatfsdp.layers.weight_cache import WeightCache, turned
 from flatfsdp.matmul import overlapped
 from flatfsdp.matmul.delayed_wgrad import DelayedWgrads
 from flatfsdp.matmul.exchange import UNSPLIT, Exchange
@@ -45,19 +47,37 @@ from flatfsdp.torch_private import in_backward
 
 logger = logging.getLogger(__name__)
 
+_STATE = (
+    "_parallel",
+    "fuse_wgrad_accumulation",
+    "_params_dtype",
+    "_params_device",
+    "exchanges",
+    "_scalings",
+    "_weight_cache",
+    "_delayed_wgrads",
+    "_last_recipe",
+    "_ran_in_fp8",
+    "allows_fp8",
+    "overflow_counters",
+)
+"""What a `MatmulLayer` has in its `__dict__` besides a module's own."""
 
-class CallInput(NamedTuple):
-    """The input of one call.
+
+class MapOf(NamedTuple):
+    """One linear map in a call.
 
     Attributes:
-        x: [tokens, in_features], contiguous, in the dtype of the activations.
-        leading: the shape of the first map's result, without its last dimension.
-        casts: of each linear map.
+        name: in the owner's `linear_maps`.
+        weight: [out_features, in_features], or [in_features, out_features] if `transposed`.
+        bias: [out_features], if the GEMM is to add one.
+        transposed: as GPT-2's Conv1D has its weight.
     """
 
-    x: Tensor
-    leading: tuple[int, ...]
-    casts: list[Casts]
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    transposed: bool = False
 
 
 class MatmulLayer(LateBuffers, Countable, Declaring):
@@ -75,7 +95,11 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
     linear_maps: ClassVar[tuple[str, ...]] = ("weight",)
     allows_fp8 = True
 
-    def __init__(
+    def __init__(self, **options: Unpack[MatmulOptions]) -> None:
+        super().__init__()
+        self._become(**options)
+
+    def _become(
         self,
         *,
         fuse_wgrad_accumulation: FuseWgrad = False,
@@ -88,7 +112,10 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         tp_overlap: bool = False,
         get_rng_state_tracker: GetTracker | None = None,
     ) -> None:
-        super().__init__()
+        """Gives the module what such a layer has besides parameters.
+
+        By itself for a module that was constructed as another layer, and is of a subclass of both now.
+        """
         name = type(self).__name__
         self._parallel = TensorParallel.of(name, tp_group, tp_size, sequence_parallel, tp_overlap)
         self.fuse_wgrad_accumulation = checked_fuse_wgrad(fuse_wgrad_accumulation, name)
@@ -99,6 +126,13 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         self._delayed_wgrads = DelayedWgrads() if delay_wgrad_compute else None
         self._last_recipe: Recipe | None = None
         self._ran_in_fp8 = False
+
+    def _resign(self) -> None:
+        """Takes what `_become` and calls have given the module, scales and their histories among it."""
+        for name in _STATE:
+            vars(self).pop(name, None)
+        for name in self.late_buffers:
+            self._buffers.pop(name, None)
 
     def _new_parameter(self, *shape: int) -> nn.Parameter:
         """Makes a parameter, uninitialised, for the constructor."""
@@ -171,32 +205,9 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
                 _warn_of_change(self._last_recipe, recipe)
             self._last_recipe = recipe
 
-    def prepare_input(self, inp: Tensor, *weights: Tensor) -> CallInput:
-        """Checks the input of a call, and says how the call casts.
-
-        Args:
-            weights: of the linear maps, whole.
-
-        Raises:
-            ValueError, TypeError, RuntimeError: see `Linear.forward`.
-        """
-        dtype = activation_dtype(inp, self, weights[0])
-        x = as_matrix(inp, weights[0].shape[1], dtype, self)
-        exchange = self.exchanges[self.linear_maps[0]]
-        leading = exchange.leading_shape(type(self).__name__, inp.shape)
-        casts = self.casts(inp.device)
-        if casts[0].is_fp8:
-            tokens = exchange.tokens(x.shape[0])
-            for name, weight in zip(self.linear_maps, weights, strict=True):
-                out_features, in_features = weight.shape
-                require_fp8_shape(self, name, tokens, in_features, out_features)
-        return CallInput(x, leading, casts)
-
     def prepare_map(
         self,
-        name: str,
-        weight: Tensor,
-        bias: Tensor | None,
+        of: MapOf,
         casts: Casts,
         dtype: torch.dtype,
         is_first_microbatch: bool | None,
@@ -205,35 +216,53 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         """The weight and the call that the linear primitive takes for one linear map.
 
         Args:
+            dtype: of the activations.
             sources: what the map's input is computed from; None for what is not there.
 
         Raises:
             RuntimeError: see `WeightCache.operand`.
+            ValueError: if FP8 GEMMs cannot read a transposed weight.
             TypeError: if is_first_microbatch is something else than None, True and False.
         """
+        name, weight, bias, transposed = of
         require_bool_or_none(type(self).__name__, is_first_microbatch)
         trains = torch.is_grad_enabled()
-        needs_input_grad = trains and any(t is not None and t.requires_grad for t in sources)
+        needs_input_grad = trains and _requires_grad(sources)
+        stored = FP8_OPERAND.of(weight)
+        if transposed:
+            require_turnable(self, name, casts.recipe, stored is not None)
         operand = self._weight_cache.operand(
-            name, weight, casts, is_first_microbatch, dtype, columnwise=needs_input_grad
+            name,
+            weight,
+            casts,
+            is_first_microbatch,
+            dtype,
+            stored=stored,
+            columnwise=needs_input_grad or transposed,
         )
+        if transposed:
+            operand = turned(operand)
         exchange = self.exchanges.get(name, UNSPLIT)
+        fuses = self.fuse_wgrad_accumulation
+        if fuses == "if_claimed":
+            fuses = CLAIM_MAIN_GRAD.of(weight) is not None
         call = LinearCall(
             name=self._name_of(name),
-            weight=weight if self.fuse_wgrad_accumulation or self._delayed_wgrads is not None else None,
+            weight=weight if fuses or self._delayed_wgrads is not None else None,
             weight_dtype=weight.dtype,
             dtype=dtype,
             split=casts.split,
             exchange=exchange,
             quantizer=casts.x,
             grad_quantizer=casts.grad,
-            fuse_wgrad=self.fuse_wgrad_accumulation,
+            fuse_wgrad=fuses,
             is_first_microbatch=is_first_microbatch,
-            stored_weight=FP8_OPERAND.of(weight),
+            stored_weight=stored,
             needs_input_grad=needs_input_grad,
             needs_weight_grad=trains and weight.requires_grad,
             bias_grad=bias.dtype if trains and bias is not None and bias.requires_grad else None,
             delayed=self._delayed_wgrads,
+            transposed=transposed,
             overlaps=exchange.overlap and _can_overlap(weight.device, casts.recipe),
         )
         return operand, call
@@ -263,15 +292,13 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         return f"{type(self).__name__}.{weight}"
 
     def fp8_weights(self) -> tuple[str, ...]:
-        """Names of parameters that only FP8 GEMMs read, so that they may be kept in FP8."""
-        weights = {name: getattr(self, name, None) for name in self.linear_maps}
-        return tuple(
-            name
-            for name, weight in weights.items()
-            if self.allows_fp8
-            and weight is not None
-            and all(size > 0 and size % ALIGNMENT == 0 for size in weight.shape)
-        )
+        """Names of weights that only FP8 GEMMs read, so that they may be kept in FP8: of parameters, or of
+        joints (`contract/joint.py`)."""
+        return tuple(name for name in self.linear_maps if self.allows_fp8 and _suit_fp8(self._parts_of(name)))
+
+    def _parts_of(self, name: str) -> list[Tensor | None]:
+        """The parameters that are a linear map's weight."""
+        return [getattr(self, name, None)]
 
     # ---- module protocol --------------------------------------------------------------------------------
 
@@ -297,6 +324,18 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
             "_delayed_wgrads": None if self._delayed_wgrads is None else DelayedWgrads(),
         }
         return {**super().__getstate__(), **fresh}
+
+
+def _suit_fp8(weights: Iterable[Tensor | None]) -> bool:
+    return all(w is not None and all(size > 0 and size % ALIGNMENT == 0 for size in w.shape) for w in weights)
+
+
+def _requires_grad(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether one of them does.  A generator inside any() takes three times as long."""
+    for tensor in tensors:  # noqa: SIM110
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def _equal(one: Recipe, other: Recipe) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from flatfsdp.fp8.recipe import DelayedScaling
+from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.matmul.exchange import Exchange
 
@@ -61,6 +61,29 @@ def require_fp8_shape(layer: nn.Module, name: str, tokens: int, in_features: int
                 f"{type(layer).__name__}.{name}: {what} is {size}; FP8 GEMMs need multiples of "
                 f"{ALIGNMENT}: pad it, or run this layer under autocast(enabled=False)"
             )
+
+
+def require_turnable(layer: nn.Module, name: str, recipe: Recipe | None, is_stored: bool) -> None:
+    """Checks that FP8 GEMMs can read a weight [in_features, out_features].
+
+    Args:
+        name: of the layer's weight.
+        is_stored: whether FlatFSDP keeps it in FP8.
+
+    Raises:
+        ValueError: if its transpose would be another cast, or is not there.
+    """
+    if is_stored:
+        raise ValueError(
+            f"{type(layer).__name__}.{name} is [in_features, out_features] and kept in FP8 "
+            "(Precision(fp8_weights=...)); a forward would need its transpose: leave it out of fp8_weights()"
+        )
+    if isinstance(recipe, BlockScaling):
+        raise ValueError(
+            f"{type(layer).__name__}.{name} is [in_features, out_features], whose blocks BlockScaling would "
+            "scale along the other dimension; use CurrentScaling or DelayedScaling, or run this layer under "
+            "autocast(enabled=False)"
+        )
 
 
 def require_bool_or_none(layer: str, is_first_microbatch: object) -> None:

@@ -9,21 +9,22 @@ looks up is summed over the ranks: exactly, as all but one have zeros.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from flatfsdp.contract.main_grad import claim
+from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD, claim
 from flatfsdp.contract.tensor_parallel import TensorParallel, are_known, declare_split
 from flatfsdp.kernels.grad.embedding import embedding_grad
 from flatfsdp.layers.checks import require_bool_or_none
 from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
 from flatfsdp.layers.shared import Declaring, initialize
 from flatfsdp.matmul.exchange import Exchange
+from flatfsdp.matmul.linear_map import FuseWgrad
 from flatfsdp.torch_private import receives_gradient
 
 
@@ -120,7 +121,15 @@ class Embedding(Declaring):
         if self._is_split:
             self._exchange.leading_shape("Embedding", (*ids.shape, self.embedding_dim))
             ids = self._own_rows(ids)
-        rows = self._look_up(ids, is_first_microbatch)
+        rows = look_up(
+            self,
+            self.weight,
+            ids,
+            self._padding_row,
+            self.fuse_wgrad_accumulation,
+            is_split=self._is_split,
+            is_first_microbatch=is_first_microbatch,
+        )
         return _Sum.apply(rows, self._exchange) if self._is_split else rows
 
     def _own_rows(self, ids: Tensor) -> Tensor:
@@ -132,16 +141,44 @@ class Embedding(Declaring):
         row = ids - self._first_row
         return torch.where((row >= 0) & (row < len(self.weight)), row, -1)
 
-    def _look_up(self, rows: Tensor, is_first_microbatch: bool | None) -> Tensor:
-        if self.fuse_wgrad_accumulation and torch.is_grad_enabled() and self.weight.requires_grad:
-            return _Embedding.apply(self.weight, rows, self._padding_row, self._is_split, is_first_microbatch)
-        return _look_up(self.weight, rows, self._padding_row, self._is_split)
-
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
-def _look_up(weight: Tensor, rows: Tensor, padding_row: int | None, is_split: bool) -> Tensor:
+def look_up(
+    owner: nn.Module,
+    weight: Tensor,
+    ids: Tensor,
+    padding_row: int | None,
+    fuse_wgrad_accumulation: FuseWgrad,
+    *,
+    is_split: bool = False,
+    is_first_microbatch: bool | None = None,
+) -> Tensor:
+    """Rows of a table: [...] to [..., embedding_dim].
+
+    Args:
+        owner: the layer, for messages.
+        weight: [rows, embedding_dim].
+        padding_row: gets no gradient.
+        fuse_wgrad_accumulation: add the gradient to the table's FP32 `main_grad`; see `Embedding`.  There is
+            one way to do so, "two_pass" too.
+        is_split: -1 stands for rows of other ranks, and gives zeros.
+        is_first_microbatch: see `Embedding.forward`.
+
+    Raises:
+        IndexError, RuntimeError: if an id is outside of the table; on a GPU as a failed assertion, later.
+    """
+    fuses = fuse_wgrad_accumulation
+    if fuses == "if_claimed":
+        fuses = CLAIM_MAIN_GRAD.of(weight) is not None
+    if not (fuses and torch.is_grad_enabled() and weight.requires_grad):
+        return _rows_of(weight, ids, padding_row, is_split)
+    name = f"{type(owner).__name__}.weight"
+    return _Embedding.apply(weight, ids, _Spec(name, padding_row, is_split, is_first_microbatch))
+
+
+def _rows_of(weight: Tensor, rows: Tensor, padding_row: int | None, is_split: bool) -> Tensor:
     """Rows of the weight, and zeros for -1 if the table is split."""
     if not is_split:
         return F.embedding(rows, weight, padding_row)
@@ -149,29 +186,37 @@ def _look_up(weight: Tensor, rows: Tensor, padding_row: int | None, is_split: bo
     return found.masked_fill_((rows < 0).unsqueeze(-1), 0.0)
 
 
+class _Spec(NamedTuple):
+    """What one look-up needs besides tensors.
+
+    Attributes:
+        name: of the table, for messages.
+        padding_row, is_split, is_first_microbatch: see `look_up`.
+    """
+
+    name: str
+    padding_row: int | None
+    is_split: bool
+    is_first_microbatch: bool | None
+
+
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        weight: Tensor,
-        rows: Tensor,
-        padding_row: int | None,
-        is_split: bool,
-        is_first_microbatch: bool | None,
-    ) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, rows: Tensor, spec: _Spec) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.weight, ctx.padding_row, ctx.is_first_microbatch = weight, padding_row, is_first_microbatch
-        return _look_up(weight, rows, None, is_split)
+        ctx.weight, ctx.spec = weight, spec
+        return _rows_of(weight, rows, None, spec.is_split)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
         if receives_gradient(ctx.weight):
             (rows,) = ctx.saved_tensors
-            slot = claim(ctx.weight, "Embedding.weight", ctx.is_first_microbatch)
+            spec: _Spec = ctx.spec
+            slot = claim(ctx.weight, spec.name, spec.is_first_microbatch)
             dy = dy.reshape(-1, dy.shape[-1]).contiguous()
-            embedding_grad(slot.target, dy, rows.reshape(-1), first=slot.first, padding_idx=ctx.padding_row)
-        return None, None, None, None, None
+            embedding_grad(slot.target, dy, rows.reshape(-1), first=slot.first, padding_idx=spec.padding_row)
+        return None, None, None
 
 
 class _Sum(torch.autograd.Function):

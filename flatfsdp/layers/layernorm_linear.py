@@ -6,21 +6,18 @@ Next: `layers/attention/multihead.py` has one for query, key and value.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
-from flatfsdp.contract.operand import Operand
-from flatfsdp.layers.inputs import residual_matrix
+from flatfsdp.layers.base import MapOf
+from flatfsdp.layers.calls import norm_linear, prepare
 from flatfsdp.layers.norm_first import NormFirst
-from flatfsdp.layers.normalized import NormKind, add_to, input_grads, normalize
+from flatfsdp.layers.normalized import NormKind
 from flatfsdp.layers.options import LinearOptions
 from flatfsdp.layers.projection import Projection
-from flatfsdp.matmul.linear_map import LinearCall, LinearSaved, linear_backward, linear_forward, quantize_grad
 
 
 class LayerNormLinear(NormFirst, Projection):
@@ -89,71 +86,15 @@ class LayerNormLinear(NormFirst, Projection):
         Raises:
             ValueError, TypeError, RuntimeError: as `Linear`.
         """
-        norm_weight, norm_bias = self.layer_norm_weight, self.layer_norm_bias
-        ready = self.prepare(inp, is_first_microbatch, also_trained=(residual, norm_weight, norm_bias))
-        added = residual_matrix(residual, inp, ready.x.dtype, self)
-        spec = _Spec(self.norm, ready.call, self.return_layernorm_output)
-        out, normalized, summed = _LayerNormLinear.apply(
-            ready.x, added, norm_weight, norm_bias, ready.weight, ready.added_bias, ready.operand, spec
-        )
-        out = out.view(ready.out_shape)
-        return self._results(out, ready.bias, normalized, summed, inp, return_residual=return_residual)
-
-
-@dataclass(slots=True)
-class _Spec:
-    """What one call of the node needs besides tensors.
-
-    Attributes:
-        keep: whether norm(x) is a result, too.
-    """
-
-    norm: NormKind
-    call: LinearCall
-    keep: bool
-
-
-class _LayerNormLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        residual: Tensor | None,
-        norm_weight: Tensor,
-        norm_bias: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        operand: Operand,
-        spec: _Spec,
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        normalized = normalize(
-            x,
-            norm_weight,
-            norm_bias,
-            spec.norm,
-            spec.call.input_quantizer,
+        bias = self._whole_bias()
+        of = MapOf("weight", self._whole_weight(), None if self.return_bias else bias)
+        called = norm_linear(
+            self,
+            self._norm_of(),
+            of,
+            prepare(self, inp, of),
             residual=residual,
-            columnwise=spec.call.wants_columnwise_input,
-            keep=spec.keep,
+            keep=self.return_layernorm_output,
+            is_first_microbatch=is_first_microbatch,
         )
-        out, saved = linear_forward(normalized.operand, operand, bias, spec.call)
-        ctx.spec = spec
-        statistics = (normalized.summed, norm_weight, normalized.mean, normalized.rstd)
-        is_needed = spec.call.needs_input_grad
-        ctx.save_for_backward(*(statistics if is_needed else (None,) * 4), *saved.tensors)
-        ctx.set_materialize_grads(False)
-        return out, normalized.out, normalized.summed
-
-    @staticmethod
-    @once_differentiable
-    def backward(
-        ctx: Any, dy: Tensor | None, dnormalized: Tensor | None, dresidual: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        call, norm = ctx.spec.call, ctx.spec.norm
-        dweight = dbias = None
-        if dy is not None:
-            dx, dweight, dbias = linear_backward(quantize_grad(dy, call), LinearSaved.of(saved[4:]), call)
-            dnormalized = add_to(dx, dnormalized)
-        grads = input_grads(dnormalized, saved[:4], norm, dresidual, has_residual=ctx.needs_input_grad[1])
-        return *grads, dweight, dbias, None, None
+        return self._results(called, bias, inp, return_residual=return_residual)

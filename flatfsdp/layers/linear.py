@@ -1,7 +1,7 @@
 """`Linear`: nn.Linear with FP8 GEMMs and the weight gradient accumulated in FP32.
 
 In:   [..., in_features];  out: [..., out_features].
-Next: `matmul/linear_map.py` has the primitive.
+Next: `calls.py`.
 """
 
 from __future__ import annotations
@@ -10,20 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
-from flatfsdp.contract.operand import Operand
+from flatfsdp.layers.base import MapOf
+from flatfsdp.layers.calls import linear, prepare
 from flatfsdp.layers.options import LinearOptions
 from flatfsdp.layers.projection import Projection
-from flatfsdp.matmul.linear_map import (
-    FuseWgrad,
-    LinearCall,
-    LinearSaved,
-    linear_backward,
-    linear_forward,
-    quantize_grad,
-)
+from flatfsdp.matmul.linear_map import FuseWgrad
 
 
 class Linear(Projection):
@@ -52,32 +45,32 @@ class Linear(Projection):
 
     @classmethod
     def sharing(
-        cls, linear: nn.Linear, name: str, allows_fp8: bool, fuse_wgrad_accumulation: FuseWgrad
+        cls, module: nn.Linear, name: str, allows_fp8: bool, fuse_wgrad_accumulation: FuseWgrad
     ) -> Linear:
-        """A layer that has `linear`'s own parameters.
+        """A layer that has `module`'s own parameters.
 
         Raises:
             ValueError: if it has hooks; the new layer would not call them.
         """
-        hooks = [key for key, value in vars(linear).items() if key.endswith("_hooks") and value]
+        hooks = [key for key, value in vars(module).items() if key.endswith("_hooks") and value]
         if hooks:
             raise ValueError(
                 f"convert: {name} has module hooks ({', '.join(hooks)}); register them after the conversion"
             )
-        if linear._parameters.get("weight") is None:
+        if module._parameters.get("weight") is None:
             raise ValueError(
                 f"convert: {name}.weight is sharded already; convert first, then shard or wrap the model"
             )
         layer = cls(
-            linear.in_features,
-            linear.out_features,
-            linear.bias is not None,
+            module.in_features,
+            module.out_features,
+            module.bias is not None,
             device="meta",
             fuse_wgrad_accumulation=fuse_wgrad_accumulation,
         )
-        layer.weight, layer.bias = linear.weight, linear.bias
+        layer.weight, layer.bias = module.weight, module.bias
         layer.allows_fp8 = allows_fp8
-        return layer.train(linear.training)
+        return layer.train(module.training)
 
     @torch.compiler.disable
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
@@ -92,33 +85,9 @@ class Linear(Projection):
             TypeError: if the input's dtype is not the weight's and torch.autocast is off.
             RuntimeError: if the device has no FP8, or see `WeightCache.operand`.
         """
-        ready = self.prepare(inp, is_first_microbatch)
-        out = _Linear.apply(ready.x, ready.weight, ready.added_bias, ready.operand, ready.call)
-        out = out.view(ready.out_shape)
+        bias = self._whole_bias()
+        of = MapOf("weight", self._whole_weight(), None if self.return_bias else bias)
+        out = linear(self, of, prepare(self, inp, of), is_first_microbatch=is_first_microbatch)
         if not self.return_bias:
             return out
-        return out, None if ready.bias is None else ready.bias.to(out.dtype)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        operand: Operand,
-        call: LinearCall,
-    ) -> Tensor:
-        quantized = call.input_quantizer.cast(x, rowwise=True, columnwise=call.wants_columnwise_input)
-        out, saved = linear_forward(quantized.operand, operand, bias, call)
-        ctx.call = call
-        ctx.save_for_backward(*saved.tensors)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved = LinearSaved.of(ctx.saved_tensors)
-        dx, dweight, dbias = linear_backward(quantize_grad(dy, ctx.call), saved, ctx.call)
-        return dx, dweight, dbias, None, None
+        return out, None if bias is None else bias.to(out.dtype)

@@ -1,6 +1,6 @@
 """`NormFirst`: the base of layers that normalize their input before their linear maps.
 
-Next: `layernorm_linear.py` and `layernorm_mlp.py`; `normalized.py` computes.
+Next: `layernorm_linear.py` and `layernorm_mlp.py`; `calls.py` computes.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.tensor_parallel import declare_norm
 from flatfsdp.layers.base import MatmulLayer
+from flatfsdp.layers.calls import Called, NormOf
 from flatfsdp.layers.normalized import NormKind, reset_norm
 
 
@@ -34,25 +35,22 @@ class NormFirst(MatmulLayer):
         self.register_parameter("layer_norm_bias", None if kind.rms else self._new_parameter(features))
         declare_norm(self._parallel, self.layer_norm_weight, self.layer_norm_bias)
 
+    def _norm_of(self) -> NormOf:
+        return NormOf(self.layer_norm_weight, self.layer_norm_bias, self.norm)
+
     def _reset_norm(self) -> None:
         reset_norm(self.layer_norm_weight, self.layer_norm_bias, self.norm.zero_centered)
 
     def _results(
         self,
-        out: Tensor,
+        called: Called,
         bias: Tensor | None,
-        normalized: Tensor | None,
-        summed: Tensor,
         inp: Tensor,
         *,
         return_residual: bool,
     ) -> Any:
-        """What a call returns: `out`, or a tuple of it and what else the layer and the call ask for.
-
-        Args:
-            normalized: the norm's result; None if it is not asked for.
-            summed: what was normalized.
-        """
+        """What a call returns: `out`, or a tuple of it and what else the layer and the call ask for."""
+        out, normalized, summed = called
         results: list[Tensor | None] = [out]
         if self.return_bias:
             results.append(None if bias is None else bias.to(out.dtype))

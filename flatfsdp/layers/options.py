@@ -29,7 +29,8 @@ class MatmulOptions(TypedDict, total=False):
     Attributes:
         fuse_wgrad_accumulation: add the weight's gradient to its FP32 `main_grad` in the GEMM itself, and
             give autograd none; default: False.  Needs FlatFSDP, or a weight with a `main_grad`.  "two_pass"
-            gives the same bits with power-of-two scales, through an FP32 temporary.
+            gives the same bits with power-of-two scales, through an FP32 temporary.  "if_claimed": True where
+            FlatFSDP has the weight when the layer is called, False in a plain model.
         delay_wgrad_compute: leave the weight's gradient out of the backward, until `backward_dw()` is called;
             default: False.  Not in FlatFSDP, which reduces gradients in the backward.
         params_dtype: of the parameters; default: torch's default dtype.
@@ -65,8 +66,9 @@ class LinearOptions(MatmulOptions, total=False):
             default: False.
         init_method: fills the weight in place; default: normal with standard deviation 0.023.
         parameters_split: the weight's rows, and the bias, as several parameters: names, or names and
-            numbers of rows.  Named <name>_weight and <name>_bias.  Neither with fuse_wgrad_accumulation nor
-            with delay_wgrad_compute.
+            numbers of rows.  Named <name>_weight and <name>_bias.  They are still one operand: FlatFSDP keeps
+            them side by side, and in a plain model each call concatenates them.  With
+            fuse_wgrad_accumulation=True in FlatFSDP only; not with delay_wgrad_compute.
         parallel_mode: how the ranks of `tp_group` share the weight: "column", by out_features, "row", by
             in_features, or None, not at all, which is the default.  Sizes given are those of the whole
             weight.
@@ -112,7 +114,7 @@ class AttentionOptions(BlockOptions, total=False):
 
     Attributes:
         fuse_qkv_params: one weight for query, key and value; else query_weight, key_weight and value_weight;
-            default: False.  fuse_wgrad_accumulation needs it.
+            default: False.  See `parameters_split` of `LinearOptions`.
         qkv_weight_interleaved: with fuse_qkv_params: rows of the weight are [q.. k v] for each group of
             heads, instead of [Q; K; V]; default: True.
         rotary_pos_interleaved: RoPE turns pairs of neighbours instead of halves; default: False.

@@ -1,41 +1,20 @@
-"""What `Linear` and `LayerNormLinear` have in common: parameters, and one call of the primitive."""
+"""What `Linear` and `LayerNormLinear` have in common: the parameters of one linear map."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from flatfsdp.contract.operand import Operand
+from flatfsdp.contract.joint import Joint, is_joined, joined
 from flatfsdp.contract.tensor_parallel import Mode, declare_map
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.layers.options import MatmulOptions
 from flatfsdp.layers.parameters import InitMethod, normal_init
 from flatfsdp.layers.shared import initialize
 from flatfsdp.matmul.exchange import Exchange
-from flatfsdp.matmul.linear_map import LinearCall
-
-
-class Prepared(NamedTuple):
-    """What the linear primitive takes for one call, and the shape of its result.
-
-    Attributes:
-        x: the input as a matrix; see `CallInput`.
-        weight, bias: the parameters, joined where they are split.
-        added_bias: the bias that the GEMM adds; None with `return_bias`.
-        operand: the weight as it is cast.
-    """
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    added_bias: Tensor | None
-    operand: Operand
-    call: LinearCall
-    out_shape: tuple[int, ...]
 
 
 class Projection(MatmulLayer):
@@ -67,8 +46,11 @@ class Projection(MatmulLayer):
             raise ValueError(
                 f"{name}: parallel_mode is {parallel_mode!r}; it must be None, 'column' or 'row'"
             )
-        if parameters_split is not None:
-            self._require_joint_grad_in_backward()
+        if parameters_split is not None and self._delayed_wgrads is not None:
+            raise ValueError(
+                f"{name}: parameters_split with delay_wgrad_compute: autograd splits the gradient of the "
+                "joint weight in the backward; leave one of them out"
+            )
         self._mode: Mode | None = parallel_mode
         self.exchanges["weight"] = Exchange.of(self._parallel, parallel_mode)
         self.return_bias = return_bias
@@ -77,6 +59,12 @@ class Projection(MatmulLayer):
         self.out_features = self._share("out_features", out_features, "column")
         parts = _rows(name, parameters_split, partition_sizes, out_features)
         self._prefixes = tuple(parts)
+        self._is_split = len(parts) > 1
+        self._joints = {
+            kind: Joint(kind, tuple((self, f"{prefix}{kind}") for prefix in parts))
+            for kind in (("weight", "bias") if bias else ("weight",))
+            if self._is_split
+        }
         for prefix, sizes in parts.items():
             rows = sum(self._share(f"a part of {prefix}weight", size, "column") for size in sizes)
             weight = self._new_parameter(rows, self.in_features)
@@ -86,24 +74,6 @@ class Projection(MatmulLayer):
             self.register_parameter(f"{prefix}weight", weight)
             self.register_parameter(f"{prefix}bias", added)
         self._declare_delays()
-
-    def _require_joint_grad_in_backward(self) -> None:
-        """Checks the options that `parameters_split` goes with.
-
-        Raises:
-            ValueError: if the gradient of the joint weight would not reach autograd, which splits it.
-        """
-        name = type(self).__name__
-        if self.fuse_wgrad_accumulation:
-            raise ValueError(
-                f"{name}: parameters_split with fuse_wgrad_accumulation: one GEMM cannot write to the "
-                "main_grad of several parameters; leave one of them out"
-            )
-        if self._delayed_wgrads is not None:
-            raise ValueError(
-                f"{name}: parameters_split with delay_wgrad_compute: autograd splits the gradient of the "
-                "joint weight in the backward; leave one of them out"
-            )
 
     def _share(self, what: str, size: int, mode: Mode) -> int:
         """This rank's part of a size that `mode` splits."""
@@ -119,30 +89,44 @@ class Projection(MatmulLayer):
                 if bias is not None:
                     bias.zero_()
 
-    def prepare(
-        self, inp: Tensor, is_first_microbatch: bool | None, *, also_trained: Sequence[Tensor | None] = ()
-    ) -> Prepared:
-        """Checks a call and makes what the linear primitive takes for it.
+    def declared_joints(self) -> tuple[Joint, ...]:
+        """Weight and bias, where they are several parameters, which the GEMM reads as one operand."""
+        return tuple(self._joints.values())
 
-        Args:
-            also_trained: tensors in front of the GEMM, which need its input's gradient.
+    def _whole_weight(self) -> Tensor:
+        """[out_features, in_features], of all parts.
 
         Raises:
-            ValueError, TypeError, RuntimeError: see `Linear.forward`.
+            RuntimeError: if the GEMM of their gradients is to write to several places.
         """
-        weight, bias = self._joined("weight"), self._joined("bias")
-        assert weight is not None
-        x, leading, (casts,) = self.prepare_input(inp, weight)
-        added = None if self.return_bias else bias
-        sources = (inp, *also_trained)
-        operand, call = self.prepare_map(
-            "weight", weight, added, casts, x.dtype, is_first_microbatch, sources
-        )
-        return Prepared(x, weight, bias, added, operand, call, (*leading, self.out_features))
+        weight: Tensor
+        if not self._is_split:
+            weight = getattr(self, f"{self._prefixes[0]}weight")
+            return weight
+        weight = self._whole("weight")
+        fuses = self.fuse_wgrad_accumulation
+        if fuses and fuses != "if_claimed" and weight.requires_grad and not is_joined(self, "weight"):
+            parts = ", ".join(f"{prefix}weight" for prefix in self._prefixes)
+            raise RuntimeError(
+                f"{type(self).__name__}: fuse_wgrad_accumulation={fuses!r} with "
+                f"{parts}: one GEMM writes their gradients to one buffer, which FlatFSDP has if they are in "
+                "one unit, of one dtype and all trained; wrap the layer so, or build it with "
+                "fuse_wgrad_accumulation='if_claimed', or without parameters_split (fuse_qkv_params=True)"
+            )
+        return weight
 
-    def _joined(self, kind: str) -> Tensor | None:
-        parts = [getattr(self, prefix + kind) for prefix in self._prefixes]
-        return parts[0] if len(parts) == 1 or parts[0] is None else torch.cat(parts)
+    def _whole_bias(self) -> Tensor | None:
+        """[out_features], of all parts."""
+        bias: Tensor | None = getattr(self, f"{self._prefixes[0]}bias")
+        return bias if bias is None or not self._is_split else self._whole("bias")
+
+    def _whole(self, kind: str) -> Tensor:
+        joint = self._joints[kind]
+        whole = joined(self, joint) if is_joined(self, kind) else None
+        return torch.cat(joint.tensors()) if whole is None else whole
+
+    def _parts_of(self, name: str) -> list[Tensor | None]:
+        return [getattr(self, f"{prefix}{name}") for prefix in self._prefixes]
 
     def extra_repr(self) -> str:
         fused, size = self.fuse_wgrad_accumulation, self._parallel.ranks.size

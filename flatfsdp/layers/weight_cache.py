@@ -7,10 +7,12 @@ Next: `matmul/linear_map.py` multiplies.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from flatfsdp.contract.operand import FP8_OPERAND, Operand
+from flatfsdp.contract.operand import Operand
 from flatfsdp.fp8.casts import Casts
 from flatfsdp.fp8.quantizers import Quantizer, with_columnwise
 from flatfsdp.fp8.recipe import BlockScaling, Recipe
@@ -40,6 +42,7 @@ class WeightCache:
         is_first_microbatch: bool | None,
         dtype: torch.dtype,
         *,
+        stored: Callable[[], Operand] | None,
         columnwise: bool,
     ) -> Operand:
         """The weight for GEMMs: in FP8 as FlatFSDP keeps it, or cast now or in the first microbatch.
@@ -47,16 +50,16 @@ class WeightCache:
         Args:
             is_first_microbatch: None: cast now, keep nothing; True: cast and keep; False: what is kept.
             dtype: of the GEMMs without FP8.
+            stored: the weight's `FP8_OPERAND`.
             columnwise: whether dgrad will need it.
 
         Raises:
             RuntimeError: if nothing is kept, or it was cast with another recipe; if the weight is kept in FP8
                 and GEMMs are not in FP8, or with a scale for each block.
         """
-        kept_in_fp8 = FP8_OPERAND.of(weight)
-        if kept_in_fp8 is not None:
+        if stored is not None:
             self._require_tensor_scaling(name, casts.recipe)
-            return kept_in_fp8()
+            return stored()
         if casts.recipe is None:
             return casts.weight.cast(weight.detach().to(dtype), rowwise=True, columnwise=columnwise).operand
         tape = current_tape()
@@ -102,6 +105,12 @@ class WeightCache:
                 f"and was used {found}; use CurrentScaling or DelayedScaling, or keep the weights in 16 "
                 "bits (fp8_weights=None)"
             )
+
+
+def turned(operand: Operand) -> Operand:
+    """The operand of the transpose: what GEMMs read of a weight [in_features, out_features]."""
+    high, rowwise, columnwise, rowwise_inv, columnwise_inv = operand
+    return Operand(None if high is None else high.t(), columnwise, rowwise, columnwise_inv, rowwise_inv)
 
 
 def _with_columnwise(operand: Operand, weight: Tensor, quantizer: Quantizer) -> Operand:

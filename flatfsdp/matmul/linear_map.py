@@ -40,20 +40,24 @@ from flatfsdp.matmul.delayed_wgrad import DelayedWgrads
 from flatfsdp.matmul.exchange import Exchange
 from flatfsdp.matmul.gathered_rows import RowsUnderWay
 
-FuseWgrad = bool | Literal["two_pass"]
-"""Whether a layer adds its weight gradient to main_grad itself; "two_pass": in an FP32 GEMM and an
-addition, for comparison, rather than in the GEMM."""
+FuseWgrad = bool | Literal["two_pass", "if_claimed"]
+"""Whether a layer adds its weight gradient to main_grad itself.
+
+"two_pass": in an FP32 GEMM and an addition, for comparison, rather than in the GEMM.  "if_claimed": where
+FlatFSDP has the weight when the layer is called, and not in a plain model.
+"""
 
 
 def checked_fuse_wgrad(value: FuseWgrad, layer: str) -> FuseWgrad:
     """The value, checked.
 
     Raises:
-        ValueError: if it is none of the three.
+        ValueError: if it is none of the four.
     """
-    if value not in (True, False, "two_pass"):
+    if value not in (True, False, "two_pass", "if_claimed"):
         raise ValueError(
-            f"{layer}: fuse_wgrad_accumulation is {value!r}; it must be True, False or 'two_pass'"
+            f"{layer}: fuse_wgrad_accumulation is {value!r}; it must be True, False, 'two_pass' or "
+            "'if_claimed'"
         )
     return value
 
@@ -73,6 +77,7 @@ class LinearCall:
         needs_input_grad, needs_weight_grad: what is to be computed in backward.
         bias_grad: dtype of the bias's gradient; None: it is not to be computed.
         delayed: takes the weight's gradient, until `backward_dw`; None: it is computed in backward.
+        transposed: whether the weight is [in, out], and so is its gradient.
         overlaps: whether GEMMs that wait for something sent begin with its first chunk.
         keeps_gathered: whether gathered rows of x are kept for backward, not gathered once more.
     """
@@ -85,13 +90,14 @@ class LinearCall:
     exchange: Exchange
     quantizer: Quantizer
     grad_quantizer: Callable[[], Quantizer]
-    fuse_wgrad: FuseWgrad
+    fuse_wgrad: bool | Literal["two_pass"]
     is_first_microbatch: bool | None
     stored_weight: Callable[[], Operand] | None
     needs_input_grad: bool
     needs_weight_grad: bool
     bias_grad: torch.dtype | None
     delayed: DelayedWgrads | None = None
+    transposed: bool = False
     overlaps: bool = False
     keeps_gathered: bool = False
 
@@ -192,7 +198,7 @@ class LinearGrads(NamedTuple):
 
     Attributes:
         x: [tokens, in], in call.dtype.
-        weight: [out, in], in the weight's dtype; None once it is in main_grad.
+        weight: [out, in], or [in, out], in the weight's dtype; None once it is in main_grad.
         bias: [out], in the bias's dtype.
     """
 
@@ -256,14 +262,16 @@ def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
 
 
 def _compute_weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
+    # Of a weight [in, out] it is x^T dy.
+    left, right = (x, dy) if call.transposed else (dy, x)
     if not call.fuse_wgrad:
-        return gemms.wgrad(dy, x, call.weight_dtype, call.split)
+        return gemms.wgrad(left, right, call.weight_dtype, call.split)
     assert call.weight is not None
     slot = claim(call.weight, call.name, call.is_first_microbatch)
     gemms.accumulate_wgrad(
         slot.target,
-        dy,
-        x,
+        left,
+        right,
         call.split,
         first=slot.first,
         two_passes=call.fuse_wgrad == "two_pass",

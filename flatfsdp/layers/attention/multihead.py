@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -19,8 +18,8 @@ from flatfsdp.contract.tensor_parallel import TensorParallel
 from flatfsdp.layers.attention.dot_product import DotProductAttention
 from flatfsdp.layers.attention.masks import Window
 from flatfsdp.layers.attention.qk_norm import make_qk_norm
-from flatfsdp.layers.attention.qkv import QKV, split_and_rotate, split_qkv
-from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, RotaryTables, apply_rotary
+from flatfsdp.layers.attention.qkv import QKV, HeadsOf, heads_of_projection
+from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, RotaryTables
 from flatfsdp.layers.layernorm_linear import LayerNormLinear
 from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.options import (
@@ -235,28 +234,25 @@ class MultiheadAttention(Shared):
     def _split(self, mixed: Tensor, tables: Tables | None) -> QKV:
         """Query, key and value, normed and rotated."""
         attention = self.core_attention
-        heads = attention.num_attention_heads, attention.num_gqa_groups, attention.kv_channels
         batch_first = attention.qkv_format == "bshd"
         if tables is None and self.rotary is not None:
             tables = self.rotary(mixed.shape[1 if batch_first else 0], mixed.device)
         self._check_tables(tables)
-        if tables is not None and self.q_norm is None:
-            return split_and_rotate(
-                mixed,
-                *heads,
+        return heads_of_projection(
+            mixed,
+            HeadsOf(
+                attention.num_attention_heads,
+                attention.num_gqa_groups,
+                attention.kv_channels,
                 self.qkv_weight_interleaved,
-                *tables[:2],
-                batch_first=batch_first,
-                neighbours=self.rotary_pos_interleaved,
-            )
-        query, key, value = split_qkv(mixed, *heads, self.qkv_weight_interleaved)
-        if self.q_norm is None:
-            return QKV(query, key, value)
-        query, key = self._norm_and_rotate(query, key, tables, batch_first)
-        if torch.is_grad_enabled():
-            # Attention saves the value for backward; as a view it would keep the whole joint projection.
-            value = value.contiguous()
-        return QKV(query, key, value)
+            ),
+            tables,
+            batch_first=batch_first,
+            neighbours=self.rotary_pos_interleaved,
+            q_norm=self.q_norm,
+            k_norm=self.k_norm,
+            norm_first=self.qk_norm_before_rope,
+        )
 
     def _check_tables(self, tables: Tables | None) -> None:
         if isinstance(tables, Tensor):
@@ -269,24 +265,6 @@ class MultiheadAttention(Shared):
                 f"rotary_pos_emb was made with interleaved={tables.interleaved}, this layer with "
                 f"rotary_pos_interleaved={self.rotary_pos_interleaved}; make both the same"
             )
-
-    def _norm_and_rotate(
-        self, query: Tensor, key: Tensor, tables: Tables | None, batch_first: bool
-    ) -> tuple[Tensor, Tensor]:
-        if self.qk_norm_before_rope:
-            query, key = self._norm(query, key)
-        if tables is not None:
-            query, key = (
-                apply_rotary(
-                    x, tables[0], tables[1], batch_first=batch_first, interleaved=self.rotary_pos_interleaved
-                )
-                for x in (query, key)
-            )
-        return (query, key) if self.qk_norm_before_rope else self._norm(query, key)
-
-    def _norm(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-        assert self.q_norm is not None and self.k_norm is not None
-        return self.q_norm(query), self.k_norm(key)
 
 
 def _check(options: AttentionOptions, parallel: TensorParallel, attention_type: str, qkv_format: str) -> None:
@@ -303,11 +281,6 @@ def _check(options: AttentionOptions, parallel: TensorParallel, attention_type: 
         )
     if attention_type != "self":
         raise ValueError(f"attention_type is {attention_type!r}; there is only 'self'")
-    if options.get("fuse_wgrad_accumulation") and not options.get("fuse_qkv_params"):
-        raise ValueError(
-            "fuse_wgrad_accumulation needs fuse_qkv_params=True: one GEMM cannot write to the main_grad of "
-            "query_weight, key_weight and value_weight"
-        )
 
 
 def _head_size(hidden_size: int, heads: int) -> int:

@@ -8,6 +8,7 @@ Next: `multihead.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from flatfsdp.kernels.attention.join import join_heads
 from flatfsdp.kernels.attention.rope import rope
+from flatfsdp.layers.attention.rotary import RotaryTables, apply_rotary
 
 
 class QKV(NamedTuple):
@@ -24,6 +26,66 @@ class QKV(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
+
+
+class HeadsOf(NamedTuple):
+    """What a joint projection is made of.
+
+    Attributes:
+        heads: of queries.
+        groups: heads of key and value; a divisor of `heads`.
+        head_dim: elements of each.
+        interleaved: whether each group of heads has its queries, its key, its value.
+    """
+
+    heads: int
+    groups: int
+    head_dim: int
+    interleaved: bool
+
+
+def heads_of_projection(
+    mixed: Tensor,
+    of: HeadsOf,
+    tables: RotaryTables | tuple[Tensor, Tensor] | None,
+    *,
+    batch_first: bool,
+    neighbours: bool = False,
+    q_norm: Callable[[Tensor], Tensor] | None = None,
+    k_norm: Callable[[Tensor], Tensor] | None = None,
+    norm_first: bool = True,
+) -> QKV:
+    """Query, key and value of a joint projection, normed and rotated.
+
+    Args:
+        mixed: [seq, batch, (heads + 2 groups) * head_dim], or [batch, seq, ..] if `batch_first`.
+        tables: cos and sin, as `apply_rotary` takes them; None: no RoPE.
+        neighbours: pairs that turn are neighbours instead of halves.
+        q_norm, k_norm: norms over the elements of each head; both, or neither.
+        norm_first: before RoPE instead of after it.
+
+    Raises:
+        ValueError: as `split_qkv` and `apply_rotary`.
+    """
+    if q_norm is None or k_norm is None:
+        if tables is None:
+            return split_qkv(mixed, *of)
+        cos, sin = tables[:2]
+        return split_and_rotate(mixed, *of, cos, sin, batch_first=batch_first, neighbours=neighbours)
+    query, key, value = split_qkv(mixed, *of)
+    if norm_first:
+        query, key = q_norm(query), k_norm(key)
+    if tables is not None:
+        cos, sin = tables[:2]
+        query, key = (
+            apply_rotary(x, cos, sin, batch_first=batch_first, interleaved=neighbours) for x in (query, key)
+        )
+    if not norm_first:
+        query, key = q_norm(query), k_norm(key)
+    if torch.is_grad_enabled():
+        # Attention saves the value for backward; as a view it would keep the whole joint projection.
+        value = value.contiguous()
+    return QKV(query, key, value)
 
 
 def split_qkv(mixed: Tensor, heads: int, groups: int, head_dim: int, interleaved: bool) -> QKV:
@@ -109,17 +171,8 @@ def split_and_rotate(
         ValueError: as `split_qkv` and `apply_rotary`.
     """
     _check_width(mixed, heads, groups, head_dim)
-    heads_of = _Heads(heads, groups, head_dim, interleaved)
+    heads_of = HeadsOf(heads, groups, head_dim, interleaved)
     return QKV(*_SplitAndRotate.apply(mixed, cos, sin, heads_of, batch_first, neighbours))
-
-
-class _Heads(NamedTuple):
-    """What `mixed` is made of."""
-
-    heads: int
-    groups: int
-    head_dim: int
-    interleaved: bool
 
 
 class _SplitAndRotate(torch.autograd.Function):
@@ -129,7 +182,7 @@ class _SplitAndRotate(torch.autograd.Function):
         mixed: Tensor,
         cos: Tensor,
         sin: Tensor,
-        of: _Heads,
+        of: HeadsOf,
         batch_first: bool,
         neighbours: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:

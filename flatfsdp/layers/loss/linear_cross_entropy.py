@@ -26,6 +26,8 @@ from flatfsdp.contract.main_grad import MainGradSlot, claim
 from flatfsdp.contract.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.cross_entropy import cross_entropy_grad, cross_entropy_statistics
+from flatfsdp.layers.base import MapOf, MatmulLayer
+from flatfsdp.layers.calls import CallInput, prepare
 from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.loss.cross_entropy import Reduction, ReductionKind, ids_of, joined
 from flatfsdp.layers.options import LinearOptions
@@ -108,16 +110,40 @@ class LinearCrossEntropy(Linear):
         if targets is None:
             logits: Tensor = super().forward(inp, is_first_microbatch)
             return logits
-        ready = self.prepare(inp, is_first_microbatch)
-        ids = ids_of(type(self).__name__, ready.out_shape[:-1], targets)
-        loss: Tensor = _LinearCrossEntropy.apply(
-            ready.x, ready.weight, ids, ready.operand, ready.call, self.how, self.chunk_tokens
+        of = MapOf("weight", self._whole_weight(), None)
+        return linear_cross_entropy(
+            self, of, prepare(self, inp, of), targets, self.how, self.chunk_tokens, is_first_microbatch
         )
-        return loss.view_as(targets) if self.how.kind == "none" else loss
 
     def extra_repr(self) -> str:
         chunks = "" if self.chunk_tokens is None else f", chunk_tokens={self.chunk_tokens}"
         return super().extra_repr() + chunks
+
+
+def linear_cross_entropy(
+    owner: MatmulLayer,
+    of: MapOf,
+    ready: CallInput,
+    targets: Tensor,
+    how: Reduction,
+    chunk_tokens: int | None = None,
+    is_first_microbatch: bool | None = None,
+) -> Tensor:
+    """The cross-entropy of x w^T: FP32, one number, or [...] where `how` reduces nothing.
+
+    Args:
+        owner: a layer that is never in FP8: `allows_fp8` is False.
+        of: without a bias, and not transposed.
+        targets, chunk_tokens, is_first_microbatch: see `LinearCrossEntropy`.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: see `LinearCrossEntropy.forward`.
+    """
+    inp, x, leading, casts = ready
+    ids = ids_of(type(owner).__name__, leading, targets)
+    operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, (inp,))
+    loss: Tensor = _LinearCrossEntropy.apply(x, of.weight, ids, operand, call, how, chunk_tokens)
+    return loss.view_as(targets) if how.kind == "none" else loss
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

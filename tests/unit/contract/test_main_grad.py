@@ -277,6 +277,17 @@ def test_a_main_grad_that_does_not_fit(main_grad: Any, error: Any, message: str,
         run(layer, recipe, 1, lambda _: None)
 
 
-def test_split_parameters_cannot_own_one_main_grad() -> None:
-    with pytest.raises(ValueError, match="parameters_split"):
-        Linear(WIDTH, FFN, parameters_split=["q", "k", "v"], fuse_wgrad_accumulation=True)
+@pytest.mark.parametrize("fused", [True, "two_pass"])
+def test_split_parameters_cannot_own_one_main_grad(fused: Any) -> None:
+    """Before anything is computed; where nothing is trained there is no gradient to write."""
+    layer = Linear(WIDTH, FFN, parameters_split=["q", "k", "v"], fuse_wgrad_accumulation=fused)
+    x = torch.randn(TOKENS, WIDTH)
+    with pytest.raises(RuntimeError, match=r"q_weight, k_weight, v_weight: one GEMM.*='if_claimed'"):
+        layer(x)
+    plain = Linear(WIDTH, FFN, parameters_split=["q", "k", "v"])
+    plain.load_state_dict(layer.state_dict())
+    with torch.no_grad():
+        assert torch.equal(layer(x), plain(x))
+    layer.requires_grad_(False)
+    layer(x.requires_grad_()).sum().backward()
+    assert x.grad is not None

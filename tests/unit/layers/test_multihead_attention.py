@@ -206,7 +206,7 @@ def test_names_are_transformer_engines() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"fuse_wgrad_accumulation": True}, "needs fuse_qkv_params=True"),
+        ({"delay_wgrad_compute": True}, "parameters_split with delay_wgrad_compute"),
         ({"attention_type": "cross"}, "attention_type is 'cross'"),
         ({"return_layernorm_output": True}, "needs input_layernorm=True"),
         ({"num_attention_heads": 5}, "hidden_size is 32, which 5 heads cannot share"),

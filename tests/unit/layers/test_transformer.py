@@ -293,7 +293,7 @@ def test_initial_values() -> None:
         ({"drop_path_rate": 0.1}, r"drop_path_rate is 0\.1"),
         ({"hidden_dropout": 1.0}, r"hidden_dropout is 1\.0"),
         ({"parallel_attention_mlp": True, "output_layernorm": True}, "parallel_attention_mlp goes neither"),
-        ({"fuse_wgrad_accumulation": True}, "needs fuse_qkv_params=True"),
+        ({"delay_wgrad_compute": True}, "parameters_split with delay_wgrad_compute"),
         ({"attn_input_format": "thd"}, "qkv_format is 'thd'"),
         ({"tp_size": 3, "set_parallel_mode": True}, "which 3 tensor-parallel ranks"),
     ],

@@ -1,0 +1,42 @@
+"""One linear map as an autograd node.
+
+In:   x [tokens, in_features], weight and bias.
+Next: `matmul/linear_map.py` has the primitive.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from flatfsdp.contract.operand import Operand
+from flatfsdp.matmul.linear_map import LinearCall, LinearSaved, linear_backward, linear_forward, quantize_grad
+
+
+class LinearNode(torch.autograd.Function):
+    """x w^T + b."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        operand: Operand,
+        call: LinearCall,
+    ) -> Tensor:
+        quantized = call.input_quantizer.cast(x, rowwise=True, columnwise=call.wants_columnwise_input)
+        out, saved = linear_forward(quantized.operand, operand, bias, call)
+        ctx.call = call
+        ctx.save_for_backward(*saved.tensors)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        saved = LinearSaved.of(ctx.saved_tensors)
+        dx, dweight, dbias = linear_backward(quantize_grad(dy, ctx.call), saved, ctx.call)
+        return dx, dweight, dbias, None, None
