@@ -1,0 +1,209 @@
+"""`FusedAttention`: norm and joint projection, rotation, attention and output projection.
+
+In:   [batch, seq, hidden], before the norm;  out: the same shape, and what was normalized.
+Next: `layer.py` adds the residual.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from flatfsdp.compat.transformers import lora
+from flatfsdp.compat.transformers._calls import (
+    HeadsOf,
+    MapOf,
+    MatmulLayer,
+    add_to_slices,
+    heads_of_projection,
+    linear,
+    norm_linear,
+    prepare,
+)
+from flatfsdp.compat.transformers.fused_part import FusedPart
+from flatfsdp.compat.transformers.operands import joints_of, operands_of
+from flatfsdp.compat.transformers.small import norm_of, tables_of
+from flatfsdp.compat.transformers.why_not import (
+    NOT_SIDE_BY_SIDE,
+    Checked,
+    captures_attentions,
+    different,
+    facts_of,
+    no_linear,
+    skipping,
+)
+from flatfsdp.contract.joint import Joint
+from flatfsdp.contract.mixed import innermost
+from flatfsdp.layers.attention import sdpa
+
+
+class AttentionMaps(NamedTuple):
+    """The linear maps of one call; no `out`: the module is called as it is."""
+
+    qkv: MapOf
+    out: MapOf | None
+
+
+class FusedAttention(FusedPart, MatmulLayer):
+    """Self-attention of transformers; called by itself it is transformers' own."""
+
+    linear_maps = ("qkv", "proj")
+    _checked: Checked | None = None
+
+    def joints(self) -> tuple[Joint, ...]:
+        """Query, key and value: one weight, and one bias where they have biases."""
+        if len(self._family.qkv) == 1 or self._reason() is not None:
+            return ()
+        return self._qkv_joints()
+
+    def multiplied(self) -> Iterator[nn.Module]:
+        """Projections whose weights only FP8 GEMMs of this layer read."""
+        if self.allows_fp8 and not self._family.transposed and self._reason() is None:
+            yield from map(lora.base_of, self._projections())
+            if self._out_reason() is None:
+                yield getattr(self, self._family.out)
+
+    def maps(self, norm: nn.Module) -> AttentionMaps | str:
+        """What this call multiplies with, or why transformers has to compute it."""
+        if captures_attentions():
+            return "attention weights are returned"
+        modules = [self, norm, self._out(), *self._projections()]
+        facts = facts_of([*modules, *(each.base_layer for each in modules if lora.is_lora(each))])
+        if self._checked is None or self._checked.facts != facts:
+            reason = self._reason() or skipping("its norm", norm)
+            vars(self)["_checked"] = Checked(facts, reason)
+        assert self._checked is not None
+        if self._checked.reason is not None:
+            return self._checked.reason
+        family = self._family
+        operands = operands_of(self, self._qkv_joints())
+        if operands is None:
+            return f"{', '.join(family.qkv)} {NOT_SIDE_BY_SIDE}"
+        out = None
+        if self._out_reason() is None:
+            out = MapOf("proj", self._out().weight, self._out().bias, family.transposed)
+        return AttentionMaps(MapOf("qkv", *operands, family.transposed), out)
+
+    def attend(
+        self, hidden_states: Tensor, norm: nn.Module, maps: AttentionMaps, arguments: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The branch without its residual, and the residual: what was normalized.
+
+        Args:
+            hidden_states: [batch, seq, hidden].
+            arguments: of transformers' own forward, by name.
+        """
+        projections = self._projections()
+        adapted = [lora.adds(each) for each in projections]
+        all_maps = (maps.qkv,) if maps.out is None else (maps.qkv, maps.out)
+        casts = prepare(self, hidden_states, *all_maps).casts
+        called = norm_linear(self, norm_of(norm), maps.qkv, hidden_states, casts[0], keep=any(adapted))
+        mixed = called.out
+        if any(adapted):
+            mixed = self._with_adapters(mixed, called.normalized, projections)
+        query, key, value = self._heads(mixed, arguments.get("position_embeddings"))
+        cache = arguments.get("past_key_values")
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        context = self._core(query, key, value, arguments).flatten(2)
+        out = self._out()(context) if maps.out is None else linear(self, maps.out, context, casts[1])
+        assert called.summed is not None
+        return out, called.summed
+
+    # ---- parts ------------------------------------------------------------------------------------------
+
+    def _projections(self) -> list[Any]:
+        return [self._modules[name] for name in self._family.qkv]
+
+    def _out(self) -> Any:
+        return self._modules[self._family.out]
+
+    def _qkv_joints(self) -> tuple[Joint, ...]:
+        return joints_of("qkv", [lora.base_of(each) for each in self._projections()])
+
+    def _reason(self) -> str | None:
+        family, projections = self._family, self._projections()
+        if getattr(self, "is_cross_attention", False) or getattr(self, "reorder_and_upcast_attn", False):
+            return "it is cross-attention, or upcasts"
+        for name, module in zip(family.qkv, projections, strict=True):
+            if found := no_linear(name, module, transposed=family.transposed, lora_too=True):
+                return found
+        bases = [lora.base_of(each) for each in projections]
+        named = ", ".join(family.qkv)
+        if len({each.bias is None for each in bases}) > 1:
+            return f"some of {named} have a bias, others none"
+        return different(named, [each.weight for each in bases]) or skipping("it", self)
+
+    def _out_reason(self) -> str | None:
+        return no_linear(self._family.out, self._out(), transposed=self._family.transposed)
+
+    def _with_adapters(self, mixed: Tensor, normalized: Tensor | None, projections: list[Any]) -> Tensor:
+        assert normalized is not None
+        deltas, start = [], 0
+        for module in projections:
+            delta = lora.delta_of(module, normalized) if lora.adds(module) else None
+            if delta is not None:
+                deltas.append((start, delta.to(mixed.dtype)))
+            start += module.out_features if hasattr(module, "out_features") else module.nf
+        return add_to_slices(mixed, deltas) if deltas else mixed
+
+    def _heads(self, mixed: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """[batch, heads, seq, head_dim] each, views of [batch, seq, heads, head_dim]."""
+        head_dim, width = self.head_dim, mixed.shape[-1] // self.head_dim
+        if self._family.rotary:
+            groups = width // (self.num_key_value_groups + 2)
+            heads = width - 2 * groups
+        else:
+            heads = groups = width // 3
+        batch, seq = mixed.shape[:2]
+        tables = None if position_embeddings is None else tables_of(position_embeddings)
+        is_flat = tables is not None and tables[0].shape[0] != seq
+        if is_flat:
+            # Rotation is per token, so that sequences with positions of their own are one long one.
+            mixed = mixed.reshape(1, batch * seq, -1)
+        found = heads_of_projection(
+            mixed,
+            HeadsOf(heads, groups, head_dim, False),
+            tables,
+            batch_first=True,
+            q_norm=self._modules.get("q_norm"),
+            k_norm=self._modules.get("k_norm"),
+        )
+        query, key, value = (x.unflatten(1, (batch, seq)).squeeze(0) if is_flat else x for x in found)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """[batch, seq, heads, head_dim]."""
+        mask = arguments.get("attention_mask")
+        module = sys.modules["transformers.modeling_utils"]
+        eager = sys.modules[self._family.module].eager_attention_forward  # type: ignore[attr-defined]
+        interface = module.ALL_ATTENTION_FUNCTIONS.get_interface(  # type: ignore[attr-defined]
+            self.config._attn_implementation, eager
+        )
+        dropout = self._dropout() if self.training else 0.0
+        is_sdpa = interface.__module__ == "transformers.integrations.sdpa_attention"
+        is_whole = query.shape[2] == key.shape[2]
+        if is_sdpa and (is_whole if mask is None else mask.dtype.is_floating_point is False):
+            out = sdpa.attention(
+                query, key, value, mask, is_causal=mask is None, dropout=dropout, scale=self.scaling
+            )
+            return out.transpose(1, 2)
+        others = {k: v for k, v in arguments.items() if k not in _OWN_ARGUMENTS}
+        if self._family.window == "attention":
+            others["sliding_window"] = self.sliding_window
+        elif self._family.window == "config":
+            others["sliding_window"] = getattr(self.config, "sliding_window", None)
+        found: Tensor = interface(
+            self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **others
+        )[0]
+        return found
+
+    def _dropout(self) -> float:
+        return float(self.attention_dropout if self._family.rotary else self.attn_dropout.p)
+
+
+_OWN_ARGUMENTS = ("attention_mask", "past_key_values", "position_embeddings")
+"""Of transformers' attention; it passes the others on to its attention functions."""

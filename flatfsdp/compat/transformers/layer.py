@@ -1,0 +1,117 @@
+"""`FusedLayer`: a decoder layer of transformers whose halves are computed by our kernels, each if it can be.
+
+    h   = x + dropout(attention(norm(x)))
+    out = h + dropout(mlp(norm(h)))
+
+In the order, and by the functions, of `flatfsdp.layers.TransformerLayer`.  Without dropout the kernel of the
+second norm computes h.  What cannot be fused is called as transformers calls it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.compat.transformers.attention import FusedAttention
+from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
+from flatfsdp.compat.transformers.mlp import FusedMLP
+from flatfsdp.compat.transformers.small import FusedNorm
+from flatfsdp.compat.transformers.why_not import has_global_hooks
+from flatfsdp.contract.mixed import About
+from flatfsdp.layers.dropout import bias_dropout_add
+
+_KNOWN = frozenset(
+    {
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "position_embeddings",
+        # Of the model's head, or of attention functions, which are given them.
+        "num_items_in_batch",
+        "shift_labels",
+        "ignore_index",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    }
+)
+"""Arguments that change nothing of what is fused."""
+
+
+class FusedLayer(FusedPart, nn.Module):
+    """A decoder layer of transformers."""
+
+    argument_names: tuple[str, ...]
+
+    @classmethod
+    def about(cls, plain: type[nn.Module]) -> About:
+        return {"argument_names": tuple(inspect.signature(plain.forward).parameters)[2:]}
+
+    @torch.compiler.disable
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        arguments = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
+        if not _can_fuse(arguments):
+            plain: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            return plain
+        branch, residual = self._attend(hidden_states, arguments)
+        return self._run_mlp(branch, residual)
+
+    def _attend(self, hidden_states: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """What the second norm is given: the branch and its residual, or their sum and None."""
+        attention: Any = self._modules[self._family.attention_at]
+        norm: Any = self._modules[self._family.norms_at[0]]
+        maps = attention.maps(norm) if _are(attention, FusedAttention, norm) else _OTHERS
+        if isinstance(maps, str):
+            self._fusion.say(name_of(attention), maps)
+            return attention(hidden_states=norm(hidden_states), **arguments)[0], hidden_states
+        branch, residual = attention.attend(hidden_states, norm, maps, arguments)
+        dropped = self._dropped(attention, 0)
+        if dropped == 0:
+            return branch, residual
+        return bias_dropout_add(branch, None, residual, dropped, self.training), None
+
+    def _run_mlp(self, branch: Tensor, residual: Tensor | None) -> Tensor:
+        mlp: Any = self._modules[self._family.mlp_at]
+        norm: Any = self._modules[self._family.norms_at[1]]
+        maps = mlp.maps(norm) if _are(mlp, FusedMLP, norm) else _OTHERS
+        if isinstance(maps, str):
+            if self._family.mlp:
+                self._fusion.say(name_of(mlp), maps)
+            summed = branch if residual is None else residual + branch
+            out: Tensor = summed + mlp(norm(summed))
+            return out
+        called = mlp.run(branch, residual, norm, maps)
+        return bias_dropout_add(called.out, None, called.summed, self._dropped(mlp, 1), self.training)
+
+    def _dropped(self, half: Any, index: int) -> float:
+        """The probability with which elements of a half's result are dropped."""
+        names = self._family.dropouts
+        return float(half._modules[names[index]].p) if names is not None and self.training else 0.0
+
+
+_OTHERS = "it, or its norm, is of another class than transformers' own"
+
+
+def _are(half: nn.Module, mixin: type[FusedPart], norm: nn.Module) -> bool:
+    return isinstance(half, mixin) and isinstance(norm, FusedNorm)
+
+
+def _can_fuse(arguments: dict[str, Any]) -> bool:
+    """Whether a call asks for nothing that transformers alone has.
+
+    With a cache and without gradients it writes text, one token a call: concatenating weights, where no
+    engine has them side by side, would take longer than what is saved.
+    """
+    if arguments.get("past_key_values") is not None and not torch.is_grad_enabled():
+        return False
+    return all(
+        value is None or value is False or name in _KNOWN for name, value in arguments.items()
+    ) and not has_global_hooks()

@@ -1,0 +1,132 @@
+"""`FusedMLP`: norm, both maps and the activation between them as one autograd node.
+
+In:   [batch, seq, hidden], before the norm, perhaps with a residual that is added first.
+Next: `layer.py` adds the result to what was normalized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from flatfsdp.compat.transformers._calls import Called, MapOf, MatmulLayer, norm_mlp, prepare
+from flatfsdp.compat.transformers.fused_part import FusedPart
+from flatfsdp.compat.transformers.operands import joints_of, operands_of
+from flatfsdp.compat.transformers.small import norm_of
+from flatfsdp.compat.transformers.why_not import (
+    NOT_SIDE_BY_SIDE,
+    Checked,
+    different,
+    facts_of,
+    no_linear,
+    skipping,
+)
+from flatfsdp.contract.joint import Joint
+from flatfsdp.contract.mixed import innermost
+
+_ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "NewGELUActivation": "gelu",
+    "FastGELUActivation": "gelu",
+    "GELUTanh": "gelu",
+    "PytorchGELUTanh": "gelu",
+    "ReLU": "relu",
+}
+"""Ours, by classes of PyTorch and transformers; exact GELU, with erf, is another function."""
+
+_GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
+
+
+class MLPMaps(NamedTuple):
+    """Linear maps and activation of one call."""
+
+    first: MapOf
+    second: MapOf
+    activation: str
+
+
+class FusedMLP(FusedPart, MatmulLayer):
+    """The perceptron of a layer of transformers; called by itself it is transformers' own."""
+
+    linear_maps = ("fc1", "fc2")
+    _checked: Checked | None = None
+
+    def joints(self) -> tuple[Joint, ...]:
+        """Gate and linear part: one weight, and one bias where they have biases."""
+        if len(self._family.gate_up) == 1 or self._reason() is not None:
+            return ()
+        return self._first_joints()
+
+    def multiplied(self) -> Iterator[nn.Module]:
+        """Projections whose weights only FP8 GEMMs of this layer read."""
+        if self.allows_fp8 and not self._family.transposed and self._reason() is None:
+            yield from (*self._first(), self._second())
+
+    def maps(self, norm: nn.Module) -> MLPMaps | str:
+        """What this call multiplies with, or why transformers has to compute it."""
+        facts = facts_of([self, norm, self._activation(), self._second(), *self._first()])
+        if self._checked is None or self._checked.facts != facts:
+            reason = self._reason() or skipping("its norm", norm)
+            vars(self)["_checked"] = Checked(facts, reason)
+        assert self._checked is not None
+        if self._checked.reason is not None:
+            return self._checked.reason
+        family, second = self._family, self._second()
+        operands = operands_of(self, self._first_joints())
+        if operands is None:
+            return f"{', '.join(family.gate_up)} {NOT_SIDE_BY_SIDE}"
+        activation = _ACTIVATIONS[innermost(type(self._activation())).__name__]
+        return MLPMaps(
+            MapOf("fc1", *operands, family.transposed),
+            MapOf("fc2", second.weight, second.bias, family.transposed),
+            _GATED[activation] if len(family.gate_up) == 2 else activation,
+        )
+
+    def run(self, hidden_states: Tensor, residual: Tensor | None, norm: nn.Module, maps: MLPMaps) -> Called:
+        """The branch without its residual, and what was normalized: hidden_states, or its sum with residual."""
+        casts = prepare(self, hidden_states, maps.first, maps.second).casts
+        return norm_mlp(
+            self,
+            norm_of(norm),
+            maps.first,
+            maps.second,
+            hidden_states,
+            casts,
+            maps.activation,
+            residual=residual,
+        )
+
+    # ---- parts ------------------------------------------------------------------------------------------
+
+    def _first(self) -> list[Any]:
+        return [self._modules[name] for name in self._family.gate_up]
+
+    def _second(self) -> Any:
+        return self._modules[self._family.down]
+
+    def _activation(self) -> Any:
+        return self._modules[self._family.activation]
+
+    def _first_joints(self) -> tuple[Joint, ...]:
+        return joints_of("gate_up", self._first())
+
+    def _reason(self) -> str | None:
+        family, first = self._family, self._first()
+        maps = zip((*family.gate_up, family.down), (*first, self._second()), strict=True)
+        for name, module in maps:
+            if found := no_linear(name, module, transposed=family.transposed):
+                return found
+        named = ", ".join(family.gate_up)
+        if len({each.bias is None for each in first}) > 1:
+            return f"some of {named} have a bias, others none"
+        activation = innermost(type(self._activation())).__name__
+        if activation not in _ACTIVATIONS:
+            return f"the activation is {activation}, which has no kernel here"
+        return (
+            different(named, [each.weight for each in first])
+            or skipping("the activation", self._activation())
+            or skipping("it", self)
+        )
