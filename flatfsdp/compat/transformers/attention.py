@@ -36,7 +36,6 @@ from flatfsdp.compat.transformers.why_not import (
     skipping,
 )
 from flatfsdp.contract.joint import Joint
-from flatfsdp.contract.mixed import innermost
 from flatfsdp.layers.attention import sdpa
 
 
@@ -99,19 +98,19 @@ class FusedAttention(FusedPart, MatmulLayer):
         projections = self._projections()
         adapted = [lora.adds(each) for each in projections]
         all_maps = (maps.qkv,) if maps.out is None else (maps.qkv, maps.out)
-        casts = prepare(self, hidden_states, *all_maps).casts
+        casts = prepare(self, hidden_states, *all_maps)
         called = norm_linear(self, norm_of(norm), maps.qkv, hidden_states, casts[0], keep=any(adapted))
         mixed = called.out
         if any(adapted):
-            mixed = self._with_adapters(mixed, called.normalized, projections)
+            assert called.normalized is not None
+            mixed = self._with_adapters(mixed, called.normalized.view(hidden_states.shape), projections)
         query, key, value = self._heads(mixed, arguments.get("position_embeddings"))
         cache = arguments.get("past_key_values")
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         context = self._core(query, key, value, arguments).flatten(2)
         out = self._out()(context) if maps.out is None else linear(self, maps.out, context, casts[1])
-        assert called.summed is not None
-        return out, called.summed
+        return out, called.summed.view(hidden_states.shape)
 
     # ---- parts ------------------------------------------------------------------------------------------
 
@@ -140,8 +139,7 @@ class FusedAttention(FusedPart, MatmulLayer):
     def _out_reason(self) -> str | None:
         return no_linear(self._family.out, self._out(), transposed=self._family.transposed)
 
-    def _with_adapters(self, mixed: Tensor, normalized: Tensor | None, projections: list[Any]) -> Tensor:
-        assert normalized is not None
+    def _with_adapters(self, mixed: Tensor, normalized: Tensor, projections: list[Any]) -> Tensor:
         deltas, start = [], 0
         for module in projections:
             delta = lora.delta_of(module, normalized) if lora.adds(module) else None

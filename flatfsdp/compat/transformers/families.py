@@ -20,7 +20,7 @@ class Family(NamedTuple):
 
     Attributes:
         name: of its folder, `transformers.models.<name>`.
-        layer, attention, mlp, norm, rotary, causal_lm: names of classes; "" where there is none that is fused.
+        layer, attention, mlp, norm, rotary, causal_lm: names of classes; "" where none is fused.
         attention_at, mlp_at, norms_at: attributes of the layer; the norm before attention, that before the
             perceptron.
         qkv: attributes of attention whose weights are one operand, one below the other.
@@ -30,7 +30,6 @@ class Family(NamedTuple):
         activation: attribute of the perceptron.
         dropouts: attributes of attention and perceptron that are nn.Dropout of their results.
         base: attribute of the causal language model: the model without its head.
-        embedding: path from there to the table of tokens.
         window: who has `sliding_window`, which transformers' attention functions are given.
         output: class of `transformers.modeling_outputs` that the causal language model returns.
         transposed: weights are [in, out].
@@ -53,7 +52,6 @@ class Family(NamedTuple):
     activation: str = "act_fn"
     dropouts: tuple[str, str] | None = None
     base: str = "model"
-    embedding: str = "embed_tokens"
     window: Literal["attention", "config"] | None = None
     output: str = "CausalLMOutputWithPast"
     transposed: bool = False
@@ -105,7 +103,6 @@ FAMILIES = (
         activation="act",
         dropouts=("resid_dropout", "dropout"),
         base="transformer",
-        embedding="wte",
         output="CausalLMOutputWithCrossAttentions",
         transposed=True,
     ),

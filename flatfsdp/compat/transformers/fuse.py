@@ -12,16 +12,22 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
+from flatfsdp.compat.transformers import lora
 from flatfsdp.compat.transformers.attention import FusedAttention
-from flatfsdp.compat.transformers.families import FAMILIES, Family, family_of
+from flatfsdp.compat.transformers.families import FAMILIES, Family, Part, family_of
 from flatfsdp.compat.transformers.fused_part import FusedPart, Fusion, become, is_fused, name_of, resign
 from flatfsdp.compat.transformers.head import FusedCausalLM, FusedHead
 from flatfsdp.compat.transformers.layer import FusedLayer
 from flatfsdp.compat.transformers.mlp import FusedMLP
 from flatfsdp.compat.transformers.operands import declare_stored, undeclare_stored
-from flatfsdp.compat.transformers.small import FusedEmbedding, FusedNorm, FusedRotary
+from flatfsdp.compat.transformers.probe import differing
+from flatfsdp.compat.transformers.small import (
+    FusedEmbedding,
+    FusedNorm,
+    FusedRotary,
+    is_whole_layer_norm,
+)
 from flatfsdp.contract.claimed import is_owned, is_unit
-from flatfsdp.contract.mixed import innermost
 from flatfsdp.matmul.linear_map import FuseWgrad
 
 M = TypeVar("M", bound=nn.Module)
@@ -65,15 +71,15 @@ def fuse(
         "if_claimed" if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation,
         head_chunk_tokens,
     )
-    found = list(dict.fromkeys(_found_in(model)))
-    if not any(each.mixin is FusedLayer for each in found):
+    found = _parts_in(model)
+    if not any(each.part == "layer" for each in found):
         known = ", ".join(family.layer for family in FAMILIES)
         raise ValueError(
-            f"fuse: {name_of(model)} has no layer that is fused; known are {known}, of transformers' own classes"
+            f"fuse: {name_of(model)} has no layer that is fused; known are transformers' own {known}"
         )
+    found = _without_differing(found, fusion)
     for each in found:
-        become(each.module, each.mixin, each.family, fusion)
-    for each in found:
+        become(each.module, _MIXINS[each.part], each.family, fusion)
         if isinstance(each.module, FusedAttention | FusedMLP):
             declare_stored(each.module, _projections(each.module, each.family))
     return model
@@ -112,55 +118,101 @@ def _require_unsharded(model: nn.Module, way_out: str) -> None:
 
 
 class _Found(NamedTuple):
-    """A module, and what comes in front of its class."""
+    """A module, and what it is in its family."""
 
     module: nn.Module
-    mixin: type[FusedPart]
+    part: Part
     family: Family
 
 
-def _found_in(model: nn.Module) -> Iterator[_Found]:
-    for module in model.modules():
-        if family := family_of(module, "layer"):
-            yield _Found(module, FusedLayer, family)
-            yield from _parts_of(module, family)
-        elif family := family_of(module, "norm"):
-            yield _Found(module, FusedNorm, family)
-        elif family := family_of(module, "rotary"):
-            yield _Found(module, FusedRotary, family)
-        elif family := family_of(module, "causal_lm"):
-            yield from _around(module, family)
+_MIXINS: dict[Part, type[FusedPart]] = {
+    "layer": FusedLayer,
+    "attention": FusedAttention,
+    "mlp": FusedMLP,
+    "norm": FusedNorm,
+    "rotary": FusedRotary,
+    "embedding": FusedEmbedding,
+    "head": FusedHead,
+    "causal_lm": FusedCausalLM,
+}
 
 
-def _parts_of(layer: nn.Module, family: Family) -> Iterator[_Found]:
-    """The halves of a layer."""
-    attention, mlp = layer._modules[family.attention_at], layer._modules[family.mlp_at]
-    assert attention is not None and mlp is not None
+def _parts_in(model: nn.Module) -> list[_Found]:
+    return list(dict.fromkeys(each for module in model.modules() for each in _parts_at(module)))
+
+
+def _parts_at(module: nn.Module) -> Iterator[_Found]:
+    for part in ("layer", "norm", "rotary", "causal_lm"):
+        family = family_of(module, part)
+        if family is not None:
+            yield _Found(module, part, family)
+            if part == "layer":
+                yield from _halves(module, family)
+            elif part == "causal_lm":
+                yield from _ends(module, family)
+
+
+def _halves(layer: Any, family: Family) -> Iterator[_Found]:
+    attention, mlp = getattr(layer, family.attention_at), getattr(layer, family.mlp_at)
     if family_of(attention, "attention") is family:
-        yield _Found(attention, FusedAttention, family)
+        yield _Found(attention, "attention", family)
     if family_of(mlp, "mlp") is family:
-        yield _Found(mlp, FusedMLP, family)
+        yield _Found(mlp, "mlp", family)
     if not family.norm:
-        for name in family.norms_at:
-            norm = layer._modules[name]
-            if norm is not None and type(norm) is nn.LayerNorm and norm.weight is not None:
-                yield _Found(norm, FusedNorm, family)
+        for norm in (getattr(layer, name) for name in family.norms_at):
+            if is_whole_layer_norm(norm):
+                yield _Found(norm, "norm", family)
 
 
-def _around(model: Any, family: Family) -> Iterator[_Found]:
-    """The model itself, its head and its table of tokens."""
-    head = model.get_output_embeddings()
+def _ends(model: Any, family: Family) -> Iterator[_Found]:
+    """The head and the table of tokens."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if type(head) is nn.Linear and head.bias is None:
-        yield _Found(head, FusedHead, family)
-        yield _Found(model, FusedCausalLM, family)
-    table = getattr(getattr(model, family.base), family.embedding)
-    if type(table) is nn.Embedding and table.max_norm is None and not (table.sparse or table.scale_grad_by_freq):
-        yield _Found(table, FusedEmbedding, family)
+        yield _Found(head, "head", family)
+    is_plain = type(table) is nn.Embedding and table.max_norm is None
+    if is_plain and not (table.sparse or table.scale_grad_by_freq):
+        yield _Found(table, "embedding", family)
+
+
+def _without_differing(found: list[_Found], fusion: Fusion) -> list[_Found]:
+    """Without the parts that the probe finds to be others than ours."""
+    layers = {
+        (each.family, id(config)): config
+        for each in found
+        if each.part == "layer"
+        for config in [getattr(each.module, each.family.attention_at).config]
+    }
+    left_out: set[tuple[str, Part]] = set()
+    for (family, _), config in layers.items():
+        for part, reason in differing(family, config, _fuse_twin).items():
+            fusion.say(family.find(part).__name__, reason)
+            left_out.add((family.name, part))
+    return [
+        each for each in found if not any((each.family.name, part) in left_out for part in _NEEDS[each.part])
+    ]
+
+
+_NEEDS: dict[Part, tuple[Part, ...]] = {
+    "layer": ("layer", "norm"),
+    "attention": ("attention", "layer", "norm"),
+    "mlp": ("mlp", "layer", "norm"),
+    "norm": ("norm", "layer"),
+    "rotary": ("attention", "layer", "norm"),
+    "embedding": ("causal_lm", "layer"),
+    "head": ("causal_lm", "layer"),
+    "causal_lm": ("causal_lm", "layer"),
+}
+"""Parts that have to be the same for one to be fused."""
+
+
+def _fuse_twin(twin: nn.Module, parts: set[Part]) -> None:
+    fusion = Fusion(fp8=False, fuse_wgrad_accumulation=False, head_chunk_tokens=None, speaks=False)
+    for each in _parts_in(twin):
+        if each.part in parts:
+            become(each.module, _MIXINS[each.part], each.family, fusion)
 
 
 def _projections(half: nn.Module, family: Family) -> list[nn.Module]:
     """The modules whose weights a half multiplies with."""
-    from flatfsdp.compat.transformers import lora
-
     names = (*family.qkv, family.out) if isinstance(half, FusedAttention) else (*family.gate_up, family.down)
     return [lora.base_of(half._modules[name]) for name in names]

@@ -1,4 +1,4 @@
-"""`FusedPart`: the base of what stands in front of transformers' classes, and what all parts of a model share.
+"""`FusedPart`: the base of what stands in front of transformers' classes, and what a model's parts share.
 
 Next: `layer.py`, `attention.py`, `mlp.py`, `head.py` and `small.py` derive from it.
 """
@@ -27,18 +27,20 @@ class Fusion:
         fp8: whether GEMMs inside the layers may be in FP8.
         fuse_wgrad_accumulation: see `fuse`.
         head_chunk_tokens: see `fuse`.
-        said: what has been said of it; each thing once.
+        speaks: whether anything is said of it.
+        said: what has been; each thing once.
     """
 
     fp8: bool
     fuse_wgrad_accumulation: FuseWgrad
     head_chunk_tokens: int | None
+    speaks: bool = True
     said: set[str] = field(default_factory=set)
 
     def say(self, what: str, reason: str) -> None:
         """Logs that a part is left to transformers, the first time that this is so."""
         text = f"{what} is computed by transformers, not fused: {reason}"
-        if text not in self.said:
+        if self.speaks and text not in self.said:
             self.said.add(text)
             logger.warning("%s", text)
 
@@ -52,7 +54,8 @@ class FusedPart(Mixed):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are fused, too; their class has no name to be found by."""
         mixin, plain = type(self).__bases__
-        state = self.__getstate__() if isinstance(self, MatmulLayer) else dict(vars(self))
+        state = dict(self.__getstate__() if isinstance(self, MatmulLayer) else vars(self))
+        state.pop("_checked", None)
         return _made_again, (plain, mixin), state
 
 

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers._calls import MapOf, MatmulLayer, linear, linear_cross_entropy, prepare
-from flatfsdp.compat.transformers.fused_part import FusedPart
+from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
+from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.mixed import About
 from flatfsdp.layers.loss.cross_entropy import Reduction
+from flatfsdp.torch_private import never_traced
 
 
 class FusedHead(FusedPart, MatmulLayer):
@@ -30,7 +32,7 @@ class FusedHead(FusedPart, MatmulLayer):
     allows_fp8 = False
     weight: nn.Parameter
 
-    @torch.compiler.disable
+    @never_traced
     def forward(self, input: Tensor, targets: Tensor | None = None, how: Reduction | None = None) -> Tensor:
         """Logits without targets; with them the loss, FP32.
 
@@ -46,7 +48,7 @@ class FusedHead(FusedPart, MatmulLayer):
         if not torch.is_grad_enabled():
             logits: Tensor = super().forward(input)  # type: ignore[misc]
             return logits
-        return linear(self, of, input, prepare(self, input, of).casts[0])
+        return linear(self, of, input, prepare(self, input, of)[0])
 
 
 class FusedCausalLM(FusedPart, nn.Module):
@@ -56,21 +58,42 @@ class FusedCausalLM(FusedPart, nn.Module):
     def about(cls, plain: type[nn.Module]) -> About:
         return {"forward": _with_loss(plain.forward)}
 
+    def save_pretrained(self, *args: Any, state_dict: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        """As of transformers, without the scales of FP8, which it would not know."""
+        state = self.state_dict() if state_dict is None else state_dict
+        own = {
+            f"{name}.{buffer}"
+            for name, module in self.named_modules()
+            if isinstance(module, FusedPart)
+            for buffer in LATE_BUFFERS.of(module)  # type: ignore[arg-type]
+        }
+        left = {name: value for name, value in state.items() if name not in own}
+        return super().save_pretrained(*args, state_dict=left, **kwargs)  # type: ignore[misc]
+
     def _joins_loss(self, arguments: dict[str, Any]) -> bool:
         """Whether head and loss of this call are computed as one."""
+        if arguments.get("labels") is None or not self.training:
+            return False
+        if any(arguments.get(name) for name in ("label_smoothing", "weight", "output_router_logits")):
+            return False
+        kept = arguments.get("logits_to_keep", 0)
+        if not isinstance(kept, int) or kept != 0 or getattr(self.config, "output_router_logits", False):
+            return False
+        if arguments.get("return_dict", getattr(self.config, "return_dict", True)) is False:
+            return False
+        reason = self._why_not()
+        if reason is not None:
+            self._fusion.say(f"the loss of {name_of(self)}", reason)
+        return reason is None
+
+    def _why_not(self) -> str | None:
         loss = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss  # type: ignore[attr-defined]
         head: Any = self.get_output_embeddings()  # type: ignore[operator]
-        return (
-            arguments.get("labels") is not None
-            and self.training
-            and isinstance(head, FusedHead)
-            and self.loss_function is loss
-            and not any(arguments.get(name) for name in ("label_smoothing", "weight", "output_router_logits"))
-            and not getattr(self.config, "output_router_logits", False)
-            and isinstance(arguments.get("logits_to_keep", 0), int)
-            and arguments.get("logits_to_keep", 0) == 0
-            and arguments.get("return_dict", getattr(self.config, "return_dict", True)) is not False
-        )
+        if not isinstance(head, FusedHead):
+            return f"its head is a {name_of(head)} that was not there when it was fused, or has a bias"
+        if self.loss_function is not loss:
+            return "it has a loss_function of its own"
+        return None
 
 
 def _with_loss(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,9 +19,9 @@ from flatfsdp.compat.transformers.attention import FusedAttention
 from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
 from flatfsdp.compat.transformers.mlp import FusedMLP
 from flatfsdp.compat.transformers.small import FusedNorm
-from flatfsdp.compat.transformers.why_not import has_global_hooks
 from flatfsdp.contract.mixed import About
 from flatfsdp.layers.dropout import bias_dropout_add
+from flatfsdp.torch_private import has_global_hooks, never_traced
 
 _KNOWN = frozenset(
     {
@@ -55,7 +55,7 @@ class FusedLayer(FusedPart, nn.Module):
     def about(cls, plain: type[nn.Module]) -> About:
         return {"argument_names": tuple(inspect.signature(plain.forward).parameters)[2:]}
 
-    @torch.compiler.disable
+    @never_traced
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         arguments = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
         if not _can_fuse(arguments):
@@ -86,10 +86,10 @@ class FusedLayer(FusedPart, nn.Module):
             if self._family.mlp:
                 self._fusion.say(name_of(mlp), maps)
             summed = branch if residual is None else residual + branch
-            out: Tensor = summed + mlp(norm(summed))
-            return out
-        called = mlp.run(branch, residual, norm, maps)
-        return bias_dropout_add(called.out, None, called.summed, self._dropped(mlp, 1), self.training)
+            whole: Tensor = summed + mlp(norm(summed))
+            return whole
+        out, summed = mlp.run(branch, residual, norm, maps)
+        return bias_dropout_add(out, None, summed, self._dropped(mlp, 1), self.training)
 
     def _dropped(self, half: Any, index: int) -> float:
         """The probability with which elements of a half's result are dropped."""
@@ -112,6 +112,7 @@ def _can_fuse(arguments: dict[str, Any]) -> bool:
     """
     if arguments.get("past_key_values") is not None and not torch.is_grad_enabled():
         return False
-    return all(
-        value is None or value is False or name in _KNOWN for name, value in arguments.items()
-    ) and not has_global_hooks()
+    return (
+        all(value is None or value is False or name in _KNOWN for name, value in arguments.items())
+        and not has_global_hooks()
+    )

@@ -1,6 +1,6 @@
 """LoRA around a projection (PEFT): the base's weight stays part of the joint GEMM, the adapters add to it.
 
-    y = x w^T + sum over active adapters of (dropout(x) A^T) B^T * scaling
+y = x w^T + sum over active adapters of (dropout(x) A^T) B^T * scaling
 """
 
 from __future__ import annotations

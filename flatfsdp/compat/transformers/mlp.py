@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers._calls import Called, MapOf, MatmulLayer, norm_mlp, prepare
+from flatfsdp.compat.transformers._calls import MapOf, MatmulLayer, norm_mlp, prepare
 from flatfsdp.compat.transformers.fused_part import FusedPart
 from flatfsdp.compat.transformers.operands import joints_of, operands_of
 from flatfsdp.compat.transformers.small import norm_of
@@ -85,10 +85,12 @@ class FusedMLP(FusedPart, MatmulLayer):
             _GATED[activation] if len(family.gate_up) == 2 else activation,
         )
 
-    def run(self, hidden_states: Tensor, residual: Tensor | None, norm: nn.Module, maps: MLPMaps) -> Called:
+    def run(
+        self, hidden_states: Tensor, residual: Tensor | None, norm: nn.Module, maps: MLPMaps
+    ) -> tuple[Tensor, Tensor]:
         """The branch without its residual, and what was normalized: hidden_states, or its sum with residual."""
-        casts = prepare(self, hidden_states, maps.first, maps.second).casts
-        return norm_mlp(
+        casts = prepare(self, hidden_states, maps.first, maps.second)
+        called = norm_mlp(
             self,
             norm_of(norm),
             maps.first,
@@ -98,6 +100,7 @@ class FusedMLP(FusedPart, MatmulLayer):
             maps.activation,
             residual=residual,
         )
+        return called.out, called.summed.view(hidden_states.shape)
 
     # ---- parts ------------------------------------------------------------------------------------------
 

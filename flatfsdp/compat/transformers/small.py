@@ -38,6 +38,11 @@ def norm_of(module: Any) -> NormOf:
     return NormOf(module.weight, None, NormKind(module.variance_epsilon, rms=True, zero_centered=False))
 
 
+def is_whole_layer_norm(module: nn.Module) -> bool:
+    """Whether it is PyTorch's, with weight and bias."""
+    return type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None
+
+
 class FusedEmbedding(FusedPart, nn.Embedding):
     """The table of tokens, whose gradient is added to main_grad in FP32 where an engine has one."""
 

@@ -98,8 +98,3 @@ def captures_attentions() -> bool:
     """Whether this forward of transformers returns attention weights, which hooks collect."""
     collector = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
     return collector is not None and "attentions" in (collector.get() or {})
-
-
-def has_global_hooks() -> bool:
-    """Whether hooks are registered for all modules."""
-    return torch.nn.modules.module._has_any_global_hook()
