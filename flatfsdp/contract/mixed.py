@@ -30,7 +30,7 @@ class Mixed:
         """A new module is a plain one: `type(model).from_pretrained(...)`, or a slice of a ModuleList."""
         plain = innermost(cls)
         made = plain.__new__(plain, *args, **kwargs)
-        made.__init__(*args, **kwargs)  # type: ignore[misc]
+        made.__init__(*args, **kwargs)
         return made
 
     @classmethod

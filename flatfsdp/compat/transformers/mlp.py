@@ -88,7 +88,7 @@ class FusedMLP(FusedPart, MatmulLayer):
     def run(
         self, hidden_states: Tensor, residual: Tensor | None, norm: nn.Module, maps: MLPMaps
     ) -> tuple[Tensor, Tensor]:
-        """The branch without its residual, and what was normalized: hidden_states, or its sum with residual."""
+        """The branch without its residual, and what was normalized: hidden_states, plus residual if any."""
         casts = prepare(self, hidden_states, maps.first, maps.second)
         called = norm_mlp(
             self,

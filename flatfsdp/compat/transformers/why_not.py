@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers import lora
@@ -89,8 +88,8 @@ def different(name: str, tensors: Iterable[Tensor]) -> str | None:
 
 
 NOT_SIDE_BY_SIDE = (
-    "have no common place in a flat buffer: they are in several units, frozen beside trained, of several dtypes, "
-    "or of sizes that are no multiples of 16"
+    "have no common place in a flat buffer: they are in several units, frozen beside trained, of several "
+    "dtypes, or of sizes that are no multiples of 16"
 )
 
 
