@@ -7,24 +7,14 @@ Next: `layer.py` adds the residual.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers import lora
-from flatfsdp.compat.transformers._calls import (
-    HeadsOf,
-    MapOf,
-    MatmulLayer,
-    add_to_slices,
-    heads_of_projection,
-    linear,
-    norm_linear,
-    prepare,
-)
 from flatfsdp.compat.transformers.fused_part import FusedPart
-from flatfsdp.compat.transformers.operands import joints_of, operands_of
+from flatfsdp.compat.transformers.operands import joints_of, operands_of, stored_in_fp8
 from flatfsdp.compat.transformers.small import norm_of, tables_of
 from flatfsdp.compat.transformers.why_not import (
     NOT_SIDE_BY_SIDE,
@@ -37,6 +27,10 @@ from flatfsdp.compat.transformers.why_not import (
 )
 from flatfsdp.contract.joint import Joint
 from flatfsdp.layers.attention import sdpa
+from flatfsdp.layers.attention.qkv import HeadsOf, heads_of_projection
+from flatfsdp.layers.attention.slices import add_to_slices
+from flatfsdp.layers.base import MapOf, MatmulLayer
+from flatfsdp.layers.calls import linear, norm_linear, prepare
 
 
 class AttentionMaps(NamedTuple):
@@ -52,18 +46,18 @@ class FusedAttention(FusedPart, MatmulLayer):
     linear_maps = ("qkv", "proj")
     _checked: Checked | None = None
 
-    def joints(self) -> tuple[Joint, ...]:
-        """Query, key and value: one weight, and one bias where they have biases."""
-        if len(self._family.qkv) == 1 or self._reason() is not None:
+    def declared_joints(self) -> tuple[Joint, ...]:
+        """Query, key and value: one weight, and one bias where they have biases; and the output's weight."""
+        if self._reason() is not None:
             return ()
-        return self._qkv_joints()
+        joints = self._qkv_joints()
+        return joints if self._out_reason() is not None else (*joints, *joints_of("out", [self._out()])[:1])
 
-    def multiplied(self) -> Iterator[nn.Module]:
-        """Projections whose weights only FP8 GEMMs of this layer read."""
-        if self.allows_fp8 and not self._family.transposed and self._reason() is None:
-            yield from map(lora.base_of, self._projections())
-            if self._out_reason() is None:
-                yield getattr(self, self._family.out)
+    def fp8_weights(self) -> tuple[str, ...]:
+        """Weights that only FP8 GEMMs of this layer read."""
+        if not self.allows_fp8 or self._family.transposed:
+            return ()
+        return stored_in_fp8(joint for joint in self.declared_joints() if joint.name.endswith("weight"))
 
     def maps(self, norm: nn.Module) -> AttentionMaps | str:
         """What this call multiplies with, or why transformers has to compute it."""
@@ -83,8 +77,8 @@ class FusedAttention(FusedPart, MatmulLayer):
             return f"{', '.join(family.qkv)} {NOT_SIDE_BY_SIDE}"
         out = None
         if self._out_reason() is None:
-            out = MapOf("proj", self._out().weight, self._out().bias, family.transposed)
-        return AttentionMaps(MapOf("qkv", *operands, family.transposed), out)
+            out = MapOf("proj", self._out().weight, self._out().bias)
+        return AttentionMaps(MapOf("qkv", *operands), out)
 
     def attend(
         self, hidden_states: Tensor, norm: nn.Module, maps: AttentionMaps, arguments: Mapping[str, Any]
@@ -98,8 +92,8 @@ class FusedAttention(FusedPart, MatmulLayer):
         projections = self._projections()
         adapted = [lora.adds(each) for each in projections]
         all_maps = (maps.qkv,) if maps.out is None else (maps.qkv, maps.out)
-        casts = prepare(self, hidden_states, *all_maps)
-        called = norm_linear(self, norm_of(norm), maps.qkv, hidden_states, casts[0], keep=any(adapted))
+        ready = prepare(self, hidden_states, *all_maps)
+        called = norm_linear(self, norm_of(norm), maps.qkv, ready, keep=any(adapted))
         mixed = called.out
         if any(adapted):
             assert called.normalized is not None
@@ -109,7 +103,10 @@ class FusedAttention(FusedPart, MatmulLayer):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         context = self._core(query, key, value, arguments).flatten(2)
-        out = self._out()(context) if maps.out is None else linear(self, maps.out, context, casts[1])
+        if maps.out is None:
+            out = self._out()(context)
+        else:
+            out = linear(self, maps.out, ready.of_next(self, maps.out, context))
         return out, called.summed.view(hidden_states.shape)
 
     # ---- parts ------------------------------------------------------------------------------------------

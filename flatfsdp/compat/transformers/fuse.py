@@ -12,14 +12,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from flatfsdp.compat.transformers import lora
 from flatfsdp.compat.transformers.attention import FusedAttention
 from flatfsdp.compat.transformers.families import FAMILIES, Family, Part, family_of
 from flatfsdp.compat.transformers.fused_part import FusedPart, Fusion, become, is_fused, name_of, resign
 from flatfsdp.compat.transformers.head import FusedCausalLM, FusedHead
 from flatfsdp.compat.transformers.layer import FusedLayer
 from flatfsdp.compat.transformers.mlp import FusedMLP
-from flatfsdp.compat.transformers.operands import declare_stored, undeclare_stored
 from flatfsdp.compat.transformers.probe import differing
 from flatfsdp.compat.transformers.small import (
     FusedEmbedding,
@@ -80,8 +78,6 @@ def fuse(
     found = _without_differing(found, fusion)
     for each in found:
         become(each.module, _MIXINS[each.part], each.family, fusion)
-        if isinstance(each.module, FusedAttention | FusedMLP):
-            declare_stored(each.module, _projections(each.module, each.family))
     return model
 
 
@@ -99,8 +95,6 @@ def unfuse(model: M) -> M:
         raise ValueError(f"unfuse: {name_of(model)} is not fused")
     _require_unsharded(model, "unfuse it before it is sharded, or take the state_dict()")
     for module in fused:
-        if isinstance(module, FusedAttention | FusedMLP):
-            undeclare_stored(_projections(module, module._family))
         resign(module)
     return model
 
@@ -182,13 +176,14 @@ def _without_differing(found: list[_Found], fusion: Fusion) -> list[_Found]:
         if each.part == "layer"
         for config in [getattr(each.module, each.family.attention_at).config]
     }
-    left_out: set[tuple[str, Part]] = set()
     for (family, _), config in layers.items():
         for part, reason in differing(family, config, _fuse_twin).items():
             fusion.say(family.find(part).__name__, reason)
-            left_out.add((family.name, part))
+            fusion.left_out.add((family.name, part))
     return [
-        each for each in found if not any((each.family.name, part) in left_out for part in _NEEDS[each.part])
+        each
+        for each in found
+        if not any((each.family.name, part) in fusion.left_out for part in _NEEDS[each.part])
     ]
 
 
@@ -210,9 +205,3 @@ def _fuse_twin(twin: nn.Module, parts: set[Part]) -> None:
     for each in _parts_in(twin):
         if each.part in parts:
             become(each.module, _MIXINS[each.part], each.family, fusion)
-
-
-def _projections(half: nn.Module, family: Family) -> list[nn.Module]:
-    """The modules whose weights a half multiplies with."""
-    names = (*family.qkv, family.out) if isinstance(half, FusedAttention) else (*family.gate_up, family.down)
-    return [lora.base_of(half._modules[name]) for name in names]

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import nn
 
-from flatfsdp.compat.transformers._calls import MatmulLayer
-from flatfsdp.compat.transformers.families import Family
+from flatfsdp.compat.transformers.families import Family, Part
 from flatfsdp.contract.mixed import Mixed, innermost, mix, mixed_class, unmix
+from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.matmul.linear_map import FuseWgrad
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ class Fusion:
         head_chunk_tokens: see `fuse`.
         speaks: whether anything is said of it.
         said: what has been; each thing once.
+        left_out: parts that the probe has found to be others, by the names of their families.
     """
 
     fp8: bool
@@ -36,6 +37,7 @@ class Fusion:
     head_chunk_tokens: int | None
     speaks: bool = True
     said: set[str] = field(default_factory=set)
+    left_out: set[tuple[str, Part]] = field(default_factory=set)
 
     def say(self, what: str, reason: str) -> None:
         """Logs that a part is left to transformers, the first time that this is so."""

@@ -17,11 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers._calls import MapOf, MatmulLayer, linear, linear_cross_entropy, prepare
 from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.mixed import About
+from flatfsdp.layers.base import MapOf, MatmulLayer
+from flatfsdp.layers.calls import linear, prepare
 from flatfsdp.layers.loss.cross_entropy import Reduction
+from flatfsdp.layers.loss.linear_cross_entropy import linear_cross_entropy
 from flatfsdp.torch_private import never_traced
 
 
@@ -43,12 +45,11 @@ class FusedHead(FusedPart, MatmulLayer):
         if targets is not None:
             assert how is not None
             chunk = self._fusion.head_chunk_tokens
-            loss: Tensor = linear_cross_entropy(self, of, input, targets, how, chunk)
-            return loss
+            return linear_cross_entropy(self, of, prepare(self, input, of), targets, how, chunk)
         if not torch.is_grad_enabled():
             logits: Tensor = super().forward(input)  # type: ignore[misc]
             return logits
-        return linear(self, of, input, prepare(self, input, of)[0])
+        return linear(self, of, prepare(self, input, of))
 
 
 class FusedCausalLM(FusedPart, nn.Module):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers.attention import FusedAttention
+from flatfsdp.compat.transformers.families import Part
 from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
 from flatfsdp.compat.transformers.mlp import FusedMLP
 from flatfsdp.compat.transformers.small import FusedNorm
@@ -70,7 +71,7 @@ class FusedLayer(FusedPart, nn.Module):
         norm: Any = self._modules[self._family.norms_at[0]]
         maps = attention.maps(norm) if _are(attention, FusedAttention, norm) else _OTHERS
         if isinstance(maps, str):
-            self._fusion.say(name_of(attention), maps)
+            self._say("attention", attention, maps)
             return attention(hidden_states=norm(hidden_states), **arguments)[0], hidden_states
         branch, residual = attention.attend(hidden_states, norm, maps, arguments)
         dropped = self._dropped(attention, 0)
@@ -83,13 +84,18 @@ class FusedLayer(FusedPart, nn.Module):
         norm: Any = self._modules[self._family.norms_at[1]]
         maps = mlp.maps(norm) if _are(mlp, FusedMLP, norm) else _OTHERS
         if isinstance(maps, str):
-            if self._family.mlp:
-                self._fusion.say(name_of(mlp), maps)
+            self._say("mlp", mlp, maps)
             summed = branch if residual is None else residual + branch
             whole: Tensor = summed + mlp(norm(summed))
             return whole
         out, summed = mlp.run(branch, residual, norm, maps)
         return bias_dropout_add(out, None, summed, self._dropped(mlp, 1), self.training)
+
+    def _say(self, part: Part, half: nn.Module, reason: str) -> None:
+        """Says why a half is left to transformers, unless that is so by the family or the probe."""
+        is_left_out = (self._family.name, part) in self._fusion.left_out or not getattr(self._family, part)
+        if not is_left_out:
+            self._fusion.say(name_of(half), reason)
 
     def _dropped(self, half: Any, index: int) -> float:
         """The probability with which elements of a half's result are dropped."""

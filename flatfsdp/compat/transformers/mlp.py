@@ -6,14 +6,12 @@ Next: `layer.py` adds the result to what was normalized.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers._calls import MapOf, MatmulLayer, norm_mlp, prepare
 from flatfsdp.compat.transformers.fused_part import FusedPart
-from flatfsdp.compat.transformers.operands import joints_of, operands_of
+from flatfsdp.compat.transformers.operands import joints_of, operands_of, stored_in_fp8
 from flatfsdp.compat.transformers.small import norm_of
 from flatfsdp.compat.transformers.why_not import (
     NOT_SIDE_BY_SIDE,
@@ -25,6 +23,8 @@ from flatfsdp.compat.transformers.why_not import (
 )
 from flatfsdp.contract.joint import Joint
 from flatfsdp.contract.mixed import innermost
+from flatfsdp.layers.base import MapOf, MatmulLayer
+from flatfsdp.layers.calls import norm_mlp, prepare
 
 _ACTIVATIONS = {
     "SiLUActivation": "silu",
@@ -54,16 +54,17 @@ class FusedMLP(FusedPart, MatmulLayer):
     linear_maps = ("fc1", "fc2")
     _checked: Checked | None = None
 
-    def joints(self) -> tuple[Joint, ...]:
-        """Gate and linear part: one weight, and one bias where they have biases."""
-        if len(self._family.gate_up) == 1 or self._reason() is not None:
+    def declared_joints(self) -> tuple[Joint, ...]:
+        """Gate and linear part: one weight, and one bias where they have any; and the second map's weight."""
+        if self._reason() is not None:
             return ()
-        return self._first_joints()
+        return (*self._first_joints(), *joints_of("down", [self._second()])[:1])
 
-    def multiplied(self) -> Iterator[nn.Module]:
-        """Projections whose weights only FP8 GEMMs of this layer read."""
-        if self.allows_fp8 and not self._family.transposed and self._reason() is None:
-            yield from (*self._first(), self._second())
+    def fp8_weights(self) -> tuple[str, ...]:
+        """Weights that only FP8 GEMMs of this layer read."""
+        if not self.allows_fp8 or self._family.transposed:
+            return ()
+        return stored_in_fp8(joint for joint in self.declared_joints() if joint.name.endswith("weight"))
 
     def maps(self, norm: nn.Module) -> MLPMaps | str:
         """What this call multiplies with, or why transformers has to compute it."""
@@ -80,8 +81,8 @@ class FusedMLP(FusedPart, MatmulLayer):
             return f"{', '.join(family.gate_up)} {NOT_SIDE_BY_SIDE}"
         activation = _ACTIVATIONS[innermost(type(self._activation())).__name__]
         return MLPMaps(
-            MapOf("fc1", *operands, family.transposed),
-            MapOf("fc2", second.weight, second.bias, family.transposed),
+            MapOf("fc1", *operands),
+            MapOf("fc2", second.weight, second.bias),
             _GATED[activation] if len(family.gate_up) == 2 else activation,
         )
 
@@ -89,14 +90,12 @@ class FusedMLP(FusedPart, MatmulLayer):
         self, hidden_states: Tensor, residual: Tensor | None, norm: nn.Module, maps: MLPMaps
     ) -> tuple[Tensor, Tensor]:
         """The branch without its residual, and what was normalized: hidden_states, plus residual if any."""
-        casts = prepare(self, hidden_states, maps.first, maps.second)
         called = norm_mlp(
             self,
             norm_of(norm),
             maps.first,
             maps.second,
-            hidden_states,
-            casts,
+            prepare(self, hidden_states, maps.first, maps.second),
             maps.activation,
             residual=residual,
         )

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers._calls import NormOf, look_up
 from flatfsdp.compat.transformers.fused_part import FusedPart
 from flatfsdp.contract.attribute import Attribute
-from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD
 from flatfsdp.contract.mixed import innermost
+from flatfsdp.layers.calls import NormOf
+from flatfsdp.layers.embedding import look_up
 from flatfsdp.layers.norm import norm
 from flatfsdp.layers.normalized import NormKind
 
@@ -47,11 +47,7 @@ class FusedEmbedding(FusedPart, nn.Embedding):
     """The table of tokens, whose gradient is added to main_grad in FP32 where an engine has one."""
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = self.weight
-        fuses = bool(self._fusion.fuse_wgrad_accumulation) and CLAIM_MAIN_GRAD.of(weight) is not None
-        if not (fuses and torch.is_grad_enabled() and weight.requires_grad):
-            return super().forward(input)
-        return look_up(self, weight, input, self.padding_idx, True)
+        return look_up(self, self.weight, input, self.padding_idx, self._fusion.fuse_wgrad_accumulation)
 
 
 class FusedRotary(FusedPart, nn.Module):
