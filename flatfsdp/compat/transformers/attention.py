@@ -44,6 +44,13 @@ class FusedAttention(FusedPart, MatmulLayer):
     """Self-attention of transformers; called by itself it is transformers' own."""
 
     linear_maps = ("qkv", "proj")
+    config: Any
+    layer_idx: int
+    head_dim: int
+    num_key_value_groups: int
+    scaling: float
+    attention_dropout: float
+    attn_dropout: nn.Dropout
     _checked: Checked | None = None
 
     def declared_joints(self) -> tuple[Joint, ...]:
@@ -174,10 +181,8 @@ class FusedAttention(FusedPart, MatmulLayer):
         """[batch, seq, heads, head_dim]."""
         mask = arguments.get("attention_mask")
         module = sys.modules["transformers.modeling_utils"]
-        eager = sys.modules[self._family.module].eager_attention_forward  # type: ignore[attr-defined]
-        interface = module.ALL_ATTENTION_FUNCTIONS.get_interface(  # type: ignore[attr-defined]
-            self.config._attn_implementation, eager
-        )
+        eager = sys.modules[self._family.module].eager_attention_forward
+        interface = module.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
         dropout = self._dropout() if self.training else 0.0
         is_sdpa = interface.__module__ == "transformers.integrations.sdpa_attention"
         is_whole = query.shape[2] == key.shape[2]

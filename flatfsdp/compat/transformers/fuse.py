@@ -178,7 +178,7 @@ def _without_differing(found: list[_Found], fusion: Fusion) -> list[_Found]:
     }
     for (family, _), config in layers.items():
         for part, reason in differing(family, config, _fuse_twin).items():
-            fusion.say(family.find(part).__name__, reason)
+            fusion.say(getattr(family, part) or "LayerNorm", reason)
             fusion.left_out.add((family.name, part))
     return [
         each

@@ -62,7 +62,7 @@ class FusedPart(Mixed):
 
 
 def _made_again(plain: type[nn.Module], mixin: type[Mixed]) -> Any:
-    return object.__new__(mixed_class(plain, mixin))
+    return object.__new__(mixed_class(plain, mixin))  # type: ignore[arg-type]
 
 
 def become(module: nn.Module, mixin: type[FusedPart], family: Family, fusion: Fusion) -> None:

@@ -47,7 +47,7 @@ class FusedHead(FusedPart, MatmulLayer):
             chunk = self._fusion.head_chunk_tokens
             return linear_cross_entropy(self, of, prepare(self, input, of), targets, how, chunk)
         if not torch.is_grad_enabled():
-            logits: Tensor = super().forward(input)  # type: ignore[misc]
+            logits: Tensor = super().forward(input)
             return logits
         return linear(self, of, prepare(self, input, of))
 
@@ -88,7 +88,7 @@ class FusedCausalLM(FusedPart, nn.Module):
         return reason is None
 
     def _why_not(self) -> str | None:
-        loss = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss  # type: ignore[attr-defined]
+        loss = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
         head: Any = self.get_output_embeddings()  # type: ignore[operator]
         if not isinstance(head, FusedHead):
             return f"its head is a {name_of(head)} that was not there when it was fused, or has a bias"

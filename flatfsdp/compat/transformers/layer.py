@@ -60,7 +60,7 @@ class FusedLayer(FusedPart, nn.Module):
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         arguments = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
         if not _can_fuse(arguments):
-            plain: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+            plain: Tensor = super().forward(hidden_states, *args, **kwargs)
             return plain
         branch, residual = self._attend(hidden_states, arguments)
         return self._run_mlp(branch, residual)

@@ -27,7 +27,7 @@ class FusedNorm(FusedPart, nn.Module):
     def forward(self, hidden_states: Tensor) -> Tensor:
         of = norm_of(self)
         if of.weight.dtype != hidden_states.dtype:
-            return super().forward(hidden_states)  # type: ignore[misc]
+            return super().forward(hidden_states)
         return norm(hidden_states, of.weight, of.bias, of.kind)
 
 
@@ -54,7 +54,7 @@ class FusedRotary(FusedPart, nn.Module):
     """Cosines and sines of transformers, which carry the same in FP32, made once a forward."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tables:
-        plain = super().forward(x.new_empty(0, dtype=torch.float32), position_ids)  # type: ignore[misc]
+        plain = super().forward(x.new_empty(0, dtype=torch.float32), position_ids)
         cos, sin = (each.to(x.dtype) for each in plain)
         _TABLES.leave(cos, _halves(*plain))
         return cos, sin
