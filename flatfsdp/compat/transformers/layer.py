@@ -20,6 +20,7 @@ from flatfsdp.compat.transformers.families import Part
 from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
 from flatfsdp.compat.transformers.mlp import FusedMLP
 from flatfsdp.compat.transformers.small import FusedNorm
+from flatfsdp.contract.joint import is_joined
 from flatfsdp.contract.mixed import About
 from flatfsdp.layers.dropout import bias_dropout_add
 from flatfsdp.torch_private import has_global_hooks, never_traced
@@ -59,11 +60,22 @@ class FusedLayer(FusedPart, nn.Module):
     @never_traced
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         arguments = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
-        if not _can_fuse(arguments):
+        if not self._can_fuse(arguments):
             plain: Tensor = super().forward(hidden_states, *args, **kwargs)
             return plain
         branch, residual = self._attend(hidden_states, arguments)
         return self._run_mlp(branch, residual)
+
+    def _can_fuse(self, arguments: dict[str, Any]) -> bool:
+        """Whether a call asks for nothing that transformers alone has."""
+        if has_global_hooks():
+            return False
+        if arguments.get("past_key_values") is not None and not torch.is_grad_enabled():
+            # It writes text, one token a call, for which weights would have to be concatenated each time.
+            attention: Any = self._modules[self._family.attention_at]
+            if not is_joined(attention, "qkv_weight"):
+                return False
+        return all(value is None or value is False or name in _KNOWN for name, value in arguments.items())
 
     def _attend(self, hidden_states: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """What the second norm is given: the branch and its residual, or their sum and None."""
@@ -108,17 +120,3 @@ _OTHERS = "it, or its norm, is of another class than transformers' own"
 
 def _are(half: nn.Module, mixin: type[FusedPart], norm: nn.Module) -> bool:
     return isinstance(half, mixin) and isinstance(norm, FusedNorm)
-
-
-def _can_fuse(arguments: dict[str, Any]) -> bool:
-    """Whether a call asks for nothing that transformers alone has.
-
-    With a cache and without gradients it writes text, one token a call: concatenating weights, where no
-    engine has them side by side, would take longer than what is saved.
-    """
-    if arguments.get("past_key_values") is not None and not torch.is_grad_enabled():
-        return False
-    return (
-        all(value is None or value is False or name in _KNOWN for name, value in arguments.items())
-        and not has_global_hooks()
-    )
