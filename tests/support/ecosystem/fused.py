@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.support.ecosystem.families import _DECODER, FAMILIES, VOCAB, Batch, Family
+from flatfsdp import microbatches
+from tests.support.ecosystem.families import DECODER, FAMILIES, VOCAB, Batch, Family, batches_of
 
 FUSED = {
     "Llama": FAMILIES["Llama"],
-    "Qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", "Qwen2DecoderLayer", _DECODER),
+    "Qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", "Qwen2DecoderLayer", DECODER),
     "Qwen3": FAMILIES["Qwen3"],
     "Mistral": Family(
-        "MistralForCausalLM", "MistralConfig", "MistralDecoderLayer", {**_DECODER, "sliding_window": 4}
+        "MistralForCausalLM", "MistralConfig", "MistralDecoderLayer", {**DECODER, "sliding_window": 4}
     ),
     "Mixtral": FAMILIES["Mixtral"],
     "GPT-2": FAMILIES["GPT-2"],
@@ -54,3 +56,20 @@ def assert_near(found: list[Tensor], expected: list[Tensor], tolerance: float = 
     floor = 1e-3 * max(float(each.norm()) for each in expected)
     for one, other in zip(found, expected, strict=True):
         assert float((one - other).norm()) <= tolerance * max(float(other.norm()), floor)
+
+
+def train(model: Any, ranks: Sequence[int], *, is_sharded: bool) -> list[Tensor]:
+    """Two steps of SGD of two microbatches a rank: losses, and how all values have changed."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+    for step in range(2):
+        for rank in ranks:
+            batches = batches_of(rank, step)
+            for each in microbatches(model, batches) if is_sharded else batches:
+                loss = model(**each).loss
+                (loss / len(ranks)).backward()
+                losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    after = model.state_dict()
+    return [*losses, *(after[name] - value for name, value in before.items())]
