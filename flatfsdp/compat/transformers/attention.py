@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from flatfsdp.compat.transformers import lora
 from flatfsdp.compat.transformers.fused_part import FusedPart
-from flatfsdp.compat.transformers.operands import joints_of, map_of, operands_of, stored_in_fp8
+from flatfsdp.compat.transformers.operands import joints_of, operands_of, stored_in_fp8
 from flatfsdp.compat.transformers.small import norm_of, tables_of
 from flatfsdp.compat.transformers.why_not import (
     NOT_SIDE_BY_SIDE,
@@ -84,8 +84,8 @@ class FusedAttention(FusedPart, MatmulLayer):
             return f"{', '.join(family.qkv)} {NOT_SIDE_BY_SIDE}"
         out = None
         if self._out_reason() is None:
-            out = map_of("proj", self._out().weight, self._out().bias, transposed=family.transposed)
-        return AttentionMaps(map_of("qkv", *operands, transposed=family.transposed), out)
+            out = MapOf("proj", self._out().weight, self._out().bias, transposed=family.transposed)
+        return AttentionMaps(MapOf("qkv", *operands, family.transposed), out)
 
     def attend(
         self, hidden_states: Tensor, norm: nn.Module, maps: AttentionMaps, arguments: Mapping[str, Any]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers.fused_part import FusedPart
-from flatfsdp.compat.transformers.operands import joints_of, map_of, operands_of, stored_in_fp8
+from flatfsdp.compat.transformers.operands import joints_of, operands_of, stored_in_fp8
 from flatfsdp.compat.transformers.small import norm_of
 from flatfsdp.compat.transformers.why_not import (
     NOT_SIDE_BY_SIDE,
@@ -81,8 +81,8 @@ class FusedMLP(FusedPart, MatmulLayer):
             return f"{', '.join(family.gate_up)} {NOT_SIDE_BY_SIDE}"
         activation = _ACTIVATIONS[innermost(type(self._activation())).__name__]
         return MLPMaps(
-            map_of("fc1", *operands, transposed=family.transposed),
-            map_of("fc2", second.weight, second.bias, transposed=family.transposed),
+            MapOf("fc1", *operands, family.transposed),
+            MapOf("fc2", second.weight, second.bias, family.transposed),
             _GATED[activation] if len(family.gate_up) == 2 else activation,
         )
 

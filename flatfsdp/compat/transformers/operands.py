@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.joint import Joint, joined
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
-from flatfsdp.layers.base import MapOf
 
 
 def joints_of(name: str, bases: Sequence[Any]) -> tuple[Joint, ...]:
@@ -36,15 +35,6 @@ def operands_of(layer: nn.Module, joints: Sequence[Joint]) -> tuple[Tensor, Tens
         return weight, None
     bias = joined(layer, joints[1])
     return weight, torch.cat(joints[1].tensors()) if bias is None else bias
-
-
-def map_of(name: str, weight: Tensor, bias: Tensor | None, *, transposed: bool) -> MapOf:
-    """One linear map in a call.
-
-    Args:
-        transposed: the weight is [in, out].  Autograd gets its gradient then.
-    """
-    return MapOf(name, weight.t() if transposed else weight, bias)
 
 
 def stored_in_fp8(joints: Iterable[Joint]) -> tuple[str, ...]:

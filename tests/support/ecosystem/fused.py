@@ -52,7 +52,7 @@ def loss_and_grads(model: Any, **inputs: Any) -> list[Tensor]:
 def assert_near(found: list[Tensor], expected: list[Tensor], tolerance: float = 1e-5) -> None:
     """Relative to each tensor; those that nearly cancel out, to the largest one."""
     assert len(found) == len(expected)
-    expected = [each.detach() for each in expected]
+    found, expected = ([each.detach() for each in tensors] for tensors in (found, expected))
     floor = 1e-3 * max(float(each.norm()) for each in expected)
     for one, other in zip(found, expected, strict=True):
         assert float((one - other).norm()) <= tolerance * max(float(other.norm()), floor)
