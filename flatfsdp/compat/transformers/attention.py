@@ -70,21 +70,22 @@ class FusedAttention(FusedPart, MatmulLayer):
         """What this call multiplies with, or why transformers has to compute it."""
         if captures_attentions():
             return "attention weights are returned"
-        modules = [self, norm, self._out(), *self._projections()]
-        facts = facts_of([*modules, *(each.base_layer for each in modules if lora.is_lora(each))])
-        if self._checked is None or self._checked.facts != facts:
+        facts = facts_of([self, norm, self._out(), *self._projections()])
+        checked = self._checked
+        if checked is None or checked.facts != facts:
             reason = self._reason() or skipping("its norm", norm)
-            vars(self)["_checked"] = Checked(facts, reason)
-        assert self._checked is not None
-        if self._checked.reason is not None:
-            return self._checked.reason
+            joints = () if reason is not None else self._qkv_joints()
+            checked = Checked(facts, reason, joints, self._out_reason() is None)
+            vars(self)["_checked"] = checked
+        if checked.reason is not None:
+            return checked.reason
         family = self._family
-        operands = operands_of(self, self._qkv_joints())
+        operands = operands_of(self, checked.joints)
         if operands is None:
             return f"{', '.join(family.qkv)} {NOT_SIDE_BY_SIDE}"
         out = None
-        if self._out_reason() is None:
-            out = MapOf("proj", self._out().weight, self._out().bias, transposed=family.transposed)
+        if checked.has_last:
+            out = MapOf("proj", self._out().weight, self._out().bias, family.transposed)
         return AttentionMaps(MapOf("qkv", *operands, family.transposed), out)
 
     def attend(

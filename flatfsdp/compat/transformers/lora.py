@@ -14,6 +14,8 @@ from flatfsdp.contract.mixed import innermost
 
 def is_lora(module: nn.Module) -> bool:
     """Whether it is PEFT's plain LoRA of a linear map."""
+    if "base_layer" not in module._modules:
+        return False
     kind = innermost(type(module))
     return bool(kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ == "Linear")
 

@@ -69,14 +69,16 @@ class FusedMLP(FusedPart, MatmulLayer):
     def maps(self, norm: nn.Module) -> MLPMaps | str:
         """What this call multiplies with, or why transformers has to compute it."""
         facts = facts_of([self, norm, self._activation(), self._second(), *self._first()])
-        if self._checked is None or self._checked.facts != facts:
+        checked = self._checked
+        if checked is None or checked.facts != facts:
             reason = self._reason() or skipping("its norm", norm)
-            vars(self)["_checked"] = Checked(facts, reason)
-        assert self._checked is not None
-        if self._checked.reason is not None:
-            return self._checked.reason
+            joints = () if reason is not None else self._first_joints()
+            checked = Checked(facts, reason, joints)
+            vars(self)["_checked"] = checked
+        if checked.reason is not None:
+            return checked.reason
         family, second = self._family, self._second()
-        operands = operands_of(self, self._first_joints())
+        operands = operands_of(self, checked.joints)
         if operands is None:
             return f"{', '.join(family.gate_up)} {NOT_SIDE_BY_SIDE}"
         activation = _ACTIVATIONS[innermost(type(self._activation())).__name__]

@@ -7,42 +7,55 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers import lora
 from flatfsdp.contract.claimed import is_unit
+from flatfsdp.contract.joint import Joint
 from flatfsdp.contract.mixed import innermost
 from flatfsdp.layers.linear import Linear
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
+_hooks_in = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
 _CAPTURING = "transformers.utils.output_capturing"
 
-Facts = tuple[Any, ...]
+Facts = list[Any]
 
 
 class Checked(NamedTuple):
-    """What was found in one state of the modules inside; None: nothing is in the way."""
+    """What was found in one state of the modules inside.
+
+    Attributes:
+        reason: why it is left to transformers, or None.
+        joints: what is multiplied with.
+        has_last: whether the last projection is among it, or is called as a module.
+    """
 
     facts: Facts
     reason: str | None
+    joints: tuple[Joint, ...]
+    has_last: bool = True
 
 
 def facts_of(modules: Iterable[nn.Module]) -> Facts:
-    """What reasons depend on; cheap, and equal as long as they are the same."""
-    found: list[Any] = []
+    """What reasons depend on, equal as long as they are the same; of bases of LoRA, too.
+
+    It is asked for several times a layer and call, so that it looks at dictionaries only.
+    """
+    found: Facts = []
     for module in modules:
-        state = vars(module)
-        found += (module, type(module), "forward" in state, *(len(state[name]) for name in _HOOKS))
-        if lora.is_lora(module):
-            found += lora.state_of(module)
-    return tuple(found)
+        state = module.__dict__
+        found.append(module)
+        found.append(module.__class__)
+        before, after, of_grad, before_grad = _hooks_in(state)
+        if before or after or of_grad or before_grad or "forward" in state:
+            found.append((len(before), len(after), len(of_grad), len(before_grad), "forward" in state))
+        if "base_layer" in state["_modules"] and lora.is_lora(module):
+            found.append(lora.state_of(module))
+            found += facts_of([lora.base_of(module)])
+    return found
 
 
 def skipping(name: str, module: nn.Module) -> str | None:
@@ -51,7 +64,7 @@ def skipping(name: str, module: nn.Module) -> str | None:
         return f"{name} is sharded as a unit of its own"
     if "forward" in vars(module):
         return f"{name} has a forward of its own"
-    for hooks in (vars(module)[name] for name in _HOOKS):
+    for hooks in _hooks_in(vars(module)):
         if any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values()):
             return f"{name} has hooks"
     return None
