@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers import lora
@@ -187,7 +188,7 @@ class FusedAttention(FusedPart, MatmulLayer):
         dropout = self._dropout() if self.training else 0.0
         is_sdpa = interface.__module__ == "transformers.integrations.sdpa_attention"
         is_whole = query.shape[2] == key.shape[2]
-        if is_sdpa and (is_whole if mask is None else mask.dtype.is_floating_point is False):
+        if is_sdpa and (is_whole if mask is None else mask.dtype == torch.bool):
             out = sdpa.attention(
                 query, key, value, mask, is_causal=mask is None, dropout=dropout, scale=self.scaling
             )

@@ -53,7 +53,7 @@ class Family(NamedTuple):
         return type(module).__name__ == self.layer
 
 
-DECODER = {
+_DECODER = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
@@ -74,9 +74,9 @@ _BERT = {
 _T5 = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "vocab_size": VOCAB}
 
 FAMILIES = {
-    "Llama": Family("LlamaForCausalLM", "LlamaConfig", "LlamaDecoderLayer", DECODER),
+    "Llama": Family("LlamaForCausalLM", "LlamaConfig", "LlamaDecoderLayer", _DECODER),
     "Qwen3": Family(
-        "Qwen3ForCausalLM", "Qwen3Config", "Qwen3DecoderLayer", {**DECODER, "tie_word_embeddings": True}
+        "Qwen3ForCausalLM", "Qwen3Config", "Qwen3DecoderLayer", {**_DECODER, "tie_word_embeddings": True}
     ),
     "GPT-2": Family(
         "GPT2LMHeadModel",
@@ -101,7 +101,7 @@ FAMILIES = {
         "MixtralForCausalLM",
         "MixtralConfig",
         "MixtralDecoderLayer",
-        {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
 GENERATING = [name for name, family in FAMILIES.items() if family.generates]

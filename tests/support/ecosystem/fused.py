@@ -10,14 +10,16 @@ import torch
 from torch import Tensor
 
 from flatfsdp import microbatches
-from tests.support.ecosystem.families import DECODER, FAMILIES, VOCAB, Batch, Family, batches_of
+from tests.support.ecosystem.families import FAMILIES, VOCAB, Batch, Family, batches_of
+
+_DECODER = FAMILIES["Llama"].sizes
 
 FUSED = {
     "Llama": FAMILIES["Llama"],
-    "Qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", "Qwen2DecoderLayer", DECODER),
+    "Qwen2": Family("Qwen2ForCausalLM", "Qwen2Config", "Qwen2DecoderLayer", _DECODER),
     "Qwen3": FAMILIES["Qwen3"],
     "Mistral": Family(
-        "MistralForCausalLM", "MistralConfig", "MistralDecoderLayer", {**DECODER, "sliding_window": 4}
+        "MistralForCausalLM", "MistralConfig", "MistralDecoderLayer", {**_DECODER, "sliding_window": 4}
     ),
     "Mixtral": FAMILIES["Mixtral"],
     "GPT-2": FAMILIES["GPT-2"],

@@ -16,7 +16,8 @@ from torch import nn
 from flatfsdp import FlatFSDP, fp8
 from flatfsdp.compat.transformers import fuse, unfuse
 from flatfsdp.compat.transformers.fused_part import is_fused
-from flatfsdp.layers import convert
+from flatfsdp.compat.transformers.small import tables_of
+from flatfsdp.layers import TransformerLayer, convert
 from tests.support.ecosystem.families import generated, needs_peft, needs_transformers
 from tests.support.ecosystem.fused import FUSED, assert_near, batch, build, loss_and_grads
 
@@ -77,6 +78,49 @@ def test_options_of_the_configuration(options: dict[str, Any], silence: None) ->
     model = build("Llama", **options)
     inputs = batch(attention_mask=PADDED)
     assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
+
+
+def test_a_layer_has_the_bits_of_our_transformer_layer() -> None:
+    layer, tables = _llama_layer_and_tables(fuse(build("Llama")).bfloat16())
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv, gate_up = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+    ours = TransformerLayer(
+        32,
+        48,
+        4,
+        2,
+        1e-6,
+        0.0,
+        0.0,
+        kv_channels=8,
+        activation="swiglu",
+        attn_input_format="bshd",
+        normalization="RMSNorm",
+        bias=False,
+        fuse_qkv_params=True,
+        qkv_weight_interleaved=False,
+        params_dtype=torch.bfloat16,
+    )
+    in_order = [qkv, [layer.input_layernorm], [attention.o_proj], [layer.post_attention_layernorm]]
+    in_order += [gate_up, [mlp.down_proj]]
+    with torch.no_grad():
+        for parameter, modules in zip(ours.parameters(), in_order, strict=True):
+            parameter.copy_(torch.cat([module.weight for module in modules]))
+    x = torch.randn(2, 16, 32, dtype=torch.bfloat16)
+    for _ in range(2):
+        with fp8.autocast(recipe=fp8.DelayedScaling()):
+            found = layer(x, attention_mask=None, position_embeddings=tables)
+            expected = ours(x, rotary_pos_emb=tables_of(tables))
+            found.backward(x)
+            expected.backward(x)
+        assert torch.equal(found, expected)
+    for parameter, modules in zip(ours.parameters(), in_order, strict=True):
+        assert torch.equal(torch.cat([module.weight.grad for module in modules]), parameter.grad)
+
+
+def _llama_layer_and_tables(model: Any) -> Any:
+    tables = model.model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), torch.arange(16)[None])
+    return model.model.layers[0], tables
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-2"])
