@@ -88,6 +88,11 @@ def is_profiling() -> bool:
     return torch.autograd._profiler_enabled()
 
 
+def has_global_hooks() -> bool:
+    """Whether hooks are registered for all modules, forward or backward."""
+    return torch.nn.modules.module._has_any_global_hook()
+
+
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
     """Calls `callback` when the running backward is over, and drops it uncalled if that raises."""
     Variable._execution_engine.queue_callback(callback)

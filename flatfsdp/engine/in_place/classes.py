@@ -11,14 +11,13 @@ that may be called by itself, outside of the unit's forward, as `model.lm_head(h
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Callable
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from flatfsdp.contract.mixed import About, Mixed, mixed_class
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.full_params import state_dict_gathering
 from flatfsdp.engine.in_place.hugging_face import said_by_whole_models
@@ -28,24 +27,15 @@ from flatfsdp.engine.units import root_of
 from flatfsdp.torch_private import traced_inside
 
 
-class _Mixed:
-    """What stands in front of a user's class.
+class _Sharded(Mixed):
+    """What stands in front of a user's class."""
 
-    Attributes:
-        plain_class: the user's class.
-    """
-
-    plain_class: ClassVar[type[nn.Module]]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A new module is a plain one: `type(model).from_pretrained(...)`, or a slice of a ModuleList."""
-        plain = cls.plain_class
-        made = plain.__new__(plain, *args, **kwargs)
-        made.__init__(*args, **kwargs)  # type: ignore[misc]
-        return made
+    @classmethod
+    def about(cls, plain: type[nn.Module]) -> About:
+        return said_by_whole_models(plain)
 
 
-class FlatFSDPModule(_Mixed, UnitMethods):
+class FlatFSDPModule(_Sharded, UnitMethods):
     """A module that `shard` has sharded in place; `isinstance(module, FlatFSDPModule)` says so."""
 
     @traced_inside
@@ -59,7 +49,7 @@ class FlatFSDPModule(_Mixed, UnitMethods):
             return super().state_dict(*args, **kwargs)
 
 
-class FlatFSDPPart(_Mixed, nn.Module):
+class FlatFSDPPart(_Sharded, nn.Module):
     """A module in a unit that may be called by itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,39 +82,18 @@ _COPIED = (
 )
 
 
-def require_mixable(module: nn.Module, mixin: type[_Mixed]) -> None:
-    """Raises what `mix` would, and changes nothing."""
-    if not isinstance(module, mixin):
-        _mixed(type(module), mixin)  # type: ignore[arg-type]
-
-
-def mix(module: nn.Module, mixin: type[_Mixed]) -> None:
-    """From now on `module` is of a class of the same name, with `mixin` in front of its own.
+def require_mixable(module: nn.Module, mixin: type[_Sharded]) -> None:
+    """Checks that `mix` will not fail, and changes nothing.
 
     Raises:
-        TypeError: if its class does not let others derive from it.
+        TypeError: if the module's class does not let others derive from it.
     """
-    module.__class__ = _mixed(type(module), mixin)  # type: ignore[arg-type]
-
-
-def unmix(module: nn.Module) -> None:
-    """Gives a module back its own class."""
-    module.__class__ = getattr(type(module), "plain_class")  # noqa: B009 - its class is a mixed one
-
-
-@functools.cache
-def _mixed(plain: type[nn.Module], mixin: type[_Mixed]) -> type[nn.Module]:
-    about = {
-        "__module__": plain.__module__,
-        "__qualname__": plain.__qualname__,
-        "__doc__": plain.__doc__,
-        "plain_class": plain,
-        **said_by_whole_models(plain),
-    }
+    if isinstance(module, mixin):
+        return
     try:
-        return types.new_class(plain.__name__, (mixin, plain), exec_body=lambda body: body.update(about))
+        mixed_class(type(module), mixin)  # type: ignore[arg-type]
     except TypeError as error:
         raise TypeError(
-            f"{plain.__name__} cannot be sharded in place, because no class can be derived from it without "
-            f"arguments ({error}); wrap the module with FlatFSDP"
+            f"{type(module).__name__} cannot be sharded in place, because no class can be derived from it "
+            f"without arguments ({error}); wrap the module with FlatFSDP"
         ) from error

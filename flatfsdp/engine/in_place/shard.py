@@ -16,10 +16,11 @@ from torch import nn
 from typing_extensions import Unpack
 
 from flatfsdp.contract.claimed import FSDP_STATE, PART_OF
+from flatfsdp.contract.mixed import mix, unmix
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.claim import own_modules
-from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, mix, require_mixable, unmix
+from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, require_mixable
 from flatfsdp.engine.in_place.options import ShardOptions, require_known
 from flatfsdp.engine.in_place.parts import unit_of
 from flatfsdp.engine.in_place.state_dicts import follow_state_dicts

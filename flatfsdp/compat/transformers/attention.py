@@ -1,0 +1,211 @@
+"""`FusedAttention`: norm and joint projection, rotation, attention and output projection.
+
+In:   [batch, seq, hidden], before the norm;  out: the same shape, and what was normalized.
+Next: `layer.py` adds the residual.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.compat.transformers import lora
+from flatfsdp.compat.transformers.fused_part import FusedPart
+from flatfsdp.compat.transformers.operands import joints_of, operands_of, stored_in_fp8
+from flatfsdp.compat.transformers.small import norm_of, tables_of
+from flatfsdp.compat.transformers.why_not import (
+    NOT_SIDE_BY_SIDE,
+    Checked,
+    captures_attentions,
+    different,
+    facts_of,
+    no_linear,
+    skipping,
+)
+from flatfsdp.contract.joint import Joint
+from flatfsdp.layers.attention import sdpa
+from flatfsdp.layers.attention.qkv import HeadsOf, heads_of_projection
+from flatfsdp.layers.attention.slices import add_to_slices
+from flatfsdp.layers.base import MapOf, MatmulLayer
+from flatfsdp.layers.calls import linear, norm_linear, prepare
+
+
+class AttentionMaps(NamedTuple):
+    """The linear maps of one call; no `out`: the module is called as it is."""
+
+    qkv: MapOf
+    out: MapOf | None
+
+
+class FusedAttention(FusedPart, MatmulLayer):
+    """Self-attention of transformers; called by itself it is transformers' own."""
+
+    linear_maps = ("qkv", "proj")
+    config: Any
+    layer_idx: int
+    head_dim: int
+    num_key_value_groups: int
+    scaling: float
+    attention_dropout: float
+    attn_dropout: nn.Dropout
+    _checked: Checked | None = None
+
+    def declared_joints(self) -> tuple[Joint, ...]:
+        """Query, key and value: one weight, and one bias where they have biases; and the output's weight."""
+        if self._reason() is not None:
+            return ()
+        joints = self._qkv_joints()
+        return joints if self._out_reason() is not None else (*joints, *joints_of("out", [self._out()])[:1])
+
+    def fp8_weights(self) -> tuple[str, ...]:
+        """Weights that only FP8 GEMMs of this layer read."""
+        if not self.allows_fp8 or self._family.transposed:
+            return ()
+        return stored_in_fp8(joint for joint in self.declared_joints() if joint.name.endswith("weight"))
+
+    def maps(self, norm: nn.Module) -> AttentionMaps | str:
+        """What this call multiplies with, or why transformers has to compute it."""
+        if captures_attentions():
+            return "attention weights are returned"
+        facts = facts_of([self, norm, self._out(), *self._projections()])
+        checked = self._checked
+        if checked is None or checked.facts != facts:
+            reason = self._reason() or skipping("its norm", norm)
+            joints = () if reason is not None else self._qkv_joints()
+            checked = Checked(facts, reason, joints, self._out_reason() is None)
+            vars(self)["_checked"] = checked
+        if checked.reason is not None:
+            return checked.reason
+        family = self._family
+        operands = operands_of(self, checked.joints)
+        if operands is None:
+            return f"{', '.join(family.qkv)} {NOT_SIDE_BY_SIDE}"
+        out = None
+        if checked.has_last:
+            out = MapOf("proj", self._out().weight, self._out().bias, family.transposed)
+        return AttentionMaps(MapOf("qkv", *operands, family.transposed), out)
+
+    def attend(
+        self, hidden_states: Tensor, norm: nn.Module, maps: AttentionMaps, arguments: Mapping[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """The branch without its residual, and the residual: what was normalized.
+
+        Args:
+            hidden_states: [batch, seq, hidden].
+            arguments: of transformers' own forward, by name.
+        """
+        projections = self._projections()
+        adapted = [lora.adds(each) for each in projections]
+        all_maps = (maps.qkv,) if maps.out is None else (maps.qkv, maps.out)
+        ready = prepare(self, hidden_states, *all_maps)
+        called = norm_linear(self, norm_of(norm), maps.qkv, ready, keep=any(adapted))
+        mixed = called.out
+        if any(adapted):
+            assert called.normalized is not None
+            mixed = self._with_adapters(mixed, called.normalized.view(hidden_states.shape), projections)
+        query, key, value = self._heads(mixed, arguments.get("position_embeddings"))
+        cache = arguments.get("past_key_values")
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        context = self._core(query, key, value, arguments).flatten(2)
+        if maps.out is None:
+            out = self._out()(context)
+        else:
+            out = linear(self, maps.out, ready.of_next(self, maps.out, context))
+        return out, called.summed.view(hidden_states.shape)
+
+    # ---- parts ------------------------------------------------------------------------------------------
+
+    def _projections(self) -> list[Any]:
+        return [self._modules[name] for name in self._family.qkv]
+
+    def _out(self) -> Any:
+        return self._modules[self._family.out]
+
+    def _qkv_joints(self) -> tuple[Joint, ...]:
+        return joints_of("qkv", [lora.base_of(each) for each in self._projections()])
+
+    def _reason(self) -> str | None:
+        family, projections = self._family, self._projections()
+        if getattr(self, "is_cross_attention", False) or getattr(self, "reorder_and_upcast_attn", False):
+            return "it is cross-attention, or upcasts"
+        for name, module in zip(family.qkv, projections, strict=True):
+            if found := no_linear(name, module, transposed=family.transposed, lora_too=True):
+                return found
+        bases = [lora.base_of(each) for each in projections]
+        named = ", ".join(family.qkv)
+        if len({each.bias is None for each in bases}) > 1:
+            return f"some of {named} have a bias, others none"
+        return different(named, [each.weight for each in bases]) or skipping("it", self)
+
+    def _out_reason(self) -> str | None:
+        return no_linear(self._family.out, self._out(), transposed=self._family.transposed)
+
+    def _with_adapters(self, mixed: Tensor, normalized: Tensor, projections: list[Any]) -> Tensor:
+        deltas, start = [], 0
+        for module in projections:
+            delta = lora.delta_of(module, normalized) if lora.adds(module) else None
+            if delta is not None:
+                deltas.append((start, delta.to(mixed.dtype)))
+            start += module.out_features if hasattr(module, "out_features") else module.nf
+        return add_to_slices(mixed, deltas) if deltas else mixed
+
+    def _heads(self, mixed: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """[batch, heads, seq, head_dim] each, views of [batch, seq, heads, head_dim]."""
+        head_dim, width = self.head_dim, mixed.shape[-1] // self.head_dim
+        if self._family.rotary:
+            groups = width // (self.num_key_value_groups + 2)
+            heads = width - 2 * groups
+        else:
+            heads = groups = width // 3
+        batch, seq = mixed.shape[:2]
+        tables = None if position_embeddings is None else tables_of(position_embeddings)
+        is_flat = tables is not None and tables[0].shape[0] != seq
+        if is_flat:
+            # Rotation is per token, so that sequences with positions of their own are one long one.
+            mixed = mixed.reshape(1, batch * seq, -1)
+        found = heads_of_projection(
+            mixed,
+            HeadsOf(heads, groups, head_dim, False),
+            tables,
+            batch_first=True,
+            q_norm=self._modules.get("q_norm"),
+            k_norm=self._modules.get("k_norm"),
+        )
+        query, key, value = (x.unflatten(1, (batch, seq)).squeeze(0) if is_flat else x for x in found)
+        return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+
+    def _core(self, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """[batch, seq, heads, head_dim]."""
+        mask = arguments.get("attention_mask")
+        module = sys.modules["transformers.modeling_utils"]
+        eager = sys.modules[self._family.module].eager_attention_forward
+        interface = module.ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager)
+        dropout = self._dropout() if self.training else 0.0
+        is_sdpa = interface.__module__ == "transformers.integrations.sdpa_attention"
+        is_whole = query.shape[2] == key.shape[2]
+        if is_sdpa and (is_whole if mask is None else mask.dtype == torch.bool):
+            out = sdpa.attention(
+                query, key, value, mask, is_causal=mask is None, dropout=dropout, scale=self.scaling
+            )
+            return out.transpose(1, 2)
+        others = {k: v for k, v in arguments.items() if k not in _OWN_ARGUMENTS}
+        if self._family.window == "attention":
+            others["sliding_window"] = self.sliding_window
+        elif self._family.window == "config":
+            others["sliding_window"] = getattr(self.config, "sliding_window", None)
+        found: Tensor = interface(
+            self, query, key, value, mask, dropout=dropout, scaling=self.scaling, **others
+        )[0]
+        return found
+
+    def _dropout(self) -> float:
+        return float(self.attention_dropout if self._family.rotary else self.attn_dropout.p)
+
+
+_OWN_ARGUMENTS = ("attention_mask", "past_key_values", "position_embeddings")
+"""Of transformers' attention; it passes the others on to its attention functions."""

@@ -1,0 +1,124 @@
+"""Which classes of transformers are fused, and how their parts are called.
+
+A class counts only while its `forward` is its own: another library may have replaced it.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Literal, NamedTuple
+
+from torch import nn
+
+from flatfsdp.contract.mixed import innermost
+
+Part = Literal["layer", "attention", "mlp", "norm", "rotary", "embedding", "head", "causal_lm"]
+
+
+class Family(NamedTuple):
+    """One architecture of transformers.
+
+    Attributes:
+        name: of its folder, `transformers.models.<name>`.
+        layer, attention, mlp, norm, rotary, causal_lm: names of classes; "" where none is fused.
+        attention_at, mlp_at, norms_at: attributes of the layer; the norm before attention, that before the
+            perceptron.
+        qkv: attributes of attention whose weights are one operand, one below the other.
+        out: of attention, the projection of its result.
+        gate_up: attributes of the perceptron that are one operand: gate and linear part, or the one map.
+        down: the second map of the perceptron.
+        activation: attribute of the perceptron.
+        dropouts: attributes of attention and perceptron that are nn.Dropout of their results.
+        base: attribute of the causal language model: the model without its head.
+        window: who has `sliding_window`, which transformers' attention functions are given.
+        output: class of `transformers.modeling_outputs` that the causal language model returns.
+        transposed: weights are [in, out].
+    """
+
+    name: str
+    layer: str
+    attention: str
+    mlp: str
+    norm: str
+    rotary: str
+    causal_lm: str
+    attention_at: str = "self_attn"
+    mlp_at: str = "mlp"
+    norms_at: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    out: str = "o_proj"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
+    activation: str = "act_fn"
+    dropouts: tuple[str, str] | None = None
+    base: str = "model"
+    window: Literal["attention", "config"] | None = None
+    output: str = "CausalLMOutputWithPast"
+    transposed: bool = False
+
+    def find(self, part: Part) -> Any:
+        """The class of a part; None where the family has none, or nobody has imported it."""
+        name = getattr(self, part)
+        modeling = sys.modules.get(self.module)
+        return getattr(modeling, name, None) if name else None
+
+    @property
+    def module(self) -> str:
+        """Where its classes are."""
+        return f"transformers.models.{self.name}.modeling_{self.name}"
+
+
+def _like_llama(name: str, prefix: str, **others: Any) -> Family:
+    kinds = {
+        "layer": f"{prefix}DecoderLayer",
+        "attention": f"{prefix}Attention",
+        "mlp": f"{prefix}MLP",
+        "norm": f"{prefix}RMSNorm",
+        "rotary": f"{prefix}RotaryEmbedding",
+        "causal_lm": f"{prefix}ForCausalLM",
+    }
+    return Family(**{"name": name, **kinds, **others})
+
+
+FAMILIES = (
+    _like_llama("llama", "Llama"),
+    _like_llama("mistral", "Mistral", window="config"),
+    _like_llama("qwen2", "Qwen2", window="attention"),
+    _like_llama("qwen3", "Qwen3", window="attention"),
+    _like_llama("mixtral", "Mixtral", mlp="", window="config", output="MoeCausalLMOutputWithPast"),
+    Family(
+        name="gpt2",
+        layer="GPT2Block",
+        attention="GPT2Attention",
+        mlp="GPT2MLP",
+        norm="",
+        rotary="",
+        causal_lm="GPT2LMHeadModel",
+        attention_at="attn",
+        norms_at=("ln_1", "ln_2"),
+        qkv=("c_attn",),
+        out="c_proj",
+        gate_up=("c_fc",),
+        down="c_proj",
+        activation="act",
+        dropouts=("resid_dropout", "dropout"),
+        base="transformer",
+        output="CausalLMOutputWithCrossAttentions",
+        transposed=True,
+    ),
+)
+
+
+def family_of(module: nn.Module, part: Part) -> Family | None:
+    """The family in which a module is this part, if its forward is that of its class."""
+    kind = innermost(type(module))
+    for family in FAMILIES:
+        if kind.__module__ == family.module and kind is family.find(part) and has_own_forward(module):
+            return family
+    return None
+
+
+def has_own_forward(module: nn.Module) -> bool:
+    """Whether a module computes what its class says, as far as one can see without calling it."""
+    kind = innermost(type(module))
+    return "forward" not in vars(module) and kind.forward.__module__ == kind.__module__

@@ -1,0 +1,207 @@
+"""`fuse` and `unfuse`: which modules of a model are fused, and when that is too late.
+
+In:   a model of transformers, before FlatFSDP shards it.
+Out:  the same model, of the same classes by name, with the same parameters.
+Next: `families.py` knows the classes; `layer.py` and `head.py` compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from flatfsdp.compat.transformers.attention import FusedAttention
+from flatfsdp.compat.transformers.families import FAMILIES, Family, Part, family_of
+from flatfsdp.compat.transformers.fused_part import FusedPart, Fusion, become, is_fused, name_of, resign
+from flatfsdp.compat.transformers.head import FusedCausalLM, FusedHead
+from flatfsdp.compat.transformers.layer import FusedLayer
+from flatfsdp.compat.transformers.mlp import FusedMLP
+from flatfsdp.compat.transformers.probe import differing
+from flatfsdp.compat.transformers.small import (
+    FusedEmbedding,
+    FusedNorm,
+    FusedRotary,
+    is_whole_layer_norm,
+)
+from flatfsdp.contract.claimed import is_owned, is_unit
+from flatfsdp.matmul.linear_map import FuseWgrad
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def fuse(
+    model: M,
+    *,
+    fp8: bool = True,
+    fuse_wgrad_accumulation: FuseWgrad | None = None,
+    head_chunk_tokens: int | None = None,
+) -> M:
+    """Lets our kernels compute a model of Hugging Face transformers, in place.
+
+        model = fuse(AutoModelForCausalLM.from_pretrained(name))
+        model = shard(model, by_class(LlamaDecoderLayer))
+
+    Llama, Mistral, Qwen2, Qwen3, GPT-2, and of Mixtral all but the experts.  Norms, projections, rotation,
+    attention, perceptrons, residuals, the head and the loss are fused; query, key and value are one GEMM, and
+    so are gate and linear part.  Modules, parameters, names, the configuration and what is saved stay as they
+    are.  A half of a layer with something that is not fused, such as a hook or an activation without a
+    kernel, is left to transformers, and logged once.  So is a whole layer that writes text with a cache.
+
+    In training, a model that is given labels returns no logits, unless called with `skip_logits=False`.
+
+    Args:
+        model: on any device, "meta" too; may have LoRA adapters inside, now or later.
+        fp8: whether GEMMs inside the layers are in FP8 within `flatfsdp.fp8.autocast`; the head's never are.
+        fuse_wgrad_accumulation: see `flatfsdp.layers.Linear`; default: where an engine has a main_grad.
+        head_chunk_tokens: see `chunk_tokens` of `flatfsdp.layers.LinearCrossEntropy`.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: if the model is fused already, or sharded, or has nothing that is fused.
+    """
+    _require_new(model)
+    fusion = Fusion(
+        fp8,
+        "if_claimed" if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation,
+        head_chunk_tokens,
+    )
+    found = _parts_in(model)
+    if not any(each.part == "layer" for each in found):
+        known = ", ".join(family.layer for family in FAMILIES)
+        raise ValueError(
+            f"fuse: {name_of(model)} has no layer that is fused; known are transformers' own {known}"
+        )
+    found = _without_differing(found, fusion)
+    for each in found:
+        become(each.module, _MIXINS[each.part], each.family, fusion)
+    return model
+
+
+def unfuse(model: M) -> M:
+    """Gives all modules of a model back to transformers; parameters and buffers of transformers stay.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: if the model is sharded, or not fused.
+    """
+    fused = [module for module in model.modules() if is_fused(module)]
+    if not fused:
+        raise ValueError(f"unfuse: {name_of(model)} is not fused")
+    _require_unsharded(model, "unfuse it before it is sharded, or take the state_dict()")
+    for module in fused:
+        resign(module)
+    return model
+
+
+def _require_new(model: nn.Module) -> None:
+    if any(is_fused(module) for module in model.modules()):
+        raise ValueError(f"fuse: {name_of(model)} is fused already; unfuse it first")
+    _require_unsharded(model, "fuse first, then shard: the parts of a joint weight need places side by side")
+
+
+def _require_unsharded(model: nn.Module, way_out: str) -> None:
+    for name, module in model.named_modules():
+        if is_unit(module) or is_owned(module):
+            raise ValueError(f"{name or name_of(model)} is sharded already; {way_out}")
+
+
+class _Found(NamedTuple):
+    """A module, and what it is in its family."""
+
+    module: nn.Module
+    part: Part
+    family: Family
+
+
+_MIXINS: dict[Part, type[FusedPart]] = {
+    "layer": FusedLayer,
+    "attention": FusedAttention,
+    "mlp": FusedMLP,
+    "norm": FusedNorm,
+    "rotary": FusedRotary,
+    "embedding": FusedEmbedding,
+    "head": FusedHead,
+    "causal_lm": FusedCausalLM,
+}
+
+
+def _parts_in(model: nn.Module) -> list[_Found]:
+    return list(dict.fromkeys(each for module in model.modules() for each in _parts_at(module)))
+
+
+def _parts_at(module: nn.Module) -> Iterator[_Found]:
+    for part in ("layer", "norm", "rotary", "causal_lm"):
+        family = family_of(module, part)
+        if family is not None:
+            yield _Found(module, part, family)
+            if part == "layer":
+                yield from _halves(module, family)
+            elif part == "causal_lm":
+                yield from _ends(module, family)
+
+
+def _halves(layer: Any, family: Family) -> Iterator[_Found]:
+    attention, mlp = getattr(layer, family.attention_at), getattr(layer, family.mlp_at)
+    if family_of(attention, "attention") is family:
+        yield _Found(attention, "attention", family)
+    if family_of(mlp, "mlp") is family:
+        yield _Found(mlp, "mlp", family)
+    if not family.norm:
+        for norm in (getattr(layer, name) for name in family.norms_at):
+            if is_whole_layer_norm(norm):
+                yield _Found(norm, "norm", family)
+
+
+def _ends(model: Any, family: Family) -> Iterator[_Found]:
+    """The head and the table of tokens."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    if type(head) is nn.Linear and head.bias is None:
+        yield _Found(head, "head", family)
+    is_plain = type(table) is nn.Embedding and table.max_norm is None
+    if is_plain and not (table.sparse or table.scale_grad_by_freq):
+        yield _Found(table, "embedding", family)
+
+
+def _without_differing(found: list[_Found], fusion: Fusion) -> list[_Found]:
+    """Without the parts that the probe finds to be others than ours."""
+    layers = {
+        (each.family, id(config)): config
+        for each in found
+        if each.part == "layer"
+        for config in [getattr(each.module, each.family.attention_at).config]
+    }
+    for (family, _), config in layers.items():
+        for part, reason in differing(family, config, _fuse_twin).items():
+            fusion.say(getattr(family, part) or "LayerNorm", reason)
+            fusion.left_out.add((family.name, part))
+    return [
+        each
+        for each in found
+        if not any((each.family.name, part) in fusion.left_out for part in _NEEDS[each.part])
+    ]
+
+
+_NEEDS: dict[Part, tuple[Part, ...]] = {
+    "layer": ("layer", "norm"),
+    "attention": ("attention", "layer", "norm"),
+    "mlp": ("mlp", "layer", "norm"),
+    "norm": ("norm", "layer"),
+    "rotary": ("attention", "layer", "norm"),
+    "embedding": ("causal_lm", "layer"),
+    "head": ("causal_lm", "layer"),
+    "causal_lm": ("causal_lm", "layer"),
+}
+"""Parts that have to be the same for one to be fused."""
+
+
+def _fuse_twin(twin: nn.Module, parts: set[Part]) -> None:
+    fusion = Fusion(fp8=False, fuse_wgrad_accumulation=False, head_chunk_tokens=None, speaks=False)
+    for each in _parts_in(twin):
+        if each.part in parts:
+            become(each.module, _MIXINS[each.part], each.family, fusion)

@@ -1,0 +1,94 @@
+"""`FusedPart`: the base of what stands in front of transformers' classes, and what a model's parts share.
+
+Next: `layer.py`, `attention.py`, `mlp.py`, `head.py` and `small.py` derive from it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from flatfsdp.compat.transformers.families import Family, Part
+from flatfsdp.contract.mixed import Mixed, innermost, mix, mixed_class, unmix
+from flatfsdp.layers.base import MatmulLayer
+from flatfsdp.matmul.linear_map import FuseWgrad
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """How one model is fused.
+
+    Attributes:
+        fp8: whether GEMMs inside the layers may be in FP8.
+        fuse_wgrad_accumulation: see `fuse`.
+        head_chunk_tokens: see `fuse`.
+        speaks: whether anything is said of it.
+        said: what has been; each thing once.
+        left_out: parts that the probe has found to be others, by the names of their families.
+    """
+
+    fp8: bool
+    fuse_wgrad_accumulation: FuseWgrad
+    head_chunk_tokens: int | None
+    speaks: bool = True
+    said: set[str] = field(default_factory=set)
+    left_out: set[tuple[str, Part]] = field(default_factory=set)
+
+    def say(self, what: str, reason: str) -> None:
+        """Logs that a part is left to transformers, the first time that this is so."""
+        text = f"{what} is computed by transformers, not fused: {reason}"
+        if self.speaks and text not in self.said:
+            self.said.add(text)
+            logger.warning("%s", text)
+
+
+class FusedPart(Mixed):
+    """A module of transformers, of which this computes something."""
+
+    _fusion: Fusion
+    _family: Family
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and pickles are fused, too; their class has no name to be found by."""
+        mixin, plain = type(self).__bases__
+        state = dict(self.__getstate__() if isinstance(self, MatmulLayer) else vars(self))
+        state.pop("_checked", None)
+        return _made_again, (plain, mixin), state
+
+
+def _made_again(plain: type[nn.Module], mixin: type[Mixed]) -> Any:
+    return object.__new__(mixed_class(plain, mixin))  # type: ignore[arg-type]
+
+
+def become(module: nn.Module, mixin: type[FusedPart], family: Family, fusion: Fusion) -> None:
+    """Fuses one module."""
+    mix(module, mixin)
+    vars(module)["_fusion"], vars(module)["_family"] = fusion, family
+    if isinstance(module, MatmulLayer):
+        module._become(fuse_wgrad_accumulation=fusion.fuse_wgrad_accumulation)
+        vars(module)["allows_fp8"] = fusion.fp8 and mixin.allows_fp8  # type: ignore[attr-defined]
+
+
+def resign(module: nn.Module) -> None:
+    """Gives one module back to transformers."""
+    if isinstance(module, MatmulLayer):
+        module._resign()
+    for name in ("_fusion", "_family", "_checked", "allows_fp8", "overflow_counters"):
+        vars(module).pop(name, None)
+    unmix(module)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether `fuse` has changed this module."""
+    return isinstance(module, FusedPart)
+
+
+def name_of(module: nn.Module) -> str:
+    """The class that the user knows."""
+    name: str = innermost(type(module)).__name__
+    return name

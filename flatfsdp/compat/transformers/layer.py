@@ -1,0 +1,122 @@
+"""`FusedLayer`: a decoder layer of transformers whose halves are computed by our kernels, each if it can be.
+
+    h   = x + dropout(attention(norm(x)))
+    out = h + dropout(mlp(norm(h)))
+
+In the order, and by the functions, of `flatfsdp.layers.TransformerLayer`.  Without dropout the kernel of the
+second norm computes h.  What cannot be fused is called as transformers calls it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.compat.transformers.attention import FusedAttention
+from flatfsdp.compat.transformers.families import Part
+from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
+from flatfsdp.compat.transformers.mlp import FusedMLP
+from flatfsdp.compat.transformers.small import FusedNorm
+from flatfsdp.contract.joint import is_joined
+from flatfsdp.contract.mixed import About
+from flatfsdp.layers.dropout import bias_dropout_add
+from flatfsdp.torch_private import has_global_hooks, never_traced
+
+_KNOWN = frozenset(
+    {
+        "attention_mask",
+        "position_ids",
+        "past_key_values",
+        "use_cache",
+        "position_embeddings",
+        # Of the model's head, or of attention functions, which are given them.
+        "num_items_in_batch",
+        "shift_labels",
+        "ignore_index",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "cu_seq_lens_q",
+        "cu_seq_lens_k",
+        "max_length_q",
+        "max_length_k",
+    }
+)
+"""Arguments that change nothing of what is fused."""
+
+
+class FusedLayer(FusedPart, nn.Module):
+    """A decoder layer of transformers."""
+
+    argument_names: tuple[str, ...]
+
+    @classmethod
+    def about(cls, plain: type[nn.Module]) -> About:
+        return {"argument_names": tuple(inspect.signature(plain.forward).parameters)[2:]}
+
+    @never_traced
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        arguments = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
+        if not self._can_fuse(arguments):
+            plain: Tensor = super().forward(hidden_states, *args, **kwargs)
+            return plain
+        branch, residual = self._attend(hidden_states, arguments)
+        return self._run_mlp(branch, residual)
+
+    def _can_fuse(self, arguments: dict[str, Any]) -> bool:
+        """Whether a call asks for nothing that transformers alone has."""
+        if has_global_hooks():
+            return False
+        if arguments.get("past_key_values") is not None and not torch.is_grad_enabled():
+            # It writes text, one token a call, for which weights would have to be concatenated each time.
+            attention: Any = self._modules[self._family.attention_at]
+            if not is_joined(attention, "qkv_weight"):
+                return False
+        return all(value is None or value is False or name in _KNOWN for name, value in arguments.items())
+
+    def _attend(self, hidden_states: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """What the second norm is given: the branch and its residual, or their sum and None."""
+        attention: Any = self._modules[self._family.attention_at]
+        norm: Any = self._modules[self._family.norms_at[0]]
+        maps = attention.maps(norm) if _are(attention, FusedAttention, norm) else _OTHERS
+        if isinstance(maps, str):
+            self._say("attention", attention, maps)
+            return attention(hidden_states=norm(hidden_states), **arguments)[0], hidden_states
+        branch, residual = attention.attend(hidden_states, norm, maps, arguments)
+        dropped = self._dropped(attention, 0)
+        if dropped == 0:
+            return branch, residual
+        return bias_dropout_add(branch, None, residual, dropped, self.training), None
+
+    def _run_mlp(self, branch: Tensor, residual: Tensor | None) -> Tensor:
+        mlp: Any = self._modules[self._family.mlp_at]
+        norm: Any = self._modules[self._family.norms_at[1]]
+        maps = mlp.maps(norm) if _are(mlp, FusedMLP, norm) else _OTHERS
+        if isinstance(maps, str):
+            self._say("mlp", mlp, maps)
+            summed = branch if residual is None else residual + branch
+            whole: Tensor = summed + mlp(norm(summed))
+            return whole
+        out, summed = mlp.run(branch, residual, norm, maps)
+        return bias_dropout_add(out, None, summed, self._dropped(mlp, 1), self.training)
+
+    def _say(self, part: Part, half: nn.Module, reason: str) -> None:
+        """Says why a half is left to transformers, unless that is so by the family or the probe."""
+        is_left_out = (self._family.name, part) in self._fusion.left_out or not getattr(self._family, part)
+        if not is_left_out:
+            self._fusion.say(name_of(half), reason)
+
+    def _dropped(self, half: Any, index: int) -> float:
+        """The probability with which elements of a half's result are dropped."""
+        names = self._family.dropouts
+        return float(half._modules[names[index]].p) if names is not None and self.training else 0.0
+
+
+_OTHERS = "it, or its norm, is of another class than transformers' own"
+
+
+def _are(half: nn.Module, mixin: type[FusedPart], norm: nn.Module) -> bool:
+    return isinstance(half, mixin) and isinstance(norm, FusedNorm)

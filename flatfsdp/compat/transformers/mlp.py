@@ -1,0 +1,136 @@
+"""`FusedMLP`: norm, both maps and the activation between them as one autograd node.
+
+In:   [batch, seq, hidden], before the norm, perhaps with a residual that is added first.
+Next: `layer.py` adds the result to what was normalized.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from flatfsdp.compat.transformers.fused_part import FusedPart
+from flatfsdp.compat.transformers.operands import joints_of, operands_of, stored_in_fp8
+from flatfsdp.compat.transformers.small import norm_of
+from flatfsdp.compat.transformers.why_not import (
+    NOT_SIDE_BY_SIDE,
+    Checked,
+    different,
+    facts_of,
+    no_linear,
+    skipping,
+)
+from flatfsdp.contract.joint import Joint
+from flatfsdp.contract.mixed import innermost
+from flatfsdp.layers.base import MapOf, MatmulLayer
+from flatfsdp.layers.calls import norm_mlp, prepare
+
+_ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "NewGELUActivation": "gelu",
+    "FastGELUActivation": "gelu",
+    "GELUTanh": "gelu",
+    "PytorchGELUTanh": "gelu",
+    "ReLU": "relu",
+}
+"""Ours, by classes of PyTorch and transformers; exact GELU, with erf, is another function."""
+
+_GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
+
+
+class MLPMaps(NamedTuple):
+    """Linear maps and activation of one call."""
+
+    first: MapOf
+    second: MapOf
+    activation: str
+
+
+class FusedMLP(FusedPart, MatmulLayer):
+    """The perceptron of a layer of transformers; called by itself it is transformers' own."""
+
+    linear_maps = ("fc1", "fc2")
+    _checked: Checked | None = None
+
+    def declared_joints(self) -> tuple[Joint, ...]:
+        """Gate and linear part: one weight, and one bias where they have any; and the second map's weight."""
+        if self._reason() is not None:
+            return ()
+        return (*self._first_joints(), *joints_of("down", [self._second()])[:1])
+
+    def fp8_weights(self) -> tuple[str, ...]:
+        """Weights that only FP8 GEMMs of this layer read."""
+        if not self.allows_fp8 or self._family.transposed:
+            return ()
+        return stored_in_fp8(joint for joint in self.declared_joints() if joint.name.endswith("weight"))
+
+    def maps(self, norm: nn.Module) -> MLPMaps | str:
+        """What this call multiplies with, or why transformers has to compute it."""
+        facts = facts_of([self, norm, self._activation(), self._second(), *self._first()])
+        checked = self._checked
+        if checked is None or checked.facts != facts:
+            reason = self._reason() or skipping("its norm", norm)
+            joints = () if reason is not None else self._first_joints()
+            checked = Checked(facts, reason, joints)
+            vars(self)["_checked"] = checked
+        if checked.reason is not None:
+            return checked.reason
+        family, second = self._family, self._second()
+        operands = operands_of(self, checked.joints)
+        if operands is None:
+            return f"{', '.join(family.gate_up)} {NOT_SIDE_BY_SIDE}"
+        activation = _ACTIVATIONS[innermost(type(self._activation())).__name__]
+        return MLPMaps(
+            MapOf("fc1", *operands, family.transposed),
+            MapOf("fc2", second.weight, second.bias, family.transposed),
+            _GATED[activation] if len(family.gate_up) == 2 else activation,
+        )
+
+    def run(
+        self, hidden_states: Tensor, residual: Tensor | None, norm: nn.Module, maps: MLPMaps
+    ) -> tuple[Tensor, Tensor]:
+        """The branch without its residual, and what was normalized: hidden_states, plus residual if any."""
+        called = norm_mlp(
+            self,
+            norm_of(norm),
+            maps.first,
+            maps.second,
+            prepare(self, hidden_states, maps.first, maps.second),
+            maps.activation,
+            residual=residual,
+        )
+        return called.out, called.summed.view(hidden_states.shape)
+
+    # ---- parts ------------------------------------------------------------------------------------------
+
+    def _first(self) -> list[Any]:
+        return [self._modules[name] for name in self._family.gate_up]
+
+    def _second(self) -> Any:
+        return self._modules[self._family.down]
+
+    def _activation(self) -> Any:
+        return self._modules[self._family.activation]
+
+    def _first_joints(self) -> tuple[Joint, ...]:
+        return joints_of("gate_up", self._first())
+
+    def _reason(self) -> str | None:
+        family, first = self._family, self._first()
+        maps = zip((*family.gate_up, family.down), (*first, self._second()), strict=True)
+        for name, module in maps:
+            if found := no_linear(name, module, transposed=family.transposed):
+                return found
+        named = ", ".join(family.gate_up)
+        if len({each.bias is None for each in first}) > 1:
+            return f"some of {named} have a bias, others none"
+        activation = innermost(type(self._activation())).__name__
+        if activation not in _ACTIVATIONS:
+            return f"the activation is {activation}, which has no kernel here"
+        return (
+            different(named, [each.weight for each in first])
+            or skipping("the activation", self._activation())
+            or skipping("it", self)
+        )

@@ -1,0 +1,77 @@
+"""Norms, the embedding and the rotary tables of transformers' models, computed by our kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.compat.transformers.fused_part import FusedPart
+from flatfsdp.contract.attribute import Attribute
+from flatfsdp.contract.mixed import innermost
+from flatfsdp.layers.calls import NormOf
+from flatfsdp.layers.embedding import look_up
+from flatfsdp.layers.norm import norm
+from flatfsdp.layers.normalized import NormKind
+
+Tables = tuple[Tensor, Tensor]
+
+_TABLES = Attribute[Tables | None]("_flatfsdp_tables", None)
+"""Left on the cosines of a forward: cosines and sines, FP32 [rows, head_dim / 2]."""
+
+
+class FusedNorm(FusedPart, nn.Module):
+    """An RMSNorm of transformers, or nn.LayerNorm, in one kernel forward and one backward."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        of = norm_of(self)
+        if of.weight.dtype != hidden_states.dtype:
+            return super().forward(hidden_states)
+        return norm(hidden_states, of.weight, of.bias, of.kind)
+
+
+def norm_of(module: Any) -> NormOf:
+    """Parameters and kind of a norm that is fused."""
+    if innermost(type(module)) is nn.LayerNorm:
+        return NormOf(module.weight, module.bias, NormKind(module.eps, rms=False, zero_centered=False))
+    return NormOf(module.weight, None, NormKind(module.variance_epsilon, rms=True, zero_centered=False))
+
+
+def is_whole_layer_norm(module: nn.Module) -> bool:
+    """Whether it is PyTorch's, with weight and bias."""
+    return type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None
+
+
+class FusedEmbedding(FusedPart, nn.Embedding):
+    """The table of tokens, whose gradient is added to main_grad in FP32 where an engine has one."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return look_up(self, self.weight, input, self.padding_idx, self._fusion.fuse_wgrad_accumulation)
+
+
+class FusedRotary(FusedPart, nn.Module):
+    """Cosines and sines of transformers, which carry the same in FP32, made once a forward."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Tables:
+        plain = super().forward(x.new_empty(0, dtype=torch.float32), position_ids)
+        cos, sin = (each.to(x.dtype) for each in plain)
+        _TABLES.leave(cos, _halves(*plain))
+        return cos, sin
+
+
+def tables_of(position_embeddings: Tables) -> Tables:
+    """FP32 [rows, head_dim / 2] each: of all positions, or of all tokens where sequences differ.
+
+    Args:
+        position_embeddings: [1 or batch, seq, head_dim] each.
+    """
+    kept = _TABLES.of(position_embeddings[0])
+    # A cast in between has dropped them.
+    return _halves(*position_embeddings) if kept is None else kept
+
+
+def _halves(cos: Tensor, sin: Tensor) -> Tables:
+    half = cos.shape[-1] // 2
+    first, second = (each[..., :half].float().reshape(-1, half).contiguous() for each in (cos, sin))
+    return first, second

@@ -1,0 +1,112 @@
+"""Why a part of a layer is left to transformers; asked in every call, answered anew where something changed.
+
+A part that is fused calls none of the modules inside by itself, so nothing may hang on them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from flatfsdp.compat.transformers import lora
+from flatfsdp.contract.claimed import is_unit
+from flatfsdp.contract.joint import Joint
+from flatfsdp.contract.mixed import innermost
+from flatfsdp.layers.linear import Linear
+
+_hooks_in = itemgetter("_forward_pre_hooks", "_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+_CAPTURING = "transformers.utils.output_capturing"
+
+Facts = list[Any]
+
+
+class Checked(NamedTuple):
+    """What was found in one state of the modules inside.
+
+    Attributes:
+        reason: why it is left to transformers, or None.
+        joints: what is multiplied with.
+        has_last: whether the last projection is among it, or is called as a module.
+    """
+
+    facts: Facts
+    reason: str | None
+    joints: tuple[Joint, ...]
+    has_last: bool = True
+
+
+def facts_of(modules: Iterable[nn.Module]) -> Facts:
+    """What reasons depend on, equal as long as they are the same; of bases of LoRA, too.
+
+    It is asked for several times a layer and call, so that it looks at dictionaries only.
+    """
+    found: Facts = []
+    for module in modules:
+        state = module.__dict__
+        found.append(module)
+        found.append(module.__class__)
+        before, after, of_grad, before_grad = _hooks_in(state)
+        if before or after or of_grad or before_grad or "forward" in state:
+            found.append((len(before), len(after), len(of_grad), len(before_grad), "forward" in state))
+        if "base_layer" in state["_modules"] and lora.is_lora(module):
+            found.append(lora.state_of(module))
+            found += facts_of([lora.base_of(module)])
+    return found
+
+
+def skipping(name: str, module: nn.Module) -> str | None:
+    """Why `module` has to be called as a module, or None."""
+    if is_unit(module):
+        return f"{name} is sharded as a unit of its own"
+    if "forward" in vars(module):
+        return f"{name} has a forward of its own"
+    for hooks in _hooks_in(vars(module)):
+        if any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values()):
+            return f"{name} has hooks"
+    return None
+
+
+def no_linear(name: str, module: Any, *, transposed: bool, lora_too: bool = False) -> str | None:
+    """Why the weight of `module` cannot be multiplied with from outside, or None.
+
+    Args:
+        transposed: it has to be a Conv1D of transformers.
+        lora_too: whether LoRA around it is fine.
+    """
+    if lora.is_lora(module):
+        if not lora_too:
+            return f"{name} has LoRA adapters"
+        found = skipping(name, module) or lora.obstacle(module)
+        return found or no_linear(name, module.base_layer, transposed=transposed)
+    kind = innermost(type(module))
+    if transposed:
+        is_map = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+    else:
+        is_map = kind is nn.Linear or (kind is Linear and not module.return_bias)
+    if not is_map:
+        return f"{name} is a {kind.__name__}"
+    if type(module.weight) not in (Tensor, nn.Parameter):
+        return f"{name} has a weight that is a {type(module.weight).__name__}"
+    return skipping(name, module)
+
+
+def different(name: str, tensors: Iterable[Tensor]) -> str | None:
+    """Why parameters cannot be one operand, or None."""
+    kinds = {(each.dtype, each.device, each.shape[1:]) for each in tensors}
+    return None if len(kinds) == 1 else f"{name} have different dtypes, devices or sizes"
+
+
+NOT_SIDE_BY_SIDE = (
+    "have no common place in a flat buffer: they are in several units, frozen beside trained, of several "
+    "dtypes, or of sizes that are no multiples of 16"
+)
+
+
+def captures_attentions() -> bool:
+    """Whether this forward of transformers returns attention weights, which hooks collect."""
+    collector = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
+    return collector is not None and "attentions" in (collector.get() or {})

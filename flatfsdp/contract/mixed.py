@@ -1,0 +1,77 @@
+"""Modules whose class changes while they live: a class of the same name, with a mixin in front of their own.
+
+    class LlamaMLP(FusedMLP, LlamaMLP)      of a module whose class was LlamaMLP, before `mix`
+
+`isinstance`, the class's name and everything that the mixin does not say stay as they were.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import nn
+
+About = Mapping[str, Any]
+
+
+class Mixed:
+    """What stands in front of a user's class.
+
+    Attributes:
+        plain_class: the class that the module had before.
+    """
+
+    plain_class: ClassVar[type[nn.Module]]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A new module is a plain one: `type(model).from_pretrained(...)`, or a slice of a ModuleList."""
+        plain = innermost(cls)
+        made = plain.__new__(plain, *args, **kwargs)
+        made.__init__(*args, **kwargs)
+        return made
+
+    @classmethod
+    def about(cls, plain: type[nn.Module]) -> About:
+        """Attributes of the new class that depend on the one before it, by name."""
+        return {}
+
+
+def innermost(kind: type) -> Any:
+    """The user's own class, behind all mixins."""
+    while "plain_class" in vars(kind):
+        kind = vars(kind)["plain_class"]
+    return kind
+
+
+def mix(module: nn.Module, mixin: type[Mixed]) -> None:
+    """From now on `module` is of a class of the same name, with `mixin` in front of its own.
+
+    Raises:
+        TypeError: if its class does not let others derive from it.
+    """
+    module.__class__ = mixed_class(type(module), mixin)  # type: ignore[arg-type]
+
+
+def unmix(module: nn.Module) -> None:
+    """Gives a module back the class that it had before it was last mixed."""
+    module.__class__ = getattr(type(module), "plain_class")  # noqa: B009 - its class is a mixed one
+
+
+@functools.cache
+def mixed_class(plain: type[nn.Module], mixin: type[Mixed]) -> type[nn.Module]:
+    """The class that `mix` gives a module of class `plain`.
+
+    Raises:
+        TypeError: if no class can be derived from `plain` without arguments.
+    """
+    about = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__doc__": plain.__doc__,
+        "plain_class": plain,
+        **mixin.about(plain),
+    }
+    return types.new_class(plain.__name__, (mixin, plain), exec_body=lambda body: body.update(about))

@@ -1,0 +1,283 @@
+"""`fuse`: models of Hugging Face transformers compute the same by our kernels, and stay what they are."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatfsdp import FlatFSDP, fp8
+from flatfsdp.compat.transformers import fuse, unfuse
+from flatfsdp.compat.transformers.fused_part import is_fused
+from flatfsdp.compat.transformers.small import tables_of
+from flatfsdp.layers import TransformerLayer, convert
+from tests.support.ecosystem.families import generated, needs_peft, needs_transformers
+from tests.support.ecosystem.fused import FUSED, assert_near, batch, build, loss_and_grads
+
+pytestmark = needs_transformers
+
+PADDED = torch.ones(2, 9, dtype=torch.int64)
+PADDED[1, 6:] = 0
+
+
+@pytest.fixture
+def silence(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Nothing is left to transformers."""
+    with caplog.at_level(logging.WARNING):
+        yield
+    assert said(caplog) == []
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if "not fused" in record.getMessage()]
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_losses_and_gradients_are_those_of_transformers(name: str, silence: None) -> None:
+    model = build(name)
+    fused = fuse(copy.deepcopy(model))
+    positions = torch.stack([torch.arange(9), torch.arange(9) + 5])
+    for others in (
+        {},
+        {"attention_mask": PADDED},
+        {"attention_mask": PADDED.flip(1)},
+        {"position_ids": positions},
+    ):
+        inputs = batch(**others)
+        assert_near(loss_and_grads(fused, **inputs), loss_and_grads(model, **inputs))
+
+
+def test_the_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not transformers' own code, which would give the same numbers."""
+    fused = fuse(build("Llama"))
+    for kind in {type(module) for module in fused.modules() if is_fused(module)}:
+        plain = vars(kind)["plain_class"]
+        if not plain.__name__.endswith(("RotaryEmbedding", "ForCausalLM")):
+            monkeypatch.setattr(plain, "forward", None)
+    monkeypatch.setattr(nn.Linear, "forward", None)
+    fused(**batch()).loss.backward()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"attention_bias": True, "mlp_bias": True},
+        {"attn_implementation": "eager"},
+        {"hidden_act": "gelu_new"},
+    ],
+    ids=["biases", "eager", "GeGLU"],
+)
+def test_options_of_the_configuration(options: dict[str, Any], silence: None) -> None:
+    model = build("Llama", **options)
+    inputs = batch(attention_mask=PADDED)
+    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
+
+
+def test_a_layer_has_the_bits_of_our_transformer_layer() -> None:
+    layer, tables = _llama_layer_and_tables(fuse(build("Llama")).bfloat16())
+    attention, mlp = layer.self_attn, layer.mlp
+    qkv, gate_up = [attention.q_proj, attention.k_proj, attention.v_proj], [mlp.gate_proj, mlp.up_proj]
+    ours = TransformerLayer(
+        32,
+        48,
+        4,
+        2,
+        1e-6,
+        0.0,
+        0.0,
+        kv_channels=8,
+        activation="swiglu",
+        attn_input_format="bshd",
+        normalization="RMSNorm",
+        bias=False,
+        fuse_qkv_params=True,
+        qkv_weight_interleaved=False,
+        params_dtype=torch.bfloat16,
+    )
+    in_order = [qkv, [layer.input_layernorm], [attention.o_proj], [layer.post_attention_layernorm]]
+    in_order += [gate_up, [mlp.down_proj]]
+    with torch.no_grad():
+        for parameter, modules in zip(ours.parameters(), in_order, strict=True):
+            parameter.copy_(torch.cat([module.weight for module in modules]))
+    x = torch.randn(2, 16, 32, dtype=torch.bfloat16)
+    for _ in range(2):
+        with fp8.autocast(recipe=fp8.DelayedScaling()):
+            found = layer(x, attention_mask=None, position_embeddings=tables)
+            expected = ours(x, rotary_pos_emb=tables_of(tables))
+            found.backward(x)
+            expected.backward(x)
+        assert torch.equal(found, expected)
+    for parameter, modules in zip(ours.parameters(), in_order, strict=True):
+        assert torch.equal(torch.cat([module.weight.grad for module in modules]), parameter.grad)
+
+
+def _llama_layer_and_tables(model: Any) -> Any:
+    tables = model.model.rotary_emb(torch.zeros(1, dtype=torch.bfloat16), torch.arange(16)[None])
+    return model.model.layers[0], tables
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT-2"])
+def test_it_writes_the_same_text(name: str) -> None:
+    model = build(name).eval()
+    expected = generated(model, [5, 7, 11], 6)
+    assert torch.equal(generated(fuse(model), [5, 7, 11], 6), expected)
+
+
+def test_logits_are_there_where_they_are_asked_for() -> None:
+    model = build("Llama")
+    expected = model(**batch()).logits
+    fused = fuse(model)
+    assert fused(**batch()).logits is None
+    assert_near([fused(**batch(), skip_logits=False).logits], [expected])
+    assert_near([fused.eval()(**batch()).logits], [expected])
+
+
+def test_sums_are_divided_by_the_trainers_number_of_items() -> None:
+    model = build("Llama")
+    inputs = {**batch(), "num_items_in_batch": torch.tensor(7)}
+    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
+
+
+def test_names_classes_and_values_stay_and_copies_are_fused() -> None:
+    model = build("Llama")
+    before = {name: type(module).__name__ for name, module in model.named_modules()}
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    fused = fuse(model)
+    assert fused is model
+    assert {name: type(module).__name__ for name, module in fused.named_modules()} == before
+    for each in (fused, copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        found = each.state_dict()
+        assert list(found) == list(values)
+        assert all(torch.equal(found[name], value) for name, value in values.items())
+        assert is_fused(each.model.layers[0].mlp)
+    assert not is_fused(type(fused)(fused.config))
+
+
+def test_unfuse_leaves_no_trace() -> None:
+    model = build("Llama")
+    plain = copy.deepcopy(model)
+    fuse(model)(**batch()).loss.backward()
+    unfuse(model)
+    for found, expected in zip(model.modules(), plain.modules(), strict=True):
+        assert type(found) is type(expected)
+        assert vars(found).keys() == vars(expected).keys()
+        assert found._buffers.keys() == expected._buffers.keys()
+    with pytest.raises(ValueError, match="is not fused"):
+        unfuse(model)
+
+
+def test_scales_of_fp8_are_in_checkpoints_but_not_in_save_pretrained(tmp_path: Path) -> None:
+    fused = fuse(build("Llama"))
+    tokens = batch()["input_ids"].repeat(1, 2)[:, :16]
+    with fp8.autocast(recipe=fp8.DelayedScaling()):
+        fused(input_ids=tokens, labels=tokens).loss.backward()
+    assert any("fp8" in name for name in fused.state_dict())
+    fused.save_pretrained(tmp_path)
+    again = unfuse(fused).state_dict()
+    loaded = type(fused).from_pretrained(tmp_path).state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in again.items())
+    assert loaded.keys() == again.keys()
+
+
+# ---- what is left to transformers -----------------------------------------------------------------------
+
+
+def test_a_hook_runs_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("Llama")
+    fused, calls = fuse(copy.deepcopy(model)), []
+    for layer in fused.model.layers:
+        layer.mlp.gate_proj.register_forward_hook(lambda *_: calls.append("gate"))
+    fused.model.layers[1].self_attn.register_forward_hook(lambda *_: calls.append("attention"))
+    for _ in range(2):
+        assert_near([fused(**batch()).loss], [model(**batch()).loss])
+    assert calls == 2 * ["gate", "attention", "gate"]
+    assert said(caplog) == [
+        "LlamaMLP is computed by transformers, not fused: gate_proj has hooks",
+        "LlamaAttention is computed by transformers, not fused: it has hooks",
+    ]
+
+
+def test_an_activation_without_a_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("Llama", hidden_act="gelu")
+    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **batch()), loss_and_grads(model, **batch()))
+    assert [line for line in said(caplog) if "GELUActivation" in line]
+
+
+def test_attention_weights_come_from_transformers() -> None:
+    model = build("Llama", attn_implementation="eager").eval()
+    fused = fuse(copy.deepcopy(model))
+    asked = {"output_attentions": True, "output_hidden_states": True}
+    expected, found = model(**batch(), **asked), fused(**batch(), **asked)
+    of_both = [[*each.attentions, *each.hidden_states] for each in (found, expected)]
+    assert_near(of_both[0], of_both[1])
+
+
+def test_the_probe_finds_another_version(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    def forward(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * (1e-3 + self.up_proj(x)))
+
+    forward.__module__ = LlamaMLP.__module__
+    monkeypatch.setattr(LlamaMLP, "forward", forward)
+    model = build("Llama")
+    fused = fuse(copy.deepcopy(model))
+    assert not is_fused(fused.model.layers[0].mlp)
+    assert is_fused(fused.model.layers[0].self_attn)
+    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+    (line,) = said(caplog)
+    assert line.startswith("LlamaMLP is computed by transformers, not fused: a small one, fused, is off by")
+
+
+# ---- the order of calls ---------------------------------------------------------------------------------
+
+
+def test_the_wrong_order_raises() -> None:
+    fused = fuse(build("Llama"))
+    with pytest.raises(ValueError, match="LlamaForCausalLM is fused already; unfuse it first"):
+        fuse(fused)
+    wrapped = FlatFSDP(build("Llama"))
+    with pytest.raises(ValueError, match="sharded already; fuse first, then shard"):
+        fuse(wrapped)
+    with pytest.raises(ValueError, match=r"Linear has no layer that is fused; known are .*LlamaDecoderLayer"):
+        fuse(nn.Linear(2, 2))
+
+
+def test_convert_and_fuse_in_both_orders(silence: None) -> None:
+    model = build("Llama")
+    expected = loss_and_grads(model, **batch())
+    options: dict[str, Any] = {"filter": lambda linear, name: "_proj" in name, "fp8": False}
+    options["fuse_wgrad_accumulation"] = False
+    for first, last in ((convert, fuse), (fuse, convert)):
+        found = copy.deepcopy(model)
+        for each in (first, last):
+            found = each(found, **(options if each is convert else {}))
+        assert_near(loss_and_grads(found, **batch()), expected)
+
+
+@needs_peft
+@pytest.mark.parametrize("fuse_first", [True, False])
+def test_adapters_of_query_and_value_add_to_the_joint_projection(fuse_first: bool, silence: None) -> None:
+    import peft
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"], init_lora_weights=False)
+    model = build("Llama")
+
+    def adapted(module: Any) -> Any:
+        torch.manual_seed(3)
+        return peft.get_peft_model(module, config)
+
+    fused = adapted(fuse(copy.deepcopy(model))) if fuse_first else fuse(adapted(copy.deepcopy(model)))
+    expected = adapted(model)
+    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(expected, **batch()))
+    with fused.disable_adapter(), expected.disable_adapter():
+        assert_near([fused(**batch()).loss], [expected(**batch()).loss])
