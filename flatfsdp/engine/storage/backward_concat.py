@@ -75,8 +75,7 @@ class Leaves:
         for index, parameter in enumerate(self._parameters):
             parameter.register_post_accumulate_grad_hook(partial(_weakly(self._land), index))
         main_grad.expose(self._parameters)
-        self.joints.train(self._parameters)
-        main_grad.expose_joints(self.joints.trained)
+        self.joints.train(self._parameters, main_grad)
 
     @property
     def shown(self) -> Sequence[Sequence[Tensor]]:
@@ -103,20 +102,18 @@ class Leaves:
         if self._is_concealed:
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 parameter.data = view
-            self.joints.show()
             self._is_concealed = False
 
     def conceal(self) -> None:
         for parameter, absent in zip(self._parameters, self._absent, strict=True):
             parameter.data = absent
-        self.joints.conceal()
         self._is_concealed = True
 
     def joint(self, index: int) -> Tensor | None:
         """What layers read in place of the parts of joint `index`; None while those are whole parameters."""
         if self._binding.is_registered:
             return None
-        return (self.joints.trained if self.trains else self.joints.frozen)[index]
+        return self.joints.get(index, is_there=not self._is_concealed, trains=self.trains)
 
     def rebind(self) -> None:
         self._binding.bind(self._parameters)
@@ -169,8 +166,7 @@ class Views:
         for view in self._views:
             # Being older than any forward, the concat of every unit would come last in the backward.
             run_as_soon_as_ready(view, depth=2)
-        self.joints.train(self._views)
-        main_grad.expose_joints(self.joints.trained)
+        self.joints.train(self._views, main_grad)
         self._take_over_hooks(parameters)
         self._is_concealed = False
         self.follow(True)
@@ -216,19 +212,17 @@ class Views:
     def show(self) -> None:
         if self._is_concealed:
             self._is_concealed = False
-            self.joints.show()
             self.rebind()
 
     def conceal(self) -> None:
         self._is_concealed = True
-        self.joints.conceal()
         self.rebind()
 
     def joint(self, index: int) -> Tensor | None:
         """What layers read in place of the parts of joint `index`; None while those are whole parameters."""
         if self._binding.is_registered:
             return None
-        return (self.joints.trained if self.trains else self.joints.frozen)[index]
+        return self.joints.get(index, is_there=not self._is_concealed, trains=self.trains)
 
     def rebind(self) -> None:
         self._binding.bind(self._bound)

@@ -19,60 +19,50 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from flatfsdp.contract.joint import JOINT_PARTS
+from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.torch_private import run_as_soon_as_ready
 
 
 class JointTensors:
-    """The joints of one flat group, as layers have them while it trains, and while it is frozen.
+    """The joints of one flat group: one tensor each while it trains, and one while it is frozen.
 
     Args:
         unsharded: 1-D, padded; its memory must be there now, and may come and go later.
-
-    Attributes:
-        trained: whose gradients go to the parts; none before `train`.
-        frozen: without gradients.
     """
 
     def __init__(self, layout: FlatLayout, unsharded: Tensor) -> None:
         self._joints = layout.joints
-        self._views = layout.joint_views(unsharded.detach())
-        self._absent = [_nan(unsharded).expand(joint.shape) for joint in self._joints]
-        self.trained: list[Tensor] = []
-        self.frozen = [view.detach() for view in self._views]
+        self._frozen = layout.joint_views(unsharded.detach())
+        self._trained: list[Tensor] = []
+        nan = torch.full((), torch.nan, dtype=unsharded.dtype, device=unsharded.device)
+        self._absent = [nan.expand(joint.shape) for joint in self._joints]
 
-    def train(self, parts: Sequence[Tensor]) -> None:
-        """Makes the tensors whose gradients go to `parts`, which are all slots' and require gradients.
+    def train(self, parts: Sequence[Tensor], main_grad: MainGrad) -> None:
+        """Makes the tensors whose gradients go to `parts`, one a slot, or right into `main_grad`.
 
         One autograd node a joint serves all forwards: it saves nothing.
         """
         with torch.inference_mode(False), torch.enable_grad():
-            for joint, view in zip(self._joints, self._views, strict=True):
+            for joint, view in zip(self._joints, self._frozen, strict=True):
                 members = [parts[slot] for slot in joint.slots]
                 tensor = _JoinParts.apply(view, *members)
                 JOINT_PARTS.leave(tensor, tuple(members))
                 # Being older than any forward, it would come last in the backward.
                 run_as_soon_as_ready(tensor, depth=1)
-                self.trained.append(tensor)
+                self._trained.append(tensor)
+        main_grad.expose_joints(self._trained)
 
     @property
     def kinds(self) -> Sequence[Sequence[Tensor]]:
-        """Both, in the order of the joints."""
-        return [self.trained, self.frozen]
+        """What layers may have while the parameters are there, in the order of the joints."""
+        return [self._trained, self._frozen]
 
-    def show(self) -> None:
-        self._point_to(self._views)
-
-    def conceal(self) -> None:
-        """Shows NaN, in memory that is safe to read."""
-        self._point_to(self._absent)
-
-    def _point_to(self, targets: Sequence[Tensor]) -> None:
-        if not targets:
-            return
-        for tensors in self.kinds:
-            for tensor, target in zip(tensors, targets, strict=False):
-                tensor.data = target
+    def get(self, index: int, *, is_there: bool, trains: bool) -> Tensor:
+        """What layers read now; NaN in memory that is safe to read, if the parameters are not there."""
+        if not is_there:
+            return self._absent[index]
+        return (self._trained if trains else self._frozen)[index]
 
 
 class _JoinParts(torch.autograd.Function):
@@ -89,7 +79,3 @@ class _JoinParts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, *([None] * len(ctx.rows) if grad is None else grad.split(ctx.rows))
-
-
-def _nan(like: Tensor) -> Tensor:
-    return torch.full((), torch.nan, dtype=like.dtype, device=like.device)

@@ -122,13 +122,13 @@ def test_joints_are_the_memory_of_their_parts(flag: bool, reshard: bool) -> None
 
 @FLAGS
 def test_while_they_are_sharded_joints_are_nan(flag: bool) -> None:
-    group = wrapped(flag).module.layers[0].fsdp_state.unit.groups[0]
-    weight = group.params.joint(0)
+    params = wrapped(flag).module.layers[0].fsdp_state.unit.groups[0].params
+    weight = params.joint(0)
     assert weight.isfinite().all()
-    group.params.conceal()
-    assert weight.isnan().all() and group.params.joint(0).shape == (sum(ROWS.values()), WIDTH)
-    group.params.show()
-    assert weight.isfinite().all()
+    params.conceal()
+    assert params.joint(0).isnan().all() and params.joint(0).shape == (sum(ROWS.values()), WIDTH)
+    params.show()
+    assert params.joint(0) is weight
 
 
 @FLAGS
