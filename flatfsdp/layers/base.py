@@ -12,7 +12,7 @@ They appear when it first runs with delayed scaling, or when a checkpoint that h
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -296,7 +296,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         joints (`contract/joint.py`)."""
         return tuple(name for name in self.linear_maps if self.allows_fp8 and _suit_fp8(self._parts_of(name)))
 
-    def _parts_of(self, name: str) -> list[Tensor | None]:
+    def _parts_of(self, name: str) -> Sequence[Tensor | None]:
         """The parameters that are a linear map's weight."""
         return [getattr(self, name, None)]
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from flatfsdp.contract.claimed import taken_from
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers.linear import Linear
 from flatfsdp.matmul.linear_map import FuseWgrad
@@ -50,7 +51,7 @@ def convert(
         The model; a new layer if the model itself is an nn.Linear.
 
     Raises:
-        ValueError: if no layer is converted, or one has hooks, which would be lost.
+        ValueError: if no layer is converted, one has hooks, which would be lost, or the model is sharded.
     """
     fuses = not fp8 if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation
     if filter is None:
@@ -66,6 +67,7 @@ def convert(
         else:
             skipped.append(name)
     if not converted:
+        _require_unsharded(model)
         raise ValueError(
             f"convert: none of the {len(skipped)} nn.Linear of {type(model).__name__} passes the filter; the "
             f"default one asks for sizes of at least {SMALLEST} that are multiples of {ALIGNMENT}"
@@ -76,3 +78,12 @@ def convert(
             if child in converted:
                 module._modules[child_name] = converted[child]
     return converted.get(model, model)  # type: ignore[return-value]
+
+
+def _require_unsharded(model: nn.Module) -> None:
+    """Raises ValueError if `model` was sharded in place, which makes other classes of its nn.Linear."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and "weight" in taken_from(module):
+            raise ValueError(
+                f"convert: {name}.weight is sharded already; convert first, then shard or wrap the model"
+            )

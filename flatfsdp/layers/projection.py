@@ -60,11 +60,6 @@ class Projection(MatmulLayer):
         parts = _rows(name, parameters_split, partition_sizes, out_features)
         self._prefixes = tuple(parts)
         self._is_split = len(parts) > 1
-        self._joints = {
-            kind: Joint(kind, tuple((self, f"{prefix}{kind}") for prefix in parts))
-            for kind in (("weight", "bias") if bias else ("weight",))
-            if self._is_split
-        }
         for prefix, sizes in parts.items():
             rows = sum(self._share(f"a part of {prefix}weight", size, "column") for size in sizes)
             weight = self._new_parameter(rows, self.in_features)
@@ -91,7 +86,14 @@ class Projection(MatmulLayer):
 
     def declared_joints(self) -> tuple[Joint, ...]:
         """Weight and bias, where they are several parameters, which the GEMM reads as one operand."""
-        return tuple(self._joints.values())
+        if not self._is_split:
+            return ()
+        has_bias = getattr(self, f"{self._prefixes[0]}bias") is not None
+        return tuple(self._joint(kind) for kind in (("weight", "bias") if has_bias else ("weight",)))
+
+    def _joint(self, kind: str) -> Joint:
+        # Not kept: a layer that refers to itself would be freed by the garbage collector only.
+        return Joint(kind, tuple([(self, f"{prefix}{kind}") for prefix in self._prefixes]))
 
     def _whole_weight(self) -> Tensor:
         """[out_features, in_features], of all parts.
@@ -121,11 +123,10 @@ class Projection(MatmulLayer):
         return bias if bias is None or not self._is_split else self._whole("bias")
 
     def _whole(self, kind: str) -> Tensor:
-        joint = self._joints[kind]
-        whole = joined(self, joint) if is_joined(self, kind) else None
-        return torch.cat(joint.tensors()) if whole is None else whole
+        whole = joined(self, self._joint(kind)) if is_joined(self, kind) else None
+        return torch.cat(self._parts_of(kind)) if whole is None else whole
 
-    def _parts_of(self, name: str) -> list[Tensor | None]:
+    def _parts_of(self, name: str) -> list[Tensor]:
         return [getattr(self, f"{prefix}{name}") for prefix in self._prefixes]
 
     def extra_repr(self) -> str:

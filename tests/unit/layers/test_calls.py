@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -24,79 +26,30 @@ from flatfsdp.layers.attention.qkv import HeadsOf, heads_of_projection
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
 from flatfsdp.layers.attention.slices import add_to_slices
 from flatfsdp.layers.base import MapOf, MatmulLayer
-from flatfsdp.layers.calls import NormOf, linear, norm_linear, norm_mlp, prepare
+from flatfsdp.layers.calls import norm_linear, prepare
 from flatfsdp.layers.embedding import look_up
 from flatfsdp.layers.loss.cross_entropy import Reduction
 from flatfsdp.layers.loss.linear_cross_entropy import linear_cross_entropy
-from flatfsdp.layers.normalized import NormKind
-from tests.support.fp8_layers import RECIPES, SHORT, TOKENS, WIDTH
+from tests.support.foreign_layers import (
+    FFN,
+    WIDTH,
+    Foreign,
+    Owner,
+    claimed,
+    gradients,
+    norm_mlp_of,
+    owner,
+    turned,
+    two_calls,
+)
+from tests.support.fp8_layers import RECIPES, SHORT, TOKENS
 from tests.support.plain_layers import EPS, error, trained
-
-FFN = 48
-RMS = NormKind(1e-5, rms=True, zero_centered=False)
-
-
-class Foreign(nn.Module):
-    """A model of another library, with one parameter a module."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 2 * FFN, bias=False)
-        self.down = nn.Linear(FFN, WIDTH)
-        self.kept = "as it was"
-
-
-class Owner(Foreign, MatmulLayer):
-    """The same once it is an owner of two maps."""
-
-    linear_maps = ("up_weight", "down_weight")
-
-    @property
-    def norm_of(self) -> NormOf:
-        return NormOf(self.norm.weight, None, RMS)
-
-    @property
-    def maps(self) -> tuple[MapOf, MapOf]:
-        return (
-            MapOf("up_weight", self.up.weight, self.up.bias),
-            MapOf("down_weight", self.down.weight, self.down.bias),
-        )
-
-
-def owner(**options: Any) -> Owner:
-    """One that was constructed as something else."""
-    torch.manual_seed(0)
-    module: Any = trained(Foreign())
-    module.__class__ = Owner
-    module._become(**options)
-    return module
-
-
-def gradients(module: nn.Module, x: Tensor, call: Callable[[Tensor], tuple[Tensor, ...]], recipe: Any) -> Any:
-    """Results and gradients of two microbatches, in the order of `parameters()`."""
-    found = []
-    for _ in range(2):
-        leaf = x.clone().requires_grad_()
-        with autocast(enabled=recipe is not None, recipe=recipe):
-            outs = call(leaf)
-        sum(out.float().square().sum() for out in outs).backward()
-        found += [*outs, leaf.grad]
-    return [*found, *(p.grad for p in module.parameters())]
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.equal(one, other)
-
-
-def norm_mlp_of(module: Owner, x: Tensor) -> tuple[Tensor, ...]:
-    fc1, fc2 = module.maps
-    ready = prepare(module, x, fc1, fc2)
-    called = norm_mlp(module, module.norm_of, fc1, fc2, ready, "swiglu", residual=x * 2, keep=True)
-    assert called.normalized is not None
-    return called.out, called.normalized, called.summed
 
 
 @RECIPES
@@ -120,13 +73,6 @@ def test_an_mlp_of_foreign_parameters(recipe: Any, dtype: torch.dtype) -> None:
     ours = gradients(foreign, x, partial(norm_mlp_of, foreign), recipe)
     theirs = gradients(layer, x, lambda x: layer(x, residual=x * 2, return_residual=True), recipe)
     assert_equal(ours, theirs)
-
-
-def two_calls(module: Owner, x: Tensor) -> tuple[Tensor, ...]:
-    up, down = module.maps
-    ready = prepare(module, x, up, down)
-    mixed, _, summed = norm_linear(module, module.norm_of, up, ready)
-    return linear(module, down, ready.of_next(module, down, mixed[..., :FFN])), summed
 
 
 @RECIPES
@@ -178,19 +124,6 @@ def test_sizes_that_do_not_suit_fp8_are_named_by_the_owners_maps() -> None:
 
 
 # ---- where gradients go ---------------------------------------------------------------------------------
-
-
-def claimed(weight: Tensor) -> Tensor:
-    """Its main_grad, as FlatFSDP's parameters have it; zeros, in which nothing has landed."""
-    buffer = torch.zeros(weight.shape)
-    written: list[bool] = []
-
-    def claim() -> tuple[Tensor, bool]:
-        written.append(True)
-        return buffer, len(written) == 1
-
-    weight.claim_main_grad = claim  # type: ignore[attr-defined]
-    return buffer
 
 
 @pytest.mark.parametrize("recipe", [None, CurrentScaling()], ids=["high", "current"])
@@ -262,6 +195,18 @@ def test_a_copy_of_split_parameters_has_its_own(copied: Callable[[nn.Module], An
     assert other(torch.randn(3, 4)).isfinite().all()
 
 
+def test_split_parameters_are_freed_with_their_layer() -> None:
+    layer = Linear(4, 6, parameters_split=["a", "b"])
+    layer(torch.randn(3, 4)).sum().backward()
+    weight = weakref.ref(layer.a_weight)
+    gc.disable()
+    try:
+        del layer
+        assert weight() is None
+    finally:
+        gc.enable()
+
+
 def test_one_parameter_is_no_joint() -> None:
     assert Linear(4, 6).declared_joints() == Linear(4, 6, parameters_split=["q"]).declared_joints() == ()
 
@@ -271,23 +216,6 @@ def test_one_parameter_is_no_joint() -> None:
 TENSOR_SCALING = pytest.mark.parametrize(
     "recipe", [None, SHORT, CurrentScaling()], ids=["high", "delayed", "current"]
 )
-
-
-class Turned(Owner):
-    """The same parameters, each weight as GPT-2's Conv1D has it."""
-
-    @property
-    def maps(self) -> tuple[MapOf, MapOf]:
-        first, second = (of._replace(transposed=True) for of in super().maps)
-        return first, second
-
-
-def turned(**options: Any) -> Turned:
-    module: Any = owner(**options)
-    module.__class__ = Turned
-    for layer in (module.up, module.down):
-        layer.weight = nn.Parameter(layer.weight.detach().t().contiguous())
-    return module
 
 
 def turned_back(module: Owner, tensors: list[Tensor]) -> list[Tensor]:

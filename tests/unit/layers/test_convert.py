@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from flatfsdp import FlatFSDP, shard
 from flatfsdp.fp8 import CurrentScaling, autocast
 from flatfsdp.layers import Linear, convert
 from tests.support.fp8_layers import SHORT, fp8_state
@@ -162,6 +163,12 @@ def test_subclasses_compute_something_else() -> None:
     parametrized = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
     converted = convert(nn.Sequential(Scaled(32, 32), parametrized, nn.Linear(32, 32)), everything)
     assert [type(layer) is Linear for layer in converted] == [False, False, True]
+
+
+@pytest.mark.parametrize("sharded", [shard, FlatFSDP])
+def test_a_sharded_model_is_refused(sharded: Any) -> None:
+    with pytest.raises(ValueError, match=r"0\.weight is sharded already; convert first"):
+        convert(sharded(nn.Sequential(nn.Linear(32, 32))), everything)
 
 
 HOOKS = {
