@@ -65,6 +65,9 @@ def test_weights_that_only_fused_gemms_read_are_kept_in_fp8(rank: int) -> None:
         found.append([loss.detach(), *(p.grad for p in model.parameters())])
         with torch.no_grad(), fp8.autocast(recipe=fp8.CurrentScaling()):
             assert model.eval()(input_ids=tokens, labels=tokens).loss.isfinite()
+            model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None)
+            with pytest.raises(RuntimeError, match="its weights are kept in FP8, which transformers cannot"):
+                model(input_ids=tokens)
     for on, off in zip(*found, strict=True):
         assert torch.equal(on, off)
 

@@ -14,8 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers import lora
-from flatfsdp.compat.transformers.fused_part import FusedPart
-from flatfsdp.compat.transformers.operands import joints_of, operands_of, stored_in_fp8
+from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
+from flatfsdp.compat.transformers.operands import (
+    joints_of,
+    operands_of,
+    require_readable,
+    stored_in_fp8,
+)
 from flatfsdp.compat.transformers.small import norm_of, tables_of
 from flatfsdp.compat.transformers.why_not import (
     NOT_SIDE_BY_SIDE,
@@ -53,6 +58,15 @@ class FusedAttention(FusedPart, MatmulLayer):
     attention_dropout: float
     attn_dropout: nn.Dropout
     _checked: Checked | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As of transformers.
+
+        Raises:
+            RuntimeError: see `require_readable`.
+        """
+        require_readable(name_of(self), map(lora.base_of, (*self._projections(), self._out())))
+        return super().forward(*args, **kwargs)
 
     def declared_joints(self) -> tuple[Joint, ...]:
         """Query, key and value: one weight, and one bias where they have biases; and the output's weight."""

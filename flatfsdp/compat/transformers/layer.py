@@ -75,7 +75,10 @@ class FusedLayer(FusedPart, nn.Module):
             attention: Any = self._modules[self._family.attention_at]
             if not is_joined(attention, "qkv_weight"):
                 return False
-        return all(value is None or value is False or name in _KNOWN for name, value in arguments.items())
+        return all(
+            value is None or name in _KNOWN or (value is False and name.startswith("output_"))
+            for name, value in arguments.items()
+        )
 
     def _attend(self, hidden_states: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """What the second norm is given: the branch and its residual, or their sum and None."""

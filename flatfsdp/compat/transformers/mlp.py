@@ -10,8 +10,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers.fused_part import FusedPart
-from flatfsdp.compat.transformers.operands import joints_of, operands_of, stored_in_fp8
+from flatfsdp.compat.transformers import lora
+from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
+from flatfsdp.compat.transformers.operands import (
+    joints_of,
+    operands_of,
+    require_readable,
+    stored_in_fp8,
+)
 from flatfsdp.compat.transformers.small import norm_of
 from flatfsdp.compat.transformers.why_not import (
     NOT_SIDE_BY_SIDE,
@@ -53,6 +59,15 @@ class FusedMLP(FusedPart, MatmulLayer):
 
     linear_maps = ("fc1", "fc2")
     _checked: Checked | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As of transformers.
+
+        Raises:
+            RuntimeError: see `require_readable`.
+        """
+        require_readable(name_of(self), map(lora.base_of, (*self._first(), self._second())))
+        return super().forward(*args, **kwargs)
 
     def declared_joints(self) -> tuple[Joint, ...]:
         """Gate and linear part: one weight, and one bias where they have any; and the second map's weight."""

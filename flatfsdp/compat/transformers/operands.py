@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.contract.joint import Joint, joined
+from flatfsdp.contract.operand import FP8_OPERAND
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 
 
@@ -35,6 +36,20 @@ def operands_of(layer: nn.Module, joints: Sequence[Joint]) -> tuple[Tensor, Tens
         return weight, None
     bias = joined(layer, joints[1])
     return weight, torch.cat(joints[1].tensors()) if bias is None else bias
+
+
+def require_readable(layer: str, modules: Iterable[Any]) -> None:
+    """Checks that projections can be called as modules.
+
+    Raises:
+        RuntimeError: if an engine keeps the weight of one in FP8, which only GEMMs of ours read.
+    """
+    if any(FP8_OPERAND.of(getattr(each, "weight", each)) is not None for each in modules):
+        raise RuntimeError(
+            f"{layer} is left to transformers, and its weights are kept in FP8, which transformers cannot "
+            "read; add hooks and adapters before the model is sharded, ask for no attention weights, or keep "
+            "the weights in 16 bits (fp8_weights=None)"
+        )
 
 
 def stored_in_fp8(joints: Iterable[Joint]) -> tuple[str, ...]:

@@ -210,6 +210,14 @@ def test_an_activation_without_a_kernel(caplog: pytest.LogCaptureFixture) -> Non
     assert [line for line in said(caplog) if "GELUActivation" in line]
 
 
+def test_an_argument_that_only_transformers_knows() -> None:
+    model = build("Llama")
+    inputs = {**batch(), "is_causal": False}
+    expected = loss_and_grads(model, **inputs)
+    assert not torch.equal(expected[0], loss_and_grads(model, **batch())[0])
+    assert_near(loss_and_grads(fuse(model), **inputs), expected)
+
+
 def test_attention_weights_come_from_transformers() -> None:
     model = build("Llama", attn_implementation="eager").eval()
     fused = fuse(copy.deepcopy(model))
