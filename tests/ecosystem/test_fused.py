@@ -29,7 +29,8 @@ def test_flag_on_and_off_are_equal_and_near_plain_transformers(rank: int, world_
     for each in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(each, found[0], strict=True))
     expected = train(build(name), range(world_size), is_sharded=False)
-    assert_near(found[0][4:], expected[4 * world_size :])
+    # Changes of values that are larger than they.
+    assert_near(found[0][4:], expected[4 * world_size :], tolerance=1e-4)
 
 
 @on_ranks(2)
@@ -84,5 +85,5 @@ def test_adapters_train_over_a_frozen_joint(rank: int, world_size: int) -> None:
 
     model = sharded("in place", adapted(fuse(build("Llama"))), FUSED["Llama"].is_unit)
     expected = train(adapted(build("Llama")), range(world_size), is_sharded=False)
-    assert_near(train(model, [rank], is_sharded=True)[4:], expected[4 * world_size :])
+    assert_near(train(model, [rank], is_sharded=True)[4:], expected[4 * world_size :], tolerance=1e-4)
     assert is_joined(model.base_model.model.model.layers[0].self_attn, "qkv_weight")

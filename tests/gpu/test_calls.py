@@ -89,4 +89,4 @@ def test_the_input_as_the_left_operand(first: bool) -> None:
     target = torch.randn(512, 768, device="cuda")
     expected = x.double() @ dy.double().t() + (0 if first else target.double())
     wgrad(target, x, dy, first=first, dy_scale_inv=one, x_scale_inv=one)
-    assert error(target, expected) < 1e-5
+    assert error(target, expected) < 5e-4
