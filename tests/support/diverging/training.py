@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from flatfsdp import FlatFSDP
 from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.units import keys_of_slots
 from flatfsdp.flat.layout import Piece
 from tests.support.diverging.plans import Block, Plan, What
@@ -149,7 +150,9 @@ class Sharded:
         self._optimizer.zero_grad()
 
     def gradients(self, label: str) -> Trace:
-        return self._parts(label, lambda flat: torch.zeros_like(flat) if flat.grad is None else flat.grad)
+        return self._parts(
+            label, lambda flat: torch.zeros_like(flat) if flat.grad is None else plain(flat.grad)
+        )
 
     def parameters(self, label: str) -> Trace:
         return self._parts(label, lambda flat: flat.detach())

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from flatfsdp import FlatFSDP, Precision, Prefetch, auto_wrap, microbatches
+from flatfsdp.engine.storage.shard_grad import plain
 from tests.support.stress.models import BATCH, VOCAB, Call, Model, PlannedError, hidden_of
 from tests.support.stress.plans import Dtypes, FailWhere, Interlude, Plan, Schedule, Step
 
@@ -343,7 +344,7 @@ def record_state(trace: Trace, when: str, model: nn.Module) -> None:
 
 def _gradients(label: str, parameters: list[nn.Parameter]) -> Trace:
     grads = (parameter.grad for parameter in parameters)
-    return {f"{label} {index}": grad.clone() for index, grad in enumerate(grads) if grad is not None}
+    return {f"{label} {index}": plain(grad).clone() for index, grad in enumerate(grads) if grad is not None}
 
 
 def _record_optimizer(trace: Trace, optimizer: torch.optim.Optimizer) -> None:
