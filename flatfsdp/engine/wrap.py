@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -51,51 +52,85 @@ def auto_wrap(model: nn.Module, policy: WrapPolicy, **fsdp_options: Any) -> Flat
         ValueError: as `FlatFSDP`, with the unit's name.  If the policy picks nothing: the whole model would
             be one unit, which is never freed between forward and backward.
     """
-    make_units(model, policy, partial(FlatFSDP, **fsdp_options))
+    make_units(pick_units(model, policy), partial(FlatFSDP, **fsdp_options))
     return FlatFSDP(model, **fsdp_options)
 
 
-def make_units(model: nn.Module, policy: WrapPolicy, make: Callable[[nn.Module], UnitModule]) -> None:
-    """Makes a unit of every module below `model` that the policy picks, inner ones first.
+Place = tuple[nn.Module, str]
+"""A module, and the name of a child that it has."""
 
-    Args:
-        make: returns the unit, which takes the module's place if it is another object.
+
+@dataclass
+class Picked:
+    """A module that a policy has picked.
+
+    Attributes:
+        name: its path in the model.
+        places: where it is a child; a module that is shared is in several places.
+    """
+
+    name: str
+    places: list[Place] = field(default_factory=list)
+
+
+def pick_units(model: nn.Module, policy: WrapPolicy) -> dict[nn.Module, Picked]:
+    """The modules below `model` that become units, inner ones first; nothing is changed.
 
     Raises:
         TypeError: if the policy is a class or cannot be called.
-        ValueError: as `make`, with the unit's name; if the policy picks nothing.
+        ValueError: if the policy picks nothing.
     """
     if isinstance(policy, type) or not callable(policy):
         raise TypeError(f"the wrap policy is {policy!r}; pass by_class(...), by_size(...) or a function")
-    units: dict[nn.Module, UnitModule] = {}
+    picked: dict[nn.Module, Picked] = {}
+    taken: set[nn.Parameter] = set()
 
     def visit(parent: nn.Module, prefix: str) -> None:
-        for child_name, child in list(parent._modules.items()):
-            if child is None or (isinstance(child, UnitModule) and child not in units):
+        for child_name, child in parent._modules.items():
+            if child is None or isinstance(child, UnitModule):
                 continue
             name = f"{prefix}{child_name}"
-            if child not in units:
+            if child not in picked:
                 # It computes with its children's parameters, without calling them.
                 if not isinstance(child, nn.MultiheadAttention):
                     visit(child, f"{name}.")
-                if policy(name, child, _free_numel(child)):
-                    try:
-                        units[child] = make(child)
-                    except ValueError as error:
-                        # It names parameters as they are called inside the unit.
-                        raise ValueError(f"{name}: {error}") from error
-            if units.get(child, child) is not child:
-                setattr(parent, child_name, units[child])
+                left = _parameters_below(child) - taken
+                if policy(name, child, sum(parameter.numel() for parameter in left)):
+                    picked[child] = Picked(name)
+                    taken.update(left)
+            if child in picked:
+                picked[child].places.append((parent, child_name))
 
     visit(model, "")
-    if not units:
+    if not picked:
         raise ValueError(
             "the wrap policy picked no module, so the whole model would be one unit; pick a smaller class or "
             "size, or call FlatFSDP(model), or shard(model) in place, if that is what you want"
         )
+    return picked
 
 
-def _free_numel(module: nn.Module) -> int:
-    """Number of elements in parameters below `module` that no unit has taken yet."""
-    own = {p for _, m in own_modules(module) for p in m._parameters.values() if p is not None}
-    return sum(p.numel() for p in own)
+def make_units(picked: dict[nn.Module, Picked], make: Callable[[nn.Module], UnitModule]) -> None:
+    """Makes a unit of every module that was picked.
+
+    Args:
+        picked: see `pick_units`.
+        make: returns the unit, which takes the module's places if it is another object.
+
+    Raises:
+        ValueError: as `make`, with the unit's name.
+    """
+    for module, pick in picked.items():
+        try:
+            unit = make(module)
+        except ValueError as error:
+            # It names parameters as they are called inside the unit.
+            raise ValueError(f"{pick.name}: {error}") from error
+        if unit is not module:
+            for parent, child_name in pick.places:
+                setattr(parent, child_name, unit)
+
+
+def _parameters_below(module: nn.Module) -> set[nn.Parameter]:
+    """The parameters below `module` that no unit has taken."""
+    return {p for _, m in own_modules(module) for p in m._parameters.values() if p is not None}

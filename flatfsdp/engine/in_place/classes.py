@@ -53,8 +53,9 @@ class FlatFSDPPart(_Sharded, nn.Module):
     """A module in a unit that may be called by itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            # Inside something that is compiled whole, and so in a call of the unit.
+        if torch.compiler.is_compiling() and unit_of(self).fsdp_state.uses:
+            # In a part that is compiled whole, and that the unit calls.  What is compiled from outside calls
+            # the unit, between its graphs.
             return super().__call__(*args, **kwargs)
         return call_unit(unit_of(self), super().__call__, args, kwargs)
 

@@ -19,13 +19,13 @@ from flatfsdp.contract.claimed import FSDP_STATE, PART_OF
 from flatfsdp.contract.mixed import mix, unmix
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
-from flatfsdp.engine.claim import own_modules
+from flatfsdp.engine.claim import own_modules, parameters_to_take
 from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, require_mixable
 from flatfsdp.engine.in_place.options import ShardOptions, require_known
 from flatfsdp.engine.in_place.parts import unit_of
 from flatfsdp.engine.in_place.state_dicts import follow_state_dicts
 from flatfsdp.engine.units import UnitModule, units_in
-from flatfsdp.engine.wrap import WrapPolicy, make_units
+from flatfsdp.engine.wrap import WrapPolicy, make_units, pick_units
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -72,8 +72,13 @@ def shard(
     def make(part: nn.Module) -> UnitModule:
         return _make_unit(part, optimize_backward_concat=optimize_backward_concat, **options)
 
-    if policy is not None:
-        make_units(module, policy, make)
+    picked = {} if policy is None else pick_units(module, policy)
+    # All that can be told before anything changes.
+    parameters_to_take(module)
+    for each in picked:
+        _require_shardable(each)
+    _require_shardable(module)
+    make_units(picked, make)
     make(module)
     return module
 
@@ -98,7 +103,13 @@ def register_forward_method(module: nn.Module, name: str) -> None:
     module.__dict__[name] = call
 
 
-def _make_unit(module: nn.Module, **options: Any) -> UnitModule:
+def _require_shardable(module: nn.Module) -> None:
+    """Checks that `module` can become a unit, and what it calls parts of it; changes nothing.
+
+    Raises:
+        TypeError: if no class can be derived from one of theirs.
+        ValueError: if it is a unit already, or is never called.
+    """
     if isinstance(module, UnitModule):
         raise ValueError(f"this {type(module).__name__} is sharded already")
     if type(module).__name__ == "OptimizedModule":
@@ -111,13 +122,16 @@ def _make_unit(module: nn.Module, **options: Any) -> UnitModule:
             f"a {type(module).__name__} is never called, so nobody would gather its parameters; pick the "
             "modules in it, or the one around it"
         )
+    require_mixable(module, FlatFSDPModule)
+    for _, below in own_modules(module):
+        if below is not module and _may_be_part(below):
+            require_mixable(below, FlatFSDPPart)
+
+
+def _make_unit(module: nn.Module, **options: Any) -> UnitModule:
     inside = [each for _, each in units_in(module)]
     below = [each for _, each in own_modules(module)][1:] if inside else _children(module)
-    parts = [each for each in dict.fromkeys(below) if _is_called(each) and _has_parameters(each)]
-    # All that may raise comes before anything changes.
-    require_mixable(module, FlatFSDPModule)
-    for part in parts:
-        require_mixable(part, FlatFSDPPart)
+    parts = [each for each in dict.fromkeys(below) if _may_be_part(each)]
     state = build_unit(module, in_place=True, **options)
     FSDP_STATE.leave(module, state)
     mix(module, FlatFSDPModule)
@@ -155,6 +169,6 @@ def _is_called(module: nn.Module) -> bool:
     return "forward" in vars(module) or type(module).forward is not nn.Module.forward
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    """A loss or a metric has none, and needs nobody to gather, or cast, for it."""
-    return next(module.parameters(), None) is not None
+def _may_be_part(module: nn.Module) -> bool:
+    """A loss or a metric has no parameters, and needs nobody to gather, or cast, for it."""
+    return _is_called(module) and next(module.parameters(), None) is not None

@@ -242,6 +242,19 @@ def test_a_part_is_compiled_whole(rank: int) -> None:
     assert counts == [1, 1]
 
 
+@on_ranks(2)
+def test_a_part_is_compiled_from_outside(rank: int) -> None:
+    torch._dynamo.reset()
+    model: Any = in_place(Tower)
+    net = plain_net(Tower)
+    x = torch.randn(2, WIDTH)
+    model(x)
+    compiled = torch.compile(model.tower, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(x), net.tower(x))
+        assert torch.equal(model(x), net(x))
+
+
 class Tower(nn.Module):
     """A block, and layers below a module that is a part."""
 
@@ -501,6 +514,37 @@ def test_what_cannot_be_sharded() -> None:
         copy.deepcopy(model)
     with pytest.raises(TypeError, match="cannot be copied or pickled"):
         copy.deepcopy(model.head)
+
+
+class Closed(nn.Linear):
+    """No class can be derived from it without arguments."""
+
+    def __init_subclass__(cls, kind: str) -> None:
+        super().__init_subclass__()
+
+
+def _closed(net: nn.Module) -> nn.Module:
+    net.last = Closed(2, 2)
+    return net
+
+
+def _counting(net: nn.Module) -> nn.Module:
+    net.count = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
+    return net
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"), [(_closed, "Closed cannot be sharded"), (_counting, "parameter count is")]
+)
+@on_ranks(2)
+def test_a_refused_model_is_as_it_was(spoil: Callable[[nn.Module], nn.Module], error: str) -> None:
+    model: Any = spoil(plain_net())
+    before = dict(model.named_parameters())
+    with pytest.raises((TypeError, ValueError), match=error):
+        shard(model, by_class(Block))
+    assert not any(isinstance(each, FlatFSDPModule) for each in model.modules())
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+    model(TOKENS).backward()
 
 
 @on_ranks(2)
