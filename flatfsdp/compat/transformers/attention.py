@@ -55,6 +55,7 @@ class FusedAttention(FusedPart, MatmulLayer):
     head_dim: int
     num_key_value_groups: int
     scaling: float
+    is_causal: bool
     attention_dropout: float
     attn_dropout: nn.Dropout
     _checked: Checked | None = None
@@ -203,8 +204,9 @@ class FusedAttention(FusedPart, MatmulLayer):
         is_sdpa = interface.__module__ == "transformers.integrations.sdpa_attention"
         is_whole = query.shape[2] == key.shape[2]
         if is_sdpa and (is_whole if mask is None else mask.dtype == torch.bool):
+            is_causal = mask is None and self.is_causal
             out = sdpa.attention(
-                query, key, value, mask, is_causal=mask is None, dropout=dropout, scale=self.scaling
+                query, key, value, mask, is_causal=is_causal, dropout=dropout, scale=self.scaling
             )
             return out.transpose(1, 2)
         others = {k: v for k, v in arguments.items() if k not in _OWN_ARGUMENTS}

@@ -12,7 +12,7 @@ from torch import nn
 
 from flatfsdp.contract.mixed import innermost
 
-Part = Literal["layer", "attention", "mlp", "norm", "rotary", "embedding", "head", "causal_lm"]
+Part = Literal["layer", "attention", "mlp", "norm", "rotary", "embedding", "model", "head", "causal_lm"]
 
 
 class Family(NamedTuple):
@@ -20,7 +20,7 @@ class Family(NamedTuple):
 
     Attributes:
         name: of its folder, `transformers.models.<name>`.
-        layer, attention, mlp, norm, rotary, causal_lm: names of classes; "" where none is fused.
+        layer, attention, mlp, norm, rotary, model, causal_lm: names of classes; "" where none is fused.
         attention_at, mlp_at, norms_at: attributes of the layer; the norm before attention, that before the
             perceptron.
         qkv: attributes of attention whose weights are one operand, one below the other.
@@ -41,6 +41,7 @@ class Family(NamedTuple):
     mlp: str
     norm: str
     rotary: str
+    model: str
     causal_lm: str
     attention_at: str = "self_attn"
     mlp_at: str = "mlp"
@@ -75,6 +76,7 @@ def _like_llama(name: str, prefix: str, **others: Any) -> Family:
         "mlp": f"{prefix}MLP",
         "norm": f"{prefix}RMSNorm",
         "rotary": f"{prefix}RotaryEmbedding",
+        "model": f"{prefix}Model",
         "causal_lm": f"{prefix}ForCausalLM",
     }
     return Family(**{"name": name, **kinds, **others})
@@ -93,6 +95,7 @@ FAMILIES = (
         mlp="GPT2MLP",
         norm="",
         rotary="",
+        model="",
         causal_lm="GPT2LMHeadModel",
         attention_at="attn",
         norms_at=("ln_1", "ln_2"),

@@ -18,6 +18,7 @@ from flatfsdp.compat.transformers.fused_part import FusedPart, Fusion, become, i
 from flatfsdp.compat.transformers.head import FusedCausalLM, FusedHead
 from flatfsdp.compat.transformers.layer import FusedLayer
 from flatfsdp.compat.transformers.mlp import FusedMLP
+from flatfsdp.compat.transformers.model import FusedModel
 from flatfsdp.compat.transformers.probe import differing
 from flatfsdp.compat.transformers.small import (
     FusedEmbedding,
@@ -126,6 +127,7 @@ _MIXINS: dict[Part, type[FusedPart]] = {
     "norm": FusedNorm,
     "rotary": FusedRotary,
     "embedding": FusedEmbedding,
+    "model": FusedModel,
     "head": FusedHead,
     "causal_lm": FusedCausalLM,
 }
@@ -136,7 +138,7 @@ def _parts_in(model: nn.Module) -> list[_Found]:
 
 
 def _parts_at(module: nn.Module) -> Iterator[_Found]:
-    for part in ("layer", "norm", "rotary", "causal_lm"):
+    for part in ("layer", "norm", "rotary", "model", "causal_lm"):
         family = family_of(module, part)
         if family is not None:
             yield _Found(module, part, family)
@@ -194,6 +196,7 @@ _NEEDS: dict[Part, tuple[Part, ...]] = {
     "norm": ("norm", "layer"),
     "rotary": ("attention", "layer", "norm"),
     "embedding": ("causal_lm", "layer"),
+    "model": ("model", "layer", "norm"),
     "head": ("causal_lm", "layer"),
     "causal_lm": ("causal_lm", "layer"),
 }

@@ -60,8 +60,11 @@ class FusedLayer(FusedPart, nn.Module):
     @never_traced
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         arguments = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
+        mask = arguments.get("attention_mask")
+        if mask is not None and mask.numel() == 0:
+            arguments["attention_mask"] = None
         if not self._can_fuse(arguments):
-            plain: Tensor = super().forward(hidden_states, *args, **kwargs)
+            plain: Tensor = super().forward(hidden_states, **arguments)
             return plain
         branch, residual = self._attend(hidden_states, arguments)
         return self._run_mlp(branch, residual)
@@ -116,6 +119,11 @@ class FusedLayer(FusedPart, nn.Module):
         """The probability with which elements of a half's result are dropped."""
         names = self._family.dropouts
         return float(half._modules[names[index]].p) if names is not None and self.training else 0.0
+
+
+def no_mask() -> Tensor:
+    """A mask that stands for None in a `FusedLayer`; transformers hands it on, as it has four dimensions."""
+    return torch.empty(0, 0, 0, 0)
 
 
 _OTHERS = "it, or its norm, is of another class than transformers' own"

@@ -48,6 +48,8 @@ def differing(family: Family, config: Any, fuse_parts: Fusing) -> dict[Part, str
                     return found
         if reason := _compared(model, {"head", "causal_lm", "embedding"}, fuse_parts, _run_model):
             found["causal_lm"] = reason
+        if family.model and (reason := _compared(model, {"layer", "model"}, fuse_parts, _run_model)):
+            found["model"] = reason
     return found
 
 
@@ -87,6 +89,7 @@ def _shrunk(config: Any) -> Any:
         "vocab_size": VOCABULARY,
         "num_local_experts": 2,
         "num_experts_per_tok": 1,
+        "use_cache": False,
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
         **dict.fromkeys(("attention_dropout", "attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
     }

@@ -44,7 +44,7 @@ class Family(NamedTuple):
             options: further ones of the configuration.
         """
         transformers = importlib.import_module("transformers")
-        config = getattr(transformers, self.config)(**self.sizes, **options)
+        config = getattr(transformers, self.config)(**{**self.sizes, **options})
         torch.manual_seed(0)
         return getattr(transformers, self.model)(config)
 

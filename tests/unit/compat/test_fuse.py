@@ -8,6 +8,7 @@ import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -143,6 +144,49 @@ def test_sums_are_divided_by_the_trainers_number_of_items() -> None:
     model = build("Llama")
     inputs = {**batch(), "num_items_in_batch": torch.tensor(7)}
     assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral"])
+def test_the_host_does_not_wait_for_positions(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = pytest.importorskip("transformers.masking_utils")
+    searched = mock.Mock(side_effect=masks.find_packed_sequence_indices)
+    monkeypatch.setattr(masks, "find_packed_sequence_indices", searched)
+    model = build(name, use_cache=False)
+    model.config.sliding_window = None
+    fused = fuse(copy.deepcopy(model))
+    searched.reset_mock()
+    found = loss_and_grads(fused, **batch())
+    assert not searched.called
+    assert_near(found, loss_and_grads(model, **batch()))
+    assert searched.called
+    # Several sequences in a row are still told apart, and so is what a user's own layer needs.
+    packed = batch(position_ids=torch.arange(9).remainder(5).expand(2, -1))
+    assert_near(loss_and_grads(fused, **packed), loss_and_grads(model, **packed))
+    for each in (model, fused):
+        each.model.layers[0] = Masked()
+    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+
+
+class Masked(nn.Module):
+    """A user's own layer, which does without a mask if there is none."""
+
+    attention_type = "full_attention"
+
+    def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **_: Any) -> torch.Tensor:
+        return hidden_states if attention_mask is None else hidden_states * attention_mask.sum()
+
+
+@pytest.mark.parametrize("window", [4, 9, 20])
+def test_a_window_is_kept(window: int, silence: None) -> None:
+    model = build("Mistral", sliding_window=window, use_cache=False)
+    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **batch()), loss_and_grads(model, **batch()))
+
+
+def test_attention_that_looks_ahead() -> None:
+    model = build("Llama", use_cache=False)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **batch()), loss_and_grads(model, **batch()))
 
 
 def test_names_classes_and_values_stay_and_copies_are_fused() -> None:
