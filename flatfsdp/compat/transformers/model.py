@@ -4,8 +4,8 @@ In:   the arguments of transformers' forward, and among them no mask and no posi
 Out:  transformers' own forward, given `no_mask()` for its layers.
 Next: `layer.py` takes that mask away again.
 
-Without a mask, transformers searches the positions, which it has made itself, for several sequences in one row,
-so that in each forward the host waits until the GPU has done everything that it was given before.
+Without a mask, transformers searches the positions, which it has made itself, for several sequences in one
+row, so that in each forward the host waits until the GPU has done everything that it was given before.
 """
 
 from __future__ import annotations
