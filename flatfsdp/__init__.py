@@ -5,6 +5,7 @@ from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.fsdp import FlatFSDP
 from flatfsdp.engine.in_place.shard import register_forward_method, shard
 from flatfsdp.engine.param_groups import param_groups
+from flatfsdp.engine.replay.replayed import replayed
 from flatfsdp.engine.wrap import auto_wrap, by_class, by_size
 from flatfsdp.flat.flatten_params import FlattenParamsWrapper
 from flatfsdp.flat.layout import Align, FlatLayout, ParamSlot, ParamSpec
@@ -26,6 +27,7 @@ __all__ = [
     "microbatches",
     "param_groups",
     "register_forward_method",
+    "replayed",
     "shard",
     "whole_shape",
 ]

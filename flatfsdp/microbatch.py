@@ -31,6 +31,7 @@ class Microbatch:
         steps_reduced: number of steps that ended with a reduction, in which all ranks take part.
         step: number of steps ended, reduced or abandoned.  A gradient buffer remembers the step it was
             opened in, so what an abandoned step left behind is never added to.
+        is_recorded: whether this one is recorded in a CUDA graph, so that nothing runs now.
     """
 
     def __init__(self) -> None:
@@ -39,6 +40,7 @@ class Microbatch:
         self.index = 0
         self.step = 0
         self.steps_reduced = 0
+        self.is_recorded = False
         # Each once, in this order.
         self._at_end: dict[Callable[[], None], None] = {}
         self._loop: object = None

@@ -52,6 +52,7 @@ class Arena:
         history: FP32 [L, n]; row 0 is raised by casts, row 1 is the oldest update, row L - 1 the latest.
         fp8_max: FP32 [n].
         observers: are called before each update, in this order; usually nobody.
+        is_recorded: whether a CUDA graph is captured that begins with `renew`: its replays see new scales.
     """
 
     def __init__(self, fp8_max: Sequence[float], length: int, device: torch.device) -> None:
@@ -65,6 +66,11 @@ class Arena:
         self._agreed: weakref.ref[dist.ProcessGroup] | None = None
         self._members: list[weakref.ref[Scaling]] = []
         self.observers: dict[Observer, None] = {}
+        self.is_recorded = False
+
+    def renew(self) -> None:
+        """Casts read the scales anew from `scale`: what they had is of another recording, or of none."""
+        self._version, self._scales = -1, ()
 
     @property
     def members(self) -> list[Scaling]:
@@ -105,7 +111,7 @@ class Arena:
         Raises:
             RuntimeError: while a CUDA graph is captured, which would replay casts with today's scales.
         """
-        if is_captured(self.scale.device):
+        if is_captured(self.scale.device) and not self.is_recorded:
             raise RuntimeError(
                 "a CUDA graph is captured in which DelayedScaling moves its scales on, but replays would all "
                 "cast with the scales of the capture; use CurrentScaling"

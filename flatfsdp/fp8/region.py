@@ -44,6 +44,11 @@ class Region:
         is_delayed = isinstance(self.recipe, DelayedScaling) and self.recipe.reduce_amax
         return is_delayed and self.group is not None and (self.enabled or self.calibrating)
 
+    @property
+    def used(self) -> list[Scaling]:
+        """What forwards have recorded amaxes in since the last update."""
+        return list(self._used)
+
     def use(self, scaling: Scaling) -> None:
         """A forward records amaxes in it."""
         self._used[scaling] = None

@@ -85,6 +85,11 @@ class StepScales:
         self._settled_by.clear()
         self._is_settled = False
 
+    @property
+    def noted(self) -> list[Scaling]:
+        """What forwards of this step have used so far."""
+        return list(self._then)
+
     def note(self, scaling: Scaling) -> None:
         """A forward is going to use it."""
         if scaling in self._then:

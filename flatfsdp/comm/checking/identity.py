@@ -39,6 +39,8 @@ class Action(IntEnum):
     STORE = 10
     NORM = 11
     BUILD = 12
+    MICROBATCH = 13
+    REPLAY = 14
 
 
 _WORDS = {
@@ -54,6 +56,8 @@ _WORDS = {
     Action.STORE: "takes over whole tensors of {unit} (summon_full_params, a checkpoint)",
     Action.NORM: "takes the norm of the gradients",
     Action.BUILD: "compares what it has built",
+    Action.MICROBATCH: "runs a microbatch of a replayed model eagerly",
+    Action.REPLAY: "replays a recorded microbatch",
 }
 
 

@@ -61,6 +61,9 @@ class Reducer:
     Args:
         units: the groups of each unit, in registration order.  Of one unit, those that take part in the step
             are reduced together.
+
+    Attributes:
+        recorded: the groups that the last recorded microbatch has reduced.
     """
 
     def __init__(
@@ -77,6 +80,7 @@ class Reducer:
         self._has_warned = False
         self._in_flight: deque[_Reduction] = deque()
         self._reduced: list[tuple[FlatGroup, Tensor]] = []
+        self.recorded: list[FlatGroup] = []
 
     @property
     def has_units(self) -> bool:
@@ -118,13 +122,29 @@ class Reducer:
         while self._in_flight:
             self._retire()
         # Only now, so that a backward that fails half-way leaves every gradient as it was.
+        if self._is_recorded():
+            self.recorded = [group for group, _ in self._reduced]
+        else:
+            self._publish()
+        self._reset()
+
+    def publish_kept(self, groups: Iterable[FlatGroup]) -> None:
+        """A replay has reduced these groups, to where they keep their gradients."""
+        self._reduced = [(group, group.kept_grad) for group in groups if group.kept_grad is not None]
         self._publish()
         self._reset()
+
+    def _is_recorded(self) -> bool:
+        return any(group.microbatch.is_recorded for groups in self._order[:1] for group in groups)
 
     def abandon(self) -> None:
         """Waits for what is under way and forgets its results."""
         for reduction in self._in_flight:
             compute_waits_for(reduction.done, self._device)
+        self._reset()
+
+    def forget_recorded(self) -> None:
+        """A recording has failed: nobody may wait for what it would have launched."""
         self._reset()
 
     def _reset(self) -> None:
@@ -152,7 +172,14 @@ class Reducer:
     def _shard_for(self, group: FlatGroup, flat: Tensor) -> Tensor:
         if group.grid.shard.size == 1:
             return flat
-        return flat.new_empty(group.master.flat.numel(), dtype=group.policy.precision.reduce)
+        dtype, kept = group.policy.precision.reduce, self._kept(group)
+        if kept is not None and kept.dtype == dtype and group.microbatch.is_last:
+            return kept
+        return flat.new_empty(group.master.flat.numel(), dtype=dtype)
+
+    def _kept(self, group: FlatGroup) -> Tensor | None:
+        """Memory for the reduced gradient at an address for good; None if there is none, or it is in use."""
+        return None if group.master.grads else group.kept_grad
 
     def _reduce_scatter(
         self, groups: Sequence[FlatGroup], flats: list[Tensor], shards: list[Tensor]
@@ -229,7 +256,10 @@ class Reducer:
         compute_waits_for(reduction.done, self._device)
         if reduction.is_complete:
             for group, reduced in zip(reduction.groups, reduction.reduced, strict=True):
-                self._reduced.append((group, self._cast(reduced, group.master.grad_dtype)))
+                grad, kept = self._cast(reduced, group.master.grad_dtype), self._kept(group)
+                if kept is not None and kept.data_ptr() != grad.data_ptr():
+                    grad = kept.copy_(grad)
+                self._reduced.append((group, grad))
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Usually nothing: gradients are reduced in the dtype in which they were accumulated."""

@@ -7,14 +7,14 @@ Out:  one `Root` that its units refer to.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
 from flatfsdp.byte_ledger import ByteLedger
-from flatfsdp.comm.checking.identity import Action, ModelIdentity
-from flatfsdp.comm.checking.journal import look
+from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
+from flatfsdp.comm.checking.journal import declare, look
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.comm.streams import SideStream
 from flatfsdp.engine.step.backward import Backward
@@ -24,6 +24,9 @@ from flatfsdp.engine.step.reduce import Reducer
 from flatfsdp.engine.step.requires_grad import follow_requires_grad
 from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
+from flatfsdp.engine.storage.group import FlatGroup, Passage
+from flatfsdp.engine.storage.master import Version
+from flatfsdp.fp8.delayed_scaling import Scaling
 from flatfsdp.fp8.recompute import current_tape
 from flatfsdp.fp8.step_scales import StepScales
 from flatfsdp.microbatch import Microbatch
@@ -67,6 +70,7 @@ class Root:
         self.reducer = Reducer([unit.groups for unit in units if unit.groups], device, ledger)
         self._weight_scales = weight_scales(self.groups, ledger)
         self._reduce_every = reduce_every
+        self._device = device
         self.in_forward = False
         self.backward = Backward(self.end_backward)
         self.forward_action = Action.FORWARD
@@ -102,13 +106,7 @@ class Root:
 
     def begin_forward(self) -> None:
         """Called before the outermost forward of any unit; the inner ones run inside it."""
-        look(self._model)
-        if self.backward.has_failed:
-            self.abandon_step()
-        self._require_own_memory()
-        self._require_no_hooks()
-        for unit in self.units:
-            unit.writes.require_none()
+        self._look_at_user()
         self.forward_action = Action.FORWARD if torch.is_grad_enabled() else Action.EVALUATION
         if not torch.is_grad_enabled():
             # Evaluations often run on other weights, an average, say, written through `.data`: not counted.
@@ -119,8 +117,22 @@ class Root:
         tape = current_tape()
         # A reentrant checkpoint runs a training forward without gradients first.
         if torch.is_grad_enabled() or (tape is not None and tape.trains):
-            self.scales.begin_forward([group.master.version for group in self.groups])
+            self.scales.begin_forward(self._versions)
         self.in_forward = True
+
+    def _look_at_user(self) -> None:
+        """Raises what can be known before anything is gathered."""
+        look(self._model)
+        if self.backward.has_failed:
+            self.abandon_step()
+        self._require_own_memory()
+        self._require_no_hooks()
+        for unit in self.units:
+            unit.writes.require_none()
+
+    @property
+    def _versions(self) -> list[Version]:
+        return [group.master.version for group in self.groups]
 
     def _require_own_memory(self) -> None:
         """Looks at all units before any is gathered: ranks may hold parts of different ones."""
@@ -249,6 +261,9 @@ class Root:
             unit.end_of_backward()
         self.backward.close()
         self._finish_uploads()
+        self._end_microbatch()
+
+    def _end_microbatch(self) -> None:
         self.microbatch.index += 1
         if self.microbatch.is_last:
             self._expire()
@@ -257,6 +272,59 @@ class Root:
         else:
             for group in self.groups:
                 group.watch_unreduced()
+
+    # ---- microbatches that are recorded and replayed (`engine/replay`) ----------------------------------
+
+    def begin_replayable(self, scalings: Iterable[Scaling], action: Action, number: int) -> None:
+        """Before a microbatch that is eager, recorded or replayed: what they have in common.  Collective.
+
+        Args:
+            scalings: which FP8 scales it moves.
+            action: which of these it is, for other ranks.
+            number: of the recording, the same on all ranks.
+        """
+        self._look_at_user()
+        self._follow_user()
+        is_edge = self.microbatch.index == 0 or self.microbatch.is_last
+        # Under ZeRO-2, ranks may have different numbers of microbatches between.
+        launches = is_edge or any(unit.reshards_after_forward for unit in self.units)
+        for ranks in self._model.data_parallel if launches else ():
+            place = self.microbatch.steps_reduced, self.microbatch.index
+            identity = Identity(action, self._model, number, *place)
+            is_checked = any(group.model is not None for group in self.groups)
+            declare(ranks, identity if is_checked else None, self._device)
+        self.scales.begin_forward(self._versions)
+        for scaling in scalings:
+            self.scales.note(scaling)
+        self.scales.end_forward()
+
+    def passages(self) -> list[Passage]:
+        """How all groups are between two microbatches."""
+        return [group.passage for group in self.groups]
+
+    def skip_to(self, passages: Sequence[Passage], reduced: Sequence[FlatGroup]) -> None:
+        """A microbatch was replayed: everything is as if it had been run.
+
+        Args:
+            passages: of all groups, after it was recorded.
+            reduced: groups whose gradients it has reduced.
+        """
+        for group, passage in zip(self.groups, passages, strict=True):
+            group.skip_to(passage)
+        for group in reduced:
+            group.join_step()
+        self.reducer.publish_kept(reduced)
+        self._end_microbatch()
+
+    def abandon_recording(self) -> None:
+        """A recording has failed, in a forward or a backward, and nothing of it will run."""
+        self.in_forward = False
+        self.scales.end_forward()
+        self.order.forget()
+        self.reducer.forget_recorded()
+        for group in self.groups:
+            group.forget_recorded()
+        self.abandon_step()
 
     def abandon_step(self) -> None:
         """After an exception: back to a state in which the next step is clean."""

@@ -78,13 +78,14 @@ class Unit:
         root: shared state of the model; set when the root module is first used.
         is_kept: whether the parameters stay where they are, inside `Root.kept`.
         keep_as_root: whether the root's own parameters stay from its forward to its backward.
+        reshards_after_forward: whether parameters are freed between forward and backward.
         writes: notices writes to what the module computes with.
     """
 
     def __init__(self, reshard_after_forward: bool, *, contains_units: bool) -> None:
         self.groups: list[FlatGroup] = []
         self.root: SharedByUnits
-        self._reshard_after_forward = reshard_after_forward
+        self.reshards_after_forward = reshard_after_forward
         self._contains_units = contains_units
         self.is_kept = False
         self.keep_as_root = True
@@ -192,7 +193,7 @@ class Unit:
             return outputs
         # A backward that starts from something in which no tensor was found could not gather them again.
         is_opaque = torch.is_grad_enabled() and not tensors
-        keeps = (self is self.root.unit and self.keep_as_root) or not self._reshard_after_forward
+        keeps = (self is self.root.unit and self.keep_as_root) or not self.reshards_after_forward
         if not is_opaque and not (differentiable and keeps):
             self._require_no_parameter(tensors)
             self.reshard()
@@ -287,7 +288,7 @@ class Unit:
         self._free_after_backward()
 
     def _free_after_backward(self) -> None:
-        if self._reshard_after_forward or self.root.microbatch.is_last:
+        if self.reshards_after_forward or self.root.microbatch.is_last:
             self.reshard()
 
     def end_of_backward(self) -> None:
@@ -315,6 +316,19 @@ class Unit:
         self._empty_in.clear()
         self._open_uses.clear()
         self._was_followed = False
+
+    def keep_addresses(self, *, of_sums: bool) -> None:
+        """What crosses the border between two microbatches is at one address for good.
+
+        Args:
+            of_sums: whether gradients do: steps have more than one microbatch.
+        """
+        for group in self.groups:
+            group.keep_grad()
+            if of_sums:
+                group.keep_sum()
+            if not self.reshards_after_forward:
+                group.keep_unsharded()
 
     def drop_gradients(self) -> None:
         """Drops what was accumulated and not yet reduced."""

@@ -77,6 +77,11 @@ class Leaves:
         main_grad.expose(self._parameters)
         self.joints.train(self._parameters, main_grad)
 
+    def remake_joints(self) -> None:
+        """New autograd nodes, whose backward runs on the stream that is current now."""
+        assert self._main_grad is not None
+        self.joints.train(self._parameters, self._main_grad)
+
     @property
     def shown(self) -> Sequence[Sequence[Tensor]]:
         """What the module may have while the parameters are there, in slot order."""

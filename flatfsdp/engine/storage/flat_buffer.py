@@ -29,18 +29,26 @@ class FlatBuffer:
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self.is_allocated = True
+        self._stays = False
+
+    def stay(self) -> None:
+        """From now on the memory is never given back: what has been recorded reads and writes it."""
+        self._stays = True
+        if not self._storage.nbytes():
+            self._storage.resize_(self._nbytes)
 
     def allocate(self) -> None:
         """Gets memory, with undefined contents; nothing if it has some."""
         if not self.is_allocated:
-            self._storage.resize_(self._nbytes)
+            if not self._storage.nbytes():
+                self._storage.resize_(self._nbytes)
             self.is_allocated = True
 
     def free(self) -> None:
         """Gives the memory back."""
         if self._poison:
             self.tensor.fill_(torch.nan)
-        else:
+        elif not self._stays:
             self._storage.resize_(0)
         self.is_allocated = False
 

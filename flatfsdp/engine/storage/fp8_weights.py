@@ -24,7 +24,7 @@ from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout, Role, gaps_and_runs
 from flatfsdp.flat.sites import Site
-from flatfsdp.kernels.cast.scaling import Scales, one_by_one
+from flatfsdp.kernels.cast.scaling import Scales, align_inverses, one_by_one
 from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.cast.transpose import transpose_many
 
@@ -64,7 +64,7 @@ class FP8Weights:
     Attributes:
         columnwise: the transposes, of joints as a whole, of the same layout as the weights.
         amax: FP32 [slots], of this rank's pieces.
-        scales: of all slots, of one generation.
+        scales: of all slots, at one address for good.
     """
 
     def __init__(
@@ -94,7 +94,14 @@ class FP8Weights:
         self._to_transpose = list(zip(self._rowwise_runs, targets, strict=True))
         self.columnwise.free()
         self.amax = torch.zeros(len(self._slots), device=unsharded.device)
-        self.set_scales(Scales(torch.ones_like(self.amax), torch.ones_like(self.amax)))
+        self.scales = align_inverses(Scales(torch.ones_like(self.amax), torch.ones_like(self.amax)))
+        singles = one_by_one(self.scales)
+        forms = zip(self._runs, self._rowwise_runs, self._columnwise_runs, strict=True)
+        # The scales of a joint's parts are equal.
+        self._operands = {
+            first: Operand(None, rowwise, columnwise, singles[first].scale_inv, singles[first].scale_inv)
+            for (first, _), rowwise, columnwise in forms
+        }
 
     def _as_runs(self, layout: FlatLayout, flat: Tensor) -> list[Tensor]:
         """What GEMMs read as one operand: joints, and weights by themselves, in order."""
@@ -109,19 +116,13 @@ class FP8Weights:
     # ---- scales and bytes of this rank's shard ----------------------------------------------------------
 
     def set_scales(self, scales: Scales) -> None:
-        """Called by `WeightScales`, once a step.
+        """Called by `WeightScales`, once a step: no backward of an earlier one may follow.
 
         Args:
             scales: of the slots; equal in a joint.
         """
-        self.scales = scales
-        singles = one_by_one(scales)
-        forms = zip(self._runs, self._rowwise_runs, self._columnwise_runs, strict=True)
-        # The scales of a joint's parts are equal.
-        self._operands = {
-            first: Operand(None, rowwise, columnwise, singles[first].scale_inv, singles[first].scale_inv)
-            for (first, _), rowwise, columnwise in forms
-        }
+        for own, new in zip(self.scales, scales, strict=True):
+            own.copy_(new)
 
     def runs(self, first: int, last: int) -> list[tuple[int, int, Tensor]]:
         """Pieces that begin in elements [first, last) of the shard: from where to where each is, counted from

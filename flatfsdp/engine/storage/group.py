@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,24 @@ def settle(groups: Iterable[FlatGroup]) -> None:
             look(model, wait=True)
 
 
+class Passage(NamedTuple):
+    """How a group is between two microbatches, as far as they depend on it or change it.
+
+    Attributes:
+        state: GATHERING counts as UNSHARDED, as nothing is under way then.
+        allocated: whether the buffers of gathered parameters, and of FP8 transposes, have memory.
+        done: see `ComputeShard.done`.
+        written: see `MainGrad.written`.
+        takes_part: see `FlatGroup.takes_part`.
+    """
+
+    state: ShardState
+    allocated: tuple[bool, bool]
+    done: tuple[bool, bool, bool]
+    written: tuple[bool, ...]
+    takes_part: bool
+
+
 class FlatGroup:
     """Parameters of one unit that are treated alike: one layout, one master shard, one flat buffer.
 
@@ -85,6 +104,7 @@ class FlatGroup:
         model: whose this is; None before it is used, or if collectives are not checked.
         moved: what else steps of the model change; None before it is used.
         params: what the module sees.
+        kept_grad: where the reduced gradient is put, if that has an address for good; None otherwise.
     """
 
     def __init__(
@@ -117,6 +137,7 @@ class FlatGroup:
         self._partial_step = -1
         self._joined_step = -1
         self._marks = UnreducedMarks()
+        self.kept_grad: Tensor | None = None
 
         is_fp8 = self.layout.role is Role.FP8 and policy.precision.fp8_weights != "in_layers"
         dtype = FP8_DTYPE if is_fp8 else policy.precision.compute
@@ -194,12 +215,79 @@ class FlatGroup:
         if self.fp8 is not None:
             for index, weight in (each for shown in params.shown for each in enumerate(shown)):
                 FP8_OPERAND.leave(weight, partial(self.fp8.operand, index))
-            for index, joint in (each for of_all in params.joints.kinds for each in enumerate(of_all)):
-                FP8_OPERAND.leave(joint, partial(self.fp8.joint_operand, index))
+        self._leave_joint_operands(params)
         for index, owners in enumerate(self.binding.joint_owners):
             for owner, name in owners:
                 leave_joined(owner, name, partial(params.joint, index))
         return params
+
+    def _leave_joint_operands(self, params: Leaves | Views) -> None:
+        if self.fp8 is not None:
+            for index, joint in (each for of_all in params.joints.kinds for each in enumerate(of_all)):
+                FP8_OPERAND.leave(joint, partial(self.fp8.joint_operand, index))
+
+    # ---- addresses for good (`engine/replay`) -----------------------------------------------------------
+
+    def keep_grad(self) -> None:
+        """The reduced gradient is always at one address from now on, unless an earlier one is there still."""
+        if self.kept_grad is None and self.main_grad is not None:
+            numel, dtype = self.master.flat.numel(), self.master.grad_dtype
+            self.kept_grad = torch.empty(numel, dtype=dtype, device=self.master.device)
+
+    def keep_sum(self) -> None:
+        """The gradients that are added up over microbatches are always at one address from now on."""
+        if self.main_grad is not None:
+            self.main_grad.stay()
+
+    def keep_unsharded(self) -> None:
+        """The gathered parameters are always at one address from now on."""
+        if self.buffer is not None:
+            self.buffer.stay()
+        if self.fp8 is not None:
+            self.fp8.columnwise.stay()
+
+    def follow_stream(self) -> None:
+        """Makes autograd nodes anew that run their backward on the stream on which they were made."""
+        if isinstance(self.params, Leaves) and self.main_grad is not None and self.layout.joints:
+            self.params.remake_joints()
+            self._leave_joint_operands(self.params)
+
+    @property
+    def passage(self) -> Passage:
+        """How it is between two microbatches."""
+        is_sharded = self.state is ShardState.SHARDED
+        return Passage(
+            ShardState.SHARDED if is_sharded else ShardState.UNSHARDED,
+            (
+                self.buffer is not None and self.buffer.is_allocated,
+                self.fp8 is not None and self.fp8.columnwise.is_allocated,
+            ),
+            self.compute_shard.done,
+            () if self.main_grad is None else self.main_grad.written,
+            self.takes_part,
+        )
+
+    def forget_recorded(self) -> None:
+        """A recording has failed: nobody may wait for what it would have launched."""
+        self._gathered = None
+
+    def skip_to(self, passage: Passage) -> None:
+        """A recorded microbatch was replayed: everything is as it was after it was recorded."""
+        if passage.state is not self.state:
+            self._gathered, self.state = None, passage.state
+            if passage.state is ShardState.UNSHARDED:
+                self.params.show()
+            elif self.buffer is not None:
+                self.params.conceal()
+        if self.buffer is not None:
+            self.buffer.is_allocated = passage.allocated[0]
+        if self.fp8 is not None:
+            self.fp8.columnwise.is_allocated = passage.allocated[1]
+        self.compute_shard.skip_to(passage.done)
+        if self.main_grad is not None:
+            self.main_grad.skip_to(passage.written)
+        if passage.takes_part:
+            self.join_step()
 
     # ---- the root ---------------------------------------------------------------------------------------
 
@@ -222,7 +310,7 @@ class FlatGroup:
 
     def identify(self, action: Action) -> Identity | None:
         """What a collective of this unit carries; None before there is a root, or if nothing is checked."""
-        if self.model is None:
+        if self.model is None or self.microbatch.is_recorded:
             return None
         return Identity(action, self.model, self._unit, self.microbatch.steps_reduced, self.microbatch.index)
 

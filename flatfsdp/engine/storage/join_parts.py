@@ -43,6 +43,8 @@ class JointTensors:
 
         One autograd node a joint serves all forwards: it saves nothing.
         """
+        # First, so that the accumulation into the parts is made anew, too.
+        self._trained.clear()
         with torch.inference_mode(False), torch.enable_grad():
             for joint, view in zip(self._joints, self._frozen, strict=True):
                 members = [parts[slot] for slot in joint.slots]

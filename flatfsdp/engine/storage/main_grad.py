@@ -67,13 +67,40 @@ class MainGrad:
         self._joint_views: list[Tensor] = []
         self._written: list[bool] = []
         self._waiting: dict[int, Tensor] = {}
+        self._is_open = False
+        self._stays = False
         self._step = -1
         self._exposed: Sequence[Tensor] = ()
 
     @property
     def holds_gradients(self) -> bool:
         """Whether something has landed since the buffer was last handed over."""
-        return self._tensor is not None or bool(self._waiting)
+        return self._is_open or bool(self._waiting)
+
+    @property
+    def written(self) -> tuple[bool, ...]:
+        """In which slots something has landed in this step; empty if nothing has."""
+        return tuple(self._written) if self._is_open and self._step == self.microbatch.step else ()
+
+    @property
+    def address(self) -> int:
+        """Of the buffer; 0 while there is none."""
+        return 0 if self._tensor is None else self._tensor.data_ptr()
+
+    def stay(self) -> None:
+        """From now on the buffer is never given back: what has been recorded writes it."""
+        self._stays = True
+        if self._tensor is None:
+            self._allocate()
+
+    def skip_to(self, written: Sequence[bool]) -> None:
+        """Something else has written these slots, in this step, to the buffer that stays."""
+        assert not self._waiting
+        if tuple(written) != self.written:
+            self.drop()
+            if written:
+                self._open()
+                self._written = list(written)
 
     def expose(self, parameters: Sequence[Tensor]) -> None:
         """Gives each parameter `main_grad` (None while there is no buffer), and the two methods below.
@@ -191,22 +218,26 @@ class MainGrad:
         return tensor
 
     def drop(self) -> None:
-        """Forgets the buffer and what is in it."""
-        self._tensor, self._views, self._joint_views = None, [], []
-        self._written, self._waiting = [], {}
+        """Forgets what is in the buffer, and the buffer, unless it stays."""
+        if not self._stays:
+            self._tensor, self._views, self._joint_views = None, [], []
+        self._written, self._waiting, self._is_open = [], {}, False
         self._show()
 
     def _open(self) -> list[Tensor]:
         """The slots' views, with a buffer that belongs to the current step."""
-        if self._tensor is None:
-            self._allocate()
-        elif self._step != self.microbatch.step:
-            if any(self._written):
-                logger.warning(
-                    "dropped gradients of a step that was never reduced (its last backward failed, or was "
-                    "not marked as the last one)"
-                )
-            self._written = [False] * len(self._written)
+        if self._is_open and self._step != self.microbatch.step and any(self._written):
+            logger.warning(
+                "dropped gradients of a step that was never reduced (its last backward failed, or was "
+                "not marked as the last one)"
+            )
+        if not self._is_open or self._step != self.microbatch.step:
+            if self._tensor is None:
+                self._allocate()
+            self._written = [False] * len(self._views)
+        if not self._is_open:
+            self._is_open = True
+            self._show()
         self._step = self.microbatch.step
         return self._views
 
@@ -218,12 +249,10 @@ class MainGrad:
             self._tensor[start:stop].zero_()
         self._views = self._layout.views(self._tensor)
         self._joint_views = self._layout.joint_views(self._tensor)
-        self._written = [False] * len(self._views)
-        self._show()
 
     def _show(self) -> None:
         for index, parameter in enumerate(self._exposed):
-            MAIN_GRAD.leave(parameter, self._views[index] if self._views else None)
+            MAIN_GRAD.leave(parameter, self._views[index] if self._is_open else None)
 
     def _accumulate(self, target: Tensor, grad: Tensor, *, first: bool) -> None:
         accumulate(target, grad, first=first)

@@ -1,0 +1,161 @@
+"""`Recording`: one microbatch as a CUDA graph, and how it leaves the engine.
+
+In:   a function that runs a microbatch, inputs at addresses of their own.
+Out:  the same kernels and collectives again, for other inputs, with one launch by the host.
+Next: `replayed.py` decides when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from flatfsdp.byte_ledger import ByteLedger
+from flatfsdp.engine.replay.graphs import Graphs
+from flatfsdp.engine.step.root import Root
+from flatfsdp.engine.storage.group import FlatGroup, Passage
+from flatfsdp.fp8.delayed_scaling import Arena, Scaling
+from flatfsdp.fp8.region import current_region
+
+Outputs = list[Any]
+
+
+class Recording:
+    """One kind of microbatch, of one shape.
+
+    Args:
+        run: a microbatch, given its inputs; returns its outputs.
+        inputs: tensors on the device; replays read them at these addresses.
+
+    Attributes:
+        outputs: what the next replay writes to.
+        scalings: the FP8 scales that it moves.
+
+    Raises:
+        RuntimeError: if something in the microbatch cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        root: Root,
+        arenas: Sequence[Arena],
+        run: Callable[[Sequence[Tensor]], Outputs],
+        inputs: Sequence[Tensor],
+    ) -> None:
+        self._root = root
+        self._inputs = inputs
+        self._arenas = arenas
+        before = Moved.of(root.ledger)
+        root.reducer.recorded = []
+        self._renew()
+        with _recorded(root, arenas):
+            self._graph, self.outputs = graphs.record(partial(run, inputs))
+        # As an eager microbatch leaves the engine; nothing has run yet.
+        self._passages: list[Passage] = root.passages()
+        self._reduced: list[FlatGroup] = root.reducer.recorded
+        self.scalings: list[Scaling] = root.scales.noted
+        region = current_region()
+        self._used_in_region: list[Scaling] = [] if region is None else region.used
+        self._moved = Moved.of(root.ledger).since(before)
+
+    def run_first(self) -> Outputs:
+        """Runs what was just recorded: the engine is as it was left already."""
+        self._graph.replay()
+        self._renew()
+        self._root.reducer.publish_kept(self._reduced)
+        return _copies(self.outputs)
+
+    def replay(self, inputs: Sequence[Tensor]) -> Outputs:
+        """Another microbatch of the same kind and shape; returns copies of its outputs."""
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given, non_blocking=True)
+        self._graph.replay()
+        self._renew()
+        if (region := current_region()) is not None:
+            for scaling in self._used_in_region:
+                region.use(scaling)
+        self._moved.add_to(self._root.ledger)
+        self._root.skip_to(self._passages, self._reduced)
+        return _copies(self.outputs)
+
+    def _renew(self) -> None:
+        """What casts read now is of this recording alone."""
+        for arena in self._arenas:
+            arena.renew()
+
+
+@contextmanager
+def _recorded(root: Root, arenas: Sequence[Arena]) -> Iterator[None]:
+    """Inside, a microbatch is recorded; if that fails the engine is left as after any failed step."""
+    _mark(root, arenas, is_recorded=True)
+    try:
+        yield
+    except BaseException as error:
+        _mark(root, arenas, is_recorded=False)
+        root.abandon_recording()
+        if not isinstance(error, RuntimeError):
+            raise
+        raise RuntimeError(
+            "the microbatch cannot be recorded as a CUDA graph: it, or a module, waits for the GPU "
+            "(.item(), .cpu(), a branch on a tensor), or starts something that no graph can hold; compute "
+            "that outside of it, or train without flatfsdp.replayed"
+        ) from error
+    _mark(root, arenas, is_recorded=False)
+
+
+def _mark(root: Root, arenas: Sequence[Arena], *, is_recorded: bool) -> None:
+    root.microbatch.is_recorded = is_recorded
+    for arena in arenas:
+        arena.is_recorded = is_recorded
+
+
+class Moved:
+    """What a ledger has counted."""
+
+    def __init__(self, nbytes: dict[str, int], calls: dict[str, int]) -> None:
+        self._bytes, self._calls = nbytes, calls
+
+    @classmethod
+    def of(cls, ledger: ByteLedger) -> Moved:
+        """All of it so far."""
+        return cls(dict(ledger.bytes), dict(ledger.calls))
+
+    def since(self, before: Moved) -> Moved:
+        """The difference."""
+        return Moved(_minus(self._bytes, before._bytes), _minus(self._calls, before._calls))
+
+    def add_to(self, ledger: ByteLedger) -> None:
+        ledger.bytes.update(self._bytes)
+        ledger.calls.update(self._calls)
+
+
+def _minus(these: dict[str, int], those: dict[str, int]) -> dict[str, int]:
+    return {kind: count - those.get(kind, 0) for kind, count in these.items()}
+
+
+def _copies(outputs: Outputs) -> Outputs:
+    return [each.clone() if isinstance(each, Tensor) else each for each in outputs]
+
+
+def require_nothing_kept(graphs: Graphs, recordings: Iterable[Recording]) -> None:
+    """Checks that nobody holds memory of a microbatch that is over: the next replay writes there.
+
+    Args:
+        recordings: all that there are.
+
+    Raises:
+        RuntimeError: if somebody does.
+    """
+    outputs = (each for recording in recordings for each in recording.outputs)
+    kept = graphs.kept({each.untyped_storage().data_ptr() for each in outputs if isinstance(each, Tensor)})
+    if kept:
+        raise RuntimeError(
+            f"after a microbatch that was recorded, {len(kept)} of its tensors are still there ({sum(kept)} "
+            "bytes): the function, or a module, keeps them, and every replay would change them; keep a "
+            "number, or a copy made outside of the microbatch"
+        )

@@ -1,0 +1,266 @@
+"""`replayed`: a function that runs a microbatch, eagerly at first, and as a CUDA graph from then on.
+
+In:   a sharded model, and a function that runs forward and backward of one microbatch.
+Out:  a function that computes the same bits, in a fraction of the host's time.
+Next: `recording.py` records; `facts.py` says when a recording is out of date.
+
+    eager, twice --> recorded, and run --> replayed ... --> replayed
+                                 facts changed: eager again --^
+
+The first, a middle and the last microbatch of a step launch different things, and so do other shapes: each is
+a recording of its own.  What one leaves to the next one (`FlatGroup.passage`) lies at addresses that stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from flatfsdp.comm.checking.identity import Action
+from flatfsdp.engine.replay.facts import Facts, arenas_of, facts_of, why_not
+from flatfsdp.engine.replay.graphs import Graphs, graphs_on
+from flatfsdp.engine.replay.recording import Recording, require_nothing_kept
+from flatfsdp.engine.step.root import Root
+from flatfsdp.engine.units import UnitModule, root_of
+from flatfsdp.fp8.delayed_scaling import Arena
+
+logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+WARM_UP = 2
+"""Eager microbatches of a kind and shape, with the same facts, before one is recorded."""
+
+MOST_RECORDINGS = 12
+"""Three kinds of four shapes; the one that was used longest ago makes room."""
+
+
+def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:
+    """Runs microbatches as CUDA graphs: the host launches each with one call.
+
+        def microbatch(tokens, targets):
+            loss = model(tokens, targets)
+            loss.backward()
+            return loss
+
+        step = replayed(model, microbatch)
+        for tokens, targets in microbatches(model, batches):
+            loss = step(tokens, targets)
+        optimizer.step()
+
+    Each kind of microbatch (first, middle, last of a step) is run eagerly twice, then recorded, then
+    replayed, with the bits of an eager one.  It is run eagerly again, and recorded anew, when something that
+    it depends on has changed: the shape of an input, training mode, a loaded checkpoint, a scaling recipe
+    around the call.  Forwards outside of the function, such as evaluations, are eager.  On CPU everything is.
+
+    What Python does in the function is not repeated.  So it must compute from its arguments and the model
+    alone, not wait for the GPU, and keep no tensor.  Tensors among the arguments come to it on the model's
+    device; numbers and strings are part of the shape.  A `.grad` that is kept beyond the step is overwritten.
+
+    Args:
+        model: sharded in place, or wrapped; the outermost unit.
+        microbatch: runs forward and backward, and returns tensors (or a nest of them), detached.
+
+    Returns:
+        A function with the same arguments and results.
+
+    Raises:
+        TypeError: if the model is no unit.
+        ValueError: if it has settings that cannot be recorded: `optimize_backward_concat=False`,
+            `grad_sync="every"`, `cpu_offload`, tensor parallelism.
+    """
+    return Replayed(model, microbatch)
+
+
+class Kind(NamedTuple):
+    """Place of a microbatch in its step."""
+
+    is_first: bool
+    is_last: bool
+
+
+class Key(NamedTuple):
+    """What tells recordings apart: place, structure, and of each input the shape and dtype, or the value."""
+
+    kind: Kind
+    structure: str
+    inputs: tuple[Any, ...]
+
+
+class Call(NamedTuple):
+    """The arguments of one call, and where they go; tensors are elsewhere."""
+
+    leaves: list[Any]
+    structure: TreeSpec
+
+
+@dataclass
+class _Seen:
+    """A key that has come up.
+
+    Attributes:
+        facts: when it came up last and was run eagerly.
+        times: how often before that it was, in a row, with the same facts.
+        recording: with the facts for which it was made.
+        outputs: structure of what the function returns.
+    """
+
+    facts: Facts | None = None
+    times: int = 0
+    recording: tuple[Facts, Recording] | None = None
+    outputs: TreeSpec | None = None
+
+
+class Replayed(Generic[P, R]):
+    """See `replayed`.
+
+    Attributes:
+        replays: microbatches that were replayed so far.
+    """
+
+    def __init__(self, model: nn.Module, microbatch: Callable[P, R]) -> None:
+        self._model = _checked(model)
+        self._microbatch = microbatch
+        self._device = self._model.fsdp_state.device
+        self._seen: OrderedDict[Key, _Seen] = OrderedDict()
+        self._modules: list[nn.Module] = []
+        self._said: set[str] = set()
+        self._numbers: dict[Key, int] = {}
+        self._graphs = graphs_on(self._device)
+        self._has_sums = False
+        self.replays = 0
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._graphs is None:
+            return self._microbatch(*args, **kwargs)
+        root = root_of(self._model)
+        if root.in_forward:
+            raise RuntimeError("a replayed microbatch inside a forward of the model")
+        call = Call(*tree_flatten((args, kwargs)))
+        tensors, described = _described(call.leaves)
+        kind = Kind(root.microbatch.index == 0, root.microbatch.is_last)
+        self._has_sums = self._has_sums or not (kind.is_first and kind.is_last)
+        with self._graphs.beside():
+            return self._run(self._graphs, root, Key(kind, str(call.structure), described), call, tensors)
+
+    def _run(self, graphs: Graphs, root: Root, key: Key, call: Call, tensors: list[Tensor]) -> R:
+        if not self._modules:
+            self._modules = list(self._model.modules())
+            for group in root.groups:
+                group.follow_stream()
+        for unit in root.units:
+            unit.keep_addresses(of_sums=self._has_sums)
+        arenas = arenas_of(self._modules)
+        facts = facts_of(root, self._modules, arenas)
+        seen = self._seen.setdefault(key, _Seen())
+        self._seen.move_to_end(key)
+        reason = why_not(facts, self._modules)
+        if reason is not None:
+            self._say(reason)
+        elif seen.recording is not None and seen.recording[0] == facts:
+            recording = seen.recording[1]
+            root.begin_replayable(recording.scalings, Action.REPLAY, self._number(key))
+            self.replays += 1
+            # Other facts that come up now and then are not worth a recording.
+            seen.facts, seen.times = None, 0
+            return self._results(recording.replay(tensors), seen)
+        seen.times = seen.times + 1 if seen.facts == facts else 0
+        seen.facts = facts
+        if reason is None and seen.times >= WARM_UP:
+            return self._record(graphs, root, key, call, seen, arenas, tensors)
+        root.begin_replayable((), Action.MICROBATCH, 0)
+        inputs = [each.to(self._device, non_blocking=True) for each in tensors]
+        return self._results(self._call(call, seen, inputs), seen)
+
+    def _record(
+        self,
+        graphs: Graphs,
+        root: Root,
+        key: Key,
+        call: Call,
+        seen: _Seen,
+        arenas: Sequence[Arena],
+        tensors: list[Tensor],
+    ) -> R:
+        assert seen.facts is not None
+        seen.recording = None
+        self._make_room()
+        root.begin_replayable(root.scales.noted, Action.REPLAY, self._number(key))
+        inputs = [torch.empty_like(each, device=self._device).copy_(each) for each in tensors]
+        recording = Recording(graphs, root, arenas, partial(self._call, call, seen), inputs)
+        outputs = recording.run_first()
+        seen.recording = seen.facts, recording
+        require_nothing_kept(graphs, (each.recording[1] for each in self._seen.values() if each.recording))
+        return self._results(outputs, seen)
+
+    def _call(self, call: Call, seen: _Seen, inputs: Sequence[Tensor]) -> list[Any]:
+        """Runs the function with these tensors in place of its arguments'; its results, detached."""
+        remaining = iter(inputs)
+        given = [next(remaining) if isinstance(leaf, Tensor) else leaf for leaf in call.leaves]
+        args, kwargs = tree_unflatten(given, call.structure)
+        found, seen.outputs = tree_flatten(self._microbatch(*args, **kwargs))
+        return [each.detach() if isinstance(each, Tensor) else each for each in found]
+
+    def _results(self, outputs: list[Any], seen: _Seen) -> R:
+        assert seen.outputs is not None
+        results: R = tree_unflatten(outputs, seen.outputs)
+        return results
+
+    def _number(self, key: Key) -> int:
+        """Ranks that number their recordings in another order do not do the same."""
+        return self._numbers.setdefault(key, len(self._numbers))
+
+    def _make_room(self) -> None:
+        recorded = [key for key, seen in self._seen.items() if seen.recording is not None]
+        if len(recorded) >= MOST_RECORDINGS:
+            del self._seen[recorded[0]]
+
+    def _say(self, reason: str) -> None:
+        if reason not in self._said:
+            self._said.add(reason)
+            logger.warning("microbatches are run eagerly, not replayed: %s", reason)
+
+
+def _described(leaves: Sequence[Any]) -> tuple[list[Tensor], tuple[Any, ...]]:
+    """The tensors among the arguments, and what of all arguments tells recordings apart."""
+    tensors: list[Tensor] = []
+    described: list[Any] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            described.append((type(leaf), leaf))
+            continue
+        if leaf.requires_grad:
+            raise ValueError(
+                "an argument of a replayed microbatch requires a gradient, which a replay would not bring "
+                "it; detach it"
+            )
+        tensors.append(leaf)
+        described.append((leaf.shape, leaf.dtype))
+    return tensors, tuple(described)
+
+
+def _checked(model: nn.Module) -> UnitModule:
+    if not isinstance(model, UnitModule):
+        raise TypeError(f"this {type(model).__name__} is not sharded; shard or wrap it first")
+    for unit in model.modules():
+        if isinstance(unit, UnitModule):
+            policy = unit.fsdp_state.policy
+            wrong = {
+                "optimize_backward_concat=False": not policy.optimize_backward_concat,
+                'grad_sync="every"': policy.grad_sync == "every",
+                "cpu_offload": policy.cpu_offload,
+                "tp_group": unit.fsdp_state.grid.tensor.size > 1,
+            }
+            for name, is_set in wrong.items():
+                if is_set:
+                    raise ValueError(f"a model with {name} cannot be replayed yet; train it without replayed")
+    return model
