@@ -7,7 +7,7 @@ counts the tensors that start at or before its block, which is one load of n num
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache, reduce
+from functools import cache, lru_cache, reduce
 from itertools import accumulate as running_sums
 from itertools import chain
 from operator import or_
@@ -39,24 +39,31 @@ def kept_table(fields: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """A `device_table` that is kept for later calls with the same fields.
 
     In a training loop the same tensors are at the same addresses again, and to make a table takes the host
-    longer than to launch a kernel.  Each stream has its own, because nobody else waits for the copy.
-
-    Raises:
-        RuntimeError: if a table would have to be made while a CUDA graph is captured.
+    longer than to launch a kernel.  Each stream has its own, because nobody else waits for the copy.  While a
+    CUDA graph is captured the copy is made beside it, at once, and the table is kept for good: replays read
+    it.
     """
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    return _kept_table(tuple(map(tuple, fields)), device, stream)
+    rows = tuple(map(tuple, fields))
+    if device.type != "cuda":
+        return _kept_table(rows, device, 0)
+    if torch.cuda.is_current_stream_capturing():
+        return _table_of_graphs(rows, device)
+    return _kept_table(rows, device, torch._C._cuda_getCurrentRawStream(device.index))
 
 
 @lru_cache(maxsize=1024)
 def _kept_table(fields: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        # Nothing is copied now: who finds the table later, outside of the graph, would read garbage.
-        raise RuntimeError(
-            "a CUDA graph is captured in which a list of tensors is new; run the same step on this stream, "
-            "with the same tensors, before the capture"
-        )
     return device_table(fields, device)
+
+
+@cache
+def _table_of_graphs(fields: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
+    # The one stream that nobody captures; others come from a pool, and may be a part of the capture.
+    beside = torch.cuda.default_stream(device)
+    with torch.cuda.stream(beside):
+        table = device_table(fields, device)
+    beside.synchronize()
+    return table
 
 
 def first_blocks(counts: Sequence[int]) -> tuple[list[int], int]:

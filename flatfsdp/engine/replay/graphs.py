@@ -47,7 +47,10 @@ class Graphs:
         """The graph of what the function launches, which has not run yet, and its result."""
         graph = torch.cuda.CUDAGraph()
         # Relaxed: a table of addresses that is new is copied beside the graph.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"):
+        with (
+            _no_garbage_collection(),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"),
+        ):
             result = function()
         return graph, result
 
@@ -65,6 +68,19 @@ class Graphs:
             for block in blocks
             if block["state"] == "active_allocated" and block["address"] not in known
         ]
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """An event or a graph that is freed while another one is captured breaks the capture."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def graphs_on(device: torch.device) -> Graphs | None:
