@@ -7,7 +7,7 @@ Next: `replayed.py` compares them before each microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,36 +28,77 @@ class Facts(NamedTuple):
         modes: whether each module is in training mode.
         passages: how the groups are.
         trained: which groups are.
-        has_grads: whether some group has a reduced gradient, to which one would be added.
         addresses: of everything that exists outside of recordings.
         ambient: settings of PyTorch and of FP8 around the call.
     """
 
-    modes: tuple[bool, ...]
+    modes: list[bool]
     passages: list[Passage]
-    trained: tuple[bool, ...]
-    has_grads: bool
-    addresses: tuple[int, ...]
+    trained: list[bool]
+    addresses: list[int]
     ambient: tuple[Any, ...]
 
 
-def facts_of(root: Root, modules: Sequence[nn.Module], arenas: Iterable[Arena]) -> Facts:
-    """As they are now."""
-    groups = root.groups
-    buffers = [b.data_ptr() for module in modules for b in module._buffers.values() if b is not None]
-    scales = [each.data_ptr() for arena in arenas for each in (arena.scale, arena.history)]
-    owned = [address for group in groups for address in _addresses(group)]
-    return Facts(
-        tuple([module.training for module in modules]),
-        root.passages(),
-        tuple(group.trains for group in groups),
-        any(group.master.grads for group in groups),
-        (*owned, *scales, *buffers),
-        _ambient(),
-    )
+class Surroundings:
+    """Where the facts of one model are: collected once, because a microbatch asks for all of them.
+
+    Attributes:
+        arenas: the FP8 scales of all layers; layers that run for the first time get others, see `renew`.
+    """
+
+    def __init__(self, root: Root, model: nn.Module) -> None:
+        self._root = root
+        self._modules = list(model.modules())
+        self._buffers = [module._buffers for module in self._modules if module._buffers]
+        self._layers = [module for module in self._modules if isinstance(module, Countable)]
+        self._hooks = [hooks for module in self._modules for hooks in _hooks_of(module)]
+        self.renew()
+
+    def renew(self) -> None:
+        """After an eager microbatch, in which layers may have got scales."""
+        of_layers = (getattr(layer, "_scalings", {}).values() for layer in self._layers)
+        self.arenas: list[Arena] = list(
+            dict.fromkeys(scaling.arena for scalings in of_layers for scaling in scalings)
+        )
+
+    def facts(self) -> Facts:
+        """As they are now."""
+        groups = self._root.groups
+        addresses = [address for group in groups for address in _addresses(group)]
+        for arena in self.arenas:
+            addresses += arena.scale.data_ptr(), arena.history.data_ptr()
+        for buffers in self._buffers:
+            addresses += [buffer.data_ptr() for buffer in buffers.values() if buffer is not None]
+        return Facts(
+            [module.training for module in self._modules],
+            self._root.passages(),
+            [group.trains for group in groups],
+            addresses,
+            _ambient(),
+        )
+
+    def why_not(self, *, is_last: bool) -> str | None:
+        """Why a microbatch cannot be recorded or replayed now; None if it can."""
+        if has_global_hooks():
+            return "hooks are registered for all modules, and would not run in replays"
+        if any(self._hooks):
+            module = next(each for each in self._modules if any(_hooks_of(each)))
+            return f"a {type(module).__name__} has hooks, which would not run in replays"
+        if any(layer.overflow_counters for layer in self._layers):
+            return "overflows are counted, and replays would count on"
+        if is_last and any(group.master.grads for group in self._root.groups):
+            return "gradients of an earlier step are still there, to which new ones are added"
+        return None
 
 
-def _addresses(group: FlatGroup) -> Iterable[int]:
+def _hooks_of(module: nn.Module) -> Iterator[Any]:
+    yield module._forward_hooks
+    yield module._forward_pre_hooks
+    yield module._backward_hooks
+    yield module._backward_pre_hooks
+
+
+def _addresses(group: FlatGroup) -> Iterator[int]:
     yield group.master.flat.data_ptr()
     yield group.compute_shard.tensor.data_ptr()
     if group.main_grad is not None:
@@ -75,33 +116,3 @@ def _ambient() -> tuple[Any, ...]:
         torch.backends.cuda.matmul.allow_tf32,
         None if region is None else (region.recipe, region.enabled, region.calibrating),
     )
-
-
-def why_not(facts: Facts, modules: Sequence[nn.Module]) -> str | None:
-    """Why a microbatch cannot be recorded or replayed now; None if it can."""
-    if has_global_hooks():
-        return "hooks are registered for all modules, and would not run in replays"
-    for module in modules:
-        hooks = (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-        if any(hooks):
-            return f"a {type(module).__name__} has hooks, which would not run in replays"
-        if isinstance(module, Countable) and module.overflow_counters:
-            return "overflows are counted, and replays would count on"
-    if facts.has_grads:
-        return "gradients of an earlier step are still there, to which new ones are added"
-    return None
-
-
-def arenas_of(modules: Iterable[nn.Module]) -> list[Arena]:
-    """The FP8 scales of all layers."""
-    layers = (module for module in modules if isinstance(module, Countable))
-    return list(dict.fromkeys(scaling.arena for layer in layers for scaling in _scalings(layer)))
-
-
-def _scalings(layer: Countable) -> Iterable[Any]:
-    return getattr(layer, "_scalings", {}).values()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from flatfsdp.comm.checking.identity import Action
-from flatfsdp.engine.replay.facts import Facts, arenas_of, facts_of, why_not
+from flatfsdp.engine.replay.facts import Facts, Surroundings
 from flatfsdp.engine.replay.graphs import Graphs, graphs_on
 from flatfsdp.engine.replay.recording import Recording, require_nothing_kept
 from flatfsdp.engine.step.root import Root
@@ -132,7 +132,7 @@ class Replayed(Generic[P, R]):
         self._microbatch = microbatch
         self._device = self._model.fsdp_state.device
         self._seen: OrderedDict[Key, _Seen] = OrderedDict()
-        self._modules: list[nn.Module] = []
+        self._surroundings: Surroundings | None = None
         self._said: set[str] = set()
         self._numbers: dict[Key, int] = {}
         self._graphs = graphs_on(self._device)
@@ -153,17 +153,17 @@ class Replayed(Generic[P, R]):
             return self._run(self._graphs, root, Key(kind, str(call.structure), described), call, tensors)
 
     def _run(self, graphs: Graphs, root: Root, key: Key, call: Call, tensors: list[Tensor]) -> R:
-        if not self._modules:
-            self._modules = list(self._model.modules())
+        if self._surroundings is None:
+            self._surroundings = Surroundings(root, self._model)
             for group in root.groups:
                 group.follow_stream()
+        surroundings = self._surroundings
         for unit in root.units:
             unit.keep_addresses(of_sums=self._has_sums)
-        arenas = arenas_of(self._modules)
-        facts = facts_of(root, self._modules, arenas)
+        facts = surroundings.facts()
         seen = self._seen.setdefault(key, _Seen())
         self._seen.move_to_end(key)
-        reason = why_not(facts, self._modules)
+        reason = surroundings.why_not(is_last=key.kind.is_last)
         if reason is not None:
             self._say(reason)
         elif seen.recording is not None and seen.recording[0] == facts:
@@ -176,10 +176,12 @@ class Replayed(Generic[P, R]):
         seen.times = seen.times + 1 if seen.facts == facts else 0
         seen.facts = facts
         if reason is None and seen.times >= WARM_UP:
-            return self._record(graphs, root, key, call, seen, arenas, tensors)
+            return self._record(graphs, root, key, call, seen, surroundings.arenas, tensors)
         root.begin_replayable((), Action.MICROBATCH, 0)
         inputs = [each.to(self._device, non_blocking=True) for each in tensors]
-        return self._results(self._call(call, seen, inputs), seen)
+        outputs = self._call(call, seen, inputs)
+        surroundings.renew()
+        return self._results(outputs, seen)
 
     def _record(
         self,

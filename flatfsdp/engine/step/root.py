@@ -122,13 +122,16 @@ class Root:
 
     def _look_at_user(self) -> None:
         """Raises what can be known before anything is gathered."""
-        look(self._model)
-        if self.backward.has_failed:
-            self.abandon_step()
+        self._look_at_ranks()
         self._require_own_memory()
         self._require_no_hooks()
         for unit in self.units:
             unit.writes.require_none()
+
+    def _look_at_ranks(self) -> None:
+        look(self._model)
+        if self.backward.has_failed:
+            self.abandon_step()
 
     @property
     def _versions(self) -> list[Version]:
@@ -271,7 +274,8 @@ class Root:
             self.microbatch.end_step()
         else:
             for group in self.groups:
-                group.watch_unreduced()
+                if not group.has_unreduced:
+                    group.watch_unreduced()
 
     # ---- microbatches that are recorded and replayed (`engine/replay`) ----------------------------------
 
@@ -283,9 +287,16 @@ class Root:
             action: which of these it is, for other ranks.
             number: of the recording, the same on all ranks.
         """
-        self._look_at_user()
-        self._follow_user()
-        is_edge = self.microbatch.index == 0 or self.microbatch.is_last
+        is_first = self.microbatch.index == 0
+        if is_first:
+            self._look_at_user()
+            self._follow_user()
+        else:
+            # What users change between microbatches of a step, but for gradients, is noticed in the next one.
+            self._look_at_ranks()
+            for group in self.groups:
+                group.drop_if_zeroed()
+        is_edge = is_first or self.microbatch.is_last
         # Under ZeRO-2, ranks may have different numbers of microbatches between.
         launches = is_edge or any(unit.reshards_after_forward for unit in self.units)
         for ranks in self._model.data_parallel if launches else ():
@@ -293,10 +304,11 @@ class Root:
             identity = Identity(action, self._model, number, *place)
             is_checked = any(group.model is not None for group in self.groups)
             declare(ranks, identity if is_checked else None, self._device)
-        self.scales.begin_forward(self._versions)
-        for scaling in scalings:
-            self.scales.note(scaling)
-        self.scales.end_forward()
+        if is_first:
+            self.scales.begin_forward(self._versions)
+            for scaling in scalings:
+                self.scales.note(scaling)
+            self.scales.end_forward()
 
     def passages(self) -> list[Passage]:
         """How all groups are between two microbatches."""
