@@ -91,6 +91,10 @@ class TrainSettings:
             return FusedGPT(self.model, self.seed, self.fusion.option)
         return GPT(self.model, self.seed)
 
+    def loss(self, model: Any, tokens_bt: Tensor, targets_bt: Tensor, **position: bool) -> Tensor:
+        """The model's mean loss; `position` is `is_first_microbatch`, where FP8 weights are cached."""
+        return model(tokens_bt, targets_bt, **position)
+
     def sampler(self) -> Sampler:
         """Reads the data; raises DataError if it cannot be used."""
         return Sampler(load_corpus(self.data), self.batch, self.model.seq, self.seed)
@@ -154,7 +158,7 @@ def _forward_backward(model: Any, batches: list[tuple[Tensor, ...]], settings: T
     is_cached = settings.precision.recipe is not None and settings.caches_weights
     for tokens_bt, targets_bt in microbatches(model, batches):
         position = {"is_first_microbatch": model.fsdp_state.microbatch.is_first} if is_cached else {}
-        loss = model(tokens_bt, targets_bt, **position)
+        loss = settings.loss(model, tokens_bt, targets_bt, **position)
         (loss / len(batches)).backward()
         losses.append(loss.detach())
     return torch.stack(losses)
