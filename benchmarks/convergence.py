@@ -178,7 +178,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
     python benchmarks/convergence.py --device cpu --layers 2 --hidden 64 --heads 2 --seq 64 --steps 20
 
-    python benchmarks/convergence.py --model hf-llama --seeds 3 --layers 4 --batch 16 --microbatches 1
+    python benchmarks/convergence.py --model hf-llama --seeds 3 --lr 6e-4 --warm-up 30
 
     python benchmarks/convergence.py --model hf-llama --device cpu --hidden 64 --heads 2 --seq 64""",
 )
@@ -192,7 +192,8 @@ def main(
     batch: options.Batch = 8,
     microbatches: options.Microbatches = 2,
     seeds: Annotated[int, typer.Option(min=1, help="Runs, of other weights and data.")] = 1,
-    lr: Annotated[float, typer.Option(help="Of the first step; it falls linearly to zero.")] = 1e-3,
+    lr: Annotated[float, typer.Option(help="The highest; it falls linearly to zero.")] = 1e-3,
+    warm_up: Annotated[int, typer.Option(min=0, help="Steps in which the learning rate rises.")] = 0,
     ranks: options.Ranks = 1,
     device: options.OnDevice = Device.auto,
     out: options.Out = RESULTS,
@@ -209,6 +210,7 @@ def main(
             steps=steps,
             lr=lr,
             decays=True,
+            warm_up=warm_up,
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -224,6 +226,7 @@ def main(
         "batch": batch,
         "microbatches": microbatches,
         "lr": lr,
+        "warm_up": warm_up,
         "seeds": seeds,
         "rows": rows,
     }
