@@ -108,6 +108,8 @@ def _require_new(model: nn.Module) -> None:
 
 def _require_unsharded(model: nn.Module, way_out: str) -> None:
     for name, module in model.named_modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            raise ValueError(f"{name or name_of(model)} is sharded by fully_shard already; {way_out}")
         if is_unit(module) or is_owned(module):
             raise ValueError(f"{name or name_of(model)} is sharded already; {way_out}")
 
