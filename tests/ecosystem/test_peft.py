@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.covering import covering
 from tests.support.ecosystem.families import FAMILIES, batches_of, generated, needs_peft, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
+from tests.support.ecosystem.fused import MODELS
 from tests.support.ecosystem.training import (
     assert_same_training,
     assert_same_values,
@@ -102,3 +104,38 @@ def test_a_disabled_adapter_leaves_the_base_model(rank: int, world_size: int, fo
     assert torch.equal(generated(model, prompt, 3), generated(plain, prompt, 3))
     trained = train_sharded(model.train(), rank)
     assert_same_training(trained, train_plain(plain.train(), rank, world_size))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "biases": {"bias": "lora_only"},
+    "DoRA": {"use_dora": True},
+    "whole head": {"modules_to_save": ["lm_head"]},
+    "everywhere": {"target_modules": "all-linear"},
+    "embedding": {"target_modules": ["v_proj", "embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("what", [*OTHERS, "IA3", "prefixes"])
+@on_ranks(2)
+def test_other_adapters_of_a_fused_base(rank: int, world_size: int, what: str) -> None:
+    """Whatever part of it they leave to transformers."""
+    import peft
+
+    config: Any = {
+        "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        "prefixes": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    }.get(what)
+    if config is None:
+        options = {"target_modules": ["q_proj"], "r": 4, "init_lora_weights": False, **OTHERS[what]}
+        config = peft.LoraConfig(**options)
+    family = MODELS["Qwen2, fused" if what == "biases" else "Llama, fused"]
+
+    def adapted(base: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, copy.deepcopy(config))
+
+    model = sharded("in place", adapted(family.build()), family.is_unit)
+    found = train_sharded(model, rank, steps=1)
+    assert_same_training(found, train_plain(adapted(family.build()), rank, world_size, steps=1))
+    in_plain = train_plain(adapted(family.plain.build()), rank, world_size, steps=1)
+    assert found.losses == pytest.approx(in_plain.losses, rel=1e-5)

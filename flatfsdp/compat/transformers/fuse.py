@@ -74,7 +74,8 @@ def fuse(
     if not any(each.part == "layer" for each in found):
         known = ", ".join(family.layer for family in FAMILIES)
         raise ValueError(
-            f"fuse: {name_of(model)} has no layer that is fused; known are transformers' own {known}"
+            f"fuse: {name_of(model)} has no layer that is fused; known are transformers' own {known}; "
+            "shard any other model without it"
         )
     found = _without_differing(found, fusion)
     for each in found:

@@ -91,7 +91,8 @@ def no_linear(name: str, module: Any, *, transposed: bool, lora_too: bool = Fals
     else:
         is_map = kind is nn.Linear or (kind is Linear and not module.return_bias)
     if not is_map:
-        return f"{name} is a {kind.__name__}"
+        # Several libraries have a class Linear.
+        return f"{name} is a {kind.__module__}.{kind.__name__}"
     return no_tensor(name, module) or skipping(name, module)
 
 
