@@ -93,9 +93,7 @@ class FusedCausalLM(FusedPart, nn.Module):
         loss = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
         head: Any = self.get_output_embeddings()  # type: ignore[operator]
         if isinstance(head, Linear):
-            return (
-                "its head is converted to flatfsdp.layers.Linear; fuse before you convert, or filter it out"
-            )
+            return "its head is a flatfsdp.layers.Linear; fuse before you convert, or leave the head out"
         if not isinstance(head, FusedHead):
             kind = f"{type(head).__module__}.{name_of(head)}"
             return f"its head is a {kind} that was not there when it was fused, or has a bias"
