@@ -60,8 +60,11 @@ def facts_of(modules: Iterable[nn.Module]) -> Facts:
 
 def skipping(name: str, module: nn.Module) -> str | None:
     """Why `module` has to be called as a module, or None."""
-    if is_unit(module):
-        return f"{name} is sharded as a unit of its own"
+    return f"{name} is sharded as a unit of its own" if is_unit(module) else changed(name, module)
+
+
+def changed(name: str, module: nn.Module) -> str | None:
+    """Why `module` has to be given what it is given by transformers, or None."""
     if "forward" in vars(module):
         return f"{name} has a forward of its own"
     for hooks in _hooks_in(vars(module)):
@@ -88,10 +91,15 @@ def no_linear(name: str, module: Any, *, transposed: bool, lora_too: bool = Fals
     else:
         is_map = kind is nn.Linear or (kind is Linear and not module.return_bias)
     if not is_map:
-        return f"{name} is a {kind.__name__}"
-    if type(module.weight) not in (Tensor, nn.Parameter):
-        return f"{name} has a weight that is a {type(module.weight).__name__}"
-    return skipping(name, module)
+        # Several libraries have a class Linear.
+        return f"{name} is a {kind.__module__}.{kind.__name__}"
+    return no_tensor(name, module) or skipping(name, module)
+
+
+def no_tensor(name: str, module: Any) -> str | None:
+    """Why no kernel of ours reads the weight of `module`, or None: it is a DTensor, or quantized."""
+    kind = type(module.weight)
+    return None if kind in (Tensor, nn.Parameter) else f"{name} has a weight that is a {kind.__name__}"
 
 
 def different(name: str, tensors: Iterable[Tensor]) -> str | None:

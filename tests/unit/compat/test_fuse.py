@@ -316,6 +316,15 @@ def test_convert_and_fuse_in_both_orders(silence: None) -> None:
         assert_near(loss_and_grads(found, **batch()), expected)
 
 
+def test_a_head_that_was_converted_first(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("Llama")
+    expected = loss_and_grads(model, **batch())
+    found = fuse(convert(copy.deepcopy(model), lambda _, name: name == "lm_head"))
+    assert_near(loss_and_grads(found, **batch()), expected)
+    (line,) = said(caplog)
+    assert "its head is a flatfsdp.layers.Linear; fuse before you convert" in line
+
+
 @needs_peft
 @pytest.mark.parametrize("fuse_first", [True, False])
 def test_adapters_of_query_and_value_add_to_the_joint_projection(fuse_first: bool, silence: None) -> None:
