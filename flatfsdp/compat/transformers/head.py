@@ -113,8 +113,9 @@ def _with_loss(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forward(model: Any, arguments: dict[str, Any]) -> Any:
     own = {name: arguments.pop(name, None) for name in ("labels", "logits_to_keep", "return_dict")}
-    if arguments.get("use_cache") is None:
-        # Nobody decodes with what training leaves.
+    if arguments.get("use_cache") is None and arguments.get("position_ids") is None:
+        # Nobody decodes with what training leaves.  Where positions begin anew, transformers keeps sequences
+        # apart only without a cache.
         arguments["use_cache"] = False
     outputs = getattr(model, model._family.base)(**arguments)
     ignored = arguments.get("ignore_index", -100)

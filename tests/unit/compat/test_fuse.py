@@ -55,6 +55,15 @@ def test_losses_and_gradients_are_those_of_transformers(name: str, silence: None
         assert_near(loss_and_grads(fused, **inputs), loss_and_grads(model, **inputs))
 
 
+@pytest.mark.parametrize("use_cache", [None, True, False])
+def test_several_sequences_in_a_row(use_cache: bool | None, silence: None) -> None:
+    """Transformers keeps them apart, or does not, as it is asked for a cache."""
+    model = build("Llama")
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
+    inputs = {**batch(position_ids=positions), "use_cache": use_cache}
+    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
+
+
 def test_the_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not transformers' own code, which would give the same numbers."""
     fused = fuse(build("Llama"))
