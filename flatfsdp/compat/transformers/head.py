@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
+from flatfsdp.compat.transformers.why_not import changed
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.mixed import About
 from flatfsdp.layers.base import MapOf, MatmulLayer
@@ -92,6 +93,8 @@ class FusedCausalLM(FusedPart, nn.Module):
         head: Any = self.get_output_embeddings()  # type: ignore[operator]
         if not isinstance(head, FusedHead):
             return f"its head is a {name_of(head)} that was not there when it was fused, or has a bias"
+        if found := changed("its head", head):
+            return found
         if self.loss_function is not loss:
             return "it has a loss_function of its own"
         return None

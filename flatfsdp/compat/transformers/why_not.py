@@ -62,6 +62,11 @@ def skipping(name: str, module: nn.Module) -> str | None:
     """Why `module` has to be called as a module, or None."""
     if is_unit(module):
         return f"{name} is sharded as a unit of its own"
+    return changed(name, module)
+
+
+def changed(name: str, module: nn.Module) -> str | None:
+    """Why `module` may compute something else than its class does, or None."""
     if "forward" in vars(module):
         return f"{name} has a forward of its own"
     for hooks in _hooks_in(vars(module)):

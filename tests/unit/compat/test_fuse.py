@@ -257,6 +257,23 @@ def test_a_hook_runs_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+@pytest.mark.parametrize("how", ["hook", "backward hook", "forward"])
+def test_a_changed_head_makes_logits(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever changes a head expects logits, and not a loss."""
+    model = build("Llama")
+    fused = fuse(copy.deepcopy(model))
+    for each in (model, fused):
+        if how == "hook":
+            each.lm_head.register_forward_hook(lambda module, given, logits: 0.5 * logits)
+        elif how == "backward hook":
+            each.lm_head.register_full_backward_hook(lambda module, grads, _: tuple(0.5 * x for x in grads))
+        else:
+            each.lm_head.forward = lambda x, plain=each.lm_head.forward: 0.5 * plain(x)
+    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+    (line,) = said(caplog)
+    assert line.startswith("the loss of LlamaForCausalLM is computed by transformers, not fused: its head has")
+
+
 def test_an_activation_without_a_kernel(caplog: pytest.LogCaptureFixture) -> None:
     model = build("Llama", hidden_act="gelu")
     assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **batch()), loss_and_grads(model, **batch()))
