@@ -49,6 +49,7 @@ def facts_of(modules: Iterable[nn.Module]) -> Facts:
         state = module.__dict__
         found.append(module)
         found.append(module.__class__)
+        found.append("bias" in state or state["_parameters"].get("bias") is not None)
         before, after, of_grad, before_grad = _hooks_in(state)
         if before or after or of_grad or before_grad or "forward" in state:
             found.append((len(before), len(after), len(of_grad), len(before_grad), "forward" in state))

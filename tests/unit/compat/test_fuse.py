@@ -280,6 +280,21 @@ def test_an_activation_without_a_kernel(caplog: pytest.LogCaptureFixture) -> Non
     assert [line for line in said(caplog) if "GELUActivation" in line]
 
 
+def test_biases_that_come_and_go() -> None:
+    model = build("Qwen2")
+    fused = fuse(copy.deepcopy(model))
+    for added in (False, True):
+        fused(**batch())
+        for each in (model, fused):
+            for layer in each.model.layers:
+                for name in ("q_proj", "k_proj", "v_proj"):
+                    linear = getattr(layer.self_attn, name)
+                    linear.bias = nn.Parameter(torch.full((linear.out_features,), 0.5)) if added else None
+                for linear in (layer.mlp.gate_proj, layer.mlp.up_proj) if added else ():
+                    linear.bias = nn.Parameter(torch.full((linear.out_features,), 0.5))
+        assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+
+
 def test_an_argument_that_only_transformers_knows() -> None:
     model = build("Llama")
     inputs = {**batch(), "is_causal": False}
