@@ -76,8 +76,10 @@ class FusedCausalLM(FusedPart, nn.Module):
         """Whether head and loss of this call are computed as one."""
         if arguments.get("labels") is None or not self.training:
             return False
-        if any(arguments.get(name) for name in ("label_smoothing", "weight", "output_router_logits")):
-            return False
+        for name in ("label_smoothing", "weight", "output_router_logits"):
+            value = arguments.get(name)
+            if value is not None and value is not False:
+                return False
         kept = arguments.get("logits_to_keep", 0)
         if not isinstance(kept, int) or kept != 0 or getattr(self.config, "output_router_logits", False):
             return False

@@ -19,7 +19,7 @@ from flatfsdp.compat.transformers import fuse, unfuse
 from flatfsdp.compat.transformers.fused_part import is_fused
 from flatfsdp.compat.transformers.small import tables_of
 from flatfsdp.layers import TransformerLayer, convert
-from tests.support.ecosystem.families import generated, needs_peft, needs_transformers
+from tests.support.ecosystem.families import VOCAB, generated, needs_peft, needs_transformers
 from tests.support.ecosystem.fused import FUSED, assert_near, batch, build, loss_and_grads
 
 pytestmark = needs_transformers
@@ -300,7 +300,10 @@ def test_an_argument_that_only_transformers_knows() -> None:
     inputs = {**batch(), "is_causal": False}
     expected = loss_and_grads(model, **inputs)
     assert not torch.equal(expected[0], loss_and_grads(model, **batch())[0])
-    assert_near(loss_and_grads(fuse(model), **inputs), expected)
+    fused = fuse(copy.deepcopy(model))
+    assert_near(loss_and_grads(fused, **inputs), expected)
+    weighted = {**batch(), "weight": torch.ones(VOCAB)}
+    assert_near(loss_and_grads(fused, **weighted), loss_and_grads(model, **weighted))
 
 
 def test_attention_weights_come_from_transformers() -> None:
