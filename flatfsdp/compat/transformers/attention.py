@@ -125,6 +125,8 @@ class FusedAttention(FusedPart, MatmulLayer):
         query, key, value = self._heads(mixed, arguments.get("position_embeddings"))
         cache = arguments.get("past_key_values")
         if cache is not None:
+            # A decoder that could look at an encoder has one cache for each.
+            cache = getattr(cache, "self_attention_cache", cache)
             key, value = cache.update(key, value, self.layer_idx)
         context = self._core(query, key, value, arguments).flatten(2)
         if maps.out is None:

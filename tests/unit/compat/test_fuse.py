@@ -334,6 +334,12 @@ def test_the_probe_finds_another_version(
     assert line.startswith("LlamaMLP is computed by transformers, not fused: a small one, fused, is off by")
 
 
+def test_a_decoder_without_its_encoder() -> None:
+    model = build("GPT-2", add_cross_attention=True)
+    inputs = {**batch(), "use_cache": True}
+    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
+
+
 # ---- the order of calls ---------------------------------------------------------------------------------
 
 
