@@ -92,9 +92,11 @@ def no_linear(name: str, module: Any, *, transposed: bool, lora_too: bool = Fals
     if transposed:
         is_map = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
     else:
-        is_map = kind is nn.Linear or (kind is Linear and not module.return_bias)
+        is_map = kind in (nn.Linear, Linear)
     if not is_map:
         return f"{name} is a {kind.__name__}"
+    if kind is Linear and not module.is_plain:
+        return f"{name} is a Linear with options of its own: several parameters, ranks, or late gradients"
     if type(module.weight) not in (Tensor, nn.Parameter):
         return f"{name} has a weight that is a {type(module.weight).__name__}"
     return skipping(name, module)

@@ -18,7 +18,8 @@ from flatfsdp import FlatFSDP, fp8
 from flatfsdp.compat.transformers import fuse, unfuse
 from flatfsdp.compat.transformers.fused_part import is_fused
 from flatfsdp.compat.transformers.small import tables_of
-from flatfsdp.layers import TransformerLayer, convert
+from flatfsdp.compat.transformers.why_not import no_linear
+from flatfsdp.layers import Linear, TransformerLayer, convert
 from tests.support.ecosystem.families import VOCAB, generated, needs_peft, needs_transformers
 from tests.support.ecosystem.fused import FUSED, assert_near, batch, build, loss_and_grads
 
@@ -338,6 +339,22 @@ def test_a_decoder_without_its_encoder() -> None:
     model = build("GPT-2", add_cross_attention=True)
     inputs = {**batch(), "use_cache": True}
     assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
+
+
+def test_a_linear_with_options_is_called_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """What is multiplied for it would be summed over no ranks, or leave nothing for `backward_dw`."""
+    fused = fuse(build("Llama"))
+    attention, mlp = fused.model.layers[0].self_attn, fused.model.layers[1].mlp
+    attention.o_proj = Linear(32, 32, bias=False, delay_wgrad_compute=True)
+    mlp.up_proj = Linear(32, 48, bias=False, parameters_split=("a_", "b_"))
+    fused(**batch()).loss.backward()
+    assert attention.o_proj.weight.grad is None
+    attention.o_proj.backward_dw()
+    assert attention.o_proj.weight.grad is not None and mlp.up_proj.a_weight.grad is not None
+    (line,) = said(caplog)
+    assert line.startswith("LlamaMLP is computed by transformers, not fused: up_proj is a Linear with options")
+    split = Linear(32, 64, parallel_mode="row", tp_size=2)
+    assert "ranks" in (no_linear("o_proj", split, transposed=False) or "")
 
 
 # ---- the order of calls ---------------------------------------------------------------------------------
