@@ -272,7 +272,9 @@ def test_a_changed_head_makes_logits(how: str, caplog: pytest.LogCaptureFixture)
             each.lm_head.forward = lambda x, plain=each.lm_head.forward: 0.5 * plain(x)
     assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
     (line,) = said(caplog)
-    assert line.startswith("the loss of LlamaForCausalLM is computed by transformers, not fused: its head has")
+    assert line.startswith(
+        "the loss of LlamaForCausalLM is computed by transformers, not fused: its head has"
+    )
 
 
 def test_an_activation_without_a_kernel(caplog: pytest.LogCaptureFixture) -> None:
@@ -352,7 +354,9 @@ def test_a_linear_with_options_is_called_as_it_is(caplog: pytest.LogCaptureFixtu
     attention.o_proj.backward_dw()
     assert attention.o_proj.weight.grad is not None and mlp.up_proj.a_weight.grad is not None
     (line,) = said(caplog)
-    assert line.startswith("LlamaMLP is computed by transformers, not fused: up_proj is a Linear with options")
+    assert line.startswith(
+        "LlamaMLP is computed by transformers, not fused: up_proj is a Linear with options"
+    )
     split = Linear(32, 64, parallel_mode="row", tp_size=2)
     assert "ranks" in (no_linear("o_proj", split, transposed=False) or "")
 
