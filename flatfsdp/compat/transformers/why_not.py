@@ -102,6 +102,13 @@ def no_linear(name: str, module: Any, *, transposed: bool, lora_too: bool = Fals
     return skipping(name, module)
 
 
+def no_dropout(name: str, module: nn.Module) -> str | None:
+    """Why our kernel cannot drop what `module` would, or None."""
+    if type(module) is not nn.Dropout:
+        return f"{name} is a {type(module).__name__}"
+    return skipping(name, module)
+
+
 def different(name: str, tensors: Iterable[Tensor]) -> str | None:
     """Why parameters cannot be one operand, or None."""
     kinds = {(each.dtype, each.device, each.shape[1:]) for each in tensors}

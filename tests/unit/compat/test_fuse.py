@@ -343,6 +343,25 @@ def test_a_decoder_without_its_encoder() -> None:
     assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
 
 
+def test_dropout_is_that_of_its_module() -> None:
+    """Which may be switched by itself, or replaced."""
+    model = build("GPT-2", resid_pdrop=0.5, embd_pdrop=0.0, attn_pdrop=0.0)
+    fused = fuse(copy.deepcopy(model))
+    expected = fused.eval()(**batch()).loss
+    for each in (model, fused):
+        each.train()
+        for layer in each.transformer.h:
+            layer.attn.resid_dropout.eval()
+            layer.mlp.dropout.eval()
+    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+    fused.eval().transformer.h[0].mlp.dropout.train()
+    assert not torch.equal(fused(**batch()).loss, expected)
+    for each in (model, fused):
+        for layer in each.train().transformer.h:
+            layer.attn.resid_dropout, layer.mlp.dropout = nn.Identity(), nn.Hardtanh(-0.1, 0.1)
+    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+
+
 def test_a_linear_with_options_is_called_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
     """What is multiplied for it would be summed over no ranks, or leave nothing for `backward_dw`."""
     fused = fuse(build("Llama"))
