@@ -42,8 +42,9 @@ def in_backward() -> bool:
 
 def receives_gradient(tensor: Tensor) -> bool:
     """Whether the running backward brings `tensor` a gradient; `autograd.grad` asks for some tensors only."""
-    if not tensor.requires_grad:
-        # Frozen since the forward.
+    base = None if tensor.is_leaf else tensor._base
+    if not (tensor if base is None else base).requires_grad:
+        # Frozen since the forward; a view of a flat leaf says of itself what was true when it was made.
         return False
     node = torch.autograd.graph.get_gradient_edge(tensor).node
     try:

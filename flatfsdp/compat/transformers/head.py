@@ -77,8 +77,10 @@ class FusedCausalLM(FusedPart, nn.Module):
         """Whether head and loss of this call are computed as one."""
         if arguments.get("labels") is None or not self.training:
             return False
-        if any(arguments.get(name) for name in ("label_smoothing", "weight", "output_router_logits")):
-            return False
+        for name in ("label_smoothing", "weight", "output_router_logits"):
+            value = arguments.get(name)
+            if value is not None and value is not False:
+                return False
         kept = arguments.get("logits_to_keep", 0)
         if not isinstance(kept, int) or kept != 0 or getattr(self.config, "output_router_logits", False):
             return False
@@ -118,8 +120,9 @@ def _with_loss(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forward(model: Any, arguments: dict[str, Any]) -> Any:
     own = {name: arguments.pop(name, None) for name in ("labels", "logits_to_keep", "return_dict")}
-    if arguments.get("use_cache") is None:
-        # Nobody decodes with what training leaves.
+    if arguments.get("use_cache") is None and arguments.get("position_ids") is None:
+        # Nobody decodes with what training leaves.  Where positions begin anew, transformers keeps sequences
+        # apart only without a cache.
         arguments["use_cache"] = False
     outputs = getattr(model, model._family.base)(**arguments)
     ignored = arguments.get("ignore_index", -100)

@@ -237,6 +237,8 @@ class Unit:
     ) -> None:
         for group, version in zip(self.groups, versions, strict=True):
             group.require_version(version)
+        # autograd notices most such writes, but not those to parts of a joint, which is what it has saved.
+        self.writes.require_none()
         backward = self.root.begin_backward(forward)
         self._reached_in.add(backward)
         if is_empty:

@@ -124,6 +124,9 @@ class Leaves:
         return self._binding.displaced(self._parameters)
 
     def _land(self, index: int, parameter: Tensor) -> None:
+        if not self.trains:
+            # Frozen since the forward: autograd accumulates nothing, but calls the hook.
+            return
         grad, parameter.grad = parameter.grad, None
         # No gradient: the layer wrote it into main_grad itself.
         if grad is not None:
@@ -158,7 +161,8 @@ class Views:
         self._absent = _absent(binding.layout, unsharded)
         self._frozen_views = binding.layout.views(unsharded)
         self.joints = JointTensors(binding.layout, unsharded)
-        self._leaf = unsharded.requires_grad_()
+        # No view of anything: views of it say by it whether they are trained (`receives_gradient`).
+        self._leaf = unsharded.detach().requires_grad_()
         self._leaf.register_post_accumulate_grad_hook(_weakly(self._land))
         # The graph of a view saves no tensors, so one set of views serves all forwards.
         with torch.inference_mode(False), torch.enable_grad():
@@ -241,6 +245,9 @@ class Views:
         return self._views if self.trains else self._frozen_views
 
     def _land(self, leaf: Tensor) -> None:
+        if not self.trains:
+            # As in `Leaves`.
+            return
         grad, leaf.grad = leaf.grad, None
         # No gradient: the layers wrote all of them into main_grad themselves (torch 2.13 makes zeros of it).
         if grad is not None:

@@ -194,7 +194,7 @@ class FlatGroup:
         if self.fp8 is not None:
             for index, weight in (each for shown in params.shown for each in enumerate(shown)):
                 FP8_OPERAND.leave(weight, partial(self.fp8.operand, index))
-            for index, joint in (each for of_all in params.joints.kinds for each in enumerate(of_all)):
+            for index, joint in (each for of_all in params.joints.shown for each in enumerate(of_all)):
                 FP8_OPERAND.leave(joint, partial(self.fp8.joint_operand, index))
         for index, owners in enumerate(self.binding.joint_owners):
             for owner, name in owners:

@@ -54,7 +54,7 @@ class JointTensors:
         main_grad.expose_joints(self._trained)
 
     @property
-    def kinds(self) -> Sequence[Sequence[Tensor]]:
+    def shown(self) -> Sequence[Sequence[Tensor]]:
         """What layers may have while the parameters are there, in the order of the joints."""
         return [self._trained, self._frozen]
 
