@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, reduce
+from functools import lru_cache, partial, reduce
 from operator import or_
 from typing import Any
 
@@ -73,7 +73,7 @@ class PreparedKernel:
             self._find_and_start(first, *others)
             return
         device = first.get_device()
-        if device != torch.cuda.current_device():
+        if device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 self(first, *others)
             return
@@ -84,16 +84,35 @@ class PreparedKernel:
             variant = (*variant, *[address % POINTER_ALIGNMENT == 0 for address in addresses])
         start = self._variants.get(variant)
         if start is not None:
-            stream = torch._C._cuda_getCurrentRawStream(device)
-            start(*addresses, *self._numbers, stream=stream)
+            start(torch._C._cuda_getCurrentRawStream(device), *addresses, *self._numbers)
             return
         compiled = self._find_and_start(*tensors)
         if compiled is not None:
-            self._variants[variant] = compiled[self._grid]
+            self._variants[variant] = _starter(compiled, self._grid)
 
     def _find_and_start(self, *tensors: Tensor | None) -> Any:
         """Let Triton start it; returns what Triton has compiled, and None in the interpreter."""
         return self._kernel[self._grid](*tensors, *self._numbers, **self._options)
+
+
+def _starter(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+    """What starts a compiled kernel with a stream and all of its arguments.
+
+    As `compiled[grid]` does, which collects what hooks of launches would read, and calls the empty chains.
+    """
+    start, watched = partial(compiled.run, *grid), compiled[grid]
+    function, metadata = compiled.function, compiled.packed_metadata
+    runtime = triton.knobs.runtime
+
+    def starter(stream: int, *arguments: Any) -> None:
+        before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if getattr(before, "calls", before) or getattr(after, "calls", after):
+            # A profiler of Triton's launches.
+            watched(*arguments, stream=stream)
+        else:
+            start(stream, function, metadata, None, None, None, *arguments)
+
+    return starter
 
 
 for_each_shape = lru_cache(maxsize=4096)
