@@ -57,7 +57,11 @@ class NormBackward(NamedTuple):
 
 def row_tile(dtype: torch.dtype, cols: int) -> Tile:
     """A tile of whole rows; of narrow ones more at a time."""
-    tile = find("norm_backward", dtype, cols)
+    return _of_whole_rows(find("norm_backward", dtype, cols), dtype, cols)
+
+
+@for_each_shape
+def _of_whole_rows(tile: Tile, dtype: torch.dtype, cols: int) -> Tile:
     width = max(16, power_of_two(cols))
     rows = max(1, tile.rows * tile.cols // width)
     # dy, x and the residual's gradient of every stage are in shared memory.
@@ -225,7 +229,7 @@ def launch(
     of_sums = find("norm_backward, sum", x.dtype, cols)
     sum_rows = rows_each if is_fused else _rows_each(rows, of_sums.rows, SUM_PROGRAMS)
     bands = new_bands(weight_grads, cdiv(rows, sum_rows))
-    dweight, dbias = bands[0], bands[1] if mean is not None else None
+    dweight, dbias = (bands, None) if mean is None else bands.unbind()
     inside = (dweight, dbias) if is_fused else (None, None)
     start = _prepared_backward(rows, rows_each, cols, zero_centered, tile)
     start(dy, x, weight, mean, rstd, d_residual, dx, *inside)

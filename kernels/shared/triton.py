@@ -37,7 +37,7 @@ _HERE = nullcontext()
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
     """A context in which launches go to the tensor's device; the interpreter runs kernels on CPU tensors."""
-    if not tensor.is_cuda or tensor.get_device() == torch.cuda.current_device():
+    if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(tensor.device)
 
@@ -95,7 +95,7 @@ class PreparedKernel:
         return self._kernel[self._grid](*tensors, *self._numbers, **self._options)
 
 
-def _starter(compiled: Any, grid: tuple[int, int, int]) -> Callable[..., None]:
+def _starter(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
     """What starts a compiled kernel with a stream and all of its arguments.
 
     As `compiled[grid]` does, which collects what hooks of launches would read, and calls the empty chains.
