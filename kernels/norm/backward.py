@@ -89,9 +89,10 @@ def reference(
     if mean is not None:
         value = value - mean[:, None]
     value = value * rstd[:, None]
-    weight_grads[0] = (grad * value).sum(0)
+    sums = weight_grads.view(-1, x.shape[1])
+    sums[0] = (grad * value).sum(0)
     if mean is not None:
-        weight_grads[1] = grad.sum(0)
+        sums[1] = grad.sum(0)
     grad = grad * (weight.float() + 1 if zero_centered else weight.float())
     result = grad - value * (grad * value).mean(1, keepdim=True)
     if mean is not None:
@@ -306,6 +307,8 @@ def norm_backward(
         check_like(name, tensor, x, (rows,), torch.float32)
     check_like("weight", weight, x, (cols,), weight.dtype if weight.dtype in HIGH_DTYPES else x.dtype)
     dx = torch.empty_like(x)
-    weight_grads = x.new_empty(1 if rms else 2, cols, dtype=weight.dtype)
+    shape = (cols,) if rms else (2, cols)
+    weight_grads = x.new_empty(shape, dtype=weight.dtype)
     _norm_backward(dy, x, weight, mean, rstd, d_residual, dx, weight_grads, zero_centered)
-    return NormBackward(dx, weight_grads[0], None if rms else weight_grads[1])
+    dweight, dbias = (weight_grads, None) if rms else weight_grads.unbind()
+    return NormBackward(dx, dweight, dbias)

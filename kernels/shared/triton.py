@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial, reduce
+from functools import lru_cache, reduce
 from operator import or_
 from typing import Any
 
@@ -65,7 +65,8 @@ class PreparedKernel:
         self._kernel = kernel
         self._numbers = numbers
         self._options = options
-        self._variants: dict[tuple[Any, ...], Callable[..., None]] = {}
+        self._variants: dict[tuple[Any, ...], Any] = {}
+        self._hooks = triton.knobs.runtime
 
     def __call__(self, first: Tensor, *others: Tensor | None) -> None:
         """Start it on the device of `first`, where all tensors are, in the current stream."""
@@ -82,37 +83,25 @@ class PreparedKernel:
         variant = (device, *[None if tensor is None else tensor.dtype for tensor in tensors])
         if reduce(or_, addresses) % POINTER_ALIGNMENT:
             variant = (*variant, *[address % POINTER_ALIGNMENT == 0 for address in addresses])
-        start = self._variants.get(variant)
-        if start is not None:
-            start(torch._C._cuda_getCurrentRawStream(device), *addresses, *self._numbers)
+        compiled = self._variants.get(variant)
+        if compiled is None:
+            self._variants[variant] = self._find_and_start(*tensors)
             return
-        compiled = self._find_and_start(*tensors)
-        if compiled is not None:
-            self._variants[variant] = _starter(compiled, self._grid)
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        before, after = self._hooks.launch_enter_hook, self._hooks.launch_exit_hook
+        if getattr(before, "calls", before) or getattr(after, "calls", after):
+            # A profiler of Triton's launches.
+            compiled[self._grid](*addresses, *self._numbers, stream=stream)
+            return
+        # What that does, but for metadata that hooks would read, and calls of chains without any.
+        function, metadata = compiled.function, compiled.packed_metadata
+        compiled.run(
+            *self._grid, stream, function, metadata, None, None, None, *addresses, *self._numbers
+        )  # fmt: skip
 
     def _find_and_start(self, *tensors: Tensor | None) -> Any:
         """Let Triton start it; returns what Triton has compiled, and None in the interpreter."""
         return self._kernel[self._grid](*tensors, *self._numbers, **self._options)
-
-
-def _starter(compiled: Any, grid: tuple[int, ...]) -> Callable[..., None]:
-    """What starts a compiled kernel with a stream and all of its arguments.
-
-    As `compiled[grid]` does, which collects what hooks of launches would read, and calls the empty chains.
-    """
-    start, watched = partial(compiled.run, *grid), compiled[grid]
-    function, metadata = compiled.function, compiled.packed_metadata
-    runtime = triton.knobs.runtime
-
-    def starter(stream: int, *arguments: Any) -> None:
-        before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
-        if getattr(before, "calls", before) or getattr(after, "calls", after):
-            # A profiler of Triton's launches.
-            watched(*arguments, stream=stream)
-        else:
-            start(stream, function, metadata, None, None, None, *arguments)
-
-    return starter
 
 
 for_each_shape = lru_cache(maxsize=4096)
