@@ -90,7 +90,7 @@ class Unit:
         self.keep_as_root = True
         self.writes = WriteCheck()
         # By the backward that runs: one that reentrant checkpointing nests in another counts by itself.
-        self._landed: defaultdict[int, set[tuple[FlatGroup, int]]] = defaultdict(set)
+        self._landed: defaultdict[int, defaultdict[FlatGroup, set[int]]] = defaultdict(_of_groups)
         self._reached_in: set[int] = set()
         self._empty_in: set[int] = set()
         self._open_uses: set[object] = set()
@@ -271,18 +271,19 @@ class Unit:
         return awaited
 
     def _all_landed_in(self, backward: int) -> bool:
-        landed = self._landed.get(backward, ())
-        return len(landed) >= self._num_awaited or (backward in self._empty_in and not landed)
+        landed = sum(map(len, self._landed[backward].values())) if backward in self._landed else 0
+        return landed >= self._num_awaited or (backward in self._empty_in and not landed)
 
     def landed(self, group: FlatGroup, index: int | None) -> None:
         """Slot `index` of a trained group, or every slot of it, holds this backward's gradient."""
-        landed = self._landed[self.root.begin_backward()]
+        landed = self._landed[self.root.begin_backward()][group]
         group.join_step()
+        slots = len(group.layout.slots)
         if index is None:
-            landed.update((group, slot) for slot in range(len(group.layout.slots)))
+            landed.update(range(slots))
         else:
-            landed.add((group, index))
-        if len(landed) >= self._num_awaited:
+            landed.add(index)
+        if len(landed) == slots:
             self._reduce_and_free_if_done()
 
     def _reduce_and_free_if_done(self) -> None:
@@ -331,6 +332,11 @@ class Unit:
         """Drops what was accumulated and not yet reduced."""
         for group in self.groups:
             group.drop_unreduced()
+
+
+def _of_groups() -> defaultdict[FlatGroup, set[int]]:
+    """Slots that have landed, by their groups."""
+    return defaultdict(set)
 
 
 @never_traced
