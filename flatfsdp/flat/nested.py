@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
+"""What most arguments are that hold no tensors."""
+
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists, dicts and dataclasses."""
@@ -28,7 +31,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     elif isinstance(value, dict):
         for item in value.values():
             _collect(item, found)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+    elif type(value) not in _PLAIN and dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             _collect(getattr(value, field.name), found)
 
