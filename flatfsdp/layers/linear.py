@@ -53,15 +53,16 @@ class Linear(Projection):
         Raises:
             ValueError: if it is sharded already, or has hooks; the new layer would not call them.
         """
-        if module._parameters.get("weight") is None or "weight" in taken_from(module):
-            raise ValueError(
-                f"convert: {name}.weight is sharded already; convert first, then shard or wrap the model"
-            )
+        sharded = f"convert: {name}.weight is sharded already; convert first, then shard or wrap the model"
+        if "weight" in taken_from(module):
+            raise ValueError(sharded)
         hooks = [key for key, value in vars(module).items() if key.endswith("_hooks") and value]
         if hooks:
             raise ValueError(
                 f"convert: {name} has module hooks ({', '.join(hooks)}); register them after the conversion"
             )
+        if module._parameters.get("weight") is None:
+            raise ValueError(sharded)
         layer = cls(
             module.in_features,
             module.out_features,

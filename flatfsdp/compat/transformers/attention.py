@@ -206,7 +206,9 @@ class FusedAttention(FusedPart, MatmulLayer):
             q_norm=self._modules.get("q_norm"),
             k_norm=self._modules.get("k_norm"),
         )
-        query, key, value = (x.unflatten(1, (batch, seq)).squeeze(0) if is_flat else x for x in found)
+        query, key, value = found
+        if is_flat:
+            query, key, value = (x.unflatten(1, (batch, seq)).squeeze(0) for x in found)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Tensor:

@@ -367,7 +367,7 @@ class FlatGroup:
     @property
     def is_awaited(self) -> bool:
         """Whether its gradients are still to land in the running backward, or have landed."""
-        return self.trains and self.takes_part
+        return self.takes_part and self.trains
 
     @property
     def partial_grad(self) -> Tensor | None:

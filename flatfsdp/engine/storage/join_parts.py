@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flatfsdp.contract.joint import JOINT_PARTS
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.layout import FlatLayout
-from flatfsdp.torch_private import run_as_soon_as_ready
+from flatfsdp.torch_private import once_differentiable, run_as_soon_as_ready
 
 
 class JointTensors:
