@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.claimed import taken_from
-from flatfsdp.torch_private import receives_gradient
+from flatfsdp.torch_private import nodes_behind, receives_gradient
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ layer, and in FP8, so that they may be kept in FP8 although other modules hold t
 """
 
 JOINT_PARTS = Attribute[tuple[Tensor, ...]]("joint_parts", ())
-"""Left on an engine's joint tensor: the parts, whose gradients the backward is asked for."""
+"""Left on an engine's joint tensor: the parts, whose gradients the backward is asked for.  They are the last
+inputs, in this order, of what the tensor was computed by."""
 
 
 Get = Callable[[], Tensor | None]
@@ -117,7 +118,8 @@ def wanted_grads(weight: Tensor) -> Wanted:
     parts = JOINT_PARTS.of(weight)
     if not parts:
         return Wanted.ALL if receives_gradient(weight) else Wanted.NONE
-    wanted = [receives_gradient(part) for part in parts]
+    nodes = nodes_behind(weight, len(parts))
+    wanted = [receives_gradient(part, node) for part, node in zip(parts, nodes, strict=True)]
     if all(wanted):
         return Wanted.ALL
     return Wanted.SOME if any(wanted) else Wanted.NONE

@@ -60,7 +60,7 @@ def _begin(unit: UnitMethods) -> Root | None:
 
 @never_traced
 def _end(root: Root, outputs: Any) -> None:
-    tensors = list(tensors_in(outputs))
+    tensors = tensors_in(outputs)
     # In an output that hides its tensors there may be one to start a backward from.
     can_start_backward = not tensors or any(t.requires_grad for t in tensors)
     root.end_forward(backward_follows=torch.is_grad_enabled() and can_start_backward)

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+_PLAIN = frozenset({type(None), bool, int, float, str})
+"""What most arguments are that hold no tensors."""
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
+
+def tensors_in(value: Any) -> list[Tensor]:
     """Every tensor in nested tuples, lists, dicts and dataclasses."""
+    found: list[Tensor] = []
+    _collect(value, found)
+    return found
+
+
+def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
+        found.append(value)
     elif isinstance(value, (list, tuple, set)):
         for item in value:
-            yield from tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            _collect(item, found)
+    elif isinstance(value, dict):
+        for item in value.values():
+            _collect(item, found)
+    elif type(value) not in _PLAIN and dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            _collect(getattr(value, field.name), found)
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

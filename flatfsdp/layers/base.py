@@ -151,9 +151,10 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         if region is None or not self.allows_fp8 or not (region.enabled or region.calibrating):
             if is_repeated and region is None and self._ran_in_fp8:
                 raise_recomputed()
-            self._ran_in_fp8 = False
+            if self._ran_in_fp8:  # nn.Module.__setattr__ is slow
+                self._ran_in_fp8 = False
             return [WITHOUT_FP8] * len(self.linear_maps)
-        if self._ran_in_fp8 is not region.enabled:  # nn.Module.__setattr__ is slow
+        if self._ran_in_fp8 is not region.enabled:
             self._ran_in_fp8 = region.enabled
         if region.enabled:
             require_fp8(device, isinstance(region.recipe, BlockScaling))

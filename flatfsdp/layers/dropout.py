@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.comm.rng import GetTracker, RNGTracker
 from flatfsdp.fp8.recompute import require_repeatable
 from flatfsdp.kernels.cast.column_sum import column_sum
 from flatfsdp.kernels.dropout import WORDS, counters, dropout_backward, dropout_forward
+from flatfsdp.torch_private import once_differentiable
 
 
 class PhiloxState(NamedTuple):

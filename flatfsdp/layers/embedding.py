@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from flatfsdp.contract.main_grad import CLAIM_MAIN_GRAD, claim
 from flatfsdp.contract.tensor_parallel import TensorParallel, are_known, declare_split
@@ -25,7 +24,7 @@ from flatfsdp.layers.parameters import InitMethod, new_parameter, normal_init
 from flatfsdp.layers.shared import Declaring, initialize
 from flatfsdp.matmul.exchange import Exchange
 from flatfsdp.matmul.linear_map import FuseWgrad
-from flatfsdp.torch_private import receives_gradient
+from flatfsdp.torch_private import once_differentiable, receives_gradient
 
 
 class Embedding(Declaring):

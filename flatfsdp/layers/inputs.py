@@ -41,8 +41,12 @@ def as_matrix(inp: Tensor, features: int, dtype: torch.dtype, layer: nn.Module) 
             f"{type(layer).__name__}: the input has shape {tuple(inp.shape)}; its last dimension has to be "
             f"{features}"
         )
-    # With no tokens a -1 would be ambiguous.
-    return inp.to(dtype).reshape(inp.numel() // features, features).contiguous()
+    if inp.dtype is not dtype:
+        inp = inp.to(dtype)
+    if inp.dim() != 2:
+        # With no tokens a -1 would be ambiguous.
+        inp = inp.reshape(inp.numel() // features, features)
+    return inp.contiguous()
 
 
 def residual_matrix(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from flatfsdp.contract.claimed import taken_from
 from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import linear, prepare
 from flatfsdp.layers.options import LinearOptions
@@ -50,17 +51,18 @@ class Linear(Projection):
         """A layer that has `module`'s own parameters.
 
         Raises:
-            ValueError: if it has hooks; the new layer would not call them.
+            ValueError: if it is sharded already, or has hooks; the new layer would not call them.
         """
+        sharded = f"convert: {name}.weight is sharded already; convert first, then shard or wrap the model"
+        if "weight" in taken_from(module):
+            raise ValueError(sharded)
         hooks = [key for key, value in vars(module).items() if key.endswith("_hooks") and value]
         if hooks:
             raise ValueError(
                 f"convert: {name} has module hooks ({', '.join(hooks)}); register them after the conversion"
             )
         if module._parameters.get("weight") is None:
-            raise ValueError(
-                f"convert: {name}.weight is sharded already; convert first, then shard or wrap the model"
-            )
+            raise ValueError(sharded)
         layer = cls(
             module.in_features,
             module.out_features,

@@ -12,7 +12,6 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flatfsdp.contract.tensor_parallel import declare_whole
 from flatfsdp.fp8.state_dict import WithoutExtraState
@@ -21,6 +20,7 @@ from flatfsdp.layers.inputs import INPUT_DTYPES
 from flatfsdp.layers.normalized import NormKind, normalize_backward, reset_norm
 from flatfsdp.layers.parameters import new_parameter
 from flatfsdp.layers.shared import Declaring
+from flatfsdp.torch_private import once_differentiable
 
 
 class _NormLayer(WithoutExtraState, Declaring):

@@ -95,6 +95,12 @@ class Projection(MatmulLayer):
         # Not kept: a layer that refers to itself would be freed by the garbage collector only.
         return Joint(kind, tuple([(self, f"{prefix}{kind}") for prefix in self._prefixes]))
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is x w^T + b of one weight, all of it here, with a gradient in the backward."""
+        is_whole = self.exchanges["weight"].mode is None and not self._is_split
+        return is_whole and not self.return_bias and self._delayed_wgrads is None
+
     def _whole_weight(self) -> Tensor:
         """[out_features, in_features], of all parts.
 

@@ -81,8 +81,9 @@ class Exchange:
             ValueError: if there is no sequence, or the ranks cannot share it equally.
             RuntimeError: if nobody has said which ranks these are.
         """
-        if self.mode is not None:
-            _ = self.ranks.group
+        if self.mode is None:
+            return tuple(shape[:-1])
+        _ = self.ranks.group
         if not (self.gathers_input or self.gathers_grad):
             return tuple(shape[:-1])
         if len(shape) < 2:

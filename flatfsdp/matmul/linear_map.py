@@ -252,18 +252,19 @@ def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
     wanted = Wanted.ALL if call.weight is None else wanted_grads(call.weight)
     if wanted is Wanted.NONE:
         return None
-    if wanted is Wanted.SOME:
-        # autograd gives those parts of a joint their gradients that it is asked for.
-        return gemms.wgrad(dy, x, call.weight_dtype, call.split)
-    if call.delayed is not None:
-        call.delayed.put(call.name, partial(_compute_weight_grad, dy, x, call))
-        return None
-    return _compute_weight_grad(dy, x, call)
-
-
-def _compute_weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
     # Of a weight [in, out] it is x^T dy.
     left, right = (x, dy) if call.transposed else (dy, x)
+    if wanted is Wanted.SOME:
+        # autograd gives those parts of a joint their gradients that it is asked for.
+        return gemms.wgrad(left, right, call.weight_dtype, call.split)
+    if call.delayed is not None:
+        call.delayed.put(call.name, partial(_compute_weight_grad, left, right, call))
+        return None
+    return _compute_weight_grad(left, right, call)
+
+
+def _compute_weight_grad(left: Operand, right: Operand, call: LinearCall) -> Tensor | None:
+    """left^T right, accumulated into main_grad, or returned."""
     if not call.fuse_wgrad:
         return gemms.wgrad(left, right, call.weight_dtype, call.split)
     assert call.weight is not None

@@ -39,6 +39,7 @@ class TrainSettings:
         batch: sequences in one microbatch of one rank.
         microbatches: forwards and backwards before one optimizer step.
         decays: the learning rate falls linearly, to zero after the last step.
+        warm_up: steps in which it rises linearly before; only if it decays.
         clip: largest norm of the gradient of one step.
         data: file or folder with the text; None means the standard library.
     """
@@ -56,6 +57,7 @@ class TrainSettings:
     steps: int = 20
     lr: float = 3e-3
     decays: bool = False
+    warm_up: int = 0
     clip: float = 1.0
     seed: int = 0
     data: Path | None = None
@@ -91,6 +93,15 @@ class TrainSettings:
             return FusedGPT(self.model, self.seed, self.fusion.option)
         return GPT(self.model, self.seed)
 
+    def loss(self, model: Any, tokens_bt: Tensor, targets_bt: Tensor, **position: bool) -> Tensor:
+        """The model's mean loss; `position` is `is_first_microbatch`, where FP8 weights are cached."""
+        return model(tokens_bt, targets_bt, **position)
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, if it decays."""
+        rises = min(1.0, (step + 1) / self.warm_up) if self.warm_up else 1.0
+        return self.lr * rises * (1 - step / self.steps)
+
     def sampler(self) -> Sampler:
         """Reads the data; raises DataError if it cannot be used."""
         return Sampler(load_corpus(self.data), self.batch, self.model.seq, self.seed)
@@ -125,7 +136,7 @@ def train(
         norm = model.clip_grad_norm_(settings.clip)
         if settings.decays:
             for group in optimizer.param_groups:
-                group["lr"] = settings.lr * (1 - index / settings.steps)
+                group["lr"] = settings.lr_at(index)
         optimizer.step()
         optimizer.zero_grad()
         ms = 1e3 * (now(rank.device) - resumed + reduced - start)
@@ -154,7 +165,7 @@ def _forward_backward(model: Any, batches: list[tuple[Tensor, ...]], settings: T
     is_cached = settings.precision.recipe is not None and settings.caches_weights
     for tokens_bt, targets_bt in microbatches(model, batches):
         position = {"is_first_microbatch": model.fsdp_state.microbatch.is_first} if is_cached else {}
-        loss = model(tokens_bt, targets_bt, **position)
+        loss = settings.loss(model, tokens_bt, targets_bt, **position)
         (loss / len(batches)).backward()
         losses.append(loss.detach())
     return torch.stack(losses)

@@ -22,7 +22,12 @@ from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape,
 
 def tile(dtype: torch.dtype, heads: int, dim: int) -> Tile:
     """The tile of one program: heads of one token, with all of their elements."""
-    block, width = find("join_heads", dtype, heads * dim), power_of_two(dim)
+    return _narrowed(find("join_heads", dtype, heads * dim), heads, dim)
+
+
+@for_each_shape
+def _narrowed(block: Tile, heads: int, dim: int) -> Tile:
+    width = power_of_two(dim)
     return block._replace(rows=min(power_of_two(heads), max(1, block.cols // width)), cols=width)
 
 

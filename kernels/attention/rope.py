@@ -24,7 +24,12 @@ from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape,
 
 def tile(dtype: torch.dtype, heads: int, pairs: int) -> Tile:
     """The tile of one program: heads of one token, with all of their pairs."""
-    block, width = find("rope", dtype, heads * pairs), power_of_two(pairs)
+    return _narrowed(find("rope", dtype, heads * pairs), heads, pairs)
+
+
+@for_each_shape
+def _narrowed(block: Tile, heads: int, pairs: int) -> Tile:
+    width = power_of_two(pairs)
     rows = min(power_of_two(heads), max(1, block.cols // width))
     return block._replace(rows=rows, cols=width, warps=min(block.warps, max(1, rows * width // 512)))
 
@@ -121,16 +126,20 @@ def launch(
     interleaved: bool,
     inverse: bool,
 ) -> None:
-    source, target = (out if x is None else x), out
-    if batch_first:
-        source, target = source.transpose(0, 1), target.transpose(0, 1)
+    source = out if x is None else x
     seq, batch, heads, dim = source.shape
+    seq_stride, batch_stride, head_stride, _ = source.stride()
+    out_seq_stride, out_batch_stride, out_head_stride, _ = out.stride()
+    if batch_first:
+        seq, batch = batch, seq
+        seq_stride, batch_stride = batch_stride, seq_stride
+        out_seq_stride, out_batch_stride = out_batch_stride, out_seq_stride
     pairs = cos.shape[1]
     tail = 0 if x is None else dim - 2 * pairs
-    strides = (*source.stride()[:3], *target.stride()[:3])
+    strides = (seq_stride, batch_stride, head_stride, out_seq_stride, out_batch_stride, out_head_stride)
     form = (pairs, tail, interleaved, inverse)
     block = tile(source.dtype, heads, pairs)
-    _prepared(seq, batch, heads, strides, form, block)(source, target, cos, sin)
+    _prepared(seq, batch, heads, strides, form, block)(source, out, cos, sin)
 
 
 @for_each_shape

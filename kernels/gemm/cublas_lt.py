@@ -291,13 +291,14 @@ class PreparedMatmul:
         """
         size = self._workspace_size
         # Not kept: the allocator knows what each stream still uses, and this runs on any stream.
-        workspace = torch.empty(size, dtype=torch.uint8, device=self._device) if size else None
+        workspace = out.new_empty(size, dtype=torch.uint8) if size else None
         pointed_at = [] if scale_invs is None else [scale_invs[1], scale_invs[0]]
         if bias is not None:
             pointed_at.append(bias)
         # Addresses are part of the descriptor, and backwards run on several threads.
         with self._lock:
-            self._point_at(pointed_at)
+            if pointed_at:
+                self._point_at(pointed_at)
             self._lt.matmul(
                 self._handle,
                 self._operation,

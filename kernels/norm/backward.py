@@ -57,7 +57,11 @@ class NormBackward(NamedTuple):
 
 def row_tile(dtype: torch.dtype, cols: int) -> Tile:
     """A tile of whole rows; of narrow ones more at a time."""
-    tile = find("norm_backward", dtype, cols)
+    return _of_whole_rows(find("norm_backward", dtype, cols), dtype, cols)
+
+
+@for_each_shape
+def _of_whole_rows(tile: Tile, dtype: torch.dtype, cols: int) -> Tile:
     width = max(16, power_of_two(cols))
     rows = max(1, tile.rows * tile.cols // width)
     # dy, x and the residual's gradient of every stage are in shared memory.
@@ -85,9 +89,10 @@ def reference(
     if mean is not None:
         value = value - mean[:, None]
     value = value * rstd[:, None]
-    weight_grads[0] = (grad * value).sum(0)
+    sums = weight_grads.view(-1, x.shape[1])
+    sums[0] = (grad * value).sum(0)
     if mean is not None:
-        weight_grads[1] = grad.sum(0)
+        sums[1] = grad.sum(0)
     grad = grad * (weight.float() + 1 if zero_centered else weight.float())
     result = grad - value * (grad * value).mean(1, keepdim=True)
     if mean is not None:
@@ -225,7 +230,7 @@ def launch(
     of_sums = find("norm_backward, sum", x.dtype, cols)
     sum_rows = rows_each if is_fused else _rows_each(rows, of_sums.rows, SUM_PROGRAMS)
     bands = new_bands(weight_grads, cdiv(rows, sum_rows))
-    dweight, dbias = bands[0], bands[1] if mean is not None else None
+    dweight, dbias = (bands, None) if mean is None else bands.unbind()
     inside = (dweight, dbias) if is_fused else (None, None)
     start = _prepared_backward(rows, rows_each, cols, zero_centered, tile)
     start(dy, x, weight, mean, rstd, d_residual, dx, *inside)
@@ -302,6 +307,8 @@ def norm_backward(
         check_like(name, tensor, x, (rows,), torch.float32)
     check_like("weight", weight, x, (cols,), weight.dtype if weight.dtype in HIGH_DTYPES else x.dtype)
     dx = torch.empty_like(x)
-    weight_grads = x.new_empty(1 if rms else 2, cols, dtype=weight.dtype)
+    shape = (cols,) if rms else (2, cols)
+    weight_grads = x.new_empty(shape, dtype=weight.dtype)
     _norm_backward(dy, x, weight, mean, rstd, d_residual, dx, weight_grads, zero_centered)
-    return NormBackward(dx, weight_grads[0], None if rms else weight_grads[1])
+    dweight, dbias = (weight_grads, None) if rms else weight_grads.unbind()
+    return NormBackward(dx, dweight, dbias)

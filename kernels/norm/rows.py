@@ -34,7 +34,11 @@ def row_tile(dtype: torch.dtype, cols: int, *, rms: bool, is_transposed: bool) -
         is_transposed: whether other programs transpose.
     """
     kernel = "rms_norm" if rms else "layer_norm"
-    tile = find(f"{kernel}, transpose" if is_transposed else kernel, dtype, cols)
+    return _of_whole_rows(find(f"{kernel}, transpose" if is_transposed else kernel, dtype, cols), cols)
+
+
+@for_each_shape
+def _of_whole_rows(tile: Tile, cols: int) -> Tile:
     width = max(16, power_of_two(cols))
     times = max(1, tile.cols // width)
     return tile._replace(rows=tile.rows * times, cols=width, steps=max(1, tile.steps // times))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, library
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch._C import _len_torch_dispatch_stack
 from torch.utils.flop_counter import register_flop_formula
 
 _library = library.Library("flatfsdp", "FRAGMENT")
@@ -43,7 +43,7 @@ def operator(
 
     def call(first: Tensor, *args: Any) -> None:
         # The dispatcher costs more host time than the launch; only who looks on needs it.
-        if type(first) is not Tensor or torch.compiler.is_compiling() or _get_current_dispatch_mode():
+        if type(first) is not Tensor or torch.compiler.is_compiling() or _len_torch_dispatch_stack():
             registered(first, *args)
         elif torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(first.device.type):
             # A backward may run inside torch.autocast, which would round FP32 operands of GEMMs.

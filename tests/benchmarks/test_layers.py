@@ -11,11 +11,11 @@ import pytest
 from tests.support.programs import run_program
 
 
-def run_benchmark(name: str, out: Path, *options: str) -> dict[str, Any]:
+def run_benchmark(name: str, out: Path, *options: str, written: str = "") -> dict[str, Any]:
     done = run_program(f"benchmarks/{name}.py", "--device", "cpu", "--out", out, *options)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    return json.loads((out / f"{name}.json").read_text())
+    assert (out / f"{written or name}.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((out / f"{written or name}.json").read_text())
 
 
 def test_layer(tmp_path: Path) -> None:
@@ -44,3 +44,21 @@ def test_convergence(tmp_path: Path) -> None:
         assert row["losses"] != bf16["losses"]
         assert row["against_bf16"] == pytest.approx(row["final_loss"] / bf16["final_loss"] - 1)
         assert abs(row["against_bf16"]) < 0.02
+
+
+def test_convergence_of_hf_llama(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    shape = ("--layers", "1", "--hidden", "32", "--heads", "2", "--seq", "32", "--microbatches", "1")
+    options = ("--model", "hf-llama", "--seeds", "2", "--steps", "20", "--lr", "3e-3")
+    payload = run_benchmark("convergence", tmp_path, *shape, *options, written="convergence-hf-llama")
+    plain, fused, *fp8 = payload["rows"]
+    assert [plain["precision"], fused["precision"]] == ["bf16", "bf16-fused"]
+    assert [row["precision"] for row in fp8] == ["fp8-delayed", "fp8-current", "fp8-weights"]
+    assert plain["runs"][0] != plain["runs"][1], "a seed changes weights and data"
+    # Only rounding differs: as many weights and tokens, from the same start.
+    assert fused["runs"] != plain["runs"] and abs(fused["against_bf16"]) < 2e-3
+    for row in fp8:
+        assert row["runs"] != fused["runs"] and abs(row["against_bf16"]) < 0.02
+    for row in payload["rows"]:
+        assert row["final_loss"] < row["first_loss"]
+        assert row["final_loss"] == pytest.approx(sum(row["final_losses"]) / 2)

@@ -1,4 +1,4 @@
-"""Hugging Face models train under FlatFSDP as they do in plain PyTorch."""
+"""Hugging Face models train under FlatFSDP as they do in plain PyTorch; fused ones, as fused ones do."""
 
 from __future__ import annotations
 
@@ -6,30 +6,35 @@ import pytest
 
 from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.covering import covering
-from tests.support.ecosystem.families import FAMILIES, needs_transformers
-from tests.support.ecosystem.training import assert_same_training, plain, train_sharded
+from tests.support.ecosystem.families import needs_transformers
+from tests.support.ecosystem.fused import MODELS
+from tests.support.ecosystem.training import assert_same_training, plain, train_plain, train_sharded
 from tests.support.ranks import on_ranks
 
 pytestmark = needs_transformers
 
 
 # Two families are all of way, flag and ZeRO; each one has all pairs of them.
-CASES = list(covering(list(FAMILIES), list(WAYS), ["on", "off"], ["zero3", "zero2"]))
+CASES = list(covering(list(MODELS), list(WAYS), ["on", "off"], ["zero3", "zero2"]))
 
 
 @pytest.mark.parametrize(("name", "way", "flag", "zero"), CASES)
 @on_ranks(2)
 def test_three_steps_of_adamw(rank: int, world_size: int, name: str, way: str, flag: str, zero: str) -> None:
-    family = FAMILIES[name]
+    family = MODELS[name]
     options = {"optimize_backward_concat": flag == "on", "reshard_after_forward": zero == "zero3"}
     model = sharded(way, family.build(), family.is_unit, **options)
-    assert_same_training(train_sharded(model, rank), plain(name, rank, world_size))
+    found = train_sharded(model, rank)
+    assert_same_training(found, plain(name, rank, world_size))
+    if family.is_fused:
+        by_transformers = train_plain(family.plain.build(), rank, world_size)
+        assert found.losses == pytest.approx(by_transformers.losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_class_and_names_stay(name: str) -> None:
-    family = FAMILIES[name]
+    family = MODELS[name]
     expected, model = family.build(), family.build()
     found = sharded("in place", model, family.is_unit)
     assert found is model and isinstance(found, type(expected))

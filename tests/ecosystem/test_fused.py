@@ -1,24 +1,37 @@
-"""Fused models under FlatFSDP: the engine's joints are what their GEMMs read."""
+"""Fused models under FlatFSDP and other engines: what their GEMMs read, and in which order one may call.
+
+That they train, are saved and write as plain ones is in the other files of this folder.
+"""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 from flatfsdp import Precision, fp8
 from flatfsdp.compat.transformers import fuse, unfuse
 from flatfsdp.contract.joint import is_joined, joined
-from tests.support.both_forms import sharded
-from tests.support.ecosystem.families import needs_peft, needs_transformers
+from flatfsdp.layers import convert
+from tests.support.both_forms import WAYS, sharded
+from tests.support.ecosystem.families import FAMILIES, needs_peft, needs_transformers
 from tests.support.ecosystem.fused import FUSED, assert_near, batch, build, train
+from tests.support.ecosystem.training import train_plain, train_sharded
 from tests.support.ranks import on_ranks
 
 pytestmark = needs_transformers
 
 
-@pytest.mark.parametrize("name", ["Llama", "Qwen2", "Qwen3", "GPT-2"])
+@pytest.mark.parametrize("name", FUSED)
 @on_ranks(2)
 def test_flag_on_and_off_are_equal_and_near_plain_transformers(rank: int, world_size: int, name: str) -> None:
     found = []
@@ -73,6 +86,19 @@ def test_weights_that_only_fused_gemms_read_are_kept_in_fp8(rank: int) -> None:
         assert torch.equal(on, off)
 
 
+@pytest.mark.parametrize("name", ["BERT", "T5"])
+@on_ranks(2)
+def test_other_models_are_refused_and_stay(name: str) -> None:
+    model = FAMILIES[name].build()
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ValueError, match=r"has no layer that is fused; .* shard any other model without it"):
+        fuse(model)
+    assert [type(module) for module in model.modules()] == classes
+
+
+# ---- the order of calls ---------------------------------------------------------------------------------
+
+
 @needs_peft
 @on_ranks(2)
 def test_adapters_train_over_a_frozen_joint(rank: int, world_size: int) -> None:
@@ -87,3 +113,126 @@ def test_adapters_train_over_a_frozen_joint(rank: int, world_size: int) -> None:
     expected = train(adapted(build("Llama")), range(world_size), is_sharded=False)
     assert_near(train(model, [rank], is_sharded=True)[4:], expected[4 * world_size :], tolerance=1e-4)
     assert is_joined(model.base_model.model.model.layers[0].self_attn, "qkv_weight")
+
+
+TOO_LATE = {
+    ("shard", "fuse"): "is sharded already; fuse first, then shard",
+    ("shard", "convert"): "is sharded already; convert first, then shard",
+    ("shard", "adapt"): "brings parameter .*LoRA",
+    # By PEFT.
+    ("convert", "adapt"): "is not supported",
+}
+"""What must not come after what, and what is said of it."""
+
+
+@needs_peft
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_calls_in_any_order_are_the_same_or_raise(rank: int, world_size: int, way: str) -> None:
+    import peft
+
+    family = FUSED["Llama"]
+
+    def adapt(model: Any) -> Any:
+        torch.manual_seed(3)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(getattr(model, "module", model), config)
+
+    calls: dict[str, Callable[[Any], Any]] = {
+        "fuse": fuse,
+        "convert": lambda model: convert(model, lambda _, name: "_proj" in name),
+        "adapt": adapt,
+        "shard": lambda model: sharded(way, model, family.is_unit),
+    }
+    expected = train_plain(adapt(family.build()), rank, world_size, steps=1).losses
+    trained = []
+    for order in itertools.permutations(calls):
+        model = family.build()
+        for index, name in enumerate(order):
+            reasons = [TOO_LATE[before, name] for before in order[:index] if (before, name) in TOO_LATE]
+            if reasons:
+                with pytest.raises((TypeError, ValueError), match="|".join(reasons)):
+                    calls[name](model)
+                break
+            model = calls[name](model)
+        else:
+            trained.append(order)
+            losses = train_sharded(model, rank, steps=1).losses
+            assert losses == pytest.approx(expected, rel=1e-5)
+    assert len(trained) == 3 and all(order[-1] == "shard" for order in trained)
+
+
+# ---- other parallelisms ---------------------------------------------------------------------------------
+
+
+def parallel(model: Any) -> Any:
+    """By PyTorch's tensor parallelism over all ranks."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    column, row = ColwiseParallel(), RowwiseParallel()
+    for layer in model.model.layers:
+        plan: dict[str, Any] = {f"self_attn.{name}_proj": column for name in "qkv"}
+        plan |= {"mlp.gate_proj": column, "mlp.up_proj": column, "self_attn.o_proj": row}
+        parallelize_module(layer, mesh, plan | {"mlp.down_proj": row})
+    ends = {"lm_head": ColwiseParallel(output_layouts=Replicate())}
+    ends["model.embed_tokens"] = RowwiseParallel(input_layouts=Replicate())
+    return parallelize_module(model, mesh, ends)
+
+
+def by_fsdp2(model: Any) -> Any:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [(fuse, parallel), (parallel, fuse), (fuse, by_fsdp2), (fuse, DistributedDataParallel)],
+    ids=["fused, tensor-parallel", "tensor-parallel, fused", "fully_shard", "DDP"],
+)
+@on_ranks(2)
+def test_without_flatfsdp(calls: tuple[Callable[[Any], Any], ...]) -> None:
+    """Tensor-parallel parts are left to transformers; data-parallel engines see one fused model."""
+    model, plain = build("Llama"), build("Llama")
+    for call in calls:
+        model = call(model)
+    found = []
+    for each in (model, plain):
+        loss = each(**batch()).loss
+        loss.backward()
+        grads = [p.grad for p in each.parameters()]
+        found.append([loss, *(g.full_tensor() if isinstance(g, DTensor) else g for g in grads)])
+    assert_near(*found)
+
+
+@on_ranks(2)
+def test_after_another_engine() -> None:
+    with pytest.raises(ValueError, match="is sharded by fully_shard already; fuse first"):
+        fuse(by_fsdp2(build("Llama")))
+    with pytest.raises(ValueError, match="is a DTensor; FlatFSDP shards plain dense tensors"):
+        sharded("in place", parallel(fuse(build("Llama"))), FUSED["Llama"].is_unit)
+
+
+@on_ranks(2)
+def test_beside_tensor_parallel_layers(rank: int) -> None:
+    """What no layer has declared to be split is the same on all ranks of a tp_group: also a fused model."""
+    groups = [dist.new_group([each]) for each in range(2)]
+    options: dict[str, Any] = {"process_group": groups[rank], "tp_group": dist.group.WORLD}
+    found = []
+    for flag in (True, False):
+        options["optimize_backward_concat"] = flag
+        model = sharded("in place", fuse(build("Llama")), FUSED["Llama"].is_unit, **options)
+        found.append(train(model, [0], is_sharded=True))
+        assert is_joined(model.model.layers[0].self_attn, "qkv_weight")
+    for each in (found[1], train(fuse(build("Llama")), [0], is_sharded=False)):
+        assert all(torch.equal(one, other) for one, other in zip(found[0], each, strict=True))
+
+
+@on_ranks(2)
+def test_a_hook_on_the_head_sees_logits() -> None:
+    model = sharded("in place", fuse(build("Llama")), FUSED["Llama"].is_unit)
+    shapes = []
+    model.lm_head.register_forward_hook(lambda _, args, out: shapes.append(out.shape))
+    loss = model(**batch()).loss
+    assert shapes == [(2, 9, 64)]
+    assert_near([loss], [build("Llama")(**batch()).loss])

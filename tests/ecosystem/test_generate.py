@@ -8,19 +8,21 @@ import pytest
 import torch
 
 from tests.support.both_forms import sharded
-from tests.support.ecosystem.families import FAMILIES, GENERATING, generated, needs_transformers
+from tests.support.ecosystem.families import generated, needs_transformers
+from tests.support.ecosystem.fused import MODELS
 from tests.support.ecosystem.training import train_sharded
 from tests.support.ranks import on_ranks
 
 pytestmark = needs_transformers
 
+GENERATING = [name for name, family in MODELS.items() if family.generates]
 PROMPT = (3, 5, 7, 9)
 
 
 def trained_and_plain(name: str, rank: int, **options: Any) -> tuple[Any, Any]:
     """A model after one step, in place, and a plain one with its values; both for evaluation."""
-    family = FAMILIES[name]
-    model, plain = sharded("in place", family.build(), family.is_unit, **options), family.build()
+    family = MODELS[name]
+    model, plain = sharded("in place", family.build(), family.is_unit, **options), family.plain.build()
     plain.load_state_dict(train_sharded(model, rank, steps=1).state)
     return model.eval(), plain.eval()
 
@@ -37,7 +39,7 @@ def test_ranks_write_texts_of_different_lengths(rank: int, name: str, reshard: b
     assert train_sharded(model.train(), rank, steps=1).losses
 
 
-@pytest.mark.parametrize("name", ["Llama", "T5"])
+@pytest.mark.parametrize("name", ["Llama", "T5", "Llama, fused"])
 @pytest.mark.parametrize("flag", [True, False], ids=["on", "off"])
 @on_ranks(2)
 def test_unsharded_every_rank_writes_what_it_likes(rank: int, name: str, flag: bool) -> None:

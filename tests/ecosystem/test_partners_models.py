@@ -9,10 +9,14 @@ import pytest
 import torch
 
 from flatfsdp import by_class
+from flatfsdp.compat.transformers import fuse
 from tests.support.both_forms import WAYS, sharded
 from tests.support.ranks import on_ranks
 
 pytest.importorskip("transformers")
+
+
+FORMS = [*WAYS, "fused, in place"]
 
 
 def _llama() -> Any:
@@ -31,10 +35,12 @@ def _llama() -> Any:
     )
 
 
-def _sharded(way: str) -> tuple[Any, dict[str, torch.nn.Module]]:
+def _sharded(form: str, net: Any = None) -> tuple[Any, dict[str, torch.nn.Module]]:
     from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-    model = sharded(way, _llama(), by_class(LlamaDecoderLayer))
+    net = _llama() if net is None else net
+    net = fuse(net) if form.startswith("fused") else net
+    model = sharded(form.removeprefix("fused, "), net, by_class(LlamaDecoderLayer))
     return model, dict(model.named_modules())
 
 
@@ -44,21 +50,21 @@ def _loss(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="needs peft")
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
-def test_lora_after_sharding(rank: int, way: str) -> None:
+def test_lora_after_sharding(rank: int, form: str) -> None:
     import peft
 
-    model, modules = _sharded(way)
+    model, modules = _sharded(form)
     with pytest.raises(TypeError, match=r"q_proj of LlamaAttention brings parameter .*LoRA"):
         peft.get_peft_model(getattr(model, "module", model), peft.LoraConfig(target_modules=["q_proj"]))
     assert dict(model.named_modules()) == modules
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
-def test_resized_embeddings_after_sharding(rank: int, way: str) -> None:
-    model, modules = _sharded(way)
+def test_resized_embeddings_after_sharding(rank: int, form: str) -> None:
+    model, modules = _sharded(form)
     with (
         pytest.raises((TypeError, RuntimeError), match="resize_token_embeddings"),
         model.summon_full_params(),
@@ -68,24 +74,24 @@ def test_resized_embeddings_after_sharding(rank: int, way: str) -> None:
     assert torch.isfinite(_loss(model))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
-def test_adafactor(rank: int, way: str) -> None:
+def test_adafactor(rank: int, form: str) -> None:
     from transformers.optimization import Adafactor
 
-    model, _ = _sharded(way)
+    model, _ = _sharded(form)
     optimizer = Adafactor(model.parameters())
     _loss(model).backward()
     with pytest.raises(ValueError, match="Adafactor needs whole parameters"):
         optimizer.step()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
-def test_an_optimizer_from_before(rank: int, way: str) -> None:
+def test_an_optimizer_from_before(rank: int, form: str) -> None:
     net = _llama()
     optimizer = torch.optim.AdamW(net.parameters())
-    model = sharded(way, net, by_class(torch.nn.Linear))
+    model, _ = _sharded(form, net)
     _loss(model).backward()
     with pytest.raises(ValueError, match="as it was before the model was sharded"):
         optimizer.step()

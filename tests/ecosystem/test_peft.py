@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from flatfsdp.compat.transformers import fuse
+from flatfsdp.contract.joint import is_joined
 from tests.support.both_forms import WAYS, sharded
+from tests.support.ecosystem.covering import covering
 from tests.support.ecosystem.families import FAMILIES, batches_of, generated, needs_peft, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
+from tests.support.ecosystem.fused import MODELS
 from tests.support.ecosystem.training import (
     assert_same_training,
     assert_same_values,
@@ -22,32 +27,43 @@ from tests.support.ranks import on_ranks
 pytestmark = [needs_transformers, needs_peft]
 
 LLAMA = FAMILIES["Llama"]
+FORMS = ("plain", "fused", "fused later")
+"""Whether the base is fused, and whether before the adapters come or after."""
 
 
-def with_lora() -> Any:
+def with_lora(form: str = "plain") -> Any:
     from peft import LoraConfig, get_peft_model
 
-    base = LLAMA.build()
+    base = LLAMA._replace(is_fused=form == "fused").build()
     torch.manual_seed(1)
     # Weights that change the output from the beginning.
-    return get_peft_model(base, LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False))
+    config = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
+    adapted = get_peft_model(base, config)
+    return fuse(adapted) if form == "fused later" else adapted
 
 
-@pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
-@pytest.mark.parametrize("flag", [True, False], ids=["on", "off"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("form", "way", "flag", "zero"), list(covering(FORMS, list(WAYS), ["on", "off"], ["zero3", "zero2"]))
+)
 @on_ranks(2)
-def test_adapters_train(rank: int, world_size: int, way: str, flag: bool, reshard: bool) -> None:
-    options = {"optimize_backward_concat": flag, "reshard_after_forward": reshard}
-    model = sharded(way, with_lora(), LLAMA.is_unit, **options)
-    assert_same_training(train_sharded(model, rank), train_plain(with_lora(), rank, world_size))
+def test_adapters_train(rank: int, world_size: int, form: str, way: str, flag: str, zero: str) -> None:
+    options = {"optimize_backward_concat": flag == "on", "reshard_after_forward": zero == "zero3"}
+    model = sharded(way, with_lora(form), LLAMA.is_unit, **options)
+    found, expected = train_sharded(model, rank), train_plain(with_lora(form), rank, world_size)
+    assert_same_training(found, expected)
+    in_plain = train_plain(with_lora(), rank, world_size)
+    assert found.losses == pytest.approx(in_plain.losses, rel=1e-5)
+    assert list(found.state) == list(in_plain.state)
+    base = getattr(model, "module", model).base_model.model.model.layers[0].self_attn
+    assert is_joined(base, "qkv_weight") == (form != "plain")
 
 
+@pytest.mark.parametrize("form", FORMS)
 @on_ranks(2)
-def test_an_adapter_is_saved_by_one_rank_and_read_by_plain_peft(rank: int) -> None:
+def test_an_adapter_is_saved_by_one_rank_and_read_by_plain_peft(rank: int, form: str) -> None:
     from peft import PeftModel, get_peft_model_state_dict
 
-    model = sharded("in place", with_lora(), LLAMA.is_unit)
+    model = sharded("in place", with_lora(form), LLAMA.is_unit)
     state = train_sharded(model, rank).state
     with shared_folder() as folder:
         model.save_pretrained(folder / str(rank))
@@ -60,15 +76,24 @@ def test_an_adapter_is_saved_by_one_rank_and_read_by_plain_peft(rank: int) -> No
     adapter = get_peft_model_state_dict(plain)
     assert len(adapter) == 2 * 2 * 2
     assert all(torch.equal(state[key.replace(".weight", ".default.weight")], adapter[key]) for key in adapter)
-
-
-@pytest.mark.parametrize("flag", [True, False], ids=["on", "off"])
-@on_ranks(2)
-def test_a_disabled_adapter_leaves_the_base_model(rank: int, world_size: int, flag: bool) -> None:
-    """As a reference model of preference training does, between forward and backward, too."""
-    model = sharded("in place", with_lora(), LLAMA.is_unit, optimize_backward_concat=flag)
-    plain, base = with_lora(), LLAMA.build()
     (batch, _) = batches_of(rank, 0)
+    with torch.no_grad():
+        found, expected = (each.eval()(**batch).logits for each in (model, plain))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("form", "flag"), [("plain", "on"), ("plain", "off"), ("fused", "off"), ("fused later", "on")]
+)
+@on_ranks(2)
+def test_a_disabled_adapter_leaves_the_base_model(rank: int, world_size: int, form: str, flag: str) -> None:
+    """As a reference model of preference training does, between forward and backward, too."""
+    model = sharded("in place", with_lora(form), LLAMA.is_unit, optimize_backward_concat=flag == "on")
+    plain, base = with_lora(form), LLAMA._replace(is_fused=form != "plain").build()
+    batch: dict[str, Any] = batches_of(rank, 0)[0]
+    # A fused model that is given labels returns no logits; with a cache, and unsharded, it is not fused.
+    del batch["labels"]
+    batch["use_cache"] = False
     with model.disable_adapter(), torch.no_grad():
         assert torch.equal(model(**batch).logits, base(**batch).logits)
     assert torch.equal(model(**batch).logits, plain(**batch).logits)
@@ -79,3 +104,38 @@ def test_a_disabled_adapter_leaves_the_base_model(rank: int, world_size: int, fl
     assert torch.equal(generated(model, prompt, 3), generated(plain, prompt, 3))
     trained = train_sharded(model.train(), rank)
     assert_same_training(trained, train_plain(plain.train(), rank, world_size))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "biases": {"bias": "lora_only"},
+    "DoRA": {"use_dora": True},
+    "whole head": {"modules_to_save": ["lm_head"]},
+    "everywhere": {"target_modules": "all-linear"},
+    "embedding": {"target_modules": ["v_proj", "embed_tokens"]},
+}
+
+
+@pytest.mark.parametrize("what", [*OTHERS, "IA3", "prefixes"])
+@on_ranks(2)
+def test_other_adapters_of_a_fused_base(rank: int, world_size: int, what: str) -> None:
+    """Whatever part of it they leave to transformers."""
+    import peft
+
+    config: Any = {
+        "IA3": peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        "prefixes": peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    }.get(what)
+    if config is None:
+        options = {"target_modules": ["q_proj"], "r": 4, "init_lora_weights": False, **OTHERS[what]}
+        config = peft.LoraConfig(**options)
+    family = MODELS["Qwen2, fused" if what == "biases" else "Llama, fused"]
+
+    def adapted(base: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(base, copy.deepcopy(config))
+
+    model = sharded("in place", adapted(family.build()), family.is_unit)
+    found = train_sharded(model, rank, steps=1)
+    assert_same_training(found, train_plain(adapted(family.build()), rank, world_size, steps=1))
+    in_plain = train_plain(adapted(family.plain.build()), rank, world_size, steps=1)
+    assert found.losses == pytest.approx(in_plain.losses, rel=1e-5)

@@ -19,6 +19,7 @@ from flatfsdp.torch_private import default_store, timeout_of
 from tests.support.both_forms import sharded
 from tests.support.ecosystem.families import FAMILIES, Family, batches_of, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
+from tests.support.ecosystem.fused import MODELS
 from tests.support.ecosystem.training import assert_same_values, train_sharded
 from tests.support.ranks import on_ranks
 
@@ -31,11 +32,11 @@ def read(family: Family, folder: Path) -> Any:
     return getattr(transformers, family.model).from_pretrained(folder, local_files_only=True)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_save_pretrained_of_the_wrapped_module(rank: int, name: str) -> None:
     """With the state dict of the wrapper."""
-    family = FAMILIES[name]
+    family = MODELS[name]
     model = sharded("wrapped", family.build(), family.is_unit)
     state = train_sharded(model, rank, steps=1).state
     with pytest.raises(AttributeError, match=r"write only a part of it.*flatfsdp\.shard"):
@@ -47,10 +48,10 @@ def test_save_pretrained_of_the_wrapped_module(rank: int, name: str) -> None:
         assert_same_values(read(family, folder).state_dict(), state)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_all_ranks_call_save_pretrained_and_one_writes(rank: int, name: str) -> None:
-    family = FAMILIES[name]
+    family = MODELS[name]
     model = sharded("in place", family.build(), family.is_unit)
     state = train_sharded(model, rank, steps=1).state
     with shared_folder() as folder:
@@ -58,11 +59,18 @@ def test_all_ranks_call_save_pretrained_and_one_writes(rank: int, name: str) -> 
         model.save_pretrained(folder / str(rank))
         dist.barrier()
         assert [path.name for path in folder.iterdir()] == ["0"]
-        assert_same_values(read(family, folder / "0").state_dict(), state)
+        plain = read(family, folder / "0")
+        assert_same_values(plain.state_dict(), state)
         config = json.loads((folder / "0" / "config.json").read_text())
         assert config["architectures"] == [family.model]
         assert config["dtype"] == "float32"
-    assert train_sharded(model, rank, steps=1).losses
+    inputs = batches_of(rank, 0)[0]
+    found, expected = model.eval()(**inputs).logits, plain.eval()(**inputs).logits
+    if family.is_fused:
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    else:
+        assert torch.equal(found, expected)
+    assert train_sharded(model.train(), rank, steps=1).losses
 
 
 @on_ranks(2)
@@ -127,10 +135,10 @@ def test_an_error_of_the_rank_that_writes_reaches_all(rank: int) -> None:
             model.save_pretrained(folder)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_counts_and_dtypes_are_those_of_the_whole_model(rank: int, name: str) -> None:
-    family = FAMILIES[name]
+    family = MODELS[name]
     expected = family.build()
     numbers = expected.num_parameters(), expected.num_parameters(exclude_embeddings=True)
     footprint = expected.get_memory_footprint()

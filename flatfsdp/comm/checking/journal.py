@@ -18,6 +18,7 @@ raised: no rank is left waiting in one, now or at exit.  A rank that waits for t
 
 from __future__ import annotations
 
+import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -170,11 +171,13 @@ class UnderWay(NamedTuple):
     Attributes:
         number: of the row of host memory.
         launch: its place among all launches of these ranks.
+        alike: the row's bytes once all ranks have sent the same number.
         since: on the monotonic clock, in seconds.
     """
 
     number: int
     launch: int
+    alike: bytes
     model: ModelIdentity
     since: float
 
@@ -199,6 +202,7 @@ class DeviceJournal:
             self._rows = on_gpu(host, self._device).unbind()
             self._own = [row[ranks.rank : ranks.rank + 1] for row in self._rows]
         self._numbers = host.numpy()
+        self._bytes = [memoryview(row).cast("B") for row in self._numbers]
         self._under_way: deque[UnderWay] = deque()
         self.stopped: str | None = None
         watch(self)
@@ -206,9 +210,9 @@ class DeviceJournal:
     @contextmanager
     def launch(self, identity: Identity) -> Iterator[None]:
         self.look(wait=len(self._under_way) >= ROWS)
-        index = self._made % ROWS
+        index, number = self._made % ROWS, identity.number
         self._numbers[index] = 0
-        self._numbers[index, self._ranks.rank] = identity.number
+        self._numbers[index, self._ranks.rank] = number
         group = self._ranks.group
         assert group is not None
         group._start_coalescing(self._device)
@@ -218,8 +222,9 @@ class DeviceJournal:
         finally:
             group._end_coalescing(self._device)
         self._made += 1
-        launch = self.launches.begin(identity.number)
-        self._under_way.append(UnderWay(index, launch, identity.model, time.monotonic()))
+        launch = self.launches.begin(number)
+        alike = number.to_bytes(8, sys.byteorder) * self._ranks.size
+        self._under_way.append(UnderWay(index, launch, alike, identity.model, time.monotonic()))
 
     def look(self, *, wait: bool) -> None:
         """Forgets launches that were alike on all ranks; raises RuntimeError for one that was not."""
@@ -227,14 +232,16 @@ class DeviceJournal:
             torch.cuda.synchronize(self._device)
         while self.stopped is None and self._under_way:
             first = self._under_way[0]
-            difference = self._difference_in(first, is_over=wait)
-            if difference is not None:
-                self.stop(difference, first.model)
-            elif self._has_arrived(first):
-                self._under_way.popleft()
-                self.launches.end(first.launch)
-            else:
-                break
+            # All numbers are there, and the same: most often, and found out in a tenth of the time.
+            if self._bytes[first.number].tobytes() != first.alike:
+                difference = self._difference_in(first, is_over=wait)
+                if difference is not None:
+                    self.stop(difference, first.model)
+                    break
+                if not self._has_arrived(first):
+                    break
+            self._under_way.popleft()
+            self.launches.end(first.launch)
         if self.stopped is not None:
             raise RuntimeError(self.stopped)
 

@@ -28,6 +28,7 @@ from flatfsdp.compat.transformers.why_not import (
     captures_attentions,
     different,
     facts_of,
+    no_dropout,
     no_linear,
     skipping,
 )
@@ -86,7 +87,7 @@ class FusedAttention(FusedPart, MatmulLayer):
         """What this call multiplies with, or why transformers has to compute it."""
         if captures_attentions():
             return "attention weights are returned"
-        facts = facts_of([self, norm, self._out(), *self._projections()])
+        facts = facts_of([self, norm, self._out(), *self._projections(), *self._dropouts()])
         checked = self._checked
         if checked is None or checked.facts != facts:
             reason = self._reason() or skipping("its norm", norm)
@@ -125,6 +126,8 @@ class FusedAttention(FusedPart, MatmulLayer):
         query, key, value = self._heads(mixed, arguments.get("position_embeddings"))
         cache = arguments.get("past_key_values")
         if cache is not None:
+            # A decoder that could look at an encoder has one cache for each.
+            cache = getattr(cache, "self_attention_cache", cache)
             key, value = cache.update(key, value, self.layer_idx)
         context = self._core(query, key, value, arguments).flatten(2)
         if maps.out is None:
@@ -144,6 +147,14 @@ class FusedAttention(FusedPart, MatmulLayer):
     def _qkv_joints(self) -> tuple[Joint, ...]:
         return joints_of("qkv", [lora.base_of(each) for each in self._projections()])
 
+    def _dropouts(self) -> list[nn.Module]:
+        """Of its result; none in most families."""
+        names = self._family.dropouts
+        return [] if names is None else [getattr(self, names[0])]
+
+    def _dropout_reason(self) -> str | None:
+        return next(filter(None, (no_dropout("the dropout", each) for each in self._dropouts())), None)
+
     def _reason(self) -> str | None:
         family, projections = self._family, self._projections()
         if getattr(self, "is_cross_attention", False) or getattr(self, "reorder_and_upcast_attn", False):
@@ -155,7 +166,11 @@ class FusedAttention(FusedPart, MatmulLayer):
         named = ", ".join(family.qkv)
         if len({each.bias is None for each in bases}) > 1:
             return f"some of {named} have a bias, others none"
-        return different(named, [each.weight for each in bases]) or skipping("it", self)
+        return (
+            different(named, [each.weight for each in bases])
+            or skipping("it", self)
+            or self._dropout_reason()
+        )
 
     def _out_reason(self) -> str | None:
         return no_linear(self._family.out, self._out(), transposed=self._family.transposed)
@@ -191,7 +206,9 @@ class FusedAttention(FusedPart, MatmulLayer):
             q_norm=self._modules.get("q_norm"),
             k_norm=self._modules.get("k_norm"),
         )
-        query, key, value = (x.unflatten(1, (batch, seq)).squeeze(0) if is_flat else x for x in found)
+        query, key, value = found
+        if is_flat:
+            query, key, value = (x.unflatten(1, (batch, seq)).squeeze(0) for x in found)
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Tensor:

@@ -74,7 +74,8 @@ def fuse(
     if not any(each.part == "layer" for each in found):
         known = ", ".join(family.layer for family in FAMILIES)
         raise ValueError(
-            f"fuse: {name_of(model)} has no layer that is fused; known are transformers' own {known}"
+            f"fuse: {name_of(model)} has no layer that is fused; known are transformers' own {known}; "
+            "shard any other model without it"
         )
     found = _without_differing(found, fusion)
     for each in found:
@@ -108,6 +109,8 @@ def _require_new(model: nn.Module) -> None:
 
 def _require_unsharded(model: nn.Module, way_out: str) -> None:
     for name, module in model.named_modules():
+        if any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__):
+            raise ValueError(f"{name or name_of(model)} is sharded by fully_shard already; {way_out}")
         if is_unit(module) or is_owned(module):
             raise ValueError(f"{name or name_of(model)} is sharded already; {way_out}")
 

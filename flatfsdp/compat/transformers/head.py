@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
+from flatfsdp.compat.transformers.why_not import changed, no_tensor
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.mixed import About
 from flatfsdp.layers.base import MapOf, MatmulLayer
 from flatfsdp.layers.calls import linear, prepare
+from flatfsdp.layers.linear import Linear
 from flatfsdp.layers.loss.cross_entropy import Reduction
 from flatfsdp.layers.loss.linear_cross_entropy import linear_cross_entropy
 from flatfsdp.torch_private import never_traced
@@ -46,7 +48,7 @@ class FusedHead(FusedPart, MatmulLayer):
             assert how is not None
             chunk = self._fusion.head_chunk_tokens
             return linear_cross_entropy(self, of, prepare(self, input, of), targets, how, chunk)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or no_tensor("it", self):
             logits: Tensor = super().forward(input)
             return logits
         return linear(self, of, prepare(self, input, of))
@@ -75,8 +77,10 @@ class FusedCausalLM(FusedPart, nn.Module):
         """Whether head and loss of this call are computed as one."""
         if arguments.get("labels") is None or not self.training:
             return False
-        if any(arguments.get(name) for name in ("label_smoothing", "weight", "output_router_logits")):
-            return False
+        for name in ("label_smoothing", "weight", "output_router_logits"):
+            value = arguments.get(name)
+            if value is not None and value is not False:
+                return False
         kept = arguments.get("logits_to_keep", 0)
         if not isinstance(kept, int) or kept != 0 or getattr(self.config, "output_router_logits", False):
             return False
@@ -90,11 +94,14 @@ class FusedCausalLM(FusedPart, nn.Module):
     def _why_not(self) -> str | None:
         loss = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
         head: Any = self.get_output_embeddings()  # type: ignore[operator]
+        if isinstance(head, Linear):
+            return "its head is a flatfsdp.layers.Linear; fuse before you convert, or leave the head out"
         if not isinstance(head, FusedHead):
-            return f"its head is a {name_of(head)} that was not there when it was fused, or has a bias"
+            kind = f"{type(head).__module__}.{name_of(head)}"
+            return f"its head is a {kind} that was not there when it was fused, or has a bias"
         if self.loss_function is not loss:
             return "it has a loss_function of its own"
-        return None
+        return no_tensor("its head", head) or changed("its head", head)
 
 
 def _with_loss(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,8 +120,9 @@ def _with_loss(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forward(model: Any, arguments: dict[str, Any]) -> Any:
     own = {name: arguments.pop(name, None) for name in ("labels", "logits_to_keep", "return_dict")}
-    if arguments.get("use_cache") is None:
-        # Nobody decodes with what training leaves.
+    if arguments.get("use_cache") is None and arguments.get("position_ids") is None:
+        # Nobody decodes with what training leaves.  Where positions begin anew, transformers keeps sequences
+        # apart only without a cache.
         arguments["use_cache"] = False
     outputs = getattr(model, model._family.base)(**arguments)
     ignored = arguments.get("ignore_index", -100)

@@ -95,7 +95,7 @@ class FusedLayer(FusedPart, nn.Module):
         dropped = self._dropped(attention, 0)
         if dropped == 0:
             return branch, residual
-        return bias_dropout_add(branch, None, residual, dropped, self.training), None
+        return bias_dropout_add(branch, None, residual, dropped, True), None
 
     def _run_mlp(self, branch: Tensor, residual: Tensor | None) -> Tensor:
         mlp: Any = self._modules[self._family.mlp_at]
@@ -107,7 +107,7 @@ class FusedLayer(FusedPart, nn.Module):
             whole: Tensor = summed + mlp(norm(summed))
             return whole
         out, summed = mlp.run(branch, residual, norm, maps)
-        return bias_dropout_add(out, None, summed, self._dropped(mlp, 1), self.training)
+        return bias_dropout_add(out, None, summed, self._dropped(mlp, 1), True)
 
     def _say(self, part: Part, half: nn.Module, reason: str) -> None:
         """Says why a half is left to transformers, unless that is so by the family or the probe."""
@@ -118,7 +118,10 @@ class FusedLayer(FusedPart, nn.Module):
     def _dropped(self, half: Any, index: int) -> float:
         """The probability with which elements of a half's result are dropped."""
         names = self._family.dropouts
-        return float(half._modules[names[index]].p) if names is not None and self.training else 0.0
+        if names is None:
+            return 0.0
+        dropout = half._modules[names[index]]
+        return float(dropout.p) if dropout.training else 0.0
 
 
 def no_mask() -> Tensor:

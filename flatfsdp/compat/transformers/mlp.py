@@ -24,6 +24,7 @@ from flatfsdp.compat.transformers.why_not import (
     Checked,
     different,
     facts_of,
+    no_dropout,
     no_linear,
     skipping,
 )
@@ -83,7 +84,7 @@ class FusedMLP(FusedPart, MatmulLayer):
 
     def maps(self, norm: nn.Module) -> MLPMaps | str:
         """What this call multiplies with, or why transformers has to compute it."""
-        facts = facts_of([self, norm, self._activation(), self._second(), *self._first()])
+        facts = facts_of([self, norm, self._activation(), self._second(), *self._first(), *self._dropouts()])
         checked = self._checked
         if checked is None or checked.facts != facts:
             reason = self._reason() or skipping("its norm", norm)
@@ -132,6 +133,14 @@ class FusedMLP(FusedPart, MatmulLayer):
     def _first_joints(self) -> tuple[Joint, ...]:
         return joints_of("gate_up", self._first())
 
+    def _dropouts(self) -> list[nn.Module]:
+        """Of its result; none in most families."""
+        names = self._family.dropouts
+        return [] if names is None else [getattr(self, names[1])]
+
+    def _dropout_reason(self) -> str | None:
+        return next(filter(None, (no_dropout("the dropout", each) for each in self._dropouts())), None)
+
     def _reason(self) -> str | None:
         family, first = self._family, self._first()
         maps = zip((*family.gate_up, family.down), (*first, self._second()), strict=True)
@@ -148,4 +157,5 @@ class FusedMLP(FusedPart, MatmulLayer):
             different(named, [each.weight for each in first])
             or skipping("the activation", self._activation())
             or skipping("it", self)
+            or self._dropout_reason()
         )

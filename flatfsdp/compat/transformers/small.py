@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers.fused_part import FusedPart
+from flatfsdp.compat.transformers.why_not import no_tensor
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.mixed import innermost
 from flatfsdp.layers.calls import NormOf
@@ -26,7 +27,7 @@ class FusedNorm(FusedPart, nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         of = norm_of(self)
-        if of.weight.dtype != hidden_states.dtype:
+        if of.weight.dtype != hidden_states.dtype or no_tensor("it", self):
             return super().forward(hidden_states)
         return norm(hidden_states, of.weight, of.bias, of.kind)
 
@@ -47,6 +48,8 @@ class FusedEmbedding(FusedPart, nn.Embedding):
     """The table of tokens, whose gradient is added to main_grad in FP32 where an engine has one."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if no_tensor("it", self):
+            return super().forward(input)
         return look_up(self, self.weight, input, self.padding_idx, self._fusion.fuse_wgrad_accumulation)
 
 

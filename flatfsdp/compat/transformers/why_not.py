@@ -49,6 +49,7 @@ def facts_of(modules: Iterable[nn.Module]) -> Facts:
         state = module.__dict__
         found.append(module)
         found.append(module.__class__)
+        found.append("bias" in state or state["_parameters"].get("bias") is not None)
         before, after, of_grad, before_grad = _hooks_in(state)
         if before or after or of_grad or before_grad or "forward" in state:
             found.append((len(before), len(after), len(of_grad), len(before_grad), "forward" in state))
@@ -60,8 +61,11 @@ def facts_of(modules: Iterable[nn.Module]) -> Facts:
 
 def skipping(name: str, module: nn.Module) -> str | None:
     """Why `module` has to be called as a module, or None."""
-    if is_unit(module):
-        return f"{name} is sharded as a unit of its own"
+    return f"{name} is sharded as a unit of its own" if is_unit(module) else changed(name, module)
+
+
+def changed(name: str, module: nn.Module) -> str | None:
+    """Why `module` may compute something else than its class does, or None."""
     if "forward" in vars(module):
         return f"{name} has a forward of its own"
     for hooks in _hooks_in(vars(module)):
@@ -86,11 +90,25 @@ def no_linear(name: str, module: Any, *, transposed: bool, lora_too: bool = Fals
     if transposed:
         is_map = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
     else:
-        is_map = kind is nn.Linear or (kind is Linear and not module.return_bias)
+        is_map = kind in (nn.Linear, Linear)
     if not is_map:
-        return f"{name} is a {kind.__name__}"
-    if type(module.weight) not in (Tensor, nn.Parameter):
-        return f"{name} has a weight that is a {type(module.weight).__name__}"
+        # Several libraries have a class Linear.
+        return f"{name} is a {kind.__module__}.{kind.__name__}"
+    if kind is Linear and not module.is_plain:
+        return f"{name} is a Linear with options of its own: several parameters, ranks, or late gradients"
+    return no_tensor(name, module) or skipping(name, module)
+
+
+def no_tensor(name: str, module: Any) -> str | None:
+    """Why no kernel of ours reads the weight of `module`, or None: it is a DTensor, or quantized."""
+    kind = type(module.weight)
+    return None if kind in (Tensor, nn.Parameter) else f"{name} has a weight that is a {kind.__name__}"
+
+
+def no_dropout(name: str, module: nn.Module) -> str | None:
+    """Why our kernel cannot drop what `module` would, or None."""
+    if type(module) is not nn.Dropout:
+        return f"{name} is a {type(module).__name__}"
     return skipping(name, module)
 
 

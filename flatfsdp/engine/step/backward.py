@@ -40,10 +40,9 @@ class Backward:
         self._reached: list[Forward] = []
         self._end: weakref.ref[_End] | None = None
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the open one is what autograd runs now."""
-        return self.is_open and running_backward() == self._number
+    def is_running(self, number: int) -> bool:
+        """Whether the open one is what autograd runs now, which is backward `number`."""
+        return self.is_open and number == self._number
 
     @property
     def is_nested(self) -> bool:

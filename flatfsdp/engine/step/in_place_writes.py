@@ -1,8 +1,8 @@
 """Notices writes to what a module computes with, which are lost: `nn.Embedding(max_norm=...)`, `nn.init`.
 
 In:   the groups of one unit.
-Out:  an error after a forward that has written, or before the forward that comes after a write, under the
-      parameter's name.
+Out:  an error after a forward that has written, or before the forward or the backward that comes after a
+      write, under the parameter's name.
 
 What such a forward changes is the gathered copy.  It is gone when the unit is freed, or when the next step
 casts and gathers anew.  Replicas, which are not gathered, would each keep their own change.  One rank by
@@ -36,10 +36,10 @@ class WriteCheck:
         self._known.append(group.params.versions)
 
     def require_none(self) -> None:
-        """Between two forwards.
+        """Between two forwards, or a forward and its backward.
 
         Raises:
-            RuntimeError: if a parameter was written to since the last one; once.
+            RuntimeError: if a parameter was written to since the last forward; once.
         """
         for group, names in self._written():
             raise RuntimeError(

@@ -237,7 +237,8 @@ class Root:
         Args:
             forward: the one whose graph the backward has come to; None if that is not known.
         """
-        if not self.backward.is_running:
+        number = running_backward()
+        if not self.backward.is_running(number):
             if torch.is_grad_enabled():
                 raise RuntimeError(
                     "create_graph=True is not supported: second derivatives would need parameters that are "
@@ -253,7 +254,7 @@ class Root:
                 forward = self.order.current if forward is None else forward
                 self.backward.open()
         self.backward.reach(forward)
-        return running_backward()
+        return number
 
     def end_backward(self) -> None:
         """All gradients of this backward have landed."""

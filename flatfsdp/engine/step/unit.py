@@ -91,7 +91,7 @@ class Unit:
         self.keep_as_root = True
         self.writes = WriteCheck()
         # By the backward that runs: one that reentrant checkpointing nests in another counts by itself.
-        self._landed: defaultdict[int, set[tuple[FlatGroup, int]]] = defaultdict(set)
+        self._landed: defaultdict[int, defaultdict[FlatGroup, set[int]]] = defaultdict(_of_groups)
         self._reached_in: set[int] = set()
         self._empty_in: set[int] = set()
         self._open_uses: set[object] = set()
@@ -174,11 +174,18 @@ class Unit:
         Args:
             given: versions of the inputs before the forward, see `versions_of`.
         """
-        uses_nothing = False
-        if torch.is_grad_enabled():
-            outputs, uses_nothing = _apart(outputs, given)
-        tensors = list(tensors_in(outputs))
-        differentiable = [t for t in tensors if t.requires_grad and torch.is_grad_enabled()]
+        tensors, uses_nothing = tensors_in(outputs), False
+        differentiable = [t for t in tensors if t.requires_grad] if torch.is_grad_enabled() else []
+        returned = [t for t in differentiable if _is_input(t, given)]
+        if returned:
+            # Two units that return their input would both have their hooks on one tensor, where the backward
+            # runs them in the order of registration: the first unit's before the second one's.
+            outputs = map_tensors(lambda t: t.view_as(t) if _is_input(t, given) else t, outputs)
+            # As in stochastic depth, on this rank: there is no gradient to wait for, and the unit is reduced
+            # as soon as on the others, or they would wait.
+            uses_nothing = len(returned) == len(differentiable)
+            tensors = tensors_in(outputs)
+            differentiable = [t for t in tensors if t.requires_grad]
         if differentiable:
             use = self._follow_inputs(inputs)
             versions = [group.compute_shard.version for group in self.groups]
@@ -238,6 +245,8 @@ class Unit:
     ) -> None:
         for group, version in zip(self.groups, versions, strict=True):
             group.require_version(version)
+        # autograd notices most such writes, but not those to parts of a joint, which is what it has saved.
+        self.writes.require_none()
         backward = self.root.begin_backward(forward)
         self._reached_in.add(backward)
         if is_empty:
@@ -258,21 +267,26 @@ class Unit:
 
     @property
     def _num_awaited(self) -> int:
-        return sum(len(group.layout.slots) for group in self.groups if group.is_awaited)
+        awaited = 0
+        for group in self.groups:  # faster than a sum, and asked for at each landing
+            if group.is_awaited:
+                awaited += len(group.layout.slots)
+        return awaited
 
     def _all_landed_in(self, backward: int) -> bool:
-        landed = self._landed.get(backward, ())
-        return len(landed) >= self._num_awaited or (backward in self._empty_in and not landed)
+        landed = sum(map(len, self._landed[backward].values())) if backward in self._landed else 0
+        return landed >= self._num_awaited or (backward in self._empty_in and not landed)
 
     def landed(self, group: FlatGroup, index: int | None) -> None:
         """Slot `index` of a trained group, or every slot of it, holds this backward's gradient."""
-        landed = self._landed[self.root.begin_backward()]
+        landed = self._landed[self.root.begin_backward()][group]
         group.join_step()
+        slots = len(group.layout.slots)
         if index is None:
-            landed.update((group, slot) for slot in range(len(group.layout.slots)))
+            landed.update(range(slots))
         else:
-            landed.add((group, index))
-        if len(landed) >= self._num_awaited:
+            landed.add(index)
+        if len(landed) == slots:
             self._reduce_and_free_if_done()
 
     def _reduce_and_free_if_done(self) -> None:
@@ -336,6 +350,11 @@ class Unit:
             group.drop_unreduced()
 
 
+def _of_groups() -> defaultdict[FlatGroup, set[int]]:
+    """Slots that have landed, by their groups."""
+    return defaultdict(set)
+
+
 @never_traced
 def versions_of(inputs: Any) -> dict[int, int]:
     """How often each input with a gradient has been written to, by its id; empty under no_grad."""
@@ -344,19 +363,6 @@ def versions_of(inputs: Any) -> dict[int, int]:
     return {id(t): t._version for t in tensors_in(inputs) if t.requires_grad and not t.is_inference()}
 
 
-def _apart(outputs: Any, versions: dict[int, int]) -> tuple[Any, bool]:
-    """The outputs, with a view in place of each one that is an input, and whether nothing else is returned.
-
-    Two units that return their input would both have their hooks on one tensor, where the backward runs them
-    in the order of registration: the first unit's before the second one's.  And a unit that returns its input
-    on some ranks, as in stochastic depth, has no gradient to wait for there: it is reduced as soon as on the
-    others, or they would wait.  An input that the forward has written to is a result.
-    """
-
-    def is_input(tensor: Tensor) -> bool:
-        return tensor.requires_grad and versions.get(id(tensor)) == tensor._version
-
-    found = [is_input(t) for t in tensors_in(outputs) if t.requires_grad]
-    if not any(found):
-        return outputs, False
-    return map_tensors(lambda t: t.view_as(t) if is_input(t) else t, outputs), all(found)
+def _is_input(tensor: Tensor, versions: dict[int, int]) -> bool:
+    """Whether an output is an input to which the forward has not written: that would be a result."""
+    return tensor.requires_grad and versions.get(id(tensor)) == tensor._version

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +28,8 @@ from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import FlatLayout
 from flatfsdp.torch_private import run_as_soon_as_ready
+
+T = TypeVar("T")
 
 
 class Leaves:
@@ -73,7 +74,7 @@ class Leaves:
         self._main_grad = main_grad
         self.follow(True)
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(partial(_weakly(self._land), index))
+            parameter.register_post_accumulate_grad_hook(_weakly(self, Leaves._land, index))
         main_grad.expose(self._parameters)
         self.joints.train(self._parameters, main_grad)
 
@@ -129,6 +130,9 @@ class Leaves:
         return self._binding.displaced(self._parameters)
 
     def _land(self, index: int, parameter: Tensor) -> None:
+        if not self.trains:
+            # Frozen since the forward: autograd accumulates nothing, but calls the hook.
+            return
         grad, parameter.grad = parameter.grad, None
         # No gradient: the layer wrote it into main_grad itself.
         if grad is not None:
@@ -163,8 +167,9 @@ class Views:
         self._absent = _absent(binding.layout, unsharded)
         self._frozen_views = binding.layout.views(unsharded)
         self.joints = JointTensors(binding.layout, unsharded)
-        self._leaf = unsharded.requires_grad_()
-        self._leaf.register_post_accumulate_grad_hook(_weakly(self._land))
+        # No view of anything: views of it say by it whether they are trained (`receives_gradient`).
+        self._leaf = unsharded.detach().requires_grad_()
+        self._leaf.register_post_accumulate_grad_hook(_weakly(self, Views._land))
         # The graph of a view saves no tensors, so one set of views serves all forwards.
         with torch.inference_mode(False), torch.enable_grad():
             self._views = binding.layout.views(self._leaf)
@@ -246,6 +251,9 @@ class Views:
         return self._views if self.trains else self._frozen_views
 
     def _land(self, leaf: Tensor) -> None:
+        if not self.trains:
+            # As in `Leaves`.
+            return
         grad, leaf.grad = leaf.grad, None
         # No gradient: the layers wrote all of them into main_grad themselves (torch 2.13 makes zeros of it).
         if grad is not None:
@@ -268,17 +276,17 @@ def _deviating(layout: FlatLayout, tensors: Sequence[Tensor], trains: bool) -> s
     return next((slot.name for slot, tensor in pairs if tensor.requires_grad != trains), None)
 
 
-def _weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """Calls `method` as long as its object is alive, without keeping it alive.
+def _weakly(owner: T, method: Callable[..., None], *first: Any) -> Callable[[Tensor], None]:
+    """Calls `method(owner, *first, tensor)` as long as `owner` is alive, without keeping it alive.
 
     The garbage collector does not look into these hooks: a hook that held its object, which holds the
     parameter, would keep the model, its buffers and its process groups for good.
     """
-    reference = weakref.WeakMethod(method)
+    reference = weakref.ref(owner)
 
-    def hook(*args: Any) -> None:
+    def hook(tensor: Tensor) -> None:
         alive = reference()
         if alive is not None:
-            alive(*args)
+            method(alive, *first, tensor)
 
     return hook

@@ -223,7 +223,7 @@ class FlatGroup:
 
     def _leave_joint_operands(self, params: Leaves | Views) -> None:
         if self.fp8 is not None:
-            for index, joint in (each for of_all in params.joints.kinds for each in enumerate(of_all)):
+            for index, joint in (each for of_all in params.joints.shown for each in enumerate(of_all)):
                 FP8_OPERAND.leave(joint, partial(self.fp8.joint_operand, index))
 
     # ---- addresses for good (`engine/replay`) -----------------------------------------------------------
@@ -455,7 +455,7 @@ class FlatGroup:
     @property
     def is_awaited(self) -> bool:
         """Whether its gradients are still to land in the running backward, or have landed."""
-        return self.trains and self.takes_part
+        return self.takes_part and self.trains
 
     @property
     def partial_grad(self) -> Tensor | None:

@@ -16,12 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flatfsdp.contract.joint import JOINT_PARTS
 from flatfsdp.engine.storage.main_grad import MainGrad
 from flatfsdp.flat.layout import FlatLayout
-from flatfsdp.torch_private import run_as_soon_as_ready
+from flatfsdp.torch_private import once_differentiable, run_as_soon_as_ready
 
 
 class JointTensors:
@@ -56,7 +55,7 @@ class JointTensors:
         main_grad.expose_joints(self._trained)
 
     @property
-    def kinds(self) -> Sequence[Sequence[Tensor]]:
+    def shown(self) -> Sequence[Sequence[Tensor]]:
         """What layers may have while the parameters are there, in the order of the joints."""
         return [self._trained, self._frozen]
 

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flatfsdp.kernels.attention.join import join_heads
 from flatfsdp.kernels.attention.rope import rope
 from flatfsdp.layers.attention.rotary import RotaryTables, apply_rotary
+from flatfsdp.torch_private import once_differentiable
 
 
 class QKV(NamedTuple):
@@ -143,8 +143,26 @@ def _views(
     if interleaved:
         grouped = mixed.unflatten(-1, (groups, each + 2, head_dim))
         return grouped[..., :each, :], grouped[..., each, :], grouped[..., each + 1, :]
-    queries, keys, values = mixed.unflatten(-1, (-1, head_dim)).split((heads, groups, groups), dim=-2)
+    queries, keys, values = _of_kinds(mixed, heads, groups, head_dim)
     return queries.unflatten(-2, (groups, each)), keys, values
+
+
+def _heads(
+    mixed: Tensor, heads: int, groups: int, head_dim: int, interleaved: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """query [.., .., heads, head_dim]; key and value [.., .., groups, head_dim]."""
+    if interleaved:
+        query, key, value = _views(mixed, heads, groups, head_dim, interleaved)
+        return query.flatten(-3, -2), key, value
+    return _of_kinds(mixed, heads, groups, head_dim)
+
+
+def _of_kinds(mixed: Tensor, heads: int, groups: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, where all queries come first, then all keys, then all values."""
+    first, second, _ = mixed.shape
+    each = mixed.view(first, second, heads + 2 * groups, head_dim)
+    query, key, value = torch.split_with_sizes(each, (heads, groups, groups), 2)
+    return query, key, value
 
 
 def split_and_rotate(
@@ -189,8 +207,8 @@ class _SplitAndRotate(torch.autograd.Function):
         ctx.of = of
         ctx.way = way = {"batch_first": batch_first, "interleaved": neighbours}
         ctx.save_for_backward(cos, sin)
-        query, key, value = _views(mixed, *of)
-        query, key = (rope(x, cos, sin, **way) for x in (query.flatten(-3, -2), key))
+        query, key, value = _heads(mixed, *of)
+        query, key = rope(query, cos, sin, **way), rope(key, cos, sin, **way)
         # Attention saves the value for backward; as a view it would keep the whole joint projection.
         return query, key, value.contiguous() if ctx.needs_input_grad[0] else value
 
@@ -199,12 +217,13 @@ class _SplitAndRotate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
         query, key, value = map(_readable, grads)
-        of = ctx.of
+        of: HeadsOf = ctx.of
         if of.interleaved:
             query, key = (rope(x, cos, sin, **ctx.way, inverse=True) for x in (query, key))
             return join_heads(query, key, value, interleaved=True), None, None, None, None, None
         joint = join_heads(query, key, value, interleaved=False)
         # Queries and keys are neighbours: one launch for both.
-        turned = joint.unflatten(-1, (-1, of.head_dim)).narrow(-2, 0, of.heads + of.groups)
+        heads = joint.view(*joint.shape[:2], of.heads + 2 * of.groups, of.head_dim)
+        turned = heads.narrow(2, 0, of.heads + of.groups)
         rope(turned, cos, sin, **ctx.way, inverse=True, in_place=True)
         return joint, None, None, None, None, None

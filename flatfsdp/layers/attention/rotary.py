@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from flatfsdp.kernels.attention.rope import rope
+from flatfsdp.torch_private import once_differentiable
 
 
 class RotaryTables(NamedTuple):

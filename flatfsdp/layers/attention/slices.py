@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from flatfsdp.torch_private import once_differentiable
 
 
 def add_to_slices(mixed: Tensor, deltas: Sequence[tuple[int, Tensor]]) -> Tensor:

@@ -21,10 +21,10 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
+from flatfsdp.torch_private import once_differentiable
 
 ReductionKind = Literal["mean", "sum", "none"]
 

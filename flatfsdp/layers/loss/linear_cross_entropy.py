@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from typing_extensions import Unpack
 
 from flatfsdp.comm.ranks import ALONE
@@ -33,7 +32,7 @@ from flatfsdp.layers.loss.cross_entropy import Reduction, ReductionKind, ids_of,
 from flatfsdp.layers.options import LinearOptions
 from flatfsdp.matmul import gemms
 from flatfsdp.matmul.linear_map import LinearCall, LinearGrads, LinearSaved, linear_backward, linear_forward
-from flatfsdp.torch_private import receives_gradient
+from flatfsdp.torch_private import once_differentiable, receives_gradient
 
 
 class LinearCrossEntropy(Linear):

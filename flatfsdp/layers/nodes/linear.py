@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flatfsdp.contract.operand import Operand
 from flatfsdp.matmul.linear_map import LinearCall, LinearSaved, linear_backward, linear_forward, quantize_grad
+from flatfsdp.torch_private import once_differentiable
 
 
 class LinearNode(torch.autograd.Function):

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flatfsdp.contract.operand import Operand
 from flatfsdp.layers.normalized import NormKind, add_to, input_grads, normalize
 from flatfsdp.matmul.linear_map import LinearCall, LinearSaved, linear_backward, linear_forward, quantize_grad
+from flatfsdp.torch_private import once_differentiable
 
 
 @dataclass(slots=True)

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from flatfsdp.contract.operand import Operand
 from flatfsdp.fp8.quantizers import Quantized
 from flatfsdp.kernels.activation import activation_backward, activation_forward
 from flatfsdp.layers.normalized import Normalized, NormKind, add_to, input_grads, normalize
 from flatfsdp.matmul.linear_map import LinearCall, LinearSaved, linear_backward, linear_forward, quantize_grad
+from flatfsdp.torch_private import once_differentiable
 
 
 @dataclass(slots=True)

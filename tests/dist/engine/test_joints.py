@@ -22,6 +22,7 @@ from flatfsdp.checkpoint.local import (
 )
 from flatfsdp.contract.joint import is_joined
 from flatfsdp.contract.operand import FP8_OPERAND
+from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.units import named_groups
 from flatfsdp.flat.layout import Role
 from flatfsdp.fp8 import CurrentScaling
@@ -38,7 +39,7 @@ Record = tuple[list[Tensor], dict[str, Tensor]]
 
 def build(way: str = "wrapped", kind: type[QKV] = QKV, fuse: Any = True, **options: Any) -> Any:
     net = Net(kind, fuse, options.pop("freezes", ()), bias=options.pop("bias", True))
-    return sharded(way, net, by_class(Layer), poison_on_free=True, **options)
+    return sharded(way, net, by_class(Layer), **{"poison_on_free": True, **options})
 
 
 def train(
@@ -156,6 +157,41 @@ def test_requires_grad_is_followed(rank: int, way: str) -> None:
     for options in every_setting(way):
         losses, state = train(build(**options), rank, frozen_in=1)
         assert_same((losses, in_one_weight(state)), expected)
+
+
+def sum_of_squares(layer: Any) -> Tensor:
+    """Of this rank's part of its gradients."""
+    return sum(plain(parameter.grad).square().sum() for parameter in layer.parameters())
+
+
+def two_microbatches(model: Any, layers: Any, rank: int, batches: Any) -> None:
+    """After the last forward, before its backward, `layers` are frozen."""
+    for index, _ in enumerate(batches):
+        # The input requires no gradient: nothing but gradients of parameters is awaited.
+        loss = loss_of(model, batch(10 * rank + index))
+        for layer in layers if index else ():
+            layer.requires_grad_(False)
+        loss.backward()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_layers_frozen_between_forward_and_backward_get_nothing_more(rank: int, way: str) -> None:
+    """They keep what the microbatch before has brought, as in PyTorch."""
+    for frozen in (1, 2):
+        net = Net(fuse=False)
+        two_microbatches(net, net.layers[:frozen], rank, range(2))
+        for parameter in net.parameters():
+            dist.all_reduce(parameter.grad.div_(2))
+        expected = torch.stack([sum_of_squares(layer) for layer in net.layers])
+        for kind, fuse, options in itertools.product((QKV, OneWeight), (False, True), every_setting(way)):
+            # Not poisoned: what is freed too early has no memory, and raises.
+            model = build(kind=kind, fuse=fuse, poison_on_free=False, **options)
+            layers = (model.module if way == "wrapped" else model).layers
+            two_microbatches(model, layers[:frozen], rank, microbatches(model, range(2)))
+            found = torch.stack([sum_of_squares(layer) for layer in layers])
+            dist.all_reduce(found)
+            torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -18,7 +18,7 @@ from flatfsdp.kernels import activation
 from flatfsdp.kernels.attention import join, rope
 from flatfsdp.kernels.cast import cast, column_sum
 from flatfsdp.kernels.shared.tiles import Tile
-from flatfsdp.kernels.shared.triton import PreparedKernel
+from flatfsdp.kernels.shared.triton import PreparedKernel, triton
 
 
 @dataclass
@@ -55,9 +55,16 @@ class Kernel:
 @dataclass
 class _Compiled:
     kernel: Kernel
+    function: int = 1
+    packed_metadata: str = "packed"
+
+    def run(self, x: int, y: int, z: int, stream: int, function: int, metadata: str, *rest: Any) -> None:
+        """Its arguments come behind metadata and two hooks of the launch."""
+        assert (function, metadata, rest[:3]) == (1, "packed", (None, None, None))
+        self.kernel.calls.append(("compiled", (x, y, z), rest[3:], stream))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args, stream: self.kernel.calls.append(("compiled", grid, args, stream))
+        return lambda *args, stream: self.kernel.calls.append(("with hooks", grid, args, stream))
 
 
 @pytest.fixture
@@ -71,7 +78,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         yield
         current.pop()
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)
     monkeypatch.setattr(torch.cuda, "device", device)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7 + index, raising=False)
 
@@ -87,6 +94,20 @@ def test_a_second_call_starts_what_the_first_has_compiled() -> None:
         ("triton", (5, 3, 1), (first, None, second, 17, "kind"), {"num_warps": 8}),
         ("compiled", (5, 3, 1), (128, 0, 16, 17, "kind"), 7),
     ]
+
+
+@pytest.mark.usefixtures("one_gpu")
+@pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
+def test_hooks_of_launches_are_run(hook: str) -> None:
+    """A profiler's, that come and go."""
+    kernel, chain = Kernel(), getattr(triton.knobs.runtime, hook)
+    start = PreparedKernel(kernel, (1,))
+    for hooked in (False, False, True, False):
+        if hooked:
+            chain.add(print)
+        start(OnGPU(64))
+        chain.remove(print)
+    assert [who for who, *_ in kernel.calls] == ["triton", "compiled", "with hooks", "compiled"]
 
 
 @pytest.mark.usefixtures("one_gpu")

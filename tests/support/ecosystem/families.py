@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from flatfsdp.compat.transformers import fuse
+
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 needs_peft = pytest.mark.skipif(find_spec("peft") is None, reason="needs PEFT")
 
@@ -29,6 +31,7 @@ class Family(NamedTuple):
         model, config, layer: names of classes; each `layer` becomes a unit.
         sizes: of the configuration.
         generates: whether it writes text, and not only fills gaps.
+        is_fused: whether our kernels compute it.
     """
 
     model: str
@@ -36,9 +39,13 @@ class Family(NamedTuple):
     layer: str
     sizes: dict[str, Any]
     generates: bool = True
+    is_fused: bool = False
 
     def build(self, **options: Any) -> Any:
         """A fresh model in FP32, the same values every time.
+
+        Fused, gradients of tied weights are computed by autograd: FlatFSDP adds to main_grad once a use, and
+        then nothing else has its bits.
 
         Args:
             options: further ones of the configuration.
@@ -46,7 +53,15 @@ class Family(NamedTuple):
         transformers = importlib.import_module("transformers")
         config = getattr(transformers, self.config)(**{**self.sizes, **options})
         torch.manual_seed(0)
-        return getattr(transformers, self.model)(config)
+        model = getattr(transformers, self.model)(config)
+        if not self.is_fused:
+            return model
+        return fuse(model, fuse_wgrad_accumulation=False if config.tie_word_embeddings else None)
+
+    @property
+    def plain(self) -> Family:
+        """The same as transformers computes it."""
+        return self._replace(is_fused=False)
 
     def is_unit(self, name: str, module: torch.nn.Module, numel: int) -> bool:
         """The wrap policy."""
@@ -104,7 +119,6 @@ FAMILIES = {
         {**_DECODER, "num_local_experts": 4, "num_experts_per_tok": 2},
     ),
 }
-GENERATING = [name for name, family in FAMILIES.items() if family.generates]
 
 
 def batches_of(rank: int, step: int, count: int = 2) -> list[Batch]:

@@ -24,6 +24,13 @@ FUSED = {
     "Mixtral": FAMILIES["Mixtral"],
     "GPT-2": FAMILIES["GPT-2"],
 }
+"""As transformers computes them."""
+
+MODELS = {
+    **FAMILIES,
+    **{f"{name}, fused": family._replace(is_fused=True) for name, family in FUSED.items()},
+}
+"""All families; those that `fuse` knows, once more, fused."""
 
 
 def build(name: str, **options: Any) -> Any:

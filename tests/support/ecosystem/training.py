@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from flatfsdp import microbatches
-from tests.support.ecosystem.families import FAMILIES, Batch, batches_of
+from tests.support.ecosystem.families import Batch, batches_of
+from tests.support.ecosystem.fused import MODELS
 
 STEPS = 3
 LEARNING_RATE = 1e-2
@@ -73,8 +74,8 @@ def _forward_backward(model: Any, batches: list[Batch]) -> list[float]:
 
 @functools.cache
 def plain(name: str, rank: int, world_size: int) -> Trained:
-    """What a family's sharded models have to reach; computed once on each rank."""
-    return train_plain(FAMILIES[name].build(), rank, world_size)
+    """What sharded ones of `MODELS` have to reach; computed once on each rank."""
+    return train_plain(MODELS[name].build(), rank, world_size)
 
 
 def assert_same_training(found: Trained, expected: Trained) -> None:

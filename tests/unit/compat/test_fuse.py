@@ -18,8 +18,9 @@ from flatfsdp import FlatFSDP, fp8
 from flatfsdp.compat.transformers import fuse, unfuse
 from flatfsdp.compat.transformers.fused_part import is_fused
 from flatfsdp.compat.transformers.small import tables_of
-from flatfsdp.layers import TransformerLayer, convert
-from tests.support.ecosystem.families import generated, needs_peft, needs_transformers
+from flatfsdp.compat.transformers.why_not import no_linear
+from flatfsdp.layers import Linear, TransformerLayer, convert
+from tests.support.ecosystem.families import VOCAB, generated, needs_peft, needs_transformers
 from tests.support.ecosystem.fused import FUSED, assert_near, batch, build, loss_and_grads
 
 pytestmark = needs_transformers
@@ -53,6 +54,15 @@ def test_losses_and_gradients_are_those_of_transformers(name: str, silence: None
     ):
         inputs = batch(**others)
         assert_near(loss_and_grads(fused, **inputs), loss_and_grads(model, **inputs))
+
+
+@pytest.mark.parametrize("use_cache", [None, True, False])
+def test_several_sequences_in_a_row(use_cache: bool | None, silence: None) -> None:
+    """Transformers keeps them apart, or does not, as it is asked for a cache."""
+    model = build("Llama")
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
+    inputs = {**batch(position_ids=positions), "use_cache": use_cache}
+    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
 
 
 def test_the_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,10 +258,44 @@ def test_a_hook_runs_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     ]
 
 
+@pytest.mark.parametrize("how", ["hook", "backward hook", "forward"])
+def test_a_changed_head_makes_logits(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever changes a head expects logits, and not a loss."""
+    model = build("Llama")
+    fused = fuse(copy.deepcopy(model))
+    for each in (model, fused):
+        if how == "hook":
+            each.lm_head.register_forward_hook(lambda module, given, logits: 0.5 * logits)
+        elif how == "backward hook":
+            each.lm_head.register_full_backward_hook(lambda module, grads, _: tuple(0.5 * x for x in grads))
+        else:
+            each.lm_head.forward = lambda x, plain=each.lm_head.forward: 0.5 * plain(x)
+    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+    (line,) = said(caplog)
+    assert line.startswith(
+        "the loss of LlamaForCausalLM is computed by transformers, not fused: its head has"
+    )
+
+
 def test_an_activation_without_a_kernel(caplog: pytest.LogCaptureFixture) -> None:
     model = build("Llama", hidden_act="gelu")
     assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **batch()), loss_and_grads(model, **batch()))
     assert [line for line in said(caplog) if "GELUActivation" in line]
+
+
+def test_biases_that_come_and_go() -> None:
+    model = build("Qwen2")
+    fused = fuse(copy.deepcopy(model))
+    for added in (False, True):
+        fused(**batch())
+        for each in (model, fused):
+            for layer in each.model.layers:
+                for name in ("q_proj", "k_proj", "v_proj"):
+                    linear = getattr(layer.self_attn, name)
+                    linear.bias = nn.Parameter(torch.full((linear.out_features,), 0.5)) if added else None
+                for linear in (layer.mlp.gate_proj, layer.mlp.up_proj) if added else ():
+                    linear.bias = nn.Parameter(torch.full((linear.out_features,), 0.5))
+        assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
 
 
 def test_an_argument_that_only_transformers_knows() -> None:
@@ -259,7 +303,10 @@ def test_an_argument_that_only_transformers_knows() -> None:
     inputs = {**batch(), "is_causal": False}
     expected = loss_and_grads(model, **inputs)
     assert not torch.equal(expected[0], loss_and_grads(model, **batch())[0])
-    assert_near(loss_and_grads(fuse(model), **inputs), expected)
+    fused = fuse(copy.deepcopy(model))
+    assert_near(loss_and_grads(fused, **inputs), expected)
+    weighted = {**batch(), "weight": torch.ones(VOCAB)}
+    assert_near(loss_and_grads(fused, **weighted), loss_and_grads(model, **weighted))
 
 
 def test_attention_weights_come_from_transformers() -> None:
@@ -290,6 +337,49 @@ def test_the_probe_finds_another_version(
     assert line.startswith("LlamaMLP is computed by transformers, not fused: a small one, fused, is off by")
 
 
+def test_a_decoder_without_its_encoder() -> None:
+    model = build("GPT-2", add_cross_attention=True)
+    inputs = {**batch(), "use_cache": True}
+    assert_near(loss_and_grads(fuse(copy.deepcopy(model)), **inputs), loss_and_grads(model, **inputs))
+
+
+def test_dropout_is_that_of_its_module() -> None:
+    """Which may be switched by itself, or replaced."""
+    model = build("GPT-2", resid_pdrop=0.5, embd_pdrop=0.0, attn_pdrop=0.0)
+    fused = fuse(copy.deepcopy(model))
+    expected = fused.eval()(**batch()).loss
+    for each in (model, fused):
+        each.train()
+        for layer in each.transformer.h:
+            layer.attn.resid_dropout.eval()
+            layer.mlp.dropout.eval()
+    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+    fused.eval().transformer.h[0].mlp.dropout.train()
+    assert not torch.equal(fused(**batch()).loss, expected)
+    for each in (model, fused):
+        for layer in each.train().transformer.h:
+            layer.attn.resid_dropout, layer.mlp.dropout = nn.Identity(), nn.Hardtanh(-0.1, 0.1)
+    assert_near(loss_and_grads(fused, **batch()), loss_and_grads(model, **batch()))
+
+
+def test_a_linear_with_options_is_called_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    """What is multiplied for it would be summed over no ranks, or leave nothing for `backward_dw`."""
+    fused = fuse(build("Llama"))
+    attention, mlp = fused.model.layers[0].self_attn, fused.model.layers[1].mlp
+    attention.o_proj = Linear(32, 32, bias=False, delay_wgrad_compute=True)
+    mlp.up_proj = Linear(32, 48, bias=False, parameters_split=("a_", "b_"))
+    fused(**batch()).loss.backward()
+    assert attention.o_proj.weight.grad is None
+    attention.o_proj.backward_dw()
+    assert attention.o_proj.weight.grad is not None and mlp.up_proj.a_weight.grad is not None
+    (line,) = said(caplog)
+    assert line.startswith(
+        "LlamaMLP is computed by transformers, not fused: up_proj is a Linear with options"
+    )
+    split = Linear(32, 64, parallel_mode="row", tp_size=2)
+    assert "ranks" in (no_linear("o_proj", split, transposed=False) or "")
+
+
 # ---- the order of calls ---------------------------------------------------------------------------------
 
 
@@ -314,6 +404,15 @@ def test_convert_and_fuse_in_both_orders(silence: None) -> None:
         for each in (first, last):
             found = each(found, **(options if each is convert else {}))
         assert_near(loss_and_grads(found, **batch()), expected)
+
+
+def test_a_head_that_was_converted_first(caplog: pytest.LogCaptureFixture) -> None:
+    model = build("Llama")
+    expected = loss_and_grads(model, **batch())
+    found = fuse(convert(copy.deepcopy(model), lambda _, name: name == "lm_head"))
+    assert_near(loss_and_grads(found, **batch()), expected)
+    (line,) = said(caplog)
+    assert "its head is a flatfsdp.layers.Linear; fuse before you convert" in line
 
 
 @needs_peft

@@ -91,6 +91,18 @@ def test_parts_frozen_between_forward_and_backward_get_nothing(fuse: Any) -> Non
     assert not any(landed(model))
 
 
+@FLAGS
+@FUSED
+def test_a_part_written_between_forward_and_backward_is_named(flag: bool, fuse: Any) -> None:
+    """The joint, which autograd has saved, does not count writes to its parts."""
+    model = wrapped(flag, fuse)
+    loss = loss_of(model, batch(0))
+    with torch.no_grad():
+        model.module.layers[0].qkv.parts["q"].weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"parameter .*layers.0.qkv.parts.q.weight.* was written to"):
+        loss.backward()
+
+
 # ---- one memory -------------------------------------------------------------------------------------------
 
 

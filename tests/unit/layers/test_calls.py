@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.contract.joint import leave_joined
+from flatfsdp.contract.joint import JOINT_PARTS, leave_joined
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
 from flatfsdp.layers import (
     LayerNormLinear,
@@ -26,7 +26,7 @@ from flatfsdp.layers.attention.qkv import HeadsOf, heads_of_projection
 from flatfsdp.layers.attention.rotary import RotaryPositionEmbedding, apply_rotary
 from flatfsdp.layers.attention.slices import add_to_slices
 from flatfsdp.layers.base import MapOf, MatmulLayer
-from flatfsdp.layers.calls import norm_linear, prepare
+from flatfsdp.layers.calls import linear, norm_linear, prepare
 from flatfsdp.layers.embedding import look_up
 from flatfsdp.layers.loss.cross_entropy import Reduction
 from flatfsdp.layers.loss.linear_cross_entropy import linear_cross_entropy
@@ -247,6 +247,20 @@ def test_the_gradient_of_a_transposed_weight_lands_as_it_lies(recipe: Any, fused
     gradients(module, x, partial(two_calls, module), recipe)
     assert module.up.weight.grad is None and module.down.weight.grad is None
     assert_equal(buffers, gradients_of_parameters[1:3])
+
+
+def test_a_backward_to_some_parts_of_a_transposed_joint() -> None:
+    module = turned(fuse_wgrad_accumulation=True)
+    parts = [nn.Parameter(part.detach().clone()) for part in module.up.weight.split([WIDTH // 2] * 2)]
+    x, weight = torch.randn(TOKENS, WIDTH), torch.cat(parts)
+    (expected,) = torch.autograd.grad((x @ weight).square().sum(), parts[:1])
+    JOINT_PARTS.leave(weight, tuple(parts))
+    buffer = claimed(weight)
+    up = MapOf("up_weight", weight, None, transposed=True)
+    out = linear(module, up, prepare(module, x, up, module.maps[1]))
+    out.square().sum().backward(inputs=parts[:1])
+    assert error(parts[0].grad, expected) < EPS[torch.float32]
+    assert parts[1].grad is None and not buffer.any()
 
 
 @pytest.mark.parametrize("first", [True, None])
