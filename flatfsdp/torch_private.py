@@ -118,6 +118,12 @@ def shares_memory(tensor: Tensor, storage: torch.UntypedStorage) -> bool:
     return torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata == storage._cdata
 
 
+def uses_of_memory(tensor: Tensor) -> int:
+    """How many tensors there are in this memory, and a constant."""
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
 def is_profiling() -> bool:
     """Whether a profiler records now."""
     return torch.autograd._profiler_enabled()

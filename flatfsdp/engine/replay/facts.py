@@ -86,8 +86,8 @@ class Surroundings:
             return f"a {type(module).__name__} has hooks, which would not run in replays"
         if any(layer.overflow_counters for layer in self._layers):
             return "overflows are counted, and replays would count on"
-        if is_last and any(group.master.grads for group in self._root.groups):
-            return "gradients of an earlier step are still there, to which new ones are added"
+        if is_last and any(group.trains and not group.is_kept_grad_free for group in self._root.groups):
+            return "gradients of an earlier step are still there, in `.grad` or elsewhere"
         return None
 
 

@@ -64,7 +64,7 @@ def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:
 
     What Python does in the function is not repeated.  So it must compute from its arguments and the model
     alone, not wait for the GPU, and keep no tensor.  Tensors among the arguments come to it on the model's
-    device; numbers and strings are part of the shape.  A `.grad` that is kept beyond the step is overwritten.
+    device; numbers and strings are part of the shape.
 
     Args:
         model: sharded in place, or wrapped; the outermost unit.

@@ -179,7 +179,7 @@ class Reducer:
 
     def _kept(self, group: FlatGroup) -> Tensor | None:
         """Memory for the reduced gradient at an address for good; None if there is none, or it is in use."""
-        return None if group.master.grads else group.kept_grad
+        return group.kept_grad if group.is_kept_grad_free else None
 
     def _reduce_scatter(
         self, groups: Sequence[FlatGroup], flats: list[Tensor], shards: list[Tensor]

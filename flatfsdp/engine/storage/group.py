@@ -46,6 +46,7 @@ from flatfsdp.flat.binding import Binding
 from flatfsdp.flat.layout import Role
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Division, Policy
+from flatfsdp.torch_private import uses_of_memory
 
 Cut = Callable[[MasterShard, Sequence[nn.Parameter]], list[Portion]]
 """(master shard, the parameters that it was filled from) -> one portion for each of them."""
@@ -138,6 +139,7 @@ class FlatGroup:
         self._joined_step = -1
         self._marks = UnreducedMarks()
         self.kept_grad: Tensor | None = None
+        self._uses_of_kept_grad = 0
 
         is_fp8 = self.layout.role is Role.FP8 and policy.precision.fp8_weights != "in_layers"
         dtype = FP8_DTYPE if is_fp8 else policy.precision.compute
@@ -233,6 +235,14 @@ class FlatGroup:
         if self.kept_grad is None and self.main_grad is not None:
             numel, dtype = self.master.flat.numel(), self.master.grad_dtype
             self.kept_grad = torch.empty(numel, dtype=dtype, device=self.master.device)
+            self._uses_of_kept_grad = uses_of_memory(self.kept_grad)
+
+    @property
+    def is_kept_grad_free(self) -> bool:
+        """Whether nobody, neither a parameter nor a user, has the gradient of an earlier step."""
+        if self.kept_grad is None or self.master.grads:
+            return False
+        return uses_of_memory(self.kept_grad) == self._uses_of_kept_grad
 
     def keep_sum(self) -> None:
         """The gradients that are added up over microbatches are always at one address from now on."""
