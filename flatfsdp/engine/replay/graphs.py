@@ -44,10 +44,14 @@ class Graphs:
         caller.wait_stream(self._stream)
 
     def record(self, function: Callable[[], Any]) -> tuple[Graph, Any]:
-        """The graph of what the function launches, which has not run yet, and its result."""
+        """The graph of what the function launches, which has not run yet, and its result.
+
+        If that fails, random numbers of earlier graphs are not in step with the generator any more.
+        """
         graph = torch.cuda.CUDAGraph()
         # Relaxed: a table of addresses that is new is copied beside the graph.
         with (
+            _sound_generator(self._device),
             _no_garbage_collection(),
             torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="relaxed"),
         ):
@@ -68,6 +72,20 @@ class Graphs:
             for block in blocks
             if block["state"] == "active_allocated" and block["address"] not in known
         ]
+
+
+@contextmanager
+def _sound_generator(device: torch.device) -> Iterator[None]:
+    """A capture that fails would leave the device's default generator captured for good."""
+    generator = torch.cuda.default_generators[device.index]
+    before = generator.get_state()
+    try:
+        yield
+    except BaseException:
+        fresh = torch.Generator(device)
+        fresh.set_state(before)
+        generator.graphsafe_set_state(fresh.graphsafe_get_state())
+        raise
 
 
 @contextmanager

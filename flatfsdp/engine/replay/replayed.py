@@ -198,7 +198,12 @@ class Replayed(Generic[P, R]):
         self._make_room()
         root.begin_replayable(root.scales.noted, Action.REPLAY, self._number(key))
         inputs = [torch.empty_like(each, device=self._device).copy_(each) for each in tensors]
-        recording = Recording(graphs, root, arenas, partial(self._call, call, seen), inputs)
+        try:
+            recording = Recording(graphs, root, arenas, partial(self._call, call, seen), inputs)
+        except BaseException:
+            # Their random numbers are out of step.
+            self._seen.clear()
+            raise
         outputs = recording.run_first()
         seen.recording = seen.facts, recording
         require_nothing_kept(graphs, (each.recording[1] for each in self._seen.values() if each.recording))
