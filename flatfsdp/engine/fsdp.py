@@ -208,3 +208,8 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
             if not remove_duplicate or parameter not in seen:
                 seen.add(parameter)
                 yield site.name, parameter
+
+
+def is_own_hook(hook: Any) -> bool:
+    """Whether a module's hook is that of the `FlatFSDP` around it."""
+    return getattr(hook, "__func__", None) is FlatFSDP._check_gathered

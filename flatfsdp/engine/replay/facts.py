@@ -7,12 +7,13 @@ Next: `replayed.py` compares them before each microbatch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from flatfsdp.engine.fsdp import is_own_hook
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup, Passage
 from flatfsdp.fp8.delayed_scaling import Arena
@@ -51,7 +52,12 @@ class Surroundings:
         self._modules = list(model.modules())
         self._buffers = [module._buffers for module in self._modules if module._buffers]
         self._layers = [module for module in self._modules if isinstance(module, Countable)]
-        self._hooks = [hooks for module in self._modules for hooks in _hooks_of(module)]
+        self._with_own: list[Mapping[int, Any]] = []
+        self._without_own: list[Mapping[int, Any]] = []
+        for hooks in (hooks for module in self._modules for hooks in _hooks_of(module)):
+            # A wrapper has one on what it wraps.
+            is_owned = any(map(is_own_hook, hooks.values()))
+            (self._with_own if is_owned else self._without_own).append(hooks)
         self.renew()
 
     def renew(self) -> None:
@@ -81,9 +87,8 @@ class Surroundings:
         """Why a microbatch cannot be recorded or replayed now; None if it can."""
         if has_global_hooks():
             return "hooks are registered for all modules, and would not run in replays"
-        if any(self._hooks):
-            module = next(each for each in self._modules if any(_hooks_of(each)))
-            return f"a {type(module).__name__} has hooks, which would not run in replays"
+        if any(self._without_own) or any(len(hooks) > 1 for hooks in self._with_own):
+            return "modules have hooks, which would not run in replays"
         if any(layer.overflow_counters for layer in self._layers):
             return "overflows are counted, and replays would count on"
         if is_last and any(group.trains and not group.is_kept_grad_free for group in self._root.groups):

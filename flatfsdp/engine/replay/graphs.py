@@ -8,11 +8,14 @@ Next: `recording.py` knows what a graph leaves behind in the engine.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
+
+from flatfsdp.torch_private import uses_of_memory
 
 
 class Graph(Protocol):
@@ -58,20 +61,29 @@ class Graphs:
             result = function()
         return graph, result
 
-    def kept(self, known: Collection[int]) -> list[int]:
+    def kept(self, outputs: Sequence[Tensor]) -> list[int]:
         """Bytes of the tensors that are still there of those that recorded functions have made.
 
         Args:
-            known: addresses that may be there.
+            outputs: all that may be there.
         """
         gc.collect()
+        known = [each.untyped_storage().data_ptr() for each in outputs]
         segments = torch.cuda.memory.memory_snapshot(mempool_id=self._pool)
-        blocks = (block for segment in segments for block in segment["blocks"])
-        return [
+        blocks = [block for segment in segments for block in segment["blocks"]]
+        others = [
             block["size"]
             for block in blocks
             if block["state"] == "active_allocated" and block["address"] not in known
         ]
+        one = uses_of_memory(torch.empty((), device=self._device))
+        uses = (uses_of_memory(each) - one + 1 for each in outputs)
+        aliased = [
+            each.nbytes
+            for each, address, count in zip(outputs, known, uses, strict=True)
+            if count > known.count(address)
+        ]
+        return others + aliased
 
 
 @contextmanager

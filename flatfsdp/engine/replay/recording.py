@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from flatfsdp.byte_ledger import ByteLedger
@@ -21,7 +20,6 @@ from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup, Passage
 from flatfsdp.fp8.delayed_scaling import Arena, Scaling
 from flatfsdp.fp8.region import current_region
-from flatfsdp.torch_private import uses_of_memory
 
 Outputs = list[Any]
 
@@ -144,14 +142,6 @@ def _copies(outputs: Outputs) -> Outputs:
     return [each.clone() if isinstance(each, Tensor) else each for each in outputs]
 
 
-def _uses_of(output: Tensor, outputs: Sequence[Tensor]) -> int:
-    """How many tensors there are in its memory if these are all, see `uses_of_memory`."""
-    own = torch.empty_like(output)
-    address = output.untyped_storage().data_ptr()
-    others = sum(each.untyped_storage().data_ptr() == address for each in outputs) - 1
-    return uses_of_memory(own) + others
-
-
 def require_nothing_kept(graphs: Graphs, recordings: Iterable[Recording]) -> None:
     """Checks that nobody holds memory of a microbatch that is over: the next replay writes there.
 
@@ -162,8 +152,7 @@ def require_nothing_kept(graphs: Graphs, recordings: Iterable[Recording]) -> Non
         RuntimeError: if somebody does.
     """
     outputs = [each for recording in recordings for each in recording.outputs if isinstance(each, Tensor)]
-    kept = graphs.kept({each.untyped_storage().data_ptr() for each in outputs})
-    kept += [each.nbytes for each in outputs if uses_of_memory(each) > _uses_of(each, outputs)]
+    kept = graphs.kept(outputs)
     if kept:
         raise RuntimeError(
             f"after a microbatch that was recorded, {len(kept)} of its tensors are still there ({sum(kept)} "

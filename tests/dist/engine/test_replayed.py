@@ -1,0 +1,309 @@
+"""Replayed microbatches over ranks: the bits of eager ones, whatever happens between."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import Precision, by_class, microbatches, replayed
+from flatfsdp.engine.replay.replayed import Replayed
+from flatfsdp.engine.storage.shard_grad import plain
+from flatfsdp.engine.units import root_of
+from flatfsdp.fp8 import CurrentScaling, autocast
+from flatfsdp.optim import AdamW
+from tests.support.both_forms import WAYS, sharded
+from tests.support.fp8_layers import SHORT, TOKENS, WIDTH, Block, Stack, seeded
+from tests.support.ranks import on_ranks
+from tests.support.tape import taped
+
+STEPS = 6
+
+
+class Plain(nn.Module):
+    """A block of PyTorch's layers, with dropout and small gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(Plain(), Plain(), nn.Linear(WIDTH, WIDTH))
+
+
+class Case(NamedTuple):
+    """A model, how it is sharded, and the microbatches of its steps."""
+
+    name: str
+    reshard: bool
+    count: int
+    recipe: Any = None
+    stores: bool = False
+    way: str = "wrapped"
+
+    def model(self) -> Any:
+        module = seeded(net if self.recipe is None else Stack)
+        precision = Precision(
+            compute=torch.float32
+            if self.stores
+            else torch.bfloat16
+            if self.recipe is None
+            else torch.float32,
+            fp8_weights=CurrentScaling() if self.stores else None,
+        )
+        return sharded(
+            self.way,
+            module,
+            by_class(Plain, Block),
+            precision=precision,
+            reshard_after_forward=self.reshard,
+            optimize_backward_concat=True,
+        )
+
+    def microbatch(self, model: Any) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            with autocast(self.recipe is not None, recipe=self.recipe):
+                loss = model(x).float().square().mean()
+            loss.backward()
+            return loss.detach()
+
+        return run
+
+
+CASES = [
+    *(Case(f"bf16 {reshard} {count}", reshard, count) for reshard in (True, False) for count in (1, 2, 4)),
+    Case("in place", True, 3, way="in place"),
+    *(Case(f"delayed {reshard}", reshard, 3, SHORT) for reshard in (True, False)),
+    Case("current", True, 3, CurrentScaling()),
+    *(
+        Case(f"stored {reshard}", reshard, count, SHORT, stores=True)
+        for reshard, count in ((True, 1), (False, 3))
+    ),
+]
+Between = Callable[[int, Any, Any], None]
+
+
+def batch(rank: int, step: int, index: int, tokens: int = TOKENS) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + 10 * step + index)
+    return torch.randn(tokens, WIDTH, generator=generator)
+
+
+def trained(
+    case: Case, rank: int, replays: bool, between: Between | None = None, steps: int = STEPS
+) -> tuple[list[Tensor], list[Tensor], Any]:
+    """Losses and gradients of all steps, then parameters and moments; and the function that was called."""
+    torch.manual_seed(rank)
+    model = case.model()
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    run = case.microbatch(model)
+    step = replayed(model, run) if replays else run
+    found, grads = [], []
+    for index in range(steps):
+        for x in microbatches(model, [batch(rank, index, m) for m in range(case.count)]):
+            found.append(step(x))
+        grads += [plain(p.grad).clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+        optimizer.zero_grad()
+        if between is not None:
+            between(index, model, optimizer)
+    state = [
+        value for of_one in optimizer.state.values() for value in of_one.values() if torch.is_tensor(value)
+    ]
+    return found, [*grads, *(p.detach().clone() for p in model.parameters()), *state], step
+
+
+def compare(case: Case, rank: int, between: Between | None = None, steps: int = STEPS) -> Replayed[Any, Any]:
+    expected = trained(case, rank, False, between, steps)
+    with taped():
+        losses, state, step = trained(case, rank, True, between, steps)
+    assert all(map(torch.equal, losses, expected[0])) and len(losses) == len(expected[0])
+    assert all(map(torch.equal, state, expected[1])) and len(state) == len(expected[1])
+    return step
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@on_ranks(2)
+def test_bits_are_those_of_eager_microbatches(rank: int, case: Case) -> None:
+    step = compare(case, rank)
+    # Each kind is run twice or three times, as the first step finds what later ones do not, and recorded.
+    kinds = min(case.count, 3)
+    assert step.replays >= case.count * STEPS - 4 * kinds
+
+
+def evaluation(index: int, model: Any, _optimizer: Any) -> None:
+    if index == 4:
+        with torch.no_grad():
+            model(batch(0, 0, 0))
+
+
+def load(index: int, model: Any, _optimizer: Any) -> None:
+    if index == 4:
+        model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()})
+
+
+def write(index: int, model: Any, _optimizer: Any) -> None:
+    if index == 4:
+        with model.summon_full_params(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+
+def failure(index: int, model: Any, _optimizer: Any) -> None:
+    if index == 4:
+        with pytest.raises(ZeroDivisionError):
+            model(batch(0, 0, 0)).sum() / (1 // 0)
+
+
+def eval_mode(index: int, model: Any, _optimizer: Any) -> None:
+    model.train(index not in (3, 4))
+
+
+def frozen(index: int, model: Any, _optimizer: Any) -> None:
+    first = next(each for each in model.modules() if hasattr(each, "fsdp_state") and each is not model)
+    first.requires_grad_(index != 4)
+
+
+def other_rate(index: int, _model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["lr"] = 1e-2 / (1 + index)
+
+
+EVENTS = {each.__name__: each for each in (evaluation, load, write, failure, eval_mode, frozen, other_rate)}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
+@on_ranks(2)
+def test_what_happens_between_steps(rank: int, event: str, reshard: bool) -> None:
+    step = compare(Case("", reshard, 3), rank, EVENTS[event], steps=8)
+    assert step.replays > 0
+
+
+@on_ranks(2)
+def test_other_shapes_are_recordings_of_their_own(rank: int) -> None:
+    def run(replays: bool) -> tuple[list[Tensor], Any]:
+        case = Case("", True, 2)
+        model = seeded(case.model)
+        step: Any = replayed(model, case.microbatch(model)) if replays else case.microbatch(model)
+        optimizer, losses = AdamW(model.parameters(), lr=1e-2), []
+        for index, tokens in enumerate(itertools.chain([8] * 5, [16] * 5, [8, 24, 16, 8])):
+            for x in microbatches(model, [batch(rank, index, m, tokens) for m in range(2)]):
+                losses.append(step(x))
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses, step
+
+    expected, _ = run(False)
+    with taped():
+        found, step = run(True)
+    assert all(map(torch.equal, found, expected))
+    assert step.replays >= 2 * (5 - 4 + 5 - 4 + 3)
+
+
+@on_ranks(2)
+def test_nothing_that_a_microbatch_changes_is_forgotten(rank: int) -> None:
+    for case in (Case("", True, 3), Case("", False, 3), Case("", False, 2, SHORT)):
+        models, torch_seed = [], 7 + rank
+        for replays in (False, True):
+            torch.manual_seed(torch_seed)
+            with taped():
+                model = case.model()
+                run = case.microbatch(model)
+                step: Any = replayed(model, run) if replays else run
+                optimizer = AdamW(model.parameters(), lr=1e-2)
+                for index in range(5):
+                    for x in microbatches(model, [batch(rank, index, m) for m in range(case.count)]):
+                        step(x)
+                    optimizer.step()
+                    optimizer.zero_grad()
+                batches = microbatches(model, [batch(rank, 9, m) for m in range(case.count)])
+                step(next(batches))
+            models.append((model, batches))
+        eager, taken = (root_of(model) for model, _ in models)
+        assert taken.passages() == eager.passages()
+        assert taken.ledger.bytes == eager.ledger.bytes and taken.ledger.calls == eager.ledger.calls
+        for ours, theirs in zip(taken.groups, eager.groups, strict=True):
+            assert ours.has_unreduced == theirs.has_unreduced
+        for name in ("index", "is_first", "is_last", "step", "steps_reduced"):
+            assert getattr(taken.microbatch, name) == getattr(eager.microbatch, name)
+
+
+@on_ranks(2)
+def test_gradients_that_somebody_keeps_stay(rank: int) -> None:
+    kept: list[tuple[Tensor, Tensor]] = []
+
+    def keep(index: int, model: Any, _optimizer: Any) -> None:
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        kept.extend((grad, plain(grad).clone()) for grad in grads)
+
+    case = Case("", True, 2)
+    with taped():
+        model = case.model()
+        step, optimizer = replayed(model, case.microbatch(model)), AdamW(model.parameters(), lr=1e-2)
+        for index in range(7):
+            for x in microbatches(model, [batch(rank, index, m) for m in range(2)]):
+                step(x)
+            keep(index, model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert kept and all(torch.equal(plain(grad), then) for grad, then in kept)
+
+
+@on_ranks(2)
+def test_what_is_refused(rank: int) -> None:
+    with pytest.raises(TypeError, match="is not sharded"):
+        replayed(nn.Linear(2, 2), print)
+    for options in ({"optimize_backward_concat": False}, {"grad_sync": "every"}):
+        model = WAYS["wrapped"](net(), by_class(Plain), **options)
+        with pytest.raises(ValueError, match="cannot be replayed yet"):
+            replayed(model, print)
+    case = Case("", True, 1)
+    with taped():
+        model = case.model()
+        step = replayed(model, case.microbatch(model))
+        with pytest.raises(ValueError, match="requires a gradient"):
+            step(batch(rank, 0, 0).requires_grad_())
+
+        def reads(x: Tensor) -> float:
+            loss = model(x).float().square().mean()
+            loss.backward()
+            return loss.item()
+
+        step = replayed(model, reads)
+
+        def steps() -> None:
+            for index in range(5):
+                step(batch(rank, index, 0))
+                model.zero_grad()
+
+        with pytest.raises(RuntimeError, match="cannot be recorded as a CUDA graph"):
+            steps()
+    # It trains on, as after any failure.
+    model(batch(rank, 0, 0)).sum().backward()
+
+
+@on_ranks(2)
+def test_hooks_keep_microbatches_eager(rank: int) -> None:
+    case, calls = Case("", True, 1), []
+    with taped():
+        model = case.model()
+        handle = model.module[0].module.up.register_forward_hook(lambda *_: calls.append(1))
+        step = replayed(model, case.microbatch(model))
+        for index in range(5):
+            step(batch(rank, index, 0))
+            model.zero_grad()
+        assert step.replays == 0 and len(calls) == 5
+        handle.remove()
+        for index in range(5):
+            step(batch(rank, index, 0))
+            model.zero_grad()
+        assert step.replays > 0

@@ -1,0 +1,157 @@
+"""A stand-in for CUDA graphs on the CPU: records every operator with its tensors, and runs them again.
+
+In:   a function that runs a microbatch.
+Out:  the same operators, buffers that come and go, and collectives once more, in the same memory.
+
+As in a capture, the host may not read a value.  Unlike one, what is recorded has run: the first replay does
+nothing.  It shows nothing of streams, of memory that a graph uses again, or of NCCL.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+import flatfsdp.comm.collectives as collectives
+from flatfsdp.engine.storage.flat_buffer import FlatBuffer
+from flatfsdp.torch_private import uses_of_memory
+
+aten = torch.ops.aten
+READS = {aten._local_scalar_dense.default, aten.nonzero.default, aten.equal.default}
+EMPTY = {
+    aten.empty.memory_format,
+    aten.new_empty.default,
+    aten.empty_like.default,
+    aten.empty_strided.default,
+}
+
+
+class TapeGraph(TorchDispatchMode):
+    """What was called while it was the current mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[Callable[[], None]] = []
+        self._has_run = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in READS:
+            raise RuntimeError(f"the host reads a value while a microbatch is recorded: {func}")
+        result = func(*args, **kwargs)
+        made = _tensors(result)
+        given = {each.untyped_storage()._cdata for each in _tensors((args, kwargs))}
+        is_view = made and not func._schema.is_mutable
+        is_view = is_view and all(each.untyped_storage()._cdata in given for each in made)
+        if not is_view and func not in EMPTY:
+            again, outputs = _aliases((args, kwargs)), [_alias(each) for each in made]
+            self.call(lambda: _run(func, *again, outputs))
+        return result
+
+    def call(self, function: Callable[[], Any]) -> None:
+        """Adds what a replay calls here."""
+        self._calls.append(function)
+
+    def replay(self) -> None:
+        """Runs everything again, but for the first time."""
+        if not self._has_run:
+            with torch.no_grad():
+                for call in self._calls:
+                    call()
+        self._has_run = False
+
+
+class TapeGraphs:
+    """In place of `flatfsdp.engine.replay.graphs.Graphs`."""
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        yield
+
+    def record(self, function: Callable[[], Any]) -> tuple[TapeGraph, Any]:
+        graph = TapeGraph()
+        with ExitStack() as patches:
+            for name in ("_all_gather", "_reduce_scatter"):
+                patches.enter_context(mock.patch.object(collectives, name, _again(graph, collectives, name)))
+            reduce = _again(graph, collectives.dist, "all_reduce")
+            patches.enter_context(mock.patch.object(collectives.dist, "all_reduce", reduce))
+            resized = {name: _resizing(graph, name) for name in ("allocate", "free")}
+            patches.enter_context(mock.patch.multiple(FlatBuffer, **resized))
+            with graph:
+                return graph, function()
+
+    def kept(self, outputs: Sequence[Tensor]) -> list[int]:
+        return []
+
+
+def _again(graph: TapeGraph, owner: Any, name: str) -> Callable[..., Any]:
+    """A collective, recorded as a whole: it may copy from memory of its own."""
+    function = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        again = _aliases(args)
+        graph.call(lambda: function(*again, **kwargs))
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _resizing(graph: TapeGraph, name: str) -> Callable[[FlatBuffer], None]:
+    method = getattr(FlatBuffer, name)
+
+    def call(buffer: FlatBuffer) -> None:
+        method(buffer)
+        nbytes = buffer._storage.nbytes()
+        graph.call(lambda: buffer._storage.resize_(nbytes))
+
+    return call
+
+
+def _run(func: Any, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
+    for output, found in zip(outputs, _tensors(func(*args, **kwargs)), strict=True):
+        if output.data_ptr() != found.data_ptr():
+            output.copy_(found)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+
+
+def _aliases(tree: Any) -> Any:
+    return tree_map(_alias, tree)
+
+
+def _alias(value: Any) -> Any:
+    """The same memory: a parameter's is another one when its unit is freed."""
+    if not isinstance(value, Tensor):
+        return value
+    _aliases_of[value.untyped_storage()._cdata] += 1
+    return value.detach()
+
+
+_aliases_of: Counter[int] = Counter()
+"""How many tensors of tapes there are in a memory."""
+
+
+def _uses_of_memory(tensor: Tensor) -> int:
+    return uses_of_memory(tensor) - _aliases_of[tensor.untyped_storage()._cdata]
+
+
+@contextmanager
+def taped() -> Iterator[None]:
+    """Inside, `flatfsdp.replayed` replays on the CPU."""
+    with (
+        mock.patch("flatfsdp.engine.replay.replayed.graphs_on", side_effect=lambda _: TapeGraphs()),
+        mock.patch("flatfsdp.engine.storage.group.uses_of_memory", _uses_of_memory),
+    ):
+        yield
+    _aliases_of.clear()
