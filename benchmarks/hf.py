@@ -88,12 +88,12 @@ def row_of(row: VariantRuns[Variant], rows: list[VariantRuns[Variant]], job: Job
 
 
 def compare(rows: list[Row]) -> list[dict[str, Any]]:
-    """Each of `COMPARISONS` whose sides were both measured.
+    """Each of `COMPARISONS` whose sides were both measured, and replayed if they were to be.
 
     `times_as_fast` is above 1 if ours is faster, `share_of_memory` below 1 if its peak is lower; on CPUs,
     where memory is not measured, None.
     """
-    measured = {row["name"]: row for row in rows if row["runs"]}
+    measured = {row["name"]: row for row in rows if row["runs"] and not row["not_replayed"]}
     found = []
     for ours, peers in COMPARISONS:
         theirs = [measured[peer.name] for peer in peers if peer.name in measured]

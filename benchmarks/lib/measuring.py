@@ -243,11 +243,11 @@ def _measure_steps(
         return torch.stack(losses).mean()
 
     losses = [step() for _ in range(job.warmup)]
-    replays = _replays_of(microbatch)
+    replays_before = _replays_of(microbatch)
     start_together(rank.device)
     milliseconds = timed(lambda: losses.append(step()), job.steps, rank.device)
     peak, peak_reserved = peak_gib(rank.device), peak_reserved_gib(rank.device)
-    replays = None if replays is None else _replays_of(microbatch) - replays
+    replays = _replays_of(microbatch) - replays_before if is_replayed else None
     checked, unchecked = None, None
     if job.identity and isinstance(model, UnitMethods) and not is_replayed:
         checked, unchecked = _by_turns(model, lambda: losses.append(step()), job.steps, rank.device)
@@ -277,8 +277,8 @@ def _measure_steps(
     )
 
 
-def _replays_of(microbatch: object) -> int | None:
-    return microbatch.replays if isinstance(microbatch, Replayed) else None
+def _replays_of(microbatch: object) -> int:
+    return microbatch.replays if isinstance(microbatch, Replayed) else 0
 
 
 def _host_ms(
