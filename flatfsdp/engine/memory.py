@@ -98,6 +98,15 @@ class MemoryReport:
         return f"{table}\n{self.static / GIB:.3f} GiB between steps, {self.peak / GIB:.3f} at most"
 
 
+_OF_REPLAYS = (
+    ("flat_buffer", "flat buffer", "FlatGroup"),
+    ("transposed", "transposed weights", "FP8Weights"),
+    ("main_grad", "main_grad", "MainGrad"),
+    ("reduced_grad", "reduced gradient", "FlatGroup"),
+)
+"""What may be kept at one address for recorded microbatches: name in `GroupSizes`, buffer and owner."""
+
+
 class GroupSizes(NamedTuple):
     """Buffers of one flat group on this rank's device; None: there is none, or it is in host memory.
 
@@ -105,6 +114,7 @@ class GroupSizes(NamedTuple):
         flat_buffer: gathered parameters.
         transposed: of FP8 weights.
         main_grad: unsharded, of all microbatches.
+        stay: names of those that recorded microbatches keep for good, of the last four.
     """
 
     master: Size | None
@@ -113,6 +123,15 @@ class GroupSizes(NamedTuple):
     transposed: Size | None
     main_grad: Size | None
     reduced_grad: Size | None
+    stay: frozenset[str] = frozenset()
+
+    def passing(self, name: str) -> Size | None:
+        """Size of the buffer of this name, if it comes and goes."""
+        return None if name in self.stay else getattr(self, name)
+
+    def staying(self, name: str) -> Size | None:
+        """Its size if it is there for good."""
+        return getattr(self, name) if name in self.stay else None
 
 
 def memory_report(
@@ -147,23 +166,32 @@ def report_of(
         *_rows("master shard", "MasterShard", ALWAYS, (g.master for g in groups)),
         *_rows("compute shard", "ComputeShard", ALWAYS, (g.compute_shard for g in groups)),
         *_rows("optimizer state", "the optimizer", ALWAYS, state),
+    ]
+    for name, buffer, owner in _OF_REPLAYS:
+        rows += _rows(f"{buffer}, for replays", owner, ALWAYS, (g.staying(name) for g in groups))
+    rows += [
         *_unsharded(
             "flat buffer",
             "FlatGroup",
             "unshard to reshard",
-            [[g.flat_buffer for g in u] for u in units],
+            [[g.passing("flat_buffer") for g in u] for u in units],
             ahead,
         ),
         *_unsharded(
             "transposed weights",
             "FP8Weights",
             "unshard for backward to reshard",
-            [[g.transposed for g in u] for u in units],
+            [[g.passing("transposed") for g in u] for u in units],
             ahead,
         ),
-        *_rows("main_grad", "MainGrad", "first gradient to reduction", (g.main_grad for g in groups)),
         *_rows(
-            "reduced gradient", "the optimizer", "reduction to zero_grad", (g.reduced_grad for g in groups)
+            "main_grad", "MainGrad", "first gradient to reduction", (g.passing("main_grad") for g in groups)
+        ),
+        *_rows(
+            "reduced gradient",
+            "the optimizer",
+            "reduction to zero_grad",
+            (g.passing("reduced_grad") for g in groups),
         ),
     ]
     return MemoryReport(tuple(rows))
@@ -189,7 +217,20 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
         reduced_grad=(
             Size(master.flat.numel(), master.grad_dtype, placement) if trained and on_device else None
         ),
+        stay=frozenset(_staying(group)),
     )
+
+
+def _staying(group: FlatGroup) -> Iterator[str]:
+    """Names of the buffers that replays keep."""
+    if group.buffer is not None and group.buffer.stays:
+        yield "flat_buffer"
+    if group.fp8 is not None and group.fp8.columnwise.stays:
+        yield "transposed"
+    if group.main_grad is not None and group.main_grad.stays:
+        yield "main_grad"
+    if group.kept_grad is not None:
+        yield "reduced_grad"
 
 
 def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> Iterator[Size]:
