@@ -15,12 +15,13 @@ from torch import Tensor
 
 from flatfsdp.comm.text_table import plain_table
 from flatfsdp.contract.placement import Placement
-from flatfsdp.engine.step.unit import Unit
+from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.policy import Prefetch
 
 GIB = 2**30
 ALWAYS = "always"
+RESERVED = "reserved, with the recordings"
 
 
 class Size(NamedTuple):
@@ -70,8 +71,9 @@ class MemoryReport:
     """Memory that one model takes on this rank's device, in bytes.
 
     Attributes:
-        static: what is there between two steps, without gradients.
-        peak: the sum of `at_a_time`.  Activations come on top.
+        static: what is there between two steps, without gradients, but for those that replays keep.
+        peak: the sum of `at_a_time`.  Activations come on top; those of recorded microbatches are in the row of
+            their pool, beside buffers of other rows that come and go in recordings.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -134,15 +136,15 @@ class GroupSizes(NamedTuple):
         return getattr(self, name) if name in self.stay else None
 
 
-def memory_report(
-    units: Sequence[Unit], prefetch: Prefetch, optimizer: torch.optim.Optimizer | None
-) -> MemoryReport:
+def memory_report(root: Root, prefetch: Prefetch, optimizer: torch.optim.Optimizer | None) -> MemoryReport:
     """See `FlatFSDP.memory_report`."""
-    groups = [group for unit in units for group in unit.groups]
+    units, groups = root.units, root.groups
     state = [] if optimizer is None else list(_state_of(groups, optimizer))
     frees = any(group.policy.reshard_after_forward for group in groups)
     sizes = [[_sizes_of(group) for group in unit.groups] for unit in units]
-    return report_of(sizes, state, units_ahead(prefetch) if frees else None)
+    report = report_of(sizes, state, units_ahead(prefetch) if frees else None)
+    pools = [pool.nbytes for pool in root.pools]
+    return MemoryReport((*report.rows, *_rows_of_pools([nbytes for nbytes in pools if nbytes])))
 
 
 def units_ahead(prefetch: Prefetch) -> int:
@@ -240,6 +242,15 @@ def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> 
             for value in optimizer.state.get(portion.parameter, {}).values():
                 if isinstance(value, Tensor) and value.device == master.device:
                     yield Size(value.numel(), value.dtype)
+
+
+def _rows_of_pools(pools: Sequence[int]) -> Iterator[MemoryRow]:
+    """What recorded microbatches allocate and free: activations, and buffers that come and go in them."""
+    if pools:
+        total = sum(pools)
+        yield MemoryRow(
+            "pool of recordings", "flatfsdp.replayed", torch.uint8, len(pools), total, total, RESERVED
+        )
 
 
 def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size | None]) -> Iterator[MemoryRow]:

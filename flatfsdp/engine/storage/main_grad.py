@@ -41,6 +41,9 @@ class MainGrad:
     Args:
         layout: places of the parameters.
         num_shards: the buffer is padded for this many shards.
+
+    Attributes:
+        stays: whether the buffer is there for good, see `stay`.
     """
 
     def __init__(

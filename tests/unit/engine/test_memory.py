@@ -63,6 +63,27 @@ def test_what_replays_keep_is_there_always() -> None:
         assert report.static == before.static + sum(row.total for row in kept)
 
 
+class Pool:
+    """That of recordings, which only GPUs have."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+def test_the_pool_of_recordings_is_a_row_while_it_is_there() -> None:
+    model = build(in_fp8=False)
+    before, empty, pool = model.memory_report(), Pool(0), Pool(7)
+    root_of(model).pools.update((empty, pool))
+    report = model.memory_report()
+    assert report.rows[:-1] == before.rows
+    row = report.rows[-1]
+    assert (row.buffer, row.count, row.total) == ("pool of recordings", 1, 7)
+    # Reserved, and not allocated: nothing lives there between steps.
+    assert report.static == before.static and report.peak == before.peak + 7
+    del pool
+    assert model.memory_report() == before
+
+
 def test_a_shard_that_needs_no_cast_has_no_copy() -> None:
     report = build(in_fp8=False, compute=torch.float32).memory_report()
     assert total(report, "compute shard") == total(report, "flat buffer") == 0
