@@ -72,8 +72,8 @@ class MemoryReport:
 
     Attributes:
         static: what is there between two steps, without gradients, but for those that replays keep.
-        peak: the sum of `at_a_time`.  Activations come on top; those of recorded microbatches are in the row of
-            their pool, beside buffers of other rows that come and go in recordings.
+        peak: the sum of `at_a_time`.  Activations come on top; those of recorded microbatches are in the row
+            of their pool, beside buffers of other rows that come and go in recordings.
     """
 
     rows: tuple[MemoryRow, ...]
