@@ -4,7 +4,8 @@ One run trains `LlamaForCausalLM`, built from its configuration, with every engi
 same ranks, data, initial values and optimizer; forward and backward of M microbatches, one sequence each,
 then AdamW.  The peers are PyTorch's FSDP2 in bf16 and with torchao's float8 (one scale a tensor, FP8
 all-gather), both also with Liger Kernel.  FlatFSDP shards the model in place: as it is, with its linear maps
-converted to FP8, with FP8 weights in the flat buffers, too, and fused.  What is not installed is skipped.
+converted to FP8, with FP8 weights in the flat buffers, too, and fused.  With `--replay` the fused ones also
+run as CUDA graphs, by `flatfsdp.replayed`.  What is not installed is skipped.
 
 Between engines everything is freed.  The first one is measured once more at the end: if its two figures
 differ, the machine drifted by that much, and smaller differences between engines mean nothing.
@@ -22,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, publish
-from lib.hf_engines import Engine, TrainedHFLlama, Variant
+from lib.hf_engines import REPLAYED, Engine, TrainedHFLlama, Variant
 from lib.hf_models import SIZES
 from lib.llama import flops_per_token
 from lib.measuring import Job, VariantRuns, measure_all
@@ -55,6 +56,7 @@ def modes_of(*engines: Engine) -> tuple[Variant, ...]:
 
 FSDP2, TORCHAO = modes_of(Engine.fsdp2), modes_of(Engine.fsdp2_float8, Engine.liger_float8)
 (FUSED,), (FUSED_FP8,) = modes_of(Engine.flat_fused), modes_of(Engine.flat_fused_fp8)
+REPLAYED_BF16, REPLAYED_FP8 = modes_of(*REPLAYED)
 
 COMPARISONS = (
     Comparison(FUSED_FP8, TORCHAO),
@@ -63,8 +65,13 @@ COMPARISONS = (
     Comparison(FUSED_FP8, (Variant(Engine.flat_converted_stored),)),
     Comparison(FUSED, (Variant(Engine.flat, compiled=True),)),
     Comparison(FUSED, modes_of(Engine.liger)),
+    Comparison(REPLAYED_FP8, TORCHAO),
+    Comparison(REPLAYED_FP8, (Variant(Engine.flat, compiled=True),)),
+    Comparison(REPLAYED_FP8, (FUSED_FP8,)),
+    Comparison(REPLAYED_BF16, FSDP2),
+    Comparison(REPLAYED_BF16, (FUSED,)),
 )
-"""What `fuse` is for, in numbers."""
+"""What `fuse` and `replayed` are for, in numbers."""
 
 
 def row_of(row: VariantRuns[Variant], rows: list[VariantRuns[Variant]], job: Job[Variant], size: str) -> Row:
@@ -81,12 +88,12 @@ def row_of(row: VariantRuns[Variant], rows: list[VariantRuns[Variant]], job: Job
 
 
 def compare(rows: list[Row]) -> list[dict[str, Any]]:
-    """Each of `COMPARISONS` whose sides were both measured.
+    """Each of `COMPARISONS` whose sides were both measured, and replayed if they were to be.
 
     `times_as_fast` is above 1 if ours is faster, `share_of_memory` below 1 if its peak is lower; on CPUs,
     where memory is not measured, None.
     """
-    measured = {row["name"]: row for row in rows if row["runs"]}
+    measured = {row["name"]: row for row in rows if row["runs"] and not row["not_replayed"]}
     found = []
     for ours, peers in COMPARISONS:
         theirs = [measured[peer.name] for peer in peers if peer.name in measured]
@@ -130,6 +137,8 @@ COLORS = {
     Engine.flat_converted_stored: "#b6992d",
     Engine.flat_fused: "#4e79a7",
     Engine.flat_fused_fp8: "#59a14f",
+    Engine.flat_fused_replay: "#1b3a5c",
+    Engine.flat_fused_fp8_replay: "#2d5a27",
 }
 
 
@@ -182,6 +191,8 @@ def _known_size(name: str) -> str:
 
     torchrun --nproc-per-node 4 benchmarks/hf.py --size long --engines fsdp2 --engines flat-fused --json
 
+    torchrun --nproc-per-node 4 benchmarks/hf.py --size 1b --replay
+
     torchrun --nproc-per-node 1 benchmarks/hf.py --size 8b8 --keep --engines liger --engines flat-fused
 
     python benchmarks/hf.py --size tiny --device cpu --ranks 2 --mode eager""",
@@ -199,8 +210,12 @@ def main(
     warmup: options.Warmup = 5,
     rounds: options.Rounds = 1,
     engines: Annotated[
-        list[Engine] | None, typer.Option(help="Repeat for several.", show_default="all")
+        list[Engine] | None,
+        typer.Option(help="Repeat for several.", show_default="all but the replayed ones"),
     ] = None,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="The fused models also with microbatches as CUDA graphs.")
+    ] = False,
     mode: Annotated[Mode, typer.Option(help="Layers eager, each one compiled, or both.")] = Mode.both,
     device: options.OnDevice = Device.auto,
     ranks: options.Ranks = 1,
@@ -213,9 +228,12 @@ def main(
 ) -> None:
     if find_spec("transformers") is None:
         raise typer.BadParameter("transformers is not installed")
+    wanted = engines or [engine for engine in Engine if engine not in REPLAYED]
+    if replay:
+        wanted = [*wanted, *REPLAYED]
     chosen = [
         variant
-        for engine in dict.fromkeys(engines or Engine)
+        for engine in dict.fromkeys(wanted)
         for variant in Variant.all_of(engine)
         if mode is Mode.both or variant.compiled == (mode is Mode.compiled)
     ]

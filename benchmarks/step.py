@@ -10,6 +10,9 @@ With `--fp8` it is FlatFSDP's own layers, whose weights are in FP8 in the flat b
 torchao's float8: one scale a tensor, FP8 all-gather, layers compiled.  Embedding and head are in bf16 on both
 sides.
 
+With `--replay` FlatFSDP's engines, but the one with the flag off, also run microbatches as CUDA graphs, by
+`flatfsdp.replayed`.
+
 Between engines everything is freed.  The first one is measured once more at the end: if its two figures
 differ, the machine drifted by that much, and smaller differences between engines mean nothing.
 """
@@ -17,7 +20,7 @@ differ, the machine drifted by that much, and smaller differences between engine
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -62,11 +65,11 @@ def _identity(row: VariantRuns[Variant]) -> dict[str, float] | None:
 
 def same_losses(rows: list[VariantRuns[Variant]]) -> dict[str, bool]:
     """Whether FlatFSDP's losses are the same in every step, for each mode: with the flag off and on, wrapped
-    and in place."""
+    and in place, eager and replayed."""
     losses = {row.variant: row.runs[0].losses for row in rows if row.runs}
     found = {}
     for compiled, mode in ((False, "eager"), (True, "compile")):
-        variants = [Variant(engine, compiled) for engine in OF_FLATFSDP]
+        variants = [Variant(e, compiled, replayed) for e in OF_FLATFSDP for replayed in (False, True)]
         ours = [losses[variant] for variant in variants if variant in losses]
         if len(ours) > 1:
             found[mode] = all(each == ours[0] for each in ours)
@@ -85,7 +88,7 @@ def show_all(payload: dict[str, Any], title: str, ratios: dict[str, str]) -> Non
             )
     for mode, same in payload["same_losses"].items():
         answer = "the same in every step" if same else "not the same (attention's backward need not repeat)"
-        console.print(f"FlatFSDP, {mode}: losses with the flag off and on, and in place, are {answer}.")
+        console.print(f"FlatFSDP, {mode}: losses of all its variants are {answer}.")
 
 
 def ratios_of(job: Job[Variant]) -> dict[str, str]:
@@ -126,6 +129,8 @@ def _known_shape(name: str) -> str:
 
     torchrun --nproc-per-node 4 benchmarks/step.py --fp8 --shape 8b --breakdown
 
+    torchrun --nproc-per-node 4 benchmarks/step.py --fp8 --shape 70b-l2-s1k --microbatches 16 --replay
+
     torchrun --nproc-per-node 4 benchmarks/step.py --engines flat-on --engines fsdp2 --rounds 3 --json
 
     torchrun --nproc-per-node 4 benchmarks/step.py --shape 8b --engines flat-on --steps 20 --identity
@@ -151,6 +156,9 @@ def main(
     compiled: Annotated[
         bool, typer.Option("--compile", help="The plain Llama also with every layer compiled.")
     ] = False,
+    replay: Annotated[
+        bool, typer.Option("--replay", help="FlatFSDP's also with microbatches as CUDA graphs.")
+    ] = False,
     own_adamw: Annotated[
         bool,
         typer.Option("--own-adamw/--torch-adamw", help="Which AdamW steps FlatFSDP's own layers."),
@@ -172,6 +180,8 @@ def main(
     chosen = [Variant.first_of(engine) for engine in dict.fromkeys(wanted)]
     if compiled:
         chosen += [Variant(v.engine, compiled=True) for v in chosen if v.can_be_compiled]
+    if replay:
+        chosen += [replace(variant, replayed=True) for variant in chosen if variant.can_be_replayed]
     zero = "reshard" if reshard else "keep"
     suffix = "" if all(variant.engine in PLAIN for variant in chosen) else "-fp8"
     job = Job(

@@ -159,6 +159,7 @@ def main(
     zero: options.Zero = 3,
     precision: options.OfProducts = PrecisionName.bf16,
     fp8_weights: options.FP8Weights = False,
+    replay: options.Replay = False,
     optimize_backward_concat: Annotated[bool, typer.Option(help="The flag.")] = True,
     lr: Annotated[float, typer.Option(help="Peak of the learning rate.")] = 1e-3,
     warmup: Annotated[int, typer.Option(min=0, help="Steps up to it.")] = 10,
@@ -188,6 +189,9 @@ def main(
 
     [green]torchrun --nproc-per-node 4 examples/pretrain_llama.py --tp 2 --pp 2 --schedule interleaved[/green]
 
+    [green]torchrun --nproc-per-node 4 examples/pretrain_llama.py --preset 1b --precision fp8-delayed
+    --fp8-weights --replay[/green]
+
     [green]torchrun --nproc-per-node 8 examples/pretrain_llama.py --preset 1b --seq 4096 --tp 2
     --sequence-parallel --pp 2 --microbatches 16 --precision fp8-delayed --fp8-weights --trace[/green]
     """
@@ -209,6 +213,7 @@ def main(
         tp_overlap=tp_overlap,
         recipe=precision.recipe,
         seed=seed,
+        replay=replay,
         reshard_after_forward=zero == 3,
         optimize_backward_concat=optimize_backward_concat,
     )

@@ -1,12 +1,12 @@
-"""Bias, dropout and residual in one pass; the mask is a function of (seed, offset) and is not stored.
+"""Bias, dropout and residual in one pass; the mask is a function of a seed and is not stored.
 
     out = residual + keep * (x + bias) / (1 - p)          rounded once
     dx = keep * dy / (1 - p),  dbias = sum of dx over rows, in FP32
 
 Element (r, c) of [rows, cols] takes half word c % 8, lower halves first, of the four words that
-Philox-4x32-10 (Salmon et al., 2011) makes of the key `seed` and the counter
-offset + r * ceil(cols / 8) + c // 8, in the order of tl.randint4x.  It is kept if these 16 bits are at least
-p * 2^16, rounded.  CPU and GPU hence drop the same elements.  A call uses up `counters(rows, cols)` counters.
+Philox-4x32-10 (Salmon et al., 2011) makes of the key `seed` and the counter r * ceil(cols / 8) + c // 8, in
+the order of tl.randint4x.  It is kept if these 16 bits are at least p * 2^16, rounded.  CPU and GPU hence
+drop the same elements.  The seed is read on the device, so that a CUDA graph draws anew in every replay.
 
 Bytes per element of p bytes: 3 p forward (2 p without residual), 2 p backward.  Eight elements share one
 Philox call of ten rounds: with a word for each of them, arithmetic and not memory is the limit.
@@ -15,7 +15,7 @@ Arguments that both kernels share:
 
     threshold                 16 random bits from here on keep an element, uint32
     factor                    1 / (1 - p)
-    seed, offset              Philox key, and the counter of the first elements, int64
+    seed_ptr                  Philox key, int64 []
     rows, cols                size of x and dy
     BLOCK_ROWS, BLOCK_COLS    size of a tile; columns are a multiple of 8
 """
@@ -50,18 +50,15 @@ class DropoutBackward(NamedTuple):
     dbias: Tensor | None
 
 
-def counters(rows: int, cols: int) -> int:
-    """Philox counters of one call: the next call's offset is at least that much larger."""
-    return rows * cdiv(cols, ELEMENTS)
-
-
 def threshold(p: float) -> int:
     """The least of 16 random bits, as a number, with which an element is kept."""
     return min(round(p * 2**16), 2**16 - 1)
 
 
-def philox(seed: int, counter: Tensor) -> Tensor:
+def philox(seed: Tensor, counter: Tensor) -> Tensor:
     """Philox-4x32-10 in plain PyTorch: int64 counters [...] to words, int64 [..., 4], each below 2^32.
+
+    The seed is the key, int64 [].
 
     Products wrap around modulo 2^64, so that an arithmetic shift and a mask give their upper halves exactly.
     """
@@ -76,26 +73,26 @@ def philox(seed: int, counter: Tensor) -> Tensor:
     return torch.stack([c0, c1, c2, c3], -1)
 
 
-def keep_mask(like: Tensor, p: float, seed: int, offset: int) -> Tensor:
+def keep_mask(like: Tensor, p: float, seed: Tensor) -> Tensor:
     """Mask of the elements of `like`, [rows, cols], that are kept, in plain PyTorch; bool."""
     rows, cols = like.shape
-    words = philox(seed, offset + torch.arange(counters(rows, cols), device=like.device))
+    counters = cdiv(cols, ELEMENTS)
+    words = philox(seed, torch.arange(rows * counters, device=like.device))
     halves = torch.stack([words & LOW_HALF, words >> 16], -1)
-    return halves.view(rows, cdiv(cols, ELEMENTS) * ELEMENTS)[:, :cols] >= threshold(p)
+    return halves.view(rows, counters * ELEMENTS)[:, :cols] >= threshold(p)
 
 
 def forward_reference(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, p: float, seed: int, offset: int
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, out: Tensor, p: float
 ) -> None:
     value = x.float() if bias is None else x.float() + bias.float()
-    value = torch.where(keep_mask(x, p, seed, offset), value * (1 / (1 - p)), 0.0)
+    if seed is not None:
+        value = torch.where(keep_mask(x, p, seed), value * (1 / (1 - p)), 0.0)
     out.copy_(value if residual is None else residual.float() + value)
 
 
-def backward_reference(
-    dy: Tensor, dx: Tensor, dbias: Tensor | None, p: float, seed: int, offset: int
-) -> None:
-    value = torch.where(keep_mask(dy, p, seed, offset), dy.float() * (1 / (1 - p)), 0.0)
+def backward_reference(dy: Tensor, seed: Tensor, dx: Tensor, dbias: Tensor | None, p: float) -> None:
+    value = torch.where(keep_mask(dy, p, seed), dy.float() * (1 / (1 - p)), 0.0)
     dx.copy_(value)
     if dbias is not None:
         dbias.copy_(value.sum(0))
@@ -128,10 +125,10 @@ def _two_bits(words, threshold, AT: tl.constexpr):
 
 
 @jit
-def _keep(seed, offset, threshold, row, first_col, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
+def _keep(seed, threshold, row, first_col, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
     """Mask of the elements of a tile that are kept; `row` are indices, `first_col` is a multiple of 8."""
     group = first_col // 8 + tl.arange(0, BLOCK_COLS // 8)
-    counter = offset + row[:, None] * tl.cdiv(cols, 8) + group[None, :]
+    counter = row[:, None] * tl.cdiv(cols, 8) + group[None, :]
     w0, w1, w2, w3 = _philox(seed, counter)
     bits = _two_bits(w0, threshold, 0) | _two_bits(w1, threshold, 2)
     bits |= _two_bits(w2, threshold, 4) | _two_bits(w3, threshold, 6)
@@ -144,11 +141,10 @@ def _forward_kernel(
     x_ptr,  # input [rows, cols], FP32, fp16 or bf16
     bias_ptr,  # [cols], x's dtype, or None
     residual_ptr,  # [rows, cols], x's dtype, or None
+    seed_ptr,  # None: nothing is dropped
     out_ptr,  # result [rows, cols], x's dtype
     threshold: tl.uint32,
     factor,
-    seed: tl.int64,
-    offset: tl.int64,
     rows,
     cols,
     BLOCK_ROWS: tl.constexpr,
@@ -164,8 +160,9 @@ def _forward_kernel(
     value = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
     if bias_ptr is not None:
         value += tl.load(bias_ptr + col, col < cols, 0.0).to(tl.float32)[None, :]
-    keep = _keep(seed, offset, threshold, row, first_col, cols, BLOCK_ROWS, BLOCK_COLS)
-    value = tl.where(keep, value * factor, 0.0)
+    if seed_ptr is not None:
+        keep = _keep(tl.load(seed_ptr), threshold, row, first_col, cols, BLOCK_ROWS, BLOCK_COLS)
+        value = tl.where(keep, value * factor, 0.0)
     if residual_ptr is not None:
         value += tl.load(residual_ptr + index, mask, 0.0).to(tl.float32)
     tl.store(out_ptr + index, value.to(out_ptr.dtype.element_ty), mask)
@@ -174,12 +171,11 @@ def _forward_kernel(
 @jit
 def _backward_kernel(
     dy_ptr,  # gradient of the result [rows, cols], FP32, fp16 or bf16
+    seed_ptr,
     dx_ptr,  # gradient of x [rows, cols], dy's dtype
     band_sums_ptr,  # sums over the rows of each program [bands, cols], FP32; None: not wanted
     threshold: tl.uint32,
     factor,
-    seed: tl.int64,
-    offset: tl.int64,
     rows,
     cols,
     BLOCK_ROWS: tl.constexpr,
@@ -195,12 +191,13 @@ def _backward_kernel(
     col = first_col + tl.arange(0, BLOCK_COLS)
     col_mask = col < cols
     sums = tl.zeros([SUM_ROWS, BLOCK_COLS], tl.float32)
+    seed = tl.load(seed_ptr)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         row = (band * STEPS + step) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
         mask = (row < rows)[:, None] & col_mask[None, :]
         index = row[:, None] * cols + col[None, :]
         grad = tl.load(dy_ptr + index, mask, 0.0).to(tl.float32)
-        keep = _keep(seed, offset, threshold, row, first_col, cols, BLOCK_ROWS, BLOCK_COLS)
+        keep = _keep(seed, threshold, row, first_col, cols, BLOCK_ROWS, BLOCK_COLS)
         grad = tl.where(keep, grad * factor, 0.0)
         tl.store(dx_ptr + index, grad.to(dx_ptr.dtype.element_ty), mask)
         if band_sums_ptr is not None:
@@ -210,26 +207,26 @@ def _backward_kernel(
 
 
 def forward_launch(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor, p: float, seed: int, offset: int
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, seed: Tensor | None, out: Tensor, p: float
 ) -> None:
     rows, cols = x.shape
     tile = find("dropout_forward", x.dtype, cols)
     with on_device_of(x):
         _forward_kernel[(cdiv(rows, tile.rows) * cdiv(cols, tile.cols),)](
-            *(x, bias, residual, out, threshold(p), 1 / (1 - p), seed, offset, rows, cols),
+            *(x, bias, residual, seed, out, threshold(p), 1 / (1 - p), rows, cols),
             *(tile.rows, tile.cols),
             **tile.options,
         )
 
 
-def backward_launch(dy: Tensor, dx: Tensor, dbias: Tensor | None, p: float, seed: int, offset: int) -> None:
+def backward_launch(dy: Tensor, seed: Tensor, dx: Tensor, dbias: Tensor | None, p: float) -> None:
     rows, cols = dy.shape
     tile = find("dropout_backward" if dbias is None else "dropout_backward, sum", dy.dtype, cols)
     bands = cdiv(rows, tile.rows * tile.steps)
     band_sums = None if dbias is None else dbias.new_empty(bands, cols)
     with on_device_of(dy):
         _backward_kernel[(bands * cdiv(cols, tile.cols),)](
-            *(dy, dx, band_sums, threshold(p), 1 / (1 - p), seed, offset, rows, cols),
+            *(dy, seed, dx, band_sums, threshold(p), 1 / (1 - p), rows, cols),
             *(tile.rows, tile.cols, tile.stages, tile.steps, rows_at_once(tile, vector_of(dy))),
             **tile.options,
         )
@@ -238,20 +235,28 @@ def backward_launch(dy: Tensor, dx: Tensor, dbias: Tensor | None, p: float, seed
 
 
 _dropout_forward = operator(
-    "dropout_forward_(Tensor x, Tensor? bias, Tensor? residual, Tensor(a!) out, float p, int seed, "
-    "int offset) -> ()",
+    "dropout_forward_(Tensor x, Tensor? bias, Tensor? residual, Tensor? seed, Tensor(a!) out, float p) -> ()",
     reference=forward_reference,
     launch=forward_launch,
 )
 _dropout_backward = operator(
-    "dropout_backward_(Tensor dy, Tensor(a!) dx, Tensor(b!)? dbias, float p, int seed, int offset) -> ()",
+    "dropout_backward_(Tensor dy, Tensor seed, Tensor(a!) dx, Tensor(b!)? dbias, float p) -> ()",
     reference=backward_reference,
     launch=backward_launch,
 )
 
 
+def draw_seed(device: torch.device) -> Tensor:
+    """A seed from the device's default generator, int64 [], which the host never reads.
+
+    torch.manual_seed, whatever saves and restores generators (such as torch.utils.checkpoint) and CUDA graphs
+    hence work as for torch's own dropout.  It takes one launch of 8 bytes.
+    """
+    return torch.empty((), dtype=torch.int64, device=device).random_()
+
+
 def dropout_forward(
-    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, *, seed: int, offset: int
+    x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: Tensor | None
 ) -> Tensor:
     """Compute residual + dropout(x + bias), [rows, cols] in x's dtype.
 
@@ -260,45 +265,46 @@ def dropout_forward(
         bias: [cols] in x's dtype, or None.
         residual: [rows, cols] in x's dtype, or None; its gradient is dy.
         p: probability of dropping an element, 0 <= p < 1.
-        seed: 0 <= seed < 2^63.
-        offset: first Philox counter, 0 <= offset; see `counters`.
+        seed: int64 [] on x's device, see `draw_seed`; None if p is 0.
 
     Raises:
-        ValueError: if shapes, dtypes or numbers do not fit.
+        ValueError: if shapes, dtypes, devices or p do not fit.
     """
     check_input("x", x)
     check_like("bias", bias, x, (x.shape[1],), x.dtype)
     check_like("residual", residual, x, (x.shape[0], x.shape[1]), x.dtype)
-    _check_numbers(x, p, seed, offset)
+    _check(x, p, seed)
     out = torch.empty_like(x)
-    _dropout_forward(x, bias, residual, out, p, seed, offset)
+    _dropout_forward(x, bias, residual, seed, out, p)
     return out
 
 
-def dropout_backward(
-    dy: Tensor, p: float, *, seed: int, offset: int, column_sum: bool = False
-) -> DropoutBackward:
-    """Gradients of `dropout_forward` with the same p, seed and offset.
+def dropout_backward(dy: Tensor, p: float, seed: Tensor, *, column_sum: bool = False) -> DropoutBackward:
+    """Gradients of `dropout_forward` with the same p and seed.
 
     Args:
         dy: [rows, cols], FP32, FP16 or bf16, contiguous.
         column_sum: whether the gradient of the bias is wanted, FP32 and deterministic.
 
     Raises:
-        ValueError: if shapes, dtypes or numbers do not fit.
+        ValueError: if shapes, dtypes, devices or p do not fit.
     """
     check_input("dy", dy)
-    _check_numbers(dy, p, seed, offset)
+    _check(dy, p, seed)
     dx = torch.empty_like(dy)
     dbias = dy.new_empty(dy.shape[1], dtype=torch.float32) if column_sum else None
-    _dropout_backward(dy, dx, dbias, p, seed, offset)
+    _dropout_backward(dy, seed, dx, dbias, p)
     return DropoutBackward(dx, dbias)
 
 
-def _check_numbers(x: Tensor, p: float, seed: int, offset: int) -> None:
+def _check(x: Tensor, p: float, seed: Tensor | None) -> None:
     if not 0 <= p < 1:
         raise ValueError(f"p is {p}; dropout needs 0 <= p < 1")
-    if not 0 <= seed < 2**63:
-        raise ValueError(f"seed is {seed}; dropout needs 0 <= seed < 2^63")
-    if not 0 <= offset < 2**63 - counters(*x.shape):
-        raise ValueError(f"offset is {offset}; dropout needs 0 <= offset and all counters below 2^63")
+    if seed is None:
+        if p:
+            raise ValueError(f"p is {p} and there is no seed; draw one by draw_seed")
+    elif seed.shape or seed.dtype != torch.int64 or seed.device != x.device:
+        raise ValueError(
+            f"seed is {seed.dtype} {tuple(seed.shape)} on {seed.device}; dropout needs torch.int64 () on "
+            f"{x.device}"
+        )

@@ -82,6 +82,11 @@ def peak_gib(device: torch.device) -> float:
     return torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
 
 
+def peak_reserved_gib(device: torch.device) -> float:
+    """Most that PyTorch had from the GPU since `start_together`, memory pools of CUDA graphs included."""
+    return torch.cuda.max_memory_reserved() / GIB if device.type == "cuda" else 0.0
+
+
 def free_memory(device: torch.device) -> None:
     """Frees models that nobody has: they are full of cycles, and compiled code keeps what was traced."""
     torch._dynamo.reset()

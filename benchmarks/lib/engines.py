@@ -68,10 +68,11 @@ RECIPES: dict[Engine, Recipe | None] = {
 
 @dataclass(frozen=True)
 class Variant:
-    """An engine, with its layers eager or each one compiled."""
+    """An engine, with its layers eager or each one compiled, and its microbatches perhaps as CUDA graphs."""
 
     engine: Engine
     compiled: bool = False
+    replayed: bool = False
 
     @classmethod
     def first_of(cls, engine: Engine) -> Variant:
@@ -84,12 +85,18 @@ class Variant:
         return self.engine in (*OF_FLATFSDP, Engine.fsdp2)
 
     @property
+    def can_be_replayed(self) -> bool:
+        """Whether `flatfsdp.replayed` takes its model."""
+        return self.engine in (Engine.flat_on, Engine.flat_in_place, *RECIPES)
+
+    @property
     def name(self) -> str:
-        return self.engine.value + ("-compile" if self.compiled else "")
+        return f"{self.engine.value}{'-compile' if self.compiled else ''}{'-replay' if self.replayed else ''}"
 
     @property
     def label(self) -> str:
-        return LABELS[self.engine] + (", compile" if self.compiled else "")
+        compiled, replayed = ", compile" if self.compiled else "", ", replayed" if self.replayed else ""
+        return f"{LABELS[self.engine]}{compiled}{replayed}"
 
     def unavailable(self, device: torch.device) -> str:
         """Why it cannot run here; empty if it can."""
@@ -138,9 +145,8 @@ class TrainedLlama:
             plain = Llama(self.config)
         model = shard(plain, variant, reshard, device)
         del plain
-        yield Started(
-            model, adamw(model, variant, LEARNING_RATE, own=self.own_adamw), lambda batch: model(*batch)
-        )
+        optimizer = adamw(model, variant, LEARNING_RATE, own=self.own_adamw)
+        yield Started(model, optimizer, lambda batch: model(*batch), variant.replayed)
 
 
 def shard(model: Llama, variant: Variant, reshard: bool, device: torch.device) -> nn.Module:

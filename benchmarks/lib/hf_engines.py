@@ -45,6 +45,8 @@ class Engine(str, Enum):
     flat_converted_stored = "flat-converted-stored"
     flat_fused = "flat-fused"
     flat_fused_fp8 = "flat-fused-fp8"
+    flat_fused_replay = "flat-fused-replay"
+    flat_fused_fp8_replay = "flat-fused-fp8-replay"
 
 
 LABELS = {
@@ -57,11 +59,15 @@ LABELS = {
     Engine.flat_converted_stored: "FlatFSDP, converted, FP8 weights",
     Engine.flat_fused: "FlatFSDP, fused",
     Engine.flat_fused_fp8: "FlatFSDP, fused, FP8",
+    Engine.flat_fused_replay: "FlatFSDP, fused, replayed",
+    Engine.flat_fused_fp8_replay: "FlatFSDP, fused, FP8, replayed",
 }
 
 WITH_LIGER = (Engine.liger, Engine.liger_float8)
 WITH_TORCHAO = (Engine.fsdp2_float8, Engine.liger_float8)
-FUSED = (Engine.flat_fused, Engine.flat_fused_fp8)
+REPLAYED = (Engine.flat_fused_replay, Engine.flat_fused_fp8_replay)
+FUSED_FP8 = (Engine.flat_fused_fp8, Engine.flat_fused_fp8_replay)
+FUSED = (Engine.flat_fused, Engine.flat_fused_replay, *FUSED_FP8)
 CONVERTED = (Engine.flat_converted, Engine.flat_converted_stored)
 OF_FLATFSDP = (Engine.flat, *CONVERTED, *FUSED)
 
@@ -146,7 +152,7 @@ class TrainedHFLlama:
                 with region():
                     return model(input_ids=batch[0], labels=batch[0]).loss
 
-            yield Started(model, adamw(model, variant.engine), loss)
+            yield Started(model, adamw(model, variant.engine), loss, variant.engine in REPLAYED)
 
 
 @contextmanager
@@ -166,7 +172,7 @@ def _patches_of(variant: Variant) -> Iterator[None]:
 
 def _region_of(engine: Engine) -> Any:
     """What to call around each forward, for a context."""
-    if engine not in (*CONVERTED, Engine.flat_fused_fp8):
+    if engine not in (*CONVERTED, *FUSED_FP8):
         return nullcontext
     # Each rank scales its own activations, as torchao does; the weights' scales are equal on all ranks.
     recipe = DelayedScaling(amax_history_len=16, reduce_amax=False)
@@ -188,7 +194,7 @@ def shard(model: Any, variant: Variant, reshard: bool, device: torch.device) -> 
         # What torchao converts, too.
         convert(model.model.layers, filter=lambda linear, name: True, fuse_wgrad_accumulation=True)
     if engine in FUSED:
-        _fuse(model, fp8=engine is Engine.flat_fused_fp8)
+        _fuse(model, fp8=engine in FUSED_FP8)
     if variant.compiled:
         for layer in model.model.layers:
             # The forward and not the module: an engine's hooks run around it, uncompiled.
@@ -212,7 +218,7 @@ def _fuse(model: Any, fp8: bool) -> None:
 
 
 def _flat(model: Any, engine: Engine, reshard: bool, device: torch.device) -> Any:
-    stored = engine in (Engine.flat_converted_stored, Engine.flat_fused_fp8)
+    stored = engine in (Engine.flat_converted_stored, *FUSED_FP8)
     return flatfsdp.shard(
         model,
         by_class(layer_class()),

@@ -20,7 +20,7 @@ from flatfsdp.kernels.cast.scaling import update_scales
 from flatfsdp.kernels.cast.shard_cast import cast_many, max_abs_many
 from flatfsdp.kernels.cast.transpose import transpose_many
 from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
-from flatfsdp.kernels.dropout import dropout_backward, dropout_forward
+from flatfsdp.kernels.dropout import draw_seed, dropout_backward, dropout_forward
 from flatfsdp.kernels.gemm.wgrad import wgrad
 from flatfsdp.kernels.grad.accumulate_many import accumulate_many
 from flatfsdp.kernels.grad.embedding import embedding_grad
@@ -232,13 +232,13 @@ class Bench:
     def _dropout_forward(self, cols: int) -> Case:
         def make() -> Call:
             x, residual, bias = self._tokens(cols), self._tokens(cols), self._normal(cols)
-            return partial(dropout_forward, x, bias, residual, 0.1, seed=1, offset=0)
+            return partial(dropout_forward, x, bias, residual, 0.1, draw_seed(self.device))
 
         return self._case("dropout_forward", "bias, residual", [(self.sizes.tokens, cols)], 6, make)
 
     def _dropout_backward(self, cols: int) -> Case:
         def make() -> Call:
-            return partial(dropout_backward, self._tokens(cols), 0.1, seed=1, offset=0, column_sum=True)
+            return partial(dropout_backward, self._tokens(cols), 0.1, draw_seed(self.device), column_sum=True)
 
         size = [(self.sizes.tokens, cols)]
         return self._case("dropout_backward", "column sum", size, 4, make)

@@ -11,6 +11,7 @@ import itertools
 import math
 import statistics
 import sys
+import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -23,13 +24,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import microbatches
+from flatfsdp import microbatches, replayed
 from flatfsdp.engine.methods import UnitMethods
+from flatfsdp.engine.replay.replayed import Replayed
 from flatfsdp.engine.units import UnitModule, named_groups
 from flatfsdp.launch import Rank
 from flatfsdp.profiling.trace import Breakdown, breakdown, spans_of
 from lib.common import on_all_ranks
-from lib.device import GIB, allocated_gib, peak_gib, start_together, timed
+from lib.device import GIB, allocated_gib, peak_gib, peak_reserved_gib, start_together, timed
 
 SEED = 0
 LEARNING_RATE = 1e-4
@@ -60,11 +62,13 @@ class Started(NamedTuple):
 
     Attributes:
         loss: of one microbatch, 0-dim, with its graph.
+        is_replayed: microbatches go through `flatfsdp.replayed`.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[Batch], Tensor]
+    is_replayed: bool = False
 
 
 class Workload(Protocol[V_contra]):
@@ -130,18 +134,24 @@ class Run:
         ms: of each timed step.
         losses: of each step, those of warm-up included; mean over microbatches.
         peak_gib: most memory allocated during the timed steps.
+        peak_reserved_gib: most memory that PyTorch had from the GPU meanwhile, allocated or not.
         leftover_gib: allocated before the model was built: the data, and what earlier runs did not free.
         static_gib: allocated between two steps, without what was left over.
         reported_gib: what FlatFSDP's memory report says about that; None for other engines.
         buffers: all rows of that report, with bytes.
         breakdown: of one step of rank 0; None if it was not asked for, or without a GPU.
         checked_ms, unchecked_ms: of further steps, by turns, whose collectives carry what they are for, and
-            of such that do not; None if that was not asked for, and for other engines.
+            of such that do not; None if that was not asked for, for other engines, and for replayed ones.
+        replays: microbatches of the timed steps that were CUDA graphs, which should be all; None if none was
+            to be one.
+        host_ms: a microbatch's time on the host, which waits for nothing; median of one further step.  None
+            for other engines than FlatFSDP, and on CPUs.
     """
 
     ms: list[float]
     losses: list[float]
     peak_gib: float
+    peak_reserved_gib: float
     leftover_gib: float
     static_gib: float
     reported_gib: float | None
@@ -149,6 +159,8 @@ class Run:
     breakdown: Breakdown | None
     checked_ms: list[float] | None = None
     unchecked_ms: list[float] | None = None
+    replays: int | None = None
+    host_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -211,26 +223,35 @@ def _measure_steps(
     Args:
         leftover: GiB that were allocated before the model was built.
     """
-    model, optimizer, loss_of = started
+    model, optimizer, loss_of, is_replayed = started
+    is_timed_on_host = isinstance(model, UnitMethods) and rank.device.type == "cuda"
 
-    def step() -> Tensor:
+    def forward_backward(batch: Batch) -> Tensor:
+        loss = loss_of(batch)
+        loss.backward()
+        return loss.detach()
+
+    microbatch = replayed(model, forward_backward) if is_replayed else forward_backward
+
+    def step(run: Callable[[Batch], Tensor] = microbatch) -> Tensor:
         losses = []
         for index, batch in enumerate(microbatches(model, batches)):
             with _position(model, index == len(batches) - 1, job.reshard):
-                loss = loss_of(batch)
-                loss.backward()
-            losses.append(loss.detach())
+                losses.append(run(batch))
         optimizer.step()
         optimizer.zero_grad()
         return torch.stack(losses).mean()
 
     losses = [step() for _ in range(job.warmup)]
+    replays_before = _replays_of(microbatch)
     start_together(rank.device)
     milliseconds = timed(lambda: losses.append(step()), job.steps, rank.device)
-    peak = peak_gib(rank.device)
+    peak, peak_reserved = peak_gib(rank.device), peak_reserved_gib(rank.device)
+    replays = _replays_of(microbatch) - replays_before if is_replayed else None
     checked, unchecked = None, None
-    if job.identity and isinstance(model, UnitMethods):
+    if job.identity and isinstance(model, UnitMethods) and not is_replayed:
         checked, unchecked = _by_turns(model, lambda: losses.append(step()), job.steps, rank.device)
+    host_ms = _host_ms(microbatch, lambda run: losses.append(step(run))) if is_timed_on_host else None
     values = torch.stack(losses).tolist()
     # With NaN in the data a GPU draws less power and runs faster: such a time is no result.
     wrong = [index for index, value in enumerate(values) if not math.isfinite(value)]
@@ -243,6 +264,7 @@ def _measure_steps(
         ms=milliseconds,
         losses=values,
         peak_gib=peak,
+        peak_reserved_gib=peak_reserved,
         leftover_gib=leftover,
         static_gib=static,
         reported_gib=None if report is None else report.static / GIB,
@@ -250,7 +272,34 @@ def _measure_steps(
         breakdown=profiled,
         checked_ms=checked,
         unchecked_ms=unchecked,
+        replays=replays,
+        host_ms=host_ms,
     )
+
+
+def _replays_of(microbatch: object) -> int:
+    return microbatch.replays if isinstance(microbatch, Replayed) else 0
+
+
+def _host_ms(
+    microbatch: Callable[[Batch], Tensor], step: Callable[[Callable[[Batch], Tensor]], None]
+) -> float:
+    """Milliseconds of the host for a microbatch, the median of a step's.
+
+    The GPU has nothing left to do before each: a host that runs too far ahead has to wait, and that is not
+    its own time.
+    """
+    times: list[float] = []
+
+    def timed_microbatch(batch: Batch) -> Tensor:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        loss = microbatch(batch)
+        times.append(1e3 * (time.perf_counter() - start))
+        return loss
+
+    step(timed_microbatch)
+    return statistics.median(times)
 
 
 def _position(model: nn.Module, is_last: bool, reshard: bool) -> AbstractContextManager[None]:
@@ -304,6 +353,7 @@ def _over_ranks(runs: list[Run]) -> Run:
         ms=[max(step) for step in zip(*(run.ms for run in runs), strict=True)],
         losses=[statistics.fmean(step) for step in zip(*(run.losses for run in runs), strict=True)],
         peak_gib=max(run.peak_gib for run in runs),
+        peak_reserved_gib=max(run.peak_reserved_gib for run in runs),
         leftover_gib=max(run.leftover_gib for run in runs),
         # As one rank has them, so that they belong together.
         static_gib=runs[0].static_gib,
@@ -312,7 +362,13 @@ def _over_ranks(runs: list[Run]) -> Run:
         breakdown=runs[0].breakdown,
         checked_ms=_slowest(run.checked_ms for run in runs),
         unchecked_ms=_slowest(run.unchecked_ms for run in runs),
+        replays=_least(run.replays for run in runs),
+        host_ms=max((run.host_ms for run in runs if run.host_ms is not None), default=None),
     )
+
+
+def _least(of_ranks: Iterable[int | None]) -> int | None:
+    return min((count for count in of_ranks if count is not None), default=None)
 
 
 def _slowest(of_ranks: Iterable[list[float] | None]) -> list[float] | None:

@@ -41,8 +41,20 @@ def summary(row: VariantRuns[V], job: Job[V], config: LlamaConfig) -> Row:
         "tokens_per_s_per_rank": per_second,
         "tflops_per_rank": None if per_second is None else per_second * flops_per_token(config) / 1e12,
         "peak_gib": max((run.peak_gib for run in row.runs), default=None),
+        "peak_reserved_gib": max((run.peak_reserved_gib for run in row.runs), default=None),
+        "host_ms": min((run.host_ms for run in row.runs if run.host_ms is not None), default=None),
+        "not_replayed": _not_replayed(row, job),
         "runs": [{"median_ms": statistics.median(run.ms), **asdict(run)} for run in row.runs],
     }
+
+
+def _not_replayed(row: VariantRuns[V], job: Job[V]) -> int | None:
+    """Microbatches of timed steps that were to be CUDA graphs, and were not: then the time is not theirs.
+
+    None if none was to be one.
+    """
+    counts = [run.replays for run in row.runs if run.replays is not None]
+    return len(counts) * job.steps * job.microbatches - sum(counts) if counts else None
 
 
 def time_against(
@@ -103,8 +115,27 @@ def show(rows: Sequence[Row], title: str, ratios: Mapping[str, str], console: Co
             console.print(f"{row['label']} failed: {row['failed']}", style="red", markup=False)
         elif row["skipped"]:
             console.print(f"{row['label']}: skipped, {row['skipped']}", markup=False)
+    _show_host(rows, console)
     _show_memory(rows, console)
     _show_breakdown(rows, console)
+
+
+def _show_host(rows: Sequence[Row], console: Console) -> None:
+    """The host's time, and which rows have not measured what they say."""
+    for row in rows:
+        if row["host_ms"] is not None:
+            console.print(
+                f"{row['label']}: {row['host_ms']:.3f} ms of the host a microbatch, peak "
+                f"{row['peak_reserved_gib']:.1f} GiB reserved",
+                highlight=False,
+            )
+        if row["not_replayed"]:
+            console.print(
+                f"{row['label']}: {row['not_replayed']} timed microbatches were eager, not replayed: its "
+                "time is not that of replays",
+                style="red",
+                highlight=False,
+            )
 
 
 def _show_memory(rows: Sequence[Row], console: Console) -> None:

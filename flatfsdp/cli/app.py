@@ -61,7 +61,7 @@ def verify(
             default_factory=lambda: list(Switch),
             show_default="all that apply",
             help="What to switch: the flag, in place or wrapped, fusion of weight gradients, caching or "
-            "storage of FP8 weights.",
+            "storage of FP8 weights, microbatches replayed as CUDA graphs (on GPUs).",
         ),
     ],
     fusion: Annotated[
@@ -106,7 +106,9 @@ def verify(
     """Prove that a switch changes no bit: train with it off and on, and compare.
 
     Switched are [bold]optimize_backward_concat[/bold], sharding by a wrapper or in place, weight gradients
-    fused into FP32 main_grad, the cache of FP8 weights and their storage in the flat buffers.
+    fused into FP32 main_grad, the cache of FP8 weights, their storage in the flat buffers, and, on GPUs,
+    microbatches that are replayed as CUDA graphs, with an evaluation, an exception, another shape and a load
+    between the steps.
     Losses, reduced gradients of every step, final parameters and optimizer state are compared on every
     rank. Exits with 1 if anything differs. All gradients are kept in host memory for that.
 
@@ -121,6 +123,8 @@ def verify(
     [green]python -m flatfsdp verify --precision bf16 --strategy dp --strategy zero3 --ranks 4[/green]
 
     [green]python -m flatfsdp verify --precision fp8-delayed --switch fusion --switch cache[/green]
+
+    [green]torchrun --nproc-per-node 2 -m flatfsdp verify --switch replay --strategy zero3[/green]
 
     [green]python -m flatfsdp verify --self-test[/green]
 
@@ -151,12 +155,29 @@ def verify(
             seed=seed,
             data=data,
         )
-        job = VerifyJob(settings, tuple(precision), tuple(strategy), tuple(switch), tuple(fusion), self_test)
         launch = Launch(ranks, device, deterministic=True)
+        switches = _switches_on(launch, switch, is_given="switch" in given(context))
+        job = VerifyJob(settings, tuple(precision), tuple(strategy), switches, tuple(fusion), self_test)
         check_input_and_output(settings, out)
     with reported_failures():
         report = run_on_ranks(verify_on_rank, job, launch)
     conclude(report, out, json)
+
+
+def _switches_on(launch: Launch, wanted: Sequence[Switch], *, is_given: bool) -> tuple[Switch, ...]:
+    """Those of the switches that make a difference on the device.
+
+    Raises:
+        ValueError: if one that was given makes none.
+    """
+    if launch.use_cuda():
+        return tuple(wanted)
+    if is_given and Switch.replay in wanted:
+        raise ValueError(
+            "--switch replay needs a GPU for each rank: on CPUs flatfsdp.replayed runs everything eagerly, "
+            "and both runs would be the same"
+        )
+    return tuple(switch for switch in wanted if switch is not Switch.replay)
 
 
 def given(context: typer.Context) -> dict[str, Any]:

@@ -38,7 +38,8 @@ class Switch(str, Enum):
 
     flag: `optimize_backward_concat`; in_place: the model sharded in place, or wrapped; fusion: weight
     gradients added in the product, or after it, in FP32; cache: FP8 weights cast in the first microbatch
-    only, or in each; storage: weights in FP8 in the flat buffers, or cast by each layer.
+    only, or in each; storage: weights in FP8 in the flat buffers, or cast by each layer; replay: microbatches
+    as CUDA graphs, or eager, both with interruptions between steps, see `Interruptions`.
     """
 
     flag = "flag"
@@ -46,6 +47,7 @@ class Switch(str, Enum):
     fusion = "fusion"
     cache = "cache"
     storage = "storage"
+    replay = "replay"
 
     def settings(self, settings: TrainSettings) -> tuple[TrainSettings, TrainSettings]:
         """Off and on."""
@@ -57,6 +59,9 @@ class Switch(str, Enum):
             return replace(settings, fusion=Fusion.two_pass), replace(settings, fusion=Fusion.fused)
         if self is Switch.cache:
             return replace(settings, caches_weights=False), replace(settings, caches_weights=True)
+        if self is Switch.replay:
+            eager = replace(settings, caches_weights=False, interrupts=True)
+            return eager, replace(eager, replays=True)
         return replace(settings, stores_fp8=False), replace(settings, stores_fp8=True)
 
     def applies(self, settings: TrainSettings) -> bool:
@@ -66,7 +71,7 @@ class Switch(str, Enum):
             return is_stored
         if self is Switch.cache:
             return settings.precision.recipe is not None and not is_stored and settings.microbatches > 1
-        return self in (Switch.flag, Switch.in_place) or settings.precision.has_own_layers
+        return self in (Switch.flag, Switch.in_place, Switch.replay) or settings.precision.has_own_layers
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -77,6 +82,7 @@ class Switch(str, Enum):
             Switch.fusion: ("two passes", "fused"),
             Switch.cache: ("cast each", "cast once"),
             Switch.storage: ("bf16 weights", "FP8 weights"),
+            Switch.replay: ("eager", "replayed"),
         }
         return names[self]
 
@@ -99,7 +105,8 @@ class VerifyJob:
 
     def __post_init__(self) -> None:
         # Refuses sizes that do not suit one of the precisions.
-        self.configurations()
+        for switch, settings in self.configurations():
+            switch.settings(settings)
 
     def configurations(self) -> list[tuple[Switch, TrainSettings]]:
         found = []
@@ -168,6 +175,8 @@ class Report:
             "caches_weights",
             "stores_fp8",
             "in_place",
+            "replays",
+            "interrupts",
         ):
             del options["settings"][varied]
         return to_json(

@@ -15,12 +15,13 @@ from torch import Tensor
 
 from flatfsdp.comm.text_table import plain_table
 from flatfsdp.contract.placement import Placement
-from flatfsdp.engine.step.unit import Unit
+from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup
 from flatfsdp.policy import Prefetch
 
 GIB = 2**30
 ALWAYS = "always"
+RESERVED = "reserved, with the recordings"
 
 
 class Size(NamedTuple):
@@ -70,8 +71,9 @@ class MemoryReport:
     """Memory that one model takes on this rank's device, in bytes.
 
     Attributes:
-        static: what is there between two steps, without gradients.
-        peak: the sum of `at_a_time`.  Activations come on top.
+        static: what is there between two steps, without gradients, but for those that replays keep.
+        peak: the sum of `at_a_time`.  Activations come on top; those of recorded microbatches are in the row
+            of their pool, beside buffers of other rows that come and go in recordings.
     """
 
     rows: tuple[MemoryRow, ...]
@@ -98,6 +100,15 @@ class MemoryReport:
         return f"{table}\n{self.static / GIB:.3f} GiB between steps, {self.peak / GIB:.3f} at most"
 
 
+_OF_REPLAYS = (
+    ("flat_buffer", "flat buffer", "FlatGroup"),
+    ("transposed", "transposed weights", "FP8Weights"),
+    ("main_grad", "main_grad", "MainGrad"),
+    ("reduced_grad", "reduced gradient", "FlatGroup"),
+)
+"""What may be kept at one address for recorded microbatches: name in `GroupSizes`, buffer and owner."""
+
+
 class GroupSizes(NamedTuple):
     """Buffers of one flat group on this rank's device; None: there is none, or it is in host memory.
 
@@ -105,6 +116,7 @@ class GroupSizes(NamedTuple):
         flat_buffer: gathered parameters.
         transposed: of FP8 weights.
         main_grad: unsharded, of all microbatches.
+        stay: names of those that recorded microbatches keep for good, of the last four.
     """
 
     master: Size | None
@@ -113,17 +125,26 @@ class GroupSizes(NamedTuple):
     transposed: Size | None
     main_grad: Size | None
     reduced_grad: Size | None
+    stay: frozenset[str] = frozenset()
+
+    def passing(self, name: str) -> Size | None:
+        """Size of the buffer of this name, if it comes and goes."""
+        return None if name in self.stay else getattr(self, name)
+
+    def staying(self, name: str) -> Size | None:
+        """Its size if it is there for good."""
+        return getattr(self, name) if name in self.stay else None
 
 
-def memory_report(
-    units: Sequence[Unit], prefetch: Prefetch, optimizer: torch.optim.Optimizer | None
-) -> MemoryReport:
+def memory_report(root: Root, prefetch: Prefetch, optimizer: torch.optim.Optimizer | None) -> MemoryReport:
     """See `FlatFSDP.memory_report`."""
-    groups = [group for unit in units for group in unit.groups]
+    units, groups = root.units, root.groups
     state = [] if optimizer is None else list(_state_of(groups, optimizer))
     frees = any(group.policy.reshard_after_forward for group in groups)
     sizes = [[_sizes_of(group) for group in unit.groups] for unit in units]
-    return report_of(sizes, state, units_ahead(prefetch) if frees else None)
+    report = report_of(sizes, state, units_ahead(prefetch) if frees else None)
+    pools = [pool.nbytes for pool in root.pools]
+    return MemoryReport((*report.rows, *_rows_of_pools([nbytes for nbytes in pools if nbytes])))
 
 
 def units_ahead(prefetch: Prefetch) -> int:
@@ -147,23 +168,32 @@ def report_of(
         *_rows("master shard", "MasterShard", ALWAYS, (g.master for g in groups)),
         *_rows("compute shard", "ComputeShard", ALWAYS, (g.compute_shard for g in groups)),
         *_rows("optimizer state", "the optimizer", ALWAYS, state),
+    ]
+    for name, buffer, owner in _OF_REPLAYS:
+        rows += _rows(f"{buffer}, for replays", owner, ALWAYS, (g.staying(name) for g in groups))
+    rows += [
         *_unsharded(
             "flat buffer",
             "FlatGroup",
             "unshard to reshard",
-            [[g.flat_buffer for g in u] for u in units],
+            [[g.passing("flat_buffer") for g in u] for u in units],
             ahead,
         ),
         *_unsharded(
             "transposed weights",
             "FP8Weights",
             "unshard for backward to reshard",
-            [[g.transposed for g in u] for u in units],
+            [[g.passing("transposed") for g in u] for u in units],
             ahead,
         ),
-        *_rows("main_grad", "MainGrad", "first gradient to reduction", (g.main_grad for g in groups)),
         *_rows(
-            "reduced gradient", "the optimizer", "reduction to zero_grad", (g.reduced_grad for g in groups)
+            "main_grad", "MainGrad", "first gradient to reduction", (g.passing("main_grad") for g in groups)
+        ),
+        *_rows(
+            "reduced gradient",
+            "the optimizer",
+            "reduction to zero_grad",
+            (g.passing("reduced_grad") for g in groups),
         ),
     ]
     return MemoryReport(tuple(rows))
@@ -189,7 +219,20 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
         reduced_grad=(
             Size(master.flat.numel(), master.grad_dtype, placement) if trained and on_device else None
         ),
+        stay=frozenset(_staying(group)),
     )
+
+
+def _staying(group: FlatGroup) -> Iterator[str]:
+    """Names of the buffers that replays keep."""
+    if group.buffer is not None and group.buffer.stays:
+        yield "flat_buffer"
+    if group.fp8 is not None and group.fp8.columnwise.stays:
+        yield "transposed"
+    if group.main_grad is not None and group.main_grad.stays:
+        yield "main_grad"
+    if group.kept_grad is not None:
+        yield "reduced_grad"
 
 
 def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> Iterator[Size]:
@@ -199,6 +242,15 @@ def _state_of(groups: Iterable[FlatGroup], optimizer: torch.optim.Optimizer) -> 
             for value in optimizer.state.get(portion.parameter, {}).values():
                 if isinstance(value, Tensor) and value.device == master.device:
                     yield Size(value.numel(), value.dtype)
+
+
+def _rows_of_pools(pools: Sequence[int]) -> Iterator[MemoryRow]:
+    """What recorded microbatches allocate and free: activations, and buffers that come and go in them."""
+    if pools:
+        total = sum(pools)
+        yield MemoryRow(
+            "pool of recordings", "flatfsdp.replayed", torch.uint8, len(pools), total, total, RESERVED
+        )
 
 
 def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size | None]) -> Iterator[MemoryRow]:

@@ -143,7 +143,7 @@ class UnitMethods(UnitModule):
         Args:
             optimizer: its state for this model is listed, too; it has some after the first step.
         """
-        return memory_report(root_of(self).units, self.fsdp_state.policy.prefetch, optimizer)
+        return memory_report(root_of(self), self.fsdp_state.policy.prefetch, optimizer)
 
     # ---- whole parameters for a while -------------------------------------------------------------------
 

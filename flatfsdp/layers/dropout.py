@@ -1,4 +1,4 @@
-"""Bias, dropout and residual in one pass; what was dropped is drawn anew in backward instead of stored.
+"""Bias, dropout and residual in one pass; backward drops the same elements, of which only the seed is stored.
 
 In:   x [..., cols], a bias, a residual;  out: residual + dropout(x + bias), of x's shape.
 Next: `kernels/dropout.py`.
@@ -7,7 +7,7 @@ Next: `kernels/dropout.py`.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,30 +16,8 @@ from flatfsdp.comm.ranks import Ranks
 from flatfsdp.comm.rng import GetTracker, RNGTracker
 from flatfsdp.fp8.recompute import require_repeatable
 from flatfsdp.kernels.cast.column_sum import column_sum
-from flatfsdp.kernels.dropout import WORDS, counters, dropout_backward, dropout_forward
+from flatfsdp.kernels.dropout import draw_seed, dropout_backward, dropout_forward
 from flatfsdp.torch_private import once_differentiable
-
-
-class PhiloxState(NamedTuple):
-    """Which random numbers one call uses: its key and its first counter."""
-
-    seed: int
-    offset: int
-
-    @staticmethod
-    def draw(rows: int, cols: int, device: torch.device) -> PhiloxState:
-        """The next numbers of `device`'s default generator, enough for [rows, cols].
-
-        torch.manual_seed and whatever saves and restores generators, such as torch.utils.checkpoint, hence
-        work as for torch's own dropout.  The host waits for no GPU.
-        """
-        if device.type != "cuda":
-            return PhiloxState(int(torch.empty((), dtype=torch.int64, device="cpu").random_()), 0)
-        generator = torch.cuda.default_generators[device.index]
-        # The generator counts words, WORDS to a counter.
-        offset = generator.get_offset()
-        generator.set_offset(offset + WORDS * counters(rows, cols))
-        return PhiloxState(generator.initial_seed() % 2**63, offset // WORDS)
 
 
 class OwnNumbers:
@@ -93,32 +71,30 @@ def bias_dropout_add(
     if bias is None and p == 0:
         return x if residual is None else x + residual
     if p == 0:
-        return _BiasDropoutAdd.apply(x, bias, residual, p, PhiloxState(0, 0))
+        return _BiasDropoutAdd.apply(x, bias, residual, p, None)
     return _drop(x, bias, residual, p)
 
 
-# Every call has numbers of its own, for each of which torch.compile would make another graph.
+# torch.compile would draw other seeds than eager calls do.
 @torch.compiler.disable
 def _drop(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float) -> Tensor:
-    cols = x.shape[-1]
-    state = PhiloxState.draw(x.numel() // cols, cols, x.device)
-    return _BiasDropoutAdd.apply(x, bias, residual, p, state)
+    return _BiasDropoutAdd.apply(x, bias, residual, p, draw_seed(x.device))
 
 
 class _BiasDropoutAdd(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, state: PhiloxState
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, seed: Tensor | None
     ) -> Tensor:
-        ctx.p, ctx.state = p, state
+        ctx.p = p
+        ctx.save_for_backward(seed)
         ctx.bias_dtype = None if bias is None else bias.dtype
         out = dropout_forward(
             _rows(x),
             None if bias is None else bias.to(x.dtype),
             None if residual is None else _rows(residual),
             p,
-            seed=state.seed,
-            offset=state.offset,
+            seed,
         )
         return out.view(x.shape)
 
@@ -127,10 +103,9 @@ class _BiasDropoutAdd(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         _, needs_bias_grad, needs_residual_grad, *_ = ctx.needs_input_grad
         rows = _rows(dy)
+        (seed,) = ctx.saved_tensors
         if ctx.p:
-            dx, dbias = dropout_backward(
-                rows, ctx.p, seed=ctx.state.seed, offset=ctx.state.offset, column_sum=needs_bias_grad
-            )
+            dx, dbias = dropout_backward(rows, ctx.p, seed, column_sum=needs_bias_grad)
             dx = dx.view(dy.shape)
         else:
             dx, dbias = dy, column_sum(rows) if needs_bias_grad else None

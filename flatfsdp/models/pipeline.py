@@ -18,6 +18,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.device import indexed
 from flatfsdp.engine.in_place.shard import shard
+from flatfsdp.engine.replay.replayed import replayed
 from flatfsdp.engine.wrap import auto_wrap, by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
@@ -77,6 +78,7 @@ class LlamaPipeline:
         sequence_parallel, tp_overlap, fuse_wgrad_accumulation, recipe, seed: as of `Llama`.
         cache_fp8_weights: cast FP8 weights once a step, and keep them; as of `FlatStage`.
         in_place: stages are Llamas that are sharded in place, and not wrapped.
+        replay: microbatches are CUDA graphs, by `flatfsdp.replayed`; for one pipeline rank.
         fsdp_options: further ones of `FlatFSDP`.
 
     Attributes:
@@ -85,8 +87,9 @@ class LlamaPipeline:
         has_first, has_last: whether the first, or last, stage of the model is among them.
 
     Raises:
-        ValueError: if the schedule is unknown or does not suit the number of microbatches; if that or `batch`
-            is not positive; if there are fewer layers than stages, or tensor-parallel ranks cannot share the
+        ValueError: if the schedule is unknown or does not suit the number of microbatches; if there is one,
+            or FP8 weights are cached, and microbatches are to be replayed; if their number or `batch` is not
+            positive; if there are fewer layers than stages, or tensor-parallel ranks cannot share the
             sequence equally; if the recipe does not suit the tokens of a microbatch, or FP8 weights; as
             `Llama`.
         RuntimeError: on all ranks of `mesh`, before anything is built, if they were given different models or
@@ -111,6 +114,7 @@ class LlamaPipeline:
         cache_fp8_weights: bool = False,
         seed: int = 0,
         in_place: bool = False,
+        replay: bool = False,
         **fsdp_options: Any,
     ) -> None:
         precision = Precision() if precision is None else precision
@@ -129,9 +133,12 @@ class LlamaPipeline:
             cache_fp8_weights=cache_fp8_weights,
             seed=seed,
             in_place=in_place,
+            replay=replay,
         )
         _check_tokens(config, mesh.tp_size if sequence_parallel else 1, microbatches, batch, recipe)
         _check_fp8_weights(precision, recipe)
+        if replay:
+            _check_replay(mesh, cache_fp8_weights)
         self.config = config
         self.mesh = mesh
         self.microbatches = microbatches
@@ -157,6 +164,7 @@ class LlamaPipeline:
             # On the meta device up to here: no device ever has more than one whole unit.
             self.stages.append(_sharded(part, mesh, in_place, **fsdp_options))
         self.has_first, self.has_last = 0 in numbers, len(layers) - 1 in numbers
+        self._replayed = replayed(self.stages[0], self._forward_backward) if replay else None
         self._schedule: Any = None
         if mesh.pp_size > 1:
             length = config.seq // mesh.tp_size if sequence_parallel else config.seq
@@ -212,14 +220,19 @@ class LlamaPipeline:
         self._check(batches)
         losses: list[Tensor] = []
         if self._schedule is None:
-            (model,) = self.stages
-            for tokens_bs, targets_bs in microbatches(model, batches):
-                is_first = model.fsdp_state.microbatch.is_first if self._cache_fp8_weights else None
-                losses.append(model(tokens_bs, targets_bs, is_first))
-                (losses[-1] / len(batches)).backward()
+            run = self._replayed or self._forward_backward
+            losses += [run(*batch) for batch in microbatches(self.stages[0], batches)]
         else:
             self._run(self._schedule.step, batches, losses)
         return [loss.detach() for loss in losses]
+
+    def _forward_backward(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
+        """One microbatch through the only stage; returns its loss."""
+        (model,) = self.stages
+        is_first = model.fsdp_state.microbatch.is_first if self._cache_fp8_weights else None
+        loss: Tensor = model(tokens_bs, targets_bs, is_first)
+        (loss / self.microbatches).backward()
+        return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -294,6 +307,29 @@ def _check_tokens(
     if recipe is not None and batch * config.seq % ALIGNMENT:
         raise ValueError(
             f"{batch} x {config.seq} tokens are in a microbatch; FP8 GEMMs need a multiple of {ALIGNMENT}"
+        )
+
+
+def _check_replay(mesh: ParallelMesh, cache_fp8_weights: bool) -> None:
+    """Checks that microbatches can be replayed.
+
+    Raises:
+        ValueError: see `LlamaPipeline`.
+    """
+    if mesh.pp_size > 1:
+        raise ValueError(
+            f"replay is True and there are {mesh.pp_size} pipeline ranks, whose schedule runs on the host; "
+            "leave one of the two out"
+        )
+    if mesh.tp_size > 1:
+        raise ValueError(
+            f"replay is True and {mesh.tp_size} tensor-parallel ranks share each layer, which cannot be "
+            "recorded yet; leave one of the two out"
+        )
+    if cache_fp8_weights:
+        raise ValueError(
+            "replay is True and cache_fp8_weights, too: a cached weight has no address of its own; store "
+            "weights in FP8 by Precision(fp8_weights=...), or cast them in every microbatch"
         )
 
 

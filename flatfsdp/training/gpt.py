@@ -7,7 +7,9 @@ Next: `cli/verify.py` compares two of them bit for bit, `cli/train.py` reports o
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp import Precision, auto_wrap, by_class, microbatches, shard
+from flatfsdp import Precision, auto_wrap, by_class, microbatches, replayed, shard
 from flatfsdp.fp8 import autocast
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.launch import Rank
@@ -24,6 +26,7 @@ from flatfsdp.models.fused_gpt import FusedGPT
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
+from flatfsdp.training.interruptions import Interruptions
 from flatfsdp.training.run import AfterBackward, OnStep, Step, Trained, ignore, now, require_positive
 
 
@@ -36,6 +39,8 @@ class TrainSettings:
         caches_weights: FP8 weights are cast in the first microbatch of a step only.
         stores_fp8: with fp8_weights, whether the flat buffers really are FP8, or packed as if they were.
         in_place: the model is sharded in place, and not wrapped.
+        replays: microbatches are CUDA graphs, by `flatfsdp.replayed`; on CPUs they are eager.
+        interrupts: other things come between the steps, see `Interruptions`.
         batch: sequences in one microbatch of one rank.
         microbatches: forwards and backwards before one optimizer step.
         decays: the learning rate falls linearly, to zero after the last step.
@@ -52,6 +57,8 @@ class TrainSettings:
     caches_weights: bool = True
     stores_fp8: bool = True
     in_place: bool = False
+    replays: bool = False
+    interrupts: bool = False
     batch: int = 4
     microbatches: int = 4
     steps: int = 20
@@ -65,16 +72,23 @@ class TrainSettings:
     def __post_init__(self) -> None:
         require_positive(self)
         sizes = (self.model.hidden, self.batch * self.model.seq)
-        if self.precision.recipe is not None and any(size % ALIGNMENT for size in sizes):
+        # Interruptions halve microbatches.
+        least = (sizes[0], sizes[1] // 2 if self.interrupts else sizes[1])
+        if self.precision.recipe is not None and any(size % ALIGNMENT for size in least):
             raise ValueError(
                 f"hidden is {sizes[0]} and batch * seq {sizes[1]}; FP8 products need multiples of {ALIGNMENT}"
+                f"{', also of half of the tokens' if self.interrupts else ''}"
+            )
+        if self.replays and self.caches_weights and self.precision.recipe is not None:
+            raise ValueError(
+                "FP8 weights that are cached for a step cannot be replayed: caches_weights=False"
             )
 
     @property
     def label(self) -> str:
         flag = "on" if self.optimize_backward_concat else "off"
-        where = " in place" if self.in_place else ""
-        return f"{self.precision.value} {self.strategy.value} flag {flag}{where}"
+        where, how = " in place" if self.in_place else "", " replayed" if self.replays else ""
+        return f"{self.precision.value} {self.strategy.value} flag {flag}{where}{how}"
 
     @property
     def dtypes(self) -> Precision:
@@ -114,10 +128,16 @@ def train(
     on_step: OnStep = ignore,
     after_backward: AfterBackward = ignore,
 ) -> Trained:
-    """Trains a fresh model; the same arguments give the same bits wherever the kernels are deterministic."""
+    """Trains a fresh model; the same arguments give the same bits wherever the kernels are deterministic.
+
+    Raises:
+        RuntimeError: if microbatches were to be replayed on a GPU, and none was.
+    """
     model = _sharded(settings, rank.device)
     # No weight decay: a flat shard holds matrices and norms alike, and the norms should not decay.
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    run = _Microbatches(model, settings)
+    interruptions = Interruptions(model, optimizer, run, partial(settings.loss, model), run.region)
     steps: list[Step] = []
     local_losses = torch.empty(settings.steps, settings.microbatches)
     tokens = rank.world * settings.microbatches * settings.batch * settings.model.seq
@@ -126,10 +146,12 @@ def train(
             tuple(tensor.to(rank.device) for tensor in sampler.sample(index, microbatch, rank.index))
             for microbatch in range(settings.microbatches)
         ]
+        if settings.interrupts:
+            batches = interruptions.before(index, batches)
         model.fsdp_state.ledger.reset()
         start = now(rank.device)
-        with autocast(settings.precision.recipe is not None, recipe=settings.precision.recipe):
-            losses_m = _forward_backward(model, batches, settings)
+        with run.region():
+            losses_m = torch.stack([run(*batch) for batch in microbatches(model, batches)])
         reduced = now(rank.device)
         after_backward(index, model)
         resumed = now(rank.device)
@@ -143,6 +165,7 @@ def train(
         local_losses[index] = losses_m.cpu()
         steps.append(Step(_mean_over_ranks(losses_m, rank.world), float(norm), ms))
         on_step(steps[-1].loss, tokens / ms * 1e3)
+    run.require_replays(rank.device)
     return Trained(steps, local_losses, model.fsdp_state.ledger.bytes_per_parameter(), model, optimizer)
 
 
@@ -159,16 +182,37 @@ def _sharded(settings: TrainSettings, device: torch.device) -> Any:
     )
 
 
-def _forward_backward(model: Any, batches: list[tuple[Tensor, ...]], settings: TrainSettings) -> Tensor:
-    """One step's forwards and backwards; returns the losses, FP32 [microbatches]."""
-    losses = []
-    is_cached = settings.precision.recipe is not None and settings.caches_weights
-    for tokens_bt, targets_bt in microbatches(model, batches):
-        position = {"is_first_microbatch": model.fsdp_state.microbatch.is_first} if is_cached else {}
-        loss = settings.loss(model, tokens_bt, targets_bt, **position)
-        (loss / len(batches)).backward()
-        losses.append(loss.detach())
-    return torch.stack(losses)
+class _Microbatches:
+    """Forward and backward of one microbatch; a step calls it once for each."""
+
+    def __init__(self, model: Any, settings: TrainSettings) -> None:
+        self._model, self._settings = model, settings
+        self._is_cached = settings.precision.recipe is not None and settings.caches_weights
+        self._replayed = replayed(model, self._run) if settings.replays else None
+
+    def region(self) -> AbstractContextManager[None]:
+        """The autocast around a step."""
+        recipe = self._settings.precision.recipe
+        return autocast(recipe is not None, recipe=recipe)
+
+    def __call__(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
+        """Returns the loss, FP32 []."""
+        return (self._replayed or self._run)(tokens_bt, targets_bt)
+
+    def _run(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
+        is_first = self._model.fsdp_state.microbatch.is_first
+        position = {"is_first_microbatch": is_first} if self._is_cached else {}
+        loss = self._settings.loss(self._model, tokens_bt, targets_bt, **position)
+        (loss / self._settings.microbatches).backward()
+        return loss.detach()
+
+    def require_replays(self, device: torch.device) -> None:
+        """Raises RuntimeError if there should have been replays, and were none."""
+        if self._replayed is not None and device.type == "cuda" and not self._replayed.replays:
+            raise RuntimeError(
+                f"none of the microbatches of {self._settings.steps} steps was replayed: the log says why, "
+                "or they are too few (two of each kind are eager, and one is recorded)"
+            )
 
 
 def _mean_over_ranks(losses_m: Tensor, world: int) -> float:

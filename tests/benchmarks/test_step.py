@@ -83,6 +83,21 @@ def test_own_layers_train_like_the_plain_model(tmp_path: Path) -> None:
     assert all(run["breakdown"] is None for run in runs.values())
 
 
+def test_replayed_variants_say_what_was_not_replayed(tmp_path: Path) -> None:
+    """On CPUs all is eager: the same losses, and a row that is marked."""
+    names = ("flat-off", "flat-on", "fsdp2", "flat-bf16-fused")
+    payload = run_benchmark(tmp_path, "--shape", "tiny", "--replay", *engines(*names))
+    rows = {row["name"]: row for row in payload["rows"]}
+    assert tuple(rows) == (*names, "flat-on-replay", "flat-bf16-fused-replay")
+    for name in ("flat-on", "flat-bf16-fused"):
+        eager, replayed = rows[name], rows[f"{name}-replay"]
+        assert replayed["runs"][0]["losses"] == eager["runs"][0]["losses"]
+        assert eager["not_replayed"] is None and replayed["not_replayed"] == 2 * STEPS
+        # Of GPUs only.
+        assert replayed["host_ms"] is None and replayed["peak_reserved_gib"] == 0
+    assert rows["fsdp2"]["not_replayed"] is None
+
+
 def test_own_layers_without_a_vocabulary(tmp_path: Path) -> None:
     payload = run_benchmark(
         tmp_path, "--shape", "tiny-l2", "--keep", *engines("flat-on", *FP8), torchrun=True

@@ -61,6 +61,12 @@ class Graphs:
             result = function()
         return graph, result
 
+    @property
+    def nbytes(self) -> int:
+        """Of the pool: PyTorch gives it to nobody else as long as there are graphs."""
+        segments = torch.cuda.memory.memory_snapshot(mempool_id=self._pool)
+        return sum(segment["total_size"] for segment in segments)
+
     def kept(self, outputs: Sequence[Tensor]) -> list[int]:
         """Bytes of the tensors that are still there of those that recorded functions have made.
 

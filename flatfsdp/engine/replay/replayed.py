@@ -155,6 +155,7 @@ class Replayed(Generic[P, R]):
     def _run(self, graphs: Graphs, root: Root, key: Key, call: Call, tensors: list[Tensor]) -> R:
         if self._surroundings is None:
             self._surroundings = Surroundings(root, self._model)
+            root.pools.add(graphs)
             for group in root.groups:
                 group.follow_stream()
         surroundings = self._surroundings

@@ -7,8 +7,10 @@ Out:  one `Root` that its units refer to.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 
@@ -36,6 +38,13 @@ from flatfsdp.torch_private import in_backward, never_traced, running_backward
 logger = logging.getLogger(__name__)
 
 
+class MemoryPool(Protocol):
+    """Memory beside the buffers of the engine, such as that of recorded microbatches."""
+
+    @property
+    def nbytes(self) -> int: ...
+
+
 class Root:
     """Shared state of one model.  Its construction is collective.
 
@@ -48,6 +57,7 @@ class Root:
         scales: of FP8 layers, as they were when the step began.
         forward_action: what the running forward, or the last one, gathers for.
         backward: the one that runs, if any.
+        pools: of recorded microbatches, as long as there are any.
     """
 
     def __init__(
@@ -74,6 +84,7 @@ class Root:
         self.in_forward = False
         self.backward = Backward(self.end_backward)
         self.forward_action = Action.FORWARD
+        self.pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
         self._model = self._join(number)
 
     def _join(self, number: int) -> ModelIdentity:

@@ -21,6 +21,9 @@ class FlatBuffer:
         numel: length in elements.
         poison: debug mode: the memory stays and holds NaN whenever it would be free, so that whoever
             reads too early or too late gets NaN instead of stale numbers or a crash.
+
+    Attributes:
+        stays: whether the memory is there for good, see `stay`.
     """
 
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, *, poison: bool) -> None:
@@ -29,11 +32,11 @@ class FlatBuffer:
         self._storage = self.tensor.untyped_storage()
         self._nbytes = self._storage.nbytes()
         self.is_allocated = True
-        self._stays = False
+        self.stays = False
 
     def stay(self) -> None:
         """From now on the memory is never given back: what has been recorded reads and writes it."""
-        self._stays = True
+        self.stays = True
         if not self._storage.nbytes():
             self._storage.resize_(self._nbytes)
 
@@ -48,7 +51,7 @@ class FlatBuffer:
         """Gives the memory back."""
         if self._poison:
             self.tensor.fill_(torch.nan)
-        elif not self._stays:
+        elif not self.stays:
             self._storage.resize_(0)
         self.is_allocated = False
 

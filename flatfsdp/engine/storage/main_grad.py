@@ -41,6 +41,9 @@ class MainGrad:
     Args:
         layout: places of the parameters.
         num_shards: the buffer is padded for this many shards.
+
+    Attributes:
+        stays: whether the buffer is there for good, see `stay`.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class MainGrad:
         self._written: list[bool] = []
         self._waiting: dict[int, Tensor] = {}
         self._is_open = False
-        self._stays = False
+        self.stays = False
         self._step = -1
         self._exposed: Sequence[Tensor] = ()
 
@@ -89,7 +92,7 @@ class MainGrad:
 
     def stay(self) -> None:
         """From now on the buffer is never given back: what has been recorded writes it."""
-        self._stays = True
+        self.stays = True
         if self._tensor is None:
             self._allocate()
 
@@ -219,7 +222,7 @@ class MainGrad:
 
     def drop(self) -> None:
         """Forgets what is in the buffer, and the buffer, unless it stays."""
-        if not self._stays:
+        if not self.stays:
             self._tensor, self._views, self._joint_views = None, [], []
         self._written, self._waiting, self._is_open = [], {}, False
         self._show()

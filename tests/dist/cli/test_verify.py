@@ -162,6 +162,17 @@ def test_senseless_options_are_explained(
     assert not list(tmp_path.iterdir())
 
 
+def test_replays_are_refused_without_gpus(tmp_path: Path) -> None:
+    """Both runs would be eager, and equal without a proof."""
+    out = tmp_path / "out"
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    result = runner.invoke(app, ["verify", "--device", "cpu", "--switch", "replay", "--out", str(out)])
+    assert result.exit_code == 2 and "--switch replay needs a GPU for each rank" in result.output
+    result = runner.invoke(app, ["verify", "--matrix", "--switch", "replay", "--out", str(out)])
+    assert result.exit_code == 2 and "choose --switch flag or --switch in-place" in result.output
+    assert not out.exists()
+
+
 def test_rows_of_no_matrix_cannot_be_chosen(tmp_path: Path) -> None:
     options = ["--only", "PP 2", "--out", str(tmp_path / "out")]
     result = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"}).invoke(app, ["verify", *options])

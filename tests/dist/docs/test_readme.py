@@ -134,6 +134,18 @@ def fp8_overflows(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.startswith("FP8 overflows") and f"```\n{printed}```" in PAGES["docs/fp8.md"].read_text()
 
 
+def replayed_microbatches(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """On CPUs all are eager."""
+    config = GPTConfig(layers=1, hidden=32, heads=2, seq=8, vocab=32)
+    model = flatfsdp.shard(GPT(config), flatfsdp.by_class(Block))
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    batches = list(torch.randint(0, 32, (2, 2, 2, 8)))
+    run(BLOCKS[name], model=model, optimizer=optimizer, batches=batches)
+    assert capsys.readouterr().out == "0 microbatches were replayed\n"
+    assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
 def parallel_ranks(name: str, _: pytest.CaptureFixture[str]) -> None:
     norms = run_ranks(4, norms_of_one_rank, BLOCKS[name])
     assert all(0 < norm < float("inf") for of_rank in norms for norm in of_rank)
@@ -201,6 +213,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "TransformerLayer(32, 64, 4": fp8_layers,
     "fp8_weights=CurrentScaling()": fp8_weights,
     "count_overflows(model)": fp8_overflows,
+    "step = replayed(model, forward_backward)": replayed_microbatches,
     "make_mesh(pp=2, tp=2)": parallel_ranks,
     "dcp.async_save": async_save,
     "from flatfsdp.compat.fairscale import": fairscale_imports,

@@ -206,3 +206,30 @@ def test_sizes_that_ranks_cannot_share_are_refused_on_every_rank(rank: int) -> N
             Llama(config, layers, tp_group=dist.group.WORLD)
     with pytest.raises(ValueError, match="tp_overlap cuts what sequence_parallel=True sends"):
         Llama(replace(CONFIG, kv_heads=4), tp_group=dist.group.WORLD, tp_overlap=True)
+
+
+@on_ranks(2)
+def test_replayed_microbatches_are_the_eager_ones() -> None:
+    """On CPUs they are eager, but go through the same function."""
+    mesh = mesh_of(pp=1, tp=1)
+    first, _ = samples(mesh.dp_rank)
+    runs = []
+    for replay in (False, True):
+        model = SmallPipeline("1f1b", mesh, replay=replay, optimize_backward_concat=True)
+        losses = model.forward_backward(microbatches_of(first))
+        runs.append((losses, [parameter.grad.as_subclass(Tensor) for parameter in model.parameters()]))
+    (eager, eager_grads), (replayed, replayed_grads) = runs
+    assert len(replayed) == MICROBATCHES and not any(loss.requires_grad for loss in replayed)
+    assert same(eager, replayed) and same(eager_grads, replayed_grads)
+
+
+@on_ranks(2)
+def test_what_cannot_be_replayed_is_refused_on_every_rank() -> None:
+    cached = {"recipe": DelayedScaling(amax_history_len=4), "cache_fp8_weights": True}
+    for ranks, options, message in (
+        ({"pp": 2, "tp": 1}, {}, "there are 2 pipeline ranks"),
+        ({"pp": 1, "tp": 2}, {}, "2 tensor-parallel ranks share each layer"),
+        ({"pp": 1, "tp": 1}, cached, "cache_fp8_weights"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            SmallPipeline("1f1b", mesh_of(**ranks), replay=True, **options)

@@ -8,6 +8,7 @@ import torch
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
 from flatfsdp.engine.memory import MemoryReport
+from flatfsdp.engine.units import root_of
 from flatfsdp.fp8 import CurrentScaling, autocast
 from tests.support.fp8_layers import TOKENS, WIDTH, Block, Stack, seeded
 
@@ -43,6 +44,44 @@ def test_bytes_of_each_kind_of_buffer() -> None:
         total(report, buffer) for buffer in ("master shard", "compute shard", "optimizer state")
     )
     assert report.static < report.peak
+
+
+def test_what_replays_keep_is_there_always() -> None:
+    model = build(in_fp8=True)
+    before = model.memory_report()
+    for is_summed in (False, True):
+        for unit in root_of(model).units:
+            unit.keep_addresses(of_sums=is_summed)
+        report = model.memory_report()
+        kept = [row for row in report.rows if row.buffer.endswith(", for replays")]
+        assert {row.lives for row in kept} == {"always"}
+        sums = total(report, "main_grad, for replays")
+        assert sums == (total(before, "main_grad") if is_summed else 0)
+        assert total(report, "reduced gradient, for replays") == total(before, "reduced gradient") > 0
+        # What is listed moves from one row to another.
+        assert sum(row.total for row in report.rows) == sum(row.total for row in before.rows)
+        assert report.static == before.static + sum(row.total for row in kept)
+
+
+class Pool:
+    """That of recordings, which only GPUs have."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+
+
+def test_the_pool_of_recordings_is_a_row_while_it_is_there() -> None:
+    model = build(in_fp8=False)
+    before, empty, pool = model.memory_report(), Pool(0), Pool(7)
+    root_of(model).pools.update((empty, pool))
+    report = model.memory_report()
+    assert report.rows[:-1] == before.rows
+    row = report.rows[-1]
+    assert (row.buffer, row.count, row.total) == ("pool of recordings", 1, 7)
+    # Reserved, and not allocated: nothing lives there between steps.
+    assert report.static == before.static and report.peak == before.peak + 7
+    del pool
+    assert model.memory_report() == before
 
 
 def test_a_shard_that_needs_no_cast_has_no_copy() -> None:

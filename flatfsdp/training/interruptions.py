@@ -1,0 +1,83 @@
+"""What comes between the steps of real trainings, and must leave nothing behind in the ones that follow.
+
+In:   a model in training, and how to run one microbatch of it.
+Out:  the same, after an evaluation, a microbatch that raises, or a state dict that was loaded.
+Next: `gpt.py` does all of it in a run with `interruptions`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Batch = tuple[Tensor, ...]
+
+EVERY = 4
+"""Steps from one interruption to the next, which is of another kind."""
+
+
+class Interruptions:
+    """One before each fourth step, in this order and again from the start: an evaluation, a microbatch that
+    raises, a step of shorter microbatches, a load of the state dict as it was at the last evaluation.
+
+    Args:
+        microbatch: runs forward and backward.
+        loss: of one microbatch, with its graph; evaluations call it.
+        region: the autocast around all of that.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        microbatch: Callable[..., Tensor],
+        loss: Callable[..., Tensor],
+        region: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._microbatch, self._loss, self._region = microbatch, loss, region
+        self._saved: dict[str, Tensor] = {}
+
+    def before(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
+        """Interrupts if it is time; returns the microbatches of the step."""
+        turn, rest = divmod(step, EVERY)
+        if rest != EVERY - 1:
+            return list(batches)
+        kind = turn % 4
+        if kind == 0:
+            self._evaluate(batches[0])
+        elif kind == 1:
+            self._fail(batches[0])
+        elif kind == 2:
+            # Half of the sequences, or half of each.
+            return [tuple(_half(tensor) for tensor in batch) for batch in batches]
+        else:
+            self._model.load_state_dict(self._saved)
+        return list(batches)
+
+    def _evaluate(self, batch: Batch) -> None:
+        self._saved = {name: value.clone() for name, value in self._model.state_dict().items()}
+        self._model.eval()
+        with torch.no_grad(), self._region():
+            self._loss(*batch)
+        self._model.train()
+
+    def _fail(self, batch: Batch) -> None:
+        """A microbatch whose targets do not fit raises between its forward and its backward."""
+        tokens_bt, targets_bt = batch
+        try:
+            with self._region():
+                self._microbatch(tokens_bt, targets_bt[:, 1:].contiguous())
+        except (RuntimeError, ValueError):
+            self._optimizer.zero_grad()
+            return
+        raise AssertionError("targets of another length than the tokens made no error")
+
+
+def _half(tensor: Tensor) -> Tensor:
+    sequences, length = tensor.shape
+    return tensor[: sequences // 2] if sequences > 1 else tensor[:, : length // 2].contiguous()
