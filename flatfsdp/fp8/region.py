@@ -44,10 +44,16 @@ class Region:
         is_delayed = isinstance(self.recipe, DelayedScaling) and self.recipe.reduce_amax
         return is_delayed and self.group is not None and (self.enabled or self.calibrating)
 
-    @property
-    def used(self) -> list[Scaling]:
-        """What forwards have recorded amaxes in since the last update."""
-        return list(self._used)
+    @contextmanager
+    def noted(self) -> Iterator[list[Scaling]]:
+        """Gives a list that has, afterwards, what forwards inside have recorded amaxes in."""
+        found: list[Scaling] = []
+        before, self._used = self._used, {}
+        try:
+            yield found
+        finally:
+            found += self._used
+            self._used = {**before, **self._used}
 
     def use(self, scaling: Scaling) -> None:
         """A forward records amaxes in it."""

@@ -119,5 +119,5 @@ def _ambient() -> tuple[Any, ...]:
         is_cast and torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.matmul.allow_tf32,
-        None if region is None else (region.recipe, region.enabled, region.calibrating),
+        None if region is None else (region.recipe, region.enabled, region.calibrating, region.group),
     )

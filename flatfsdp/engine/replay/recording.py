@@ -8,7 +8,7 @@ Next: `replayed.py` decides when.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -53,14 +53,15 @@ class Recording:
         before = Moved.of(root.ledger)
         root.reducer.recorded = []
         self._renew()
-        with _recorded(root, arenas):
+        region = current_region()
+        noted: AbstractContextManager[list[Scaling]]
+        noted = nullcontext([]) if region is None else region.noted()
+        with _recorded(root, arenas), noted as self._used_in_region:
             self._graph, self.outputs = graphs.record(partial(run, inputs))
         # As an eager microbatch leaves the engine; nothing has run yet.
         self._passages: list[Passage] = root.passages()
         self._reduced: list[FlatGroup] = root.reducer.recorded
         self.scalings: list[Scaling] = root.scales.noted
-        region = current_region()
-        self._used_in_region: list[Scaling] = [] if region is None else region.used
         self._moved = Moved.of(root.ledger).since(before)
 
     def run_first(self) -> Outputs:
