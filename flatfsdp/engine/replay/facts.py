@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from flatfsdp.engine.fsdp import is_own_hook
 from flatfsdp.engine.step.root import Root
@@ -29,7 +29,8 @@ class Facts(NamedTuple):
         modes: whether each module is in training mode.
         passages: how the groups are.
         trained: which groups are.
-        addresses: of everything that exists outside of recordings.
+        addresses: of everything that exists outside of recordings, but for buffers.
+        buffers: of modules: where each is, and of which form.
         ambient: settings of PyTorch and of FP8 around the call.
     """
 
@@ -37,6 +38,7 @@ class Facts(NamedTuple):
     passages: list[Passage]
     trained: list[bool]
     addresses: list[int]
+    buffers: list[tuple[Any, ...]]
     ambient: tuple[Any, ...]
 
 
@@ -73,13 +75,15 @@ class Surroundings:
         addresses = [address for group in groups for address in _addresses(group)]
         for arena in self.arenas:
             addresses += arena.scale.data_ptr(), arena.history.data_ptr()
+        found: list[tuple[Any, ...]] = []
         for buffers in self._buffers:
-            addresses += [buffer.data_ptr() for buffer in buffers.values() if buffer is not None]
+            found += [_place(buffer) for buffer in buffers.values() if buffer is not None]
         return Facts(
             [module.training for module in self._modules],
             self._root.passages(),
             [group.trains for group in groups],
             addresses,
+            found,
             _ambient(),
         )
 
@@ -108,6 +112,10 @@ def _addresses(group: FlatGroup) -> Iterator[int]:
     yield group.compute_shard.tensor.data_ptr()
     if group.main_grad is not None:
         yield group.main_grad.address
+
+
+def _place(buffer: Tensor) -> tuple[Any, ...]:
+    return buffer.data_ptr(), buffer.shape, buffer.stride(), buffer.dtype
 
 
 def _ambient() -> tuple[Any, ...]:

@@ -20,6 +20,7 @@ from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.storage.group import FlatGroup, Passage
 from flatfsdp.fp8.delayed_scaling import Arena, Scaling
 from flatfsdp.fp8.region import current_region
+from flatfsdp.microbatch import Microbatch
 
 Outputs = list[Any]
 
@@ -57,7 +58,10 @@ class Recording:
         noted: AbstractContextManager[list[Scaling]]
         noted = nullcontext([]) if region is None else region.noted()
         with _recorded(root, arenas), noted as self._used_in_region:
+            ended = _after_one_more(root.microbatch)
             self._graph, self.outputs = graphs.record(partial(run, inputs))
+            if (root.microbatch.step, root.microbatch.index) != ended:
+                raise RuntimeError("it ran no backward of the model, or several, and a microbatch has one")
         # As an eager microbatch leaves the engine; nothing has run yet.
         self._passages: list[Passage] = root.passages()
         self._reduced: list[FlatGroup] = root.reducer.recorded
@@ -90,6 +94,11 @@ class Recording:
             arena.renew()
 
 
+def _after_one_more(microbatch: Microbatch) -> tuple[int, int]:
+    """Step and index once one more backward has ended."""
+    return (microbatch.step + 1, 0) if microbatch.is_last else (microbatch.step, microbatch.index + 1)
+
+
 @contextmanager
 def _recorded(root: Root, arenas: Sequence[Arena]) -> Iterator[None]:
     """Inside, a microbatch is recorded; if that fails the engine is left as after any failed step."""
@@ -103,8 +112,9 @@ def _recorded(root: Root, arenas: Sequence[Arena]) -> Iterator[None]:
             raise
         raise RuntimeError(
             "the microbatch cannot be recorded as a CUDA graph: it, or a module, waits for the GPU "
-            "(.item(), .cpu(), a branch on a tensor), or starts something that no graph can hold; compute "
-            "that outside of it, or train without flatfsdp.replayed"
+            "(.item(), .cpu(), a branch on a tensor), starts something that no graph can hold, or runs "
+            f"another number of backwards than one ({error}); compute that outside of it, or train without "
+            "flatfsdp.replayed"
         ) from error
     _mark(root, arenas, is_recorded=False)
 

@@ -30,7 +30,7 @@ from flatfsdp.engine.replay.graphs import Graphs, graphs_on
 from flatfsdp.engine.replay.recording import Recording, require_nothing_kept
 from flatfsdp.engine.step.root import Root
 from flatfsdp.engine.units import UnitModule, root_of
-from flatfsdp.fp8.delayed_scaling import Arena
+from flatfsdp.fp8.delayed_scaling import Arena, Scaling
 
 logger = logging.getLogger(__name__)
 
@@ -62,9 +62,10 @@ def replayed(model: nn.Module, microbatch: Callable[P, R]) -> Replayed[P, R]:
     it depends on has changed: the shape of an input, training mode, a loaded checkpoint, a scaling recipe
     around the call.  Forwards outside of the function, such as evaluations, are eager.  On CPU everything is.
 
-    What Python does in the function is not repeated.  So it must compute from its arguments and the model
-    alone, not wait for the GPU, and keep no tensor.  Tensors among the arguments come to it on the model's
-    device; numbers and strings are part of the shape.
+    The function runs one forward and one backward.  What Python does in it is not repeated: it must compute
+    from its arguments and the model alone, not wait for the GPU, and keep no tensor.  Tensors among the
+    arguments come to it on the model's device; numbers and strings are part of the shape, so that one which
+    is another in every call is never replayed.  After a submodule was replaced, call `replayed` again.
 
     Args:
         model: sharded in place, or wrapped; the outermost unit.
@@ -112,12 +113,14 @@ class _Seen:
         times: how often before that it was, in a row, with the same facts.
         recording: with the facts for which it was made.
         outputs: structure of what the function returns.
+        scalings: FP8 scales that its eager runs have moved; a recording may not be the first to note them.
     """
 
     facts: Facts | None = None
     times: int = 0
     recording: tuple[Facts, Recording] | None = None
     outputs: TreeSpec | None = None
+    scalings: Sequence[Scaling] = ()
 
 
 class Replayed(Generic[P, R]):
@@ -140,7 +143,7 @@ class Replayed(Generic[P, R]):
         self.replays = 0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self._graphs is None:
+        if self._graphs is None or not torch.is_grad_enabled():
             return self._microbatch(*args, **kwargs)
         root = root_of(self._model)
         if root.in_forward:
@@ -161,9 +164,11 @@ class Replayed(Generic[P, R]):
         surroundings = self._surroundings
         for unit in root.units:
             unit.keep_addresses(of_sums=self._has_sums)
+        root.look_before_replayable()
         facts = surroundings.facts()
         seen = self._seen.setdefault(key, _Seen())
         self._seen.move_to_end(key)
+        self._forget_unused()
         reason = surroundings.why_not(is_last=key.kind.is_last)
         if reason is not None:
             self._say(reason)
@@ -181,6 +186,7 @@ class Replayed(Generic[P, R]):
         root.begin_replayable((), Action.MICROBATCH, 0)
         inputs = [each.to(self._device, non_blocking=True) for each in tensors]
         outputs = self._call(call, seen, inputs)
+        seen.scalings = root.scales.noted
         surroundings.renew()
         return self._results(outputs, seen)
 
@@ -197,7 +203,7 @@ class Replayed(Generic[P, R]):
         assert seen.facts is not None
         seen.recording = None
         self._make_room()
-        root.begin_replayable(root.scales.noted, Action.REPLAY, self._number(key))
+        root.begin_replayable(seen.scalings, Action.REPLAY, self._number(key))
         inputs = [torch.empty_like(each, device=self._device).copy_(each) for each in tensors]
         try:
             recording = Recording(graphs, root, arenas, partial(self._call, call, seen), inputs)
@@ -226,6 +232,12 @@ class Replayed(Generic[P, R]):
     def _number(self, key: Key) -> int:
         """Ranks that number their recordings in another order do not do the same."""
         return self._numbers.setdefault(key, len(self._numbers))
+
+    def _forget_unused(self) -> None:
+        """Arguments that are others in every call would be remembered, and kept alive, for good."""
+        waiting = [key for key, seen in self._seen.items() if seen.recording is None]
+        if len(waiting) > MOST_RECORDINGS:
+            del self._seen[waiting[0]]
 
     def _make_room(self) -> None:
         recorded = [key for key, seen in self._seen.items() if seen.recording is not None]

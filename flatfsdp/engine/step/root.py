@@ -291,6 +291,17 @@ class Root:
 
     # ---- microbatches that are recorded and replayed (`engine/replay`) ----------------------------------
 
+    def look_before_replayable(self) -> None:
+        """Follows what the user has done since the last microbatch, before this one's facts are taken."""
+        if self.microbatch.index == 0:
+            self._look_at_user()
+            self._follow_user()
+        else:
+            # What else users change between microbatches is noticed in the next step.
+            self._look_at_ranks()
+            for group in self.groups:
+                group.drop_if_zeroed()
+
     def begin_replayable(self, scalings: Iterable[Scaling], action: Action, number: int) -> None:
         """Before a microbatch that is eager, recorded or replayed: what they have in common.  Collective.
 
@@ -300,14 +311,6 @@ class Root:
             number: of the recording, the same on all ranks.
         """
         is_first = self.microbatch.index == 0
-        if is_first:
-            self._look_at_user()
-            self._follow_user()
-        else:
-            # What users change between microbatches of a step, but for gradients, is noticed in the next one.
-            self._look_at_ranks()
-            for group in self.groups:
-                group.drop_if_zeroed()
         is_edge = is_first or self.microbatch.is_last
         # Under ZeRO-2, ranks may have different numbers of microbatches between.
         launches = is_edge or any(unit.reshards_after_forward for unit in self.units)

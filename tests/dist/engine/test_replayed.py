@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -117,6 +119,96 @@ def test_gradients_that_somebody_keeps_stay(rank: int) -> None:
     assert kept and all(torch.equal(plain(grad), then) for grad, then in kept)
 
 
+def in_both_ways(case: Case, rank: int, train: Callable[[Any, Callable[..., Any]], list[Any]]) -> None:
+    """`train` gets a model, and what a function of a microbatch is to be wrapped in."""
+    found = []
+    for replays in (False, True):
+        torch.manual_seed(rank)
+        with taped():
+            model = case.model()
+            found.append(train(model, partial(replayed, model) if replays else lambda function: function))
+    assert len(found[0]) == len(found[1])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
+@on_ranks(2)
+def test_gradients_are_zeroed_between_microbatches(rank: int, reshard: bool) -> None:
+    case = Case("", reshard, 3)
+
+    def train(model: Any, wrap: Callable[..., Any]) -> list[Any]:
+        step, optimizer, found = wrap(case.microbatch(model)), AdamW(model.parameters(), lr=1e-2), []
+        for index in range(8):
+            for m, x in enumerate(microbatches(model, [batch(rank, index, m) for m in range(3)])):
+                found.append(step(x))
+                if index == 6 and m == 0:
+                    optimizer.zero_grad()
+            found += [plain(p.grad).clone() for p in model.parameters() if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    in_both_ways(case, rank, train)
+
+
+@on_ranks(2)
+def test_a_buffer_is_replaced_by_a_part_of_itself(rank: int) -> None:
+    def train(model: Any, wrap: Callable[..., Any]) -> list[Any]:
+        model.register_buffer("mask", torch.ones(4))
+
+        def function(x: Tensor) -> Tensor:
+            loss = model(x).float().square().mean() * model.mask.sum()
+            loss.backward()
+            return loss.detach()
+
+        step, found = wrap(function), []
+        for index in range(7):
+            if index == 5:
+                model.mask = model.mask[:2]
+            found.append(step(batch(rank, index, 0)))
+            model.zero_grad()
+        return found
+
+    in_both_ways(Case("", True, 1), rank, train)
+
+
+@on_ranks(2)
+def test_evaluations_by_the_same_function(rank: int) -> None:
+    def train(model: Any, wrap: Callable[..., Any]) -> list[Any]:
+        def function(x: Tensor) -> Tensor:
+            loss = model(x).float().square().mean()
+            if torch.is_grad_enabled():
+                loss.backward()
+            return loss.detach()
+
+        step, found = wrap(function), []
+        for index in range(7):
+            found.append(step(batch(rank, index, 0)))
+            model.zero_grad()
+            with torch.no_grad():
+                found += [step(batch(rank, index, m)) for m in range(4)]
+            found.append(torch.tensor(root_of(model).microbatch.step))
+        return found
+
+    in_both_ways(Case("", True, 1), rank, train)
+
+
+@on_ranks(2)
+def test_arguments_that_always_change_are_not_kept(rank: int) -> None:
+    def function(x: Tensor, scale: float) -> Tensor:
+        loss = model(x).float().square().mean() * scale
+        loss.backward()
+        return loss.detach()
+
+    with taped():
+        model = Case("", True, 1).model()
+        step = replayed(model, function)
+        for index in range(30):
+            step(batch(rank, index, 0), 1.0 + index)
+            model.zero_grad()
+    assert step.replays == 0 and len(step._seen) <= 13
+
+
 @on_ranks(2)
 def test_what_is_refused(rank: int) -> None:
     with pytest.raises(TypeError, match="is not sharded"):
@@ -132,21 +224,28 @@ def test_what_is_refused(rank: int) -> None:
         with pytest.raises(ValueError, match="requires a gradient"):
             step(batch(rank, 0, 0).requires_grad_())
 
-        def reads(x: Tensor) -> float:
-            loss = model(x).float().square().mean()
-            loss.backward()
-            return loss.item()
 
-        step = replayed(model, reads)
+@pytest.mark.parametrize("backwards", [1, 2])
+@on_ranks(2)
+def test_what_no_graph_can_hold_raises_and_training_goes_on(rank: int, backwards: int) -> None:
+    """A number that the host reads, or two backwards."""
+    case = Case("", True, 1)
+    model = case.model()
+    run = case.microbatch(model)
 
-        def steps() -> None:
-            for index in range(5):
-                step(batch(rank, index, 0))
-                model.zero_grad()
+    def function(x: Tensor) -> Any:
+        losses = [run(x) for _ in range(backwards)]
+        return losses[0].item() if backwards == 1 else losses
 
-        with pytest.raises(RuntimeError, match="cannot be recorded as a CUDA graph"):
-            steps()
-    # It trains on, as after any failure.
+    def steps() -> None:
+        step = replayed(model, function)
+        for index in range(5):
+            step(batch(rank, index, 0))
+            model.zero_grad()
+
+    with taped(), pytest.raises(RuntimeError, match="cannot be recorded as a CUDA graph"):
+        steps()
+    model.zero_grad()
     model(batch(rank, 0, 0)).sum().backward()
 
 
