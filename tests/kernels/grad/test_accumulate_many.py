@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from torch import Tensor, library
 
 from flatfsdp.kernels.grad import accumulate_many as module
 from flatfsdp.kernels.grad.accumulate_many import accumulate_many
+from flatfsdp.kernels.shared import tables
 from flatfsdp.kernels.shared.tables import kept_table
 from flatfsdp.kernels.shared.tiles import find
 from tests.support.gpu.waiting import without_synchronisation
@@ -154,9 +158,28 @@ def test_a_table_is_made_once_for_the_same_numbers() -> None:
     assert table.tolist() != fields
 
 
-def test_no_table_is_made_during_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be kept, and nothing would be in it."""
+def test_a_table_of_a_capture_is_copied_beside_it_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stream that is captured nothing is copied now, and replays read the table for good."""
+    device, beside, copied = torch.device("cuda", 0), mock.Mock(), []
+
+    def device_table(fields: Any, of: torch.device) -> Tensor:
+        assert current == [beside] and of == device
+        copied.append(fields)
+        return torch.tensor(fields)
+
+    @contextmanager
+    def stream(chosen: Any) -> Iterator[None]:
+        current.append(chosen)
+        yield
+        current.pop()
+
+    current: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
-    with pytest.raises(RuntimeError, match="run the same step on this stream"):
-        kept_table([[7, 7, 7]], torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda of: beside)
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    monkeypatch.setattr(tables, "device_table", device_table)
+    tables._table_of_graphs.cache_clear()
+    found = [kept_table([[7, 7, number]], device) for number in (1, 2, 1)]
+    assert found[0] is found[2] and found[1] is not found[0]
+    assert len(copied) == beside.synchronize.call_count == 2
+    tables._table_of_graphs.cache_clear()
