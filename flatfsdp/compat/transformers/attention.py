@@ -14,21 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.compat.transformers import lora
-from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
-from flatfsdp.compat.transformers.operands import (
-    joints_of,
-    operands_of,
-    require_readable,
-    stored_in_fp8,
-)
+from flatfsdp.compat.transformers.half import FusedHalf
+from flatfsdp.compat.transformers.operands import joints_of, operands_of
 from flatfsdp.compat.transformers.small import norm_of, tables_of
 from flatfsdp.compat.transformers.why_not import (
     NOT_SIDE_BY_SIDE,
-    Checked,
     captures_attentions,
     different,
-    facts_of,
-    no_dropout,
     no_linear,
     skipping,
 )
@@ -36,7 +28,7 @@ from flatfsdp.contract.joint import Joint
 from flatfsdp.layers.attention import sdpa
 from flatfsdp.layers.attention.qkv import HeadsOf, heads_of_projection
 from flatfsdp.layers.attention.slices import add_to_slices
-from flatfsdp.layers.base import MapOf, MatmulLayer
+from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import linear, norm_linear, prepare
 
 
@@ -47,10 +39,11 @@ class AttentionMaps(NamedTuple):
     out: MapOf | None
 
 
-class FusedAttention(FusedPart, MatmulLayer):
+class FusedAttention(FusedHalf):
     """Self-attention of transformers; called by itself it is transformers' own."""
 
     linear_maps = ("qkv", "proj")
+    dropout_index = 0
     config: Any
     layer_idx: int
     head_dim: int
@@ -59,41 +52,19 @@ class FusedAttention(FusedPart, MatmulLayer):
     is_causal: bool
     attention_dropout: float
     attn_dropout: nn.Dropout
-    _checked: Checked | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As of transformers.
-
-        Raises:
-            RuntimeError: see `require_readable`.
-        """
-        require_readable(name_of(self), map(lora.base_of, (*self._projections(), self._out())))
-        return super().forward(*args, **kwargs)
 
     def declared_joints(self) -> tuple[Joint, ...]:
         """Query, key and value: one weight, and one bias where they have biases; and the output's weight."""
         if self._reason() is not None:
             return ()
-        joints = self._qkv_joints()
-        return joints if self._out_reason() is not None else (*joints, *joints_of("out", [self._out()])[:1])
-
-    def fp8_weights(self) -> tuple[str, ...]:
-        """Weights that only FP8 GEMMs of this layer read."""
-        if not self.allows_fp8 or self._family.transposed:
-            return ()
-        return stored_in_fp8(joint for joint in self.declared_joints() if joint.name.endswith("weight"))
+        last = joints_of("out", [self._second()])[:1] if self._second_reason() is None else ()
+        return (*self._first_joints(), *last)
 
     def maps(self, norm: nn.Module) -> AttentionMaps | str:
         """What this call multiplies with, or why transformers has to compute it."""
         if captures_attentions():
             return "attention weights are returned"
-        facts = facts_of([self, norm, self._out(), *self._projections(), *self._dropouts()])
-        checked = self._checked
-        if checked is None or checked.facts != facts:
-            reason = self._reason() or skipping("its norm", norm)
-            joints = () if reason is not None else self._qkv_joints()
-            checked = Checked(facts, reason, joints, self._out_reason() is None)
-            vars(self)["_checked"] = checked
+        checked = self._check(norm)
         if checked.reason is not None:
             return checked.reason
         family = self._family
@@ -102,7 +73,7 @@ class FusedAttention(FusedPart, MatmulLayer):
             return f"{', '.join(family.qkv)} {NOT_SIDE_BY_SIDE}"
         out = None
         if checked.has_last:
-            out = MapOf("proj", self._out().weight, self._out().bias, family.transposed)
+            out = MapOf("proj", self._second().weight, self._second().bias, family.transposed)
         return AttentionMaps(MapOf("qkv", *operands, family.transposed), out)
 
     def attend(
@@ -114,7 +85,7 @@ class FusedAttention(FusedPart, MatmulLayer):
             hidden_states: [batch, seq, hidden].
             arguments: of transformers' own forward, by name.
         """
-        projections = self._projections()
+        projections = self._first()
         adapted = [lora.adds(each) for each in projections]
         all_maps = (maps.qkv,) if maps.out is None else (maps.qkv, maps.out)
         ready = prepare(self, hidden_states, *all_maps)
@@ -131,32 +102,24 @@ class FusedAttention(FusedPart, MatmulLayer):
             key, value = cache.update(key, value, self.layer_idx)
         context = self._core(query, key, value, arguments).flatten(2)
         if maps.out is None:
-            out = self._out()(context)
+            out = self._second()(context)
         else:
             out = linear(self, maps.out, ready.of_next(self, maps.out, context))
         return out, called.summed.view(hidden_states.shape)
 
     # ---- parts ------------------------------------------------------------------------------------------
 
-    def _projections(self) -> list[Any]:
+    def _first(self) -> list[Any]:
         return [self._modules[name] for name in self._family.qkv]
 
-    def _out(self) -> Any:
+    def _second(self) -> Any:
         return self._modules[self._family.out]
 
-    def _qkv_joints(self) -> tuple[Joint, ...]:
-        return joints_of("qkv", [lora.base_of(each) for each in self._projections()])
-
-    def _dropouts(self) -> list[nn.Module]:
-        """Of its result; none in most families."""
-        names = self._family.dropouts
-        return [] if names is None else [getattr(self, names[0])]
-
-    def _dropout_reason(self) -> str | None:
-        return next(filter(None, (no_dropout("the dropout", each) for each in self._dropouts())), None)
+    def _first_joints(self) -> tuple[Joint, ...]:
+        return joints_of("qkv", [lora.base_of(each) for each in self._first()])
 
     def _reason(self) -> str | None:
-        family, projections = self._family, self._projections()
+        family, projections = self._family, self._first()
         if getattr(self, "is_cross_attention", False) or getattr(self, "reorder_and_upcast_attn", False):
             return "it is cross-attention, or upcasts"
         for name, module in zip(family.qkv, projections, strict=True):
@@ -172,8 +135,8 @@ class FusedAttention(FusedPart, MatmulLayer):
             or self._dropout_reason()
         )
 
-    def _out_reason(self) -> str | None:
-        return no_linear(self._family.out, self._out(), transposed=self._family.transposed)
+    def _second_reason(self) -> str | None:
+        return no_linear(self._family.out, self._second(), transposed=self._family.transposed)
 
     def _with_adapters(self, mixed: Tensor, normalized: Tensor, projections: list[Any]) -> Tensor:
         deltas, start = [], 0

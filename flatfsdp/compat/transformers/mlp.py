@@ -10,27 +10,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers import lora
-from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
-from flatfsdp.compat.transformers.operands import (
-    joints_of,
-    operands_of,
-    require_readable,
-    stored_in_fp8,
-)
+from flatfsdp.compat.transformers.half import FusedHalf
+from flatfsdp.compat.transformers.operands import joints_of, operands_of
 from flatfsdp.compat.transformers.small import norm_of
 from flatfsdp.compat.transformers.why_not import (
     NOT_SIDE_BY_SIDE,
-    Checked,
     different,
-    facts_of,
-    no_dropout,
     no_linear,
     skipping,
 )
 from flatfsdp.contract.joint import Joint
 from flatfsdp.contract.mixed import innermost
-from flatfsdp.layers.base import MapOf, MatmulLayer
+from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import norm_mlp, prepare
 
 _ACTIVATIONS = {
@@ -55,20 +46,11 @@ class MLPMaps(NamedTuple):
     activation: str
 
 
-class FusedMLP(FusedPart, MatmulLayer):
+class FusedMLP(FusedHalf):
     """The perceptron of a layer of transformers; called by itself it is transformers' own."""
 
     linear_maps = ("fc1", "fc2")
-    _checked: Checked | None = None
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As of transformers.
-
-        Raises:
-            RuntimeError: see `require_readable`.
-        """
-        require_readable(name_of(self), map(lora.base_of, (*self._first(), self._second())))
-        return super().forward(*args, **kwargs)
+    dropout_index = 1
 
     def declared_joints(self) -> tuple[Joint, ...]:
         """Gate and linear part: one weight, and one bias where they have any; and the second map's weight."""
@@ -76,21 +58,9 @@ class FusedMLP(FusedPart, MatmulLayer):
             return ()
         return (*self._first_joints(), *joints_of("down", [self._second()])[:1])
 
-    def fp8_weights(self) -> tuple[str, ...]:
-        """Weights that only FP8 GEMMs of this layer read."""
-        if not self.allows_fp8 or self._family.transposed:
-            return ()
-        return stored_in_fp8(joint for joint in self.declared_joints() if joint.name.endswith("weight"))
-
     def maps(self, norm: nn.Module) -> MLPMaps | str:
         """What this call multiplies with, or why transformers has to compute it."""
-        facts = facts_of([self, norm, self._activation(), self._second(), *self._first(), *self._dropouts()])
-        checked = self._checked
-        if checked is None or checked.facts != facts:
-            reason = self._reason() or skipping("its norm", norm)
-            joints = () if reason is not None else self._first_joints()
-            checked = Checked(facts, reason, joints)
-            vars(self)["_checked"] = checked
+        checked = self._check(norm)
         if checked.reason is not None:
             return checked.reason
         family, second = self._family, self._second()
@@ -133,13 +103,8 @@ class FusedMLP(FusedPart, MatmulLayer):
     def _first_joints(self) -> tuple[Joint, ...]:
         return joints_of("gate_up", self._first())
 
-    def _dropouts(self) -> list[nn.Module]:
-        """Of its result; none in most families."""
-        names = self._family.dropouts
-        return [] if names is None else [getattr(self, names[1])]
-
-    def _dropout_reason(self) -> str | None:
-        return next(filter(None, (no_dropout("the dropout", each) for each in self._dropouts())), None)
+    def _others(self) -> list[nn.Module]:
+        return [self._activation()]
 
     def _reason(self) -> str | None:
         family, first = self._family, self._first()
