@@ -199,13 +199,8 @@ def _known_size(name: str) -> str:
 )
 def main(
     size: Annotated[str, typer.Option(help=", ".join(SIZES), callback=_known_size)] = "8b8",
-    accumulation: Annotated[
-        int, typer.Option("--microbatches", min=1, help="Microbatches a step, one sequence each.")
-    ] = 8,
-    reshard: Annotated[
-        bool,
-        typer.Option("--reshard/--keep", help="Free parameters after use (ZeRO-3), or once a step (ZeRO-2)."),
-    ] = True,
+    accumulation: options.Accumulation = 8,
+    reshard: options.Reshard = True,
     steps: options.Steps = 10,
     warmup: options.Warmup = 5,
     rounds: options.Rounds = 1,
@@ -221,9 +216,7 @@ def main(
     ranks: options.Ranks = 1,
     out: options.Out = RESULTS,
     breakdown: options.Breakdown = False,
-    traces: Annotated[
-        Path | None, typer.Option("--trace", help="Folder for a Chrome trace of one step of each engine.")
-    ] = None,
+    traces: options.Traces = None,
     as_json: options.Json = False,
 ) -> None:
     if find_spec("transformers") is None:

@@ -22,7 +22,6 @@ from __future__ import annotations
 import statistics
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -139,13 +138,8 @@ def _known_shape(name: str) -> str:
 )
 def main(
     shape: Annotated[str, typer.Option(help=", ".join(SHAPES), callback=_known_shape)] = "70b-l2",
-    accumulation: Annotated[
-        int, typer.Option("--microbatches", min=1, help="Microbatches a step, one sequence each.")
-    ] = 1,
-    reshard: Annotated[
-        bool,
-        typer.Option("--reshard/--keep", help="Free parameters after use (ZeRO-3), or once a step (ZeRO-2)."),
-    ] = True,
+    accumulation: options.Accumulation = 1,
+    reshard: options.Reshard = True,
     steps: options.Steps = 10,
     warmup: options.Warmup = 4,
     rounds: options.Rounds = 1,
@@ -167,9 +161,7 @@ def main(
     ranks: options.Ranks = 1,
     out: options.Out = RESULTS,
     breakdown: options.Breakdown = False,
-    traces: Annotated[
-        Path | None, typer.Option("--trace", help="Folder for a Chrome trace of one step of each engine.")
-    ] = None,
+    traces: options.Traces = None,
     identity: Annotated[
         bool,
         typer.Option("--identity", help="Time FlatFSDP's steps with unchecked collectives, too, by turns."),

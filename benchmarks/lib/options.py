@@ -22,6 +22,7 @@ from flatfsdp.training.options import (
 )
 
 __all__ = [
+    "Accumulation",
     "Batch",
     "Breakdown",
     "Heads",
@@ -34,9 +35,11 @@ __all__ = [
     "OneDevice",
     "Out",
     "Ranks",
+    "Reshard",
     "Rounds",
     "Seq",
     "Steps",
+    "Traces",
     "Warmup",
     "one_device",
 ]
@@ -44,6 +47,16 @@ __all__ = [
 Steps = Annotated[int, typer.Option(min=1, help="Timed steps of each run.")]
 Warmup = Annotated[int, typer.Option(min=1, help="Steps before those.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Times to measure everything, by turns.")]
+Accumulation = Annotated[
+    int, typer.Option("--microbatches", min=1, help="Microbatches a step, one sequence each.")
+]
+Reshard = Annotated[
+    bool,
+    typer.Option("--reshard/--keep", help="Free parameters after use (ZeRO-3), or once a step (ZeRO-2)."),
+]
+Traces = Annotated[
+    Path | None, typer.Option("--trace", help="Folder for a Chrome trace of one step of each engine.")
+]
 Breakdown = Annotated[
     bool, typer.Option("--breakdown", help="Profile one more step and sort its kernels by class.")
 ]
