@@ -111,8 +111,12 @@ class Reducer:
                 held,
             )
 
-    def finish(self) -> None:
-        """Reduces what is left and sets the gradient of every group, adding to one that is there."""
+    def finish(self, *, publishes: bool = True) -> None:
+        """Reduces what is left and sets the gradient of every group, adding to one that is there.
+
+        Args:
+            publishes: False: only notes in `recorded` which groups these are.
+        """
         self._warn_if_late(self._next, held=len(self._ready.difference(range(self._next))))
         for groups in self._order[self._next :]:
             self._launch(groups)
@@ -122,32 +126,26 @@ class Reducer:
         while self._in_flight:
             self._retire()
         # Only now, so that a backward that fails half-way leaves every gradient as it was.
-        if self._is_recorded():
-            self.recorded = [group for group, _ in self._reduced]
-        else:
+        if publishes:
             self._publish()
-        self._reset()
+        else:
+            self.recorded = [group for group, _ in self._reduced]
+        self.forget()
 
     def publish_kept(self, groups: Iterable[FlatGroup]) -> None:
         """A replay has reduced these groups, to where they keep their gradients."""
         self._reduced = [(group, group.kept_grad) for group in groups if group.kept_grad is not None]
         self._publish()
-        self._reset()
-
-    def _is_recorded(self) -> bool:
-        return any(group.microbatch.is_recorded for groups in self._order[:1] for group in groups)
+        self.forget()
 
     def abandon(self) -> None:
         """Waits for what is under way and forgets its results."""
         for reduction in self._in_flight:
             compute_waits_for(reduction.done, self._device)
-        self._reset()
+        self.forget()
 
-    def forget_recorded(self) -> None:
-        """A recording has failed: nobody may wait for what it would have launched."""
-        self._reset()
-
-    def _reset(self) -> None:
+    def forget(self) -> None:
+        """Forgets what is under way, without waiting for it, and its results."""
         self._in_flight.clear()
         self._reduced.clear()
         self._ready.clear()

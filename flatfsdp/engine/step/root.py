@@ -271,7 +271,7 @@ class Root:
         """All gradients of this backward have landed."""
         look(self._model)
         if self.reduces:
-            self.reducer.finish()
+            self.reducer.finish(publishes=not self.microbatch.is_recorded)
         for unit in self.units:
             unit.end_of_backward()
         self.backward.close()
@@ -314,11 +314,11 @@ class Root:
         is_edge = is_first or self.microbatch.is_last
         # Under ZeRO-2, ranks may have different numbers of microbatches between.
         launches = is_edge or any(unit.reshards_after_forward for unit in self.units)
-        for ranks in self._model.data_parallel if launches else ():
+        if launches and any(group.model is not None for group in self.groups):
             place = self.microbatch.steps_reduced, self.microbatch.index
             identity = Identity(action, self._model, number, *place)
-            is_checked = any(group.model is not None for group in self.groups)
-            declare(ranks, identity if is_checked else None, self._device)
+            for ranks in self._model.data_parallel:
+                declare(ranks, identity, self._device)
         if is_first:
             self.scales.begin_forward(self._versions)
             for scaling in scalings:
@@ -348,7 +348,8 @@ class Root:
         self.in_forward = False
         self.scales.end_forward()
         self.order.forget()
-        self.reducer.forget_recorded()
+        # Nobody may wait for what would have been launched.
+        self.reducer.forget()
         for group in self.groups:
             group.forget_recorded()
         self.abandon_step()
