@@ -90,6 +90,8 @@ def peak_reserved_gib(device: torch.device) -> float:
 def free_memory(device: torch.device) -> None:
     """Frees models that nobody has: they are full of cycles, and compiled code keeps what was traced."""
     torch._dynamo.reset()
-    gc.collect()
+    # Twice: what the graph of a tensor keeps is found only once that tensor is gone.
+    for _ in range(2):
+        gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

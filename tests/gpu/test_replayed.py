@@ -9,9 +9,12 @@ import torch
 
 from flatfsdp import microbatches, replayed
 from flatfsdp.optim import AdamW
+from tests.support.ecosystem.families import needs_transformers
 from tests.support.gpu.marks import FP8_GEMMS
 from tests.support.ranks import on_ranks
-from tests.support.replaying import CASES, EVENTS, Between, Case, batch, trained
+from tests.support.replaying.cases import CASES, HUGGING_FACE, Case, batch
+from tests.support.replaying.search import replays_of
+from tests.support.replaying.steps import EVENTS, Step, evaluation, steps_of, trained
 
 pytestmark = [
     *FP8_GEMMS,
@@ -19,25 +22,38 @@ pytestmark = [
 ]
 
 
-def compare(case: Case, rank: int, between: Between | None = None, steps: int = 10) -> None:
+def compare(case: Case, rank: int, steps: list[Step]) -> None:
     device = f"cuda:{rank}"
-    losses, state, _ = trained(case, rank, False, between, steps, device)
-    found, found_state, step = trained(case, rank, True, between, steps, device)
-    assert all(map(torch.equal, found, losses)) and len(found) == len(losses)
-    assert all(map(torch.equal, found_state, state)) and len(found_state) == len(state)
-    assert step.replays > 0
+    expected = trained(case, rank, False, steps, device)
+    found = trained(case, rank, True, steps, device)
+    assert found.has_bits_of(expected)
+    assert found.step.replays > 0
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @on_ranks(2, backend="nccl")
 def test_bits_are_those_of_eager_microbatches(rank: int, case: Case) -> None:
-    compare(case, rank)
+    compare(case, rank, steps_of(case, steps=20))
+
+
+@needs_transformers
+@pytest.mark.parametrize("case", HUGGING_FACE, ids=lambda case: case.name)
+@on_ranks(2, backend="nccl")
+def test_hugging_face_models(rank: int, case: Case) -> None:
+    compare(case, rank, steps_of(case, evaluation, steps=20))
 
 
 @pytest.mark.parametrize("event", EVENTS)
 @on_ranks(2, backend="nccl")
 def test_what_happens_between_steps(rank: int, event: str) -> None:
-    compare(Case("", True, 3), rank, EVENTS[event])
+    case = Case("", True, 3)
+    compare(case, rank, steps_of(case, EVENTS[event], steps=12))
+
+
+@pytest.mark.parametrize("first", range(0, 200, 20))
+@on_ranks(2, backend="nccl", timeout=240.0)
+def test_at_random(rank: int, first: int) -> None:
+    assert sum(replays_of(rank, seed, f"cuda:{rank}") for seed in range(first, first + 20)) > 100
 
 
 def train(model: Any, step: Any, rank: int, steps: int) -> None:

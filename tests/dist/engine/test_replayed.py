@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,34 +19,43 @@ from flatfsdp.optim import AdamW
 from tests.support.both_forms import WAYS
 from tests.support.fp8_layers import SHORT, seeded
 from tests.support.ranks import on_ranks
-from tests.support.replaying import CASES, EVENTS, STEPS, Between, Case, Plain, batch, net, trained
+from tests.support.replaying.cases import CASES, Case, Plain, batch, net
+from tests.support.replaying.search import replays_of
+from tests.support.replaying.steps import EVENTS, Step, steps_of, trained
 from tests.support.tape import taped
 
 
-def compare(case: Case, rank: int, between: Between | None = None, steps: int = STEPS) -> Replayed[Any, Any]:
-    expected = trained(case, rank, False, between, steps)
+def compare(case: Case, rank: int, steps: Sequence[Step]) -> Replayed[Any, Any]:
+    expected = trained(case, rank, False, steps)
     with taped():
-        losses, state, step = trained(case, rank, True, between, steps)
-    assert all(map(torch.equal, losses, expected[0])) and len(losses) == len(expected[0])
-    assert all(map(torch.equal, state, expected[1])) and len(state) == len(expected[1])
-    return step
+        found = trained(case, rank, True, steps)
+    assert found.has_bits_of(expected)
+    return found.step
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @on_ranks(2)
 def test_bits_are_those_of_eager_microbatches(rank: int, case: Case) -> None:
-    step = compare(case, rank)
+    steps = steps_of(case, steps=6)
+    step = compare(case, rank, steps)
     # Each kind is run twice or three times, as the first step finds what later ones do not, and recorded.
     kinds = min(case.count, 3)
-    assert step.replays >= case.count * STEPS - 4 * kinds
+    assert step.replays >= case.count * len(steps) - 4 * kinds
 
 
-@pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("reshard", [True, False], ids=["ZeRO-3", "ZeRO-2"])
 @on_ranks(2)
-def test_what_happens_between_steps(rank: int, event: str, reshard: bool) -> None:
-    step = compare(Case("", reshard, 3), rank, EVENTS[event], steps=8)
-    assert step.replays > 0
+def test_what_happens_between_steps(rank: int, reshard: bool) -> None:
+    case = Case("", reshard, 3)
+    for event in EVENTS.values():
+        assert compare(case, rank, steps_of(case, event)).replays > 0
+
+
+@on_ranks(2)
+def test_at_random(rank: int) -> None:
+    """For others: `tests/support/replaying/search.py`."""
+    with taped():
+        assert sum(replays_of(rank, seed) for seed in range(6)) > 50
 
 
 @on_ranks(2)

@@ -1,0 +1,1 @@
+"""Trainings whose microbatches may be replayed."""

@@ -1,0 +1,134 @@
+"""Models whose microbatches may be replayed, how they are sharded, and their data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp import Precision, by_class
+from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.fp8 import BlockScaling, CurrentScaling, autocast
+from tests.support.both_forms import sharded
+from tests.support.ecosystem.families import FAMILIES, VOCAB, Family
+from tests.support.fp8_layers import SHORT, TOKENS, WIDTH, Block, Stack, seeded
+
+
+class Plain(nn.Module):
+    """A block of PyTorch's layers, with dropout and small gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+def net() -> nn.Module:
+    return nn.Sequential(Plain(), Plain(), nn.Linear(WIDTH, WIDTH))
+
+
+class Case(NamedTuple):
+    """A model, and how it is sharded.
+
+    Attributes:
+        reshard: ZeRO-3, or ZeRO-2.
+        count: microbatches of a step.
+        recipe: of FP8 layers; None for a model in bf16.
+        stores: weights are in FP8 in the flat buffers.
+        family: of Hugging Face; None for models of our own.
+        poison: what is freed is overwritten.
+    """
+
+    name: str
+    reshard: bool
+    count: int
+    recipe: Any = None
+    stores: bool = False
+    way: str = "wrapped"
+    family: Family | None = None
+    poison: bool = False
+
+    @property
+    def policy(self) -> WrapPolicy:
+        return by_class(Plain, Block) if self.family is None else self.family.is_unit
+
+    def model(self, device: str = "cpu") -> Any:
+        if self.family is not None:
+            module = self.family.build()
+        else:
+            module = seeded(net if self.recipe is None else Stack)
+        computes_in_fp32 = self.recipe is not None and self.family is None
+        return sharded(
+            self.way,
+            module.to(device),
+            self.policy,
+            precision=Precision(
+                compute=torch.float32 if computes_in_fp32 else torch.bfloat16,
+                fp8_weights=CurrentScaling() if self.stores else None,
+            ),
+            reshard_after_forward=self.reshard,
+            optimize_backward_concat=True,
+            poison_on_free=self.poison,
+        )
+
+    def loss(self, model: Any, x: Tensor) -> Tensor:
+        with autocast(self.recipe is not None, recipe=self.recipe):
+            if self.family is not None:
+                return model(input_ids=x, labels=x).loss
+            return model(x).float().square().mean()
+
+    def microbatch(self, model: Any) -> Callable[[Tensor], Tensor]:
+        def run(x: Tensor) -> Tensor:
+            loss = self.loss(model, x)
+            loss.backward()
+            return loss.detach()
+
+        return run
+
+    def batch(self, rank: int, step: int, index: int, tokens: int = TOKENS, device: str = "cpu") -> Tensor:
+        """Of one microbatch: [tokens, WIDTH], or token ids [1, tokens]."""
+        if self.family is None:
+            return batch(rank, step, index, tokens, device)
+        generator = _generator(rank, step, index)
+        return torch.randint(1, VOCAB, (1, tokens), generator=generator).to(device)
+
+
+def batch(rank: int, step: int, index: int, tokens: int = TOKENS, device: str = "cpu") -> Tensor:
+    return torch.randn(tokens, WIDTH, generator=_generator(rank, step, index)).to(device)
+
+
+def _generator(rank: int, step: int, index: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1000 * rank + 10 * step + index)
+
+
+CASES = [
+    *(Case(f"bf16 {reshard} {count}", reshard, count) for reshard in (True, False) for count in (1, 2, 4)),
+    Case("in place", True, 3, way="in place"),
+    Case("poison", True, 3, poison=True),
+    *(Case(f"delayed {reshard}", reshard, 3, SHORT) for reshard in (True, False)),
+    Case("current", True, 3, CurrentScaling()),
+    Case("block, poison", True, 2, BlockScaling(), poison=True),
+    *(
+        Case(f"stored {reshard}", reshard, count, SHORT, stores=True)
+        for reshard, count in ((True, 1), (False, 3))
+    ),
+]
+
+_SIZES = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+LLAMA = FAMILIES["Llama"]._replace(sizes={**FAMILIES["Llama"].sizes, **_SIZES})
+FUSED = LLAMA._replace(is_fused=True)
+DROPPING = LLAMA._replace(sizes={**LLAMA.sizes, "attention_dropout": 0.1})
+HUGGING_FACE = [
+    Case("Llama", True, 2, way="in place", family=LLAMA),
+    Case("Llama, dropout", False, 1, way="in place", family=DROPPING),
+    Case("fused", True, 4, way="in place", family=FUSED, poison=True),
+    Case("fused, dropout", True, 2, way="in place", family=DROPPING._replace(is_fused=True)),
+    Case("fused, delayed", False, 3, SHORT, way="in place", family=FUSED),
+    Case("fused, stored", True, 1, SHORT, True, "in place", FUSED),
+]
