@@ -13,7 +13,6 @@ differ, the machine drifted by that much, and smaller differences between engine
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from enum import Enum
 from functools import partial
 from importlib.util import find_spec
@@ -151,7 +150,6 @@ def payload_of(
         "environment": environment(device),
         "ranks": ranks,
         "job": job.settings(),
-        "config": asdict(SIZES[size]),
         "flops_per_token": flops_per_token(SIZES[size]),
         "rows": summaries,
         "comparisons": compare(summaries),
@@ -234,7 +232,7 @@ def main(
         raise typer.BadParameter(f"none of these engines has the mode {mode.value}", param_hint="--mode")
     job = Job(
         f"hf-{size}-m{accumulation}-{'reshard' if reshard else 'keep'}",
-        TrainedHFLlama(size),
+        TrainedHFLlama(SIZES[size]),
         *(accumulation, reshard, steps, warmup, rounds),
         variants=tuple(chosen),
         breakdown=breakdown,

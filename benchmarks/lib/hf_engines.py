@@ -27,7 +27,7 @@ from flatfsdp import Precision, by_class
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
 from flatfsdp.launch import Rank
 from flatfsdp.layers import convert
-from lib.hf_models import MODELING, SIZES, build, layer_class
+from lib.hf_models import MODELING, build, layer_class
 from lib.llama import LlamaConfig
 from lib.measuring import LEARNING_RATE, SEED, Batch, Started
 
@@ -118,17 +118,9 @@ class Variant:
 
 @dataclass(frozen=True)
 class TrainedHFLlama:
-    """The workload of `hf.py`.
+    """The workload of `hf.py`."""
 
-    Attributes:
-        size: key of `SIZES`.
-    """
-
-    size: str
-
-    @property
-    def config(self) -> LlamaConfig:
-        return SIZES[self.size]
+    config: LlamaConfig
 
     def batches(self, rank: Rank, count: int) -> list[Batch]:
         """Tokens, int64 [1, seq]: the model shifts them itself to have its labels."""

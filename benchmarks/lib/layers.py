@@ -82,6 +82,7 @@ class Mode(str, Enum):
     delayed = "flat-delayed"
     delayed_cached = "flat-delayed-cached"
     delayed_fused = "flat-delayed-cached-fused"
+    delayed_fused_replayed = "flat-delayed-cached-fused-replayed"
     current_fused = "flat-current-cached-fused"
 
     @property
@@ -90,6 +91,8 @@ class Mode(str, Enum):
 
     def unavailable(self) -> str:
         """Why it cannot be measured here, or empty."""
+        if self is Mode.delayed_fused_replayed and not torch.cuda.is_available():
+            return "CUDA graphs need a GPU"
         needed = {Mode.ao_tensorwise: "torchao", Mode.ao_rowwise: "torchao", Mode.te: "transformer_engine"}
         module = needed.get(self)
         missing = module is not None and importlib.util.find_spec(module) is None
@@ -109,6 +112,7 @@ _LABELS = {
     Mode.delayed: "flatfsdp FP8 delayed, bf16 wgrad",
     Mode.delayed_cached: "flatfsdp FP8 delayed, cached weights, bf16 wgrad",
     Mode.delayed_fused: "flatfsdp FP8 delayed, cached weights, fused FP32 wgrad",
+    Mode.delayed_fused_replayed: "flatfsdp FP8 delayed, cached weights, fused FP32 wgrad, as a CUDA graph",
     Mode.current_fused: "flatfsdp FP8 current, cached weights, fused FP32 wgrad",
 }
 
@@ -168,11 +172,12 @@ def _plain(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
 
 def _ours(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
     recipe: Recipe | None = None
-    if mode in (Mode.delayed, Mode.delayed_cached, Mode.delayed_fused):
+    fused_delayed = (Mode.delayed_fused, Mode.delayed_fused_replayed)
+    if mode in (Mode.delayed, Mode.delayed_cached, *fused_delayed):
         recipe = DelayedScaling(amax_history_len=16)
     elif mode is Mode.current_fused:
         recipe = CurrentScaling()
-    fused = mode in (Mode.bf16_fused, Mode.bf16_fused_added, Mode.delayed_fused, Mode.current_fused)
+    fused = mode in (Mode.bf16_fused, Mode.bf16_fused_added, *fused_delayed, Mode.current_fused)
     layer = TransformerLayer(**_arguments(shape, fuse_wgrad_accumulation=fused), device=x.device)
     if fused:
         give_main_grads(layer)
@@ -186,7 +191,27 @@ def _ours(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
         forward(True)
     # Steady state of FP8: a microbatch that is not the first one reuses weights and adds to main_grad.
     first = False if cached else True if mode is Mode.bf16_fused else None
-    return Contestant(_steps(lambda: forward(first), layer, x, dy), layer, x)
+    step = _steps(lambda: forward(first), layer, x, dy)
+    return Contestant(_replayed(step) if mode is Mode.delayed_fused_replayed else step, layer, x)
+
+
+def _replayed(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The step as a CUDA graph, which writes to the same output and gradients each time."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = step()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return y
+
+    return replay
 
 
 def _transformer_engine(shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:

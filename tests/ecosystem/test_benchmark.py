@@ -39,13 +39,15 @@ def benchmark(name: str) -> Iterator[ModuleType]:
 def test_engines_are_measured_and_train_alike(rank: int, world_size: int, tmp_path: Path) -> None:
     with benchmark("hf") as hf:
         variants = tuple(v for engine in hf.Engine for v in hf.Variant.all_of(engine) if not v.compiled)
-        job = hf.Job("hf-tiny", hf.TrainedHFLlama("tiny"), 2, True, STEPS, WARMUP, 1, variants, False, None)
+        job = hf.Job(
+            "hf-tiny", hf.TrainedHFLlama(hf.SIZES["tiny"]), 2, True, STEPS, WARMUP, 1, variants, False, None
+        )
         rows = hf.measure_all(Rank(rank, world_size, torch.device("cpu")), job)
         payload = hf.payload_of(rows, job, "tiny", world_size, "cpu")
         if rank == 0:
             hf.publish_all(payload, job, "tiny", tmp_path, as_json=False)
             assert (tmp_path / "hf-tiny.png").stat().st_size > 0
-            assert json.loads((tmp_path / "hf-tiny.json").read_text())["job"]["size"] == "tiny"
+            assert json.loads((tmp_path / "hf-tiny.json").read_text())["job"]["config"]["vocab"] == 96
     _check_rows({row["name"]: row for row in payload["rows"]})
 
 

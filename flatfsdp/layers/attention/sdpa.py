@@ -12,6 +12,7 @@ CPU; for others the heads are repeated.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
@@ -81,6 +82,8 @@ _IS_ON: dict[SDPBackend, Callable[[], bool]] = {
 def _backends(query: Tensor, mask: Tensor | None) -> AbstractContextManager[object]:
     if not query.is_cuda:
         return nullcontext()
+    if not torch.compiler.is_compiling():
+        _let_torch_choose_once()
     if mask is not None:
         order = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     elif torch.cuda.get_device_capability(query.device) == _HOPPER:
@@ -90,6 +93,16 @@ def _backends(query: Tensor, mask: Tensor | None) -> AbstractContextManager[obje
     else:
         return nullcontext()
     return sdpa_kernel([backend for backend in order if _IS_ON[backend]()], set_priority=True)
+
+
+@functools.cache
+def _let_torch_choose_once() -> None:
+    """PyTorch finds its own order when it first chooses a backend, not before.
+
+    Until then the order to go back to would not be the one that other attention of the process should have.
+    """
+    query = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device="cuda")
+    torch._fused_sdp_choice(query, query, query)
 
 
 class _InOrder:

@@ -36,7 +36,7 @@ def replays_of(rank: int, seed: int, device: str = "cpu") -> int:
     return found.step.replays
 
 
-def _on_rank(rank: int, first: int, last: int) -> int:
+def _on_rank(rank: int, _world_size: int, first: int, last: int) -> int:
     with taped():
         return sum(replays_of(rank, seed) for seed in range(first, last))
 
