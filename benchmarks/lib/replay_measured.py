@@ -90,8 +90,8 @@ class CountedGraph(torch.cuda.CUDAGraph):
 
     launches: list[Launched]
 
-    def __new__(cls) -> CountedGraph:
-        return super().__new__(cls, True)
+    def __init__(self) -> None:
+        super().__init__(True)  # type: ignore[call-arg]
 
     def capture_end(self) -> None:
         super().capture_end()

@@ -314,6 +314,8 @@ class Unit:
                 else:
                     # A layer wrote it for a parameter that had been frozen since the forward.
                     group.main_grad.drop()
+        # What was gathered ahead of a frozen unit has not been used.
+        wait(self.groups)
         self._free_after_backward()
         self._forget_backward()
 
