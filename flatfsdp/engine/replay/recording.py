@@ -51,7 +51,7 @@ class Recording:
         self._root = root
         self._inputs = inputs
         self._arenas = arenas
-        before = Moved.of(root.ledger)
+        before, found = Moved.of(root.ledger), root.passages()
         root.reducer.recorded = []
         self._renew()
         region = current_region()
@@ -63,7 +63,11 @@ class Recording:
             if (root.microbatch.step, root.microbatch.index) != ended:
                 raise RuntimeError("it ran no backward of the model, or several, and a microbatch has one")
         # As an eager microbatch leaves the engine; nothing has run yet.
-        self._passages: list[Passage] = root.passages()
+        self._changed: list[tuple[FlatGroup, Passage]] = [
+            (group, passage)
+            for group, passage, earlier in zip(root.groups, root.passages(), found, strict=True)
+            if passage != earlier
+        ]
         self._reduced: list[FlatGroup] = root.reducer.recorded
         self.scalings: list[Scaling] = root.scales.noted
         self._moved = Moved.of(root.ledger).since(before)
@@ -85,7 +89,7 @@ class Recording:
             for scaling in self._used_in_region:
                 region.use(scaling)
         self._moved.add_to(self._root.ledger)
-        self._root.skip_to(self._passages, self._reduced)
+        self._root.skip_to(self._changed, self._reduced)
         return _copies(self.outputs)
 
     def _renew(self) -> None:

@@ -162,8 +162,6 @@ class Replayed(Generic[P, R]):
             for group in root.groups:
                 group.follow_stream()
         surroundings = self._surroundings
-        for unit in root.units:
-            unit.keep_addresses(of_sums=self._has_sums)
         root.look_before_replayable()
         facts = surroundings.facts()
         seen = self._seen.setdefault(key, _Seen())
@@ -179,6 +177,9 @@ class Replayed(Generic[P, R]):
             # Other facts that come up now and then are not worth a recording.
             seen.facts, seen.times = None, 0
             return self._results(recording.replay(tensors), seen)
+        for unit in root.units:
+            unit.keep_addresses(of_sums=self._has_sums)
+        facts = surroundings.facts()
         seen.times = seen.times + 1 if seen.facts == facts else 0
         seen.facts = facts
         if reason is None and seen.times >= WARM_UP:

@@ -329,14 +329,14 @@ class Root:
         """How all groups are between two microbatches."""
         return [group.passage for group in self.groups]
 
-    def skip_to(self, passages: Sequence[Passage], reduced: Sequence[FlatGroup]) -> None:
+    def skip_to(self, passages: Iterable[tuple[FlatGroup, Passage]], reduced: Sequence[FlatGroup]) -> None:
         """A microbatch was replayed: everything is as if it had been run.
 
         Args:
-            passages: of all groups, after it was recorded.
+            passages: how it leaves groups, all those that it finds otherwise.
             reduced: groups whose gradients it has reduced.
         """
-        for group, passage in zip(self.groups, passages, strict=True):
+        for group, passage in passages:
             group.skip_to(passage)
         for group in reduced:
             group.join_step()

@@ -81,12 +81,13 @@ class ComputeShard:
     @property
     def done(self) -> tuple[bool, bool, bool]:
         """Whether amaxes are taken, scales set, and values cast, of what the master says now."""
-        return (self._measured == self.version, self.has_scales, self.is_current)
+        version = self.version
+        return (self._measured == version, self._scaled == version, self._cast == version)
 
     def skip_to(self, done: tuple[bool, bool, bool]) -> None:
         """Something else has done this, and no more; see `done`."""
-        measured, scaled, cast = (self.version if each else None for each in done)
-        self._measured, self._scaled, self._cast = measured, scaled, cast
+        version = self.version
+        self._measured, self._scaled, self._cast = (version if each else None for each in done)
 
     def expire(self) -> None:
         """Forgets what it holds, even if no in-place write to the master was counted.

@@ -82,12 +82,12 @@ class _Watched(NamedTuple):
     """A gradient as it was.
 
     Attributes:
-        writes: how often it had been zeroed; of anybody's tensor, its version.
+        writes: how often it had been zeroed; of anybody's tensor, its version; None of a marker.
     """
 
     parameter: nn.Parameter
     grad: Tensor
-    writes: int
+    writes: int | None
 
 
 class UnreducedMarks:
@@ -126,14 +126,19 @@ class UnreducedMarks:
         Raises:
             RuntimeError: if that was done to some of them only.
         """
+        # By far the most markers are as they were: asked for in every microbatch, and without calls.
+        if all(parameter.grad is grad and writes is None for parameter, grad, writes in self._watched):
+            return False
         zeroed = [_was_zeroed(each) for each in self._watched]
-        if any(zeroed) and not all(zeroed):
+        if not any(zeroed):
+            return False
+        if not all(zeroed):
             raise RuntimeError(
                 "an optimizer has zeroed a part of a unit's gradients while they were accumulated, and they "
                 "are dropped together or not at all; zero those of all optimizers, or none, between two "
                 "microbatches"
             )
-        return any(zeroed)
+        return True
 
     def stop(self) -> None:
         """Takes the markers away."""
@@ -143,9 +148,9 @@ class UnreducedMarks:
         self._watched.clear()
 
 
-def _writes(grad: Tensor) -> int:
+def _writes(grad: Tensor) -> int | None:
     if isinstance(grad, Unreduced):
-        return 0
+        return None
     return grad.zeroings if isinstance(grad, ShardGrad) else grad._version
 
 
