@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
+from flatfsdp import Precision, microbatches, replayed, shard
+from flatfsdp.engine.units import named_groups
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe, autocast
 from flatfsdp.layers import TransformerLayer
 from lib.llama import ATTENTION
@@ -82,8 +85,8 @@ class Mode(str, Enum):
     delayed = "flat-delayed"
     delayed_cached = "flat-delayed-cached"
     delayed_fused = "flat-delayed-cached-fused"
-    delayed_fused_replayed = "flat-delayed-cached-fused-replayed"
     current_fused = "flat-current-cached-fused"
+    replayed = "flat-delayed-replayed"
 
     @property
     def label(self) -> str:
@@ -91,7 +94,7 @@ class Mode(str, Enum):
 
     def unavailable(self) -> str:
         """Why it cannot be measured here, or empty."""
-        if self is Mode.delayed_fused_replayed and not torch.cuda.is_available():
+        if self is Mode.replayed and not torch.cuda.is_available():
             return "CUDA graphs need a GPU"
         needed = {Mode.ao_tensorwise: "torchao", Mode.ao_rowwise: "torchao", Mode.te: "transformer_engine"}
         module = needed.get(self)
@@ -112,8 +115,8 @@ _LABELS = {
     Mode.delayed: "flatfsdp FP8 delayed, bf16 wgrad",
     Mode.delayed_cached: "flatfsdp FP8 delayed, cached weights, bf16 wgrad",
     Mode.delayed_fused: "flatfsdp FP8 delayed, cached weights, fused FP32 wgrad",
-    Mode.delayed_fused_replayed: "flatfsdp FP8 delayed, cached weights, fused FP32 wgrad, as a CUDA graph",
     Mode.current_fused: "flatfsdp FP8 current, cached weights, fused FP32 wgrad",
+    Mode.replayed: "FlatFSDP on one rank, FP8 delayed, FP8 weights, replayed",
 }
 
 
@@ -122,13 +125,12 @@ class Contestant:
     """A layer that is ready to run.
 
     Attributes:
-        step: runs forward and backward once and returns the output.
-        module: whose gradients are to be finite.
+        step: runs forward and backward once.
+        results: does that, too, and returns the output and all gradients, by name; None where one is missing.
     """
 
-    step: Callable[[], Tensor]
-    module: nn.Module
-    x: Tensor
+    step: Callable[[], object]
+    results: Callable[[], dict[str, Tensor | None]]
 
     def check(self) -> None:
         """Runs one step, whose results must be finite.
@@ -136,11 +138,7 @@ class Contestant:
         Raises:
             FloatingPointError: if the output or a gradient is not finite: NaNs run faster.
         """
-        found = {"the output": self.step(), "the input's gradient": self.x.grad}
-        for name, parameter in self.module.named_parameters():
-            main_grad = getattr(parameter, "main_grad", None)
-            found[f"the gradient of {name}"] = parameter.grad if main_grad is None else main_grad
-        for name, tensor in found.items():
+        for name, tensor in self.results().items():
             if tensor is None or not bool(tensor.isfinite().all()):
                 raise FloatingPointError(f"{name} is {'missing' if tensor is None else 'not finite'}")
 
@@ -155,6 +153,8 @@ def build(mode: Mode, shape: LayerShape, device: torch.device) -> Contestant:
         return _plain(mode, shape, x, dy)
     if mode is Mode.te:
         return _transformer_engine(shape, x, dy)
+    if mode is Mode.replayed:
+        return _replayed(shape, x, dy)
     return _ours(mode, shape, x, dy)
 
 
@@ -167,17 +167,16 @@ def _plain(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
         convert_to_float8_training(layer, config=Float8LinearConfig.from_recipe_name(recipe))
     is_added = mode is Mode.eager_added
     run = layer if is_added or mode is Mode.eager else torch.compile(layer)
-    return Contestant(_steps(lambda: run(x), layer, x, dy, keeps_gradients=is_added), layer, x)
+    return _contestant(lambda: run(x), layer, x, dy, keeps_gradients=is_added)
 
 
 def _ours(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
     recipe: Recipe | None = None
-    fused_delayed = (Mode.delayed_fused, Mode.delayed_fused_replayed)
-    if mode in (Mode.delayed, Mode.delayed_cached, *fused_delayed):
+    if mode in (Mode.delayed, Mode.delayed_cached, Mode.delayed_fused):
         recipe = DelayedScaling(amax_history_len=16)
     elif mode is Mode.current_fused:
         recipe = CurrentScaling()
-    fused = mode in (Mode.bf16_fused, Mode.bf16_fused_added, *fused_delayed, Mode.current_fused)
+    fused = mode in (Mode.bf16_fused, Mode.bf16_fused_added, Mode.delayed_fused, Mode.current_fused)
     layer = TransformerLayer(**_arguments(shape, fuse_wgrad_accumulation=fused), device=x.device)
     if fused:
         give_main_grads(layer)
@@ -191,27 +190,45 @@ def _ours(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
         forward(True)
     # Steady state of FP8: a microbatch that is not the first one reuses weights and adds to main_grad.
     first = False if cached else True if mode is Mode.bf16_fused else None
-    step = _steps(lambda: forward(first), layer, x, dy)
-    return Contestant(_replayed(step) if mode is Mode.delayed_fused_replayed else step, layer, x)
+    return _contestant(lambda: forward(first), layer, x, dy)
 
 
-def _replayed(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """The step as a CUDA graph, which writes to the same output and gradients each time."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = step()
+def _replayed(shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
+    """Microbatches of a step without end, of which the first one is over and the last one never comes."""
+    layer = TransformerLayer(
+        **_arguments(shape, fuse_wgrad_accumulation=True, dtype=torch.float32), device=x.device
+    )
+    precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
+    model = shard(layer, device=x.device, precision=precision, optimize_backward_concat=True)
+    recipe = DelayedScaling(amax_history_len=16)
 
-    def replay() -> Tensor:
-        graph.replay()
-        return y
+    def compute() -> tuple[Tensor, Tensor | None]:
+        leaf = x.detach().requires_grad_()
+        with autocast(recipe=recipe):
+            y = model(leaf)
+        y.backward(dy)
+        return y, leaf.grad
 
-    return replay
+    def microbatch() -> None:
+        compute()
+
+    steps, run = microbatches(model, itertools.repeat(None)), replayed(model, microbatch)
+
+    def step() -> None:
+        next(steps)
+        run()
+
+    def results() -> dict[str, Tensor | None]:
+        next(steps)
+        y, grad = compute()
+        found: dict[str, Tensor | None] = {"the output": y, "the input's gradient": grad}
+        for _, group in named_groups(model):
+            assert group.main_grad is not None
+            for index, slot in enumerate(group.layout.slots):
+                found[f"the gradient of {slot.name}"] = group.main_grad.get(index)
+        return found
+
+    return Contestant(step, results)
 
 
 def _transformer_engine(shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
@@ -227,10 +244,12 @@ def _transformer_engine(shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
             return layer(x, is_first_microbatch=first)
 
     forward(True)
-    return Contestant(_steps(lambda: forward(False), layer, x, dy), layer, x)
+    return _contestant(lambda: forward(False), layer, x, dy)
 
 
-def _arguments(shape: LayerShape, *, fuse_wgrad_accumulation: bool) -> dict[str, Any]:
+def _arguments(
+    shape: LayerShape, *, fuse_wgrad_accumulation: bool, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
     """Of Transformer Engine's layer and of ours alike."""
     return {
         "hidden_size": shape.hidden,
@@ -240,7 +259,7 @@ def _arguments(shape: LayerShape, *, fuse_wgrad_accumulation: bool) -> dict[str,
         "attention_dropout": shape.dropout,
         "fuse_qkv_params": True,
         "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
-        "params_dtype": torch.bfloat16,
+        "params_dtype": dtype,
     }
 
 
@@ -251,14 +270,14 @@ def give_main_grads(layer: nn.Module) -> None:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
 
 
-def _steps(
+def _contestant(
     forward: Callable[[], Tensor],
     layer: nn.Module,
     x: Tensor,
     dy: Tensor,
     *,
     keeps_gradients: bool = False,
-) -> Callable[[], Tensor]:
+) -> Contestant:
     """
     Args:
         keeps_gradients: as in a further microbatch; otherwise those that autograd makes are new ones.
@@ -272,4 +291,11 @@ def _steps(
         y.backward(dy)
         return y
 
-    return step
+    def results() -> dict[str, Tensor | None]:
+        found = {"the output": step(), "the input's gradient": x.grad}
+        for name, parameter in layer.named_parameters():
+            main_grad = getattr(parameter, "main_grad", None)
+            found[f"the gradient of {name}"] = parameter.grad if main_grad is None else main_grad
+        return found
+
+    return Contestant(step, results)
