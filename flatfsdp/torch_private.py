@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,34 @@ def timeout_of(store: dist.Store) -> float:
     """Seconds that a rank waits for what others write; of `default_store()`, those of its process group."""
     timeout: timedelta = store.timeout  # type: ignore[attr-defined]
     return timeout.total_seconds()
+
+
+def call_before_shutdown(group: dist.ProcessGroup, method: Callable[[], None]) -> None:
+    """Calls a bound method, as long as its object lives, before a process group is destroyed.
+
+    PyTorch has no hook for that.  A communicator of NCCL waits for the CUDA graphs that launch its
+    collectives, and `destroy_process_group()` with it, for good if nobody frees them.
+    """
+    _before_shutdown.setdefault(group, []).append(WeakMethod(method))
+    if not hasattr(dist.ProcessGroup.shutdown, "__wrapped__"):
+        dist.ProcessGroup.shutdown = _calling_first(  # type: ignore[method-assign, assignment]
+            dist.ProcessGroup.shutdown
+        )
+
+
+def _calling_first(shutdown: Callable[[dist.ProcessGroup], None]) -> Callable[[dist.ProcessGroup], None]:
+    @wraps(shutdown)
+    def calls_and_shuts_down(group: dist.ProcessGroup) -> None:
+        for reference in _before_shutdown.pop(group, ()):
+            if (method := reference()) is not None:
+                method()
+        shutdown(group)
+
+    return calls_and_shuts_down
+
+
+_before_shutdown: WeakKeyDictionary[dist.ProcessGroup, list[WeakMethod[Callable[[], None]]]]
+_before_shutdown = WeakKeyDictionary()
 
 
 def running_backward() -> int:

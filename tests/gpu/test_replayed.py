@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,6 +57,32 @@ def test_what_happens_between_steps(rank: int, event: str) -> None:
 @on_ranks(2, backend="nccl", timeout=240.0)
 def test_at_random(rank: int, first: int) -> None:
     assert sum(replays_of(rank, seed, f"cuda:{rank}") for seed in range(first, first + 20)) > 100
+
+
+PROGRAM = """
+import os, sys, torch, torch.distributed as dist
+from torch.distributed import destroy_process_group
+from flatfsdp import FlatFSDP, microbatches, replayed
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+model = FlatFSDP(torch.nn.Linear(64, 64).cuda(), optimize_backward_concat=True)
+step = replayed(model, lambda x: model(x).square().mean().backward())
+for _ in range(6):
+    for x in microbatches(model, [torch.randn(8, 64, device="cuda")] * 2):
+        step(x)
+    model.zero_grad()
+assert step.replays > 2
+if "destroy" in sys.argv:
+    destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("end", ["destroy", "exit"])
+def test_a_program_ends_whose_recordings_are_still_there(tmp_path: Path, end: str) -> None:
+    """NCCL waits for graphs that launch its collectives."""
+    (tmp_path / "program.py").write_text(PROGRAM)
+    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29571"]
+    subprocess.run([*run, str(tmp_path / "program.py"), end], check=True, timeout=90)
 
 
 def train(model: Any, step: Any, rank: int, steps: int) -> None:

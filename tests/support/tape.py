@@ -68,6 +68,10 @@ class TapeGraph(TorchDispatchMode):
                     call()
         self._has_run = False
 
+    def reset(self) -> None:
+        """Frees nothing: tensors go with the tape."""
+        self._calls.clear()
+
 
 class TapeGraphs:
     """In place of `flatfsdp.engine.replay.graphs.Graphs`."""

@@ -24,6 +24,9 @@ class Graph(Protocol):
     def replay(self) -> None:
         """Launches it again, with what is in the same memory now."""
 
+    def reset(self) -> None:
+        """Frees it."""
+
 
 class Graphs:
     """All recordings of one model.

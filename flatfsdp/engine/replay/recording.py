@@ -92,6 +92,10 @@ class Recording:
         self._root.skip_to(self._changed, self._reduced)
         return _copies(self.outputs)
 
+    def release(self) -> None:
+        """Frees the graph; what it has launched is over then."""
+        self._graph.reset()
+
     def _renew(self) -> None:
         """What casts read now is of this recording alone."""
         for arena in self._arenas:

@@ -155,10 +155,18 @@ class Replayed(Generic[P, R]):
         with self._graphs.beside():
             return self._run(self._graphs, root, Key(kind, str(call.structure), described), call, tensors)
 
+    def release(self) -> None:
+        """Frees all recordings; microbatches are eager again until they are recorded anew."""
+        for seen in self._seen.values():
+            if seen.recording is not None:
+                seen.recording[1].release()
+        self._seen.clear()
+
     def _run(self, graphs: Graphs, root: Root, key: Key, call: Call, tensors: list[Tensor]) -> R:
         if self._surroundings is None:
             self._surroundings = Surroundings(root, self._model)
             root.pools.add(graphs)
+            root.call_before_shutdown(self.release)
             for group in root.groups:
                 group.follow_stream()
         surroundings = self._surroundings

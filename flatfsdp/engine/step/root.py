@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -33,7 +33,7 @@ from flatfsdp.fp8.recompute import current_tape
 from flatfsdp.fp8.step_scales import StepScales
 from flatfsdp.microbatch import Microbatch
 from flatfsdp.policy import Prefetch
-from flatfsdp.torch_private import in_backward, never_traced, running_backward
+from flatfsdp.torch_private import call_before_shutdown, in_backward, never_traced, running_backward
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class Root:
         self.order = ForwardOrder(prefetch)
         self.gather_stream = SideStream(device)
         self.reducer = Reducer([unit.groups for unit in units if unit.groups], device, ledger)
+        self._gather_ranks = _several(group.grid.shard for group in self.groups)
         self._weight_scales = weight_scales(self.groups, ledger)
         self._reduce_every = reduce_every
         self._device = device
@@ -104,6 +105,12 @@ class Root:
         for group in self.groups:
             group.make_equal()
         return model
+
+    def call_before_shutdown(self, method: Callable[[], None]) -> None:
+        """Calls a bound method before any process group is destroyed over which this model communicates."""
+        for ranks in self._model.communicators:
+            if ranks.group is not None:
+                call_before_shutdown(ranks.group, method)
 
     @property
     def unit(self) -> Unit:
@@ -310,14 +317,14 @@ class Root:
             action: which of these it is, for other ranks.
             number: of the recording, the same on all ranks.
         """
-        is_first = self.microbatch.index == 0
-        is_edge = is_first or self.microbatch.is_last
+        is_first, is_last = self.microbatch.index == 0, self.microbatch.is_last
         # Under ZeRO-2, ranks may have different numbers of microbatches between.
-        launches = is_edge or any(unit.reshards_after_forward for unit in self.units)
+        launches = is_first or is_last or any(unit.reshards_after_forward for unit in self.units)
         if launches and any(group.model is not None for group in self.groups):
             place = self.microbatch.steps_reduced, self.microbatch.index
             identity = Identity(action, self._model, number, *place)
-            for ranks in self._model.data_parallel:
+            # All but the last only gather.
+            for ranks in self._model.data_parallel if is_last else self._gather_ranks:
                 declare(ranks, identity, self._device)
         if is_first:
             self.scales.begin_forward(self._versions)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import by_class, microbatches, replayed
@@ -232,6 +233,23 @@ def test_what_is_refused(rank: int) -> None:
         step = replayed(model, case.microbatch(model))
         with pytest.raises(ValueError, match="requires a gradient"):
             step(batch(rank, 0, 0).requires_grad_())
+
+
+@on_ranks(2)
+def test_recordings_go_before_a_process_group_does(rank: int) -> None:
+    """NCCL waits for graphs that launch its collectives, and `destroy_process_group` would, for good."""
+    case, group = Case("", True, 1), dist.new_group()
+    with taped():
+        model = WAYS["wrapped"](net(), by_class(Plain), process_group=group, optimize_backward_concat=True)
+        step = replayed(model, case.microbatch(model))
+        for index in range(5):
+            step(batch(rank, index, 0))
+            model.zero_grad()
+        recording = next(seen.recording for seen in step._seen.values())
+        assert recording is not None and recording[1]._graph._calls
+        dist.barrier()
+        dist.destroy_process_group(group)
+        assert not step._seen and not recording[1]._graph._calls
 
 
 @pytest.mark.parametrize("backwards", [1, 2])
