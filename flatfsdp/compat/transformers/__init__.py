@@ -1,5 +1,6 @@
-"""Hugging Face transformers at the speed of our own layers: `fuse(model)`, and `unfuse(model)`."""
+"""Hugging Face transformers: at the speed of our own layers, and its files for models that are sharded."""
 
 from flatfsdp.compat.transformers.fuse import fuse, unfuse
+from flatfsdp.compat.transformers.policy import policy_of
 
-__all__ = ["fuse", "unfuse"]
+__all__ = ["fuse", "policy_of", "unfuse"]
