@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
+import platform
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -225,3 +228,51 @@ def test_the_base_of_an_adapted_model_is_loaded(rank: int) -> None:
             assert torch.equal(value, before[key] if "lora_" in key else expected[key]), key
         with pytest.raises(ValueError, match=r"save_pretrained\(folder\) saves these"):
             save_hf(model, folder)
+
+
+class PeakMemory:
+    """Inside, how far this process's own memory rises, sampled; files that are mapped do not count.
+
+    Attributes:
+        bytes: the most above what there was before.
+    """
+
+    def __enter__(self) -> PeakMemory:
+        # glibc: what is freed goes back at once, so that it does not count (M_MMAP_THRESHOLD, bytes).
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)
+        self._before, self.bytes, self._ends = self._now(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._ends.wait(0.0005):
+            self.bytes = max(self.bytes, self._now() - self._before)
+
+    @staticmethod
+    def _now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="counts what glibc allocates, on Linux")
+@on_ranks(2)
+def test_no_rank_has_the_model_in_its_memory(rank: int) -> None:
+    """Of eight equal layers the first rank has one, twice: gathered, and as it is received."""
+    family = FAMILIES["Llama"]
+    sizes = {"hidden_size": 256, "intermediate_size": 2560, "num_hidden_layers": 8, "head_dim": 64}
+    with torch.device("meta"):
+        model: Any = family.build(**sizes)
+    whole = 4 * model.num_parameters()
+    shard(model, policy_of(model), device="cpu", param_init_fn=init_weights_of(model))
+    with shared_folder() as folder:
+        with PeakMemory() as saving:
+            save_hf(model, folder)
+        dist.barrier()
+        with PeakMemory() as loading:
+            load_hf(model, folder)
+    assert saving.bytes < 0.4 * whole and loading.bytes < 0.1 * whole
