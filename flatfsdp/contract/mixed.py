@@ -60,6 +60,22 @@ def unmix(module: nn.Module) -> None:
     module.__class__ = getattr(type(module), "plain_class")  # noqa: B009 - its class is a mixed one
 
 
+def made_again(module: Any, state: dict[str, Any] | None = None) -> Any:
+    """What `__reduce_ex__` of a mixin returns, so that copies and pickles of a module are mixed, too.
+
+    Its class has no name to be found by.
+
+    Args:
+        state: of the copy; default: all that the module has.
+    """
+    mixin, plain = type(module).__bases__
+    return _new, (plain, mixin), module.__getstate__() if state is None else state
+
+
+def _new(plain: type[nn.Module], mixin: type[Mixed]) -> Any:
+    return object.__new__(mixed_class(plain, mixin))  # type: ignore[arg-type]
+
+
 @functools.cache
 def mixed_class(plain: type[nn.Module], mixin: type[Mixed]) -> type[nn.Module]:
     """The class that `mix` gives a module of class `plain`.

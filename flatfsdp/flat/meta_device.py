@@ -14,7 +14,11 @@ from torch import Tensor, nn
 from flatfsdp.flat.sites import Site, assign
 
 ParamInit = Callable[[nn.Module], None]
-"""Initialises the parameters and buffers that a module owns directly."""
+"""Initialises the parameters and buffers that a module owns directly.
+
+One that has a true attribute `after_children` is called for modules that own none, too, such as a layer whose
+projections get other values than those of other layers: for each module of a unit, children before parents.
+"""
 
 
 def is_on_meta(owner: nn.Module) -> bool:
@@ -23,7 +27,7 @@ def is_on_meta(owner: nn.Module) -> bool:
 
 
 def materialize(
-    owners: Iterable[tuple[str, nn.Module]], device: torch.device, init: ParamInit | None
+    modules: Iterable[tuple[str, nn.Module]], device: torch.device, init: ParamInit | None
 ) -> None:
     """Gives memory on `device` to the meta parameters and buffers of these modules, and initialises them.
 
@@ -32,23 +36,27 @@ def materialize(
     initialisation covers it too.  Tied parameters stay tied.
 
     Args:
-        owners: (path, module), parents before children.
+        modules: (path, module), parents before children.
 
     Raises:
         ValueError: if a module cannot be initialised, or something is left uninitialised, naming it; the
             modules are then as they were.
     """
-    on_meta = [(path, owner) for path, owner in owners if is_on_meta(owner)]
-    for path, owner in on_meta:
-        _check_can_be_initialised(path, owner, init)
+    modules = list(modules)
+    on_meta = [(path, owner) for path, owner in modules if is_on_meta(owner)]
+    if init is None:
+        for path, module in modules:
+            _check_initialises_itself(path, module)
+    is_for_all = getattr(init, "after_children", False)
     replaced = [(owner, name, t) for _, owner in on_meta for name, t in _own_tensors(owner) if t.is_meta]
     made = {tensor: _empty_like(tensor, device) for _, _, tensor in replaced}
     for owner, name, tensor in replaced:
         assign(Site(owner, name, name), made[tensor])
     try:
         with torch.no_grad():
-            for _, owner in reversed(on_meta):
-                _initialise(owner, init)
+            for path, module in reversed(modules):
+                if (path, module) in on_meta or (is_for_all and not _own_tensors(module)):
+                    _initialise(module, init)
         for path, owner in on_meta:
             _check_initialised(path, owner, set(made.values()))
     except BaseException:
@@ -79,11 +87,18 @@ def _reset_of(owner: nn.Module) -> Callable[[], None] | None:
     return getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
 
 
-def _check_can_be_initialised(path: str, owner: nn.Module, init: ParamInit | None) -> None:
-    if init is None and _reset_of(owner) is None:
+def _check_initialises_itself(path: str, module: nn.Module) -> None:
+    """Raises ValueError if there is no `reset_parameters`, or if what it does is not what the model wants."""
+    name = f"{path or 'the module'} ({type(module).__name__})"
+    if type(module).__module__.startswith("transformers."):
         raise ValueError(
-            f"{path or 'the module'} ({type(owner).__name__}) is on the meta device and has no "
-            "reset_parameters(); pass param_init_fn= to say how to initialise it"
+            f"{name} is a module of transformers on the meta device, which its model initialises; pass "
+            "param_init_fn=flatfsdp.compat.transformers.init_weights_of(model)"
+        )
+    if is_on_meta(module) and _reset_of(module) is None:
+        raise ValueError(
+            f"{name} is on the meta device and has no reset_parameters(); pass param_init_fn= to say how to "
+            "initialise it"
         )
 
 

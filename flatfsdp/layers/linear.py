@@ -9,15 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import Unpack
 
-from flatfsdp.contract.claimed import taken_from
 from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import linear, prepare
 from flatfsdp.layers.options import LinearOptions
 from flatfsdp.layers.projection import Projection
-from flatfsdp.matmul.linear_map import FuseWgrad
 
 
 class Linear(Projection):
@@ -43,36 +41,6 @@ class Linear(Projection):
     ) -> None:
         super().__init__(in_features, out_features, bias, **options)
         self.reset_parameters()
-
-    @classmethod
-    def sharing(
-        cls, module: nn.Linear, name: str, allows_fp8: bool, fuse_wgrad_accumulation: FuseWgrad
-    ) -> Linear:
-        """A layer that has `module`'s own parameters.
-
-        Raises:
-            ValueError: if it is sharded already, or has hooks; the new layer would not call them.
-        """
-        sharded = f"convert: {name}.weight is sharded already; convert first, then shard or wrap the model"
-        if "weight" in taken_from(module):
-            raise ValueError(sharded)
-        hooks = [key for key, value in vars(module).items() if key.endswith("_hooks") and value]
-        if hooks:
-            raise ValueError(
-                f"convert: {name} has module hooks ({', '.join(hooks)}); register them after the conversion"
-            )
-        if module._parameters.get("weight") is None:
-            raise ValueError(sharded)
-        layer = cls(
-            module.in_features,
-            module.out_features,
-            module.bias is not None,
-            device="meta",
-            fuse_wgrad_accumulation=fuse_wgrad_accumulation,
-        )
-        layer.weight, layer.bias = module.weight, module.bias
-        layer.allows_fp8 = allows_fp8
-        return layer.train(module.training)
 
     @torch.compiler.disable
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:

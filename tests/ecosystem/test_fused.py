@@ -119,8 +119,6 @@ TOO_LATE = {
     ("shard", "fuse"): "is sharded already; fuse first, then shard",
     ("shard", "convert"): "is sharded already; convert first, then shard",
     ("shard", "adapt"): "brings parameter .*LoRA",
-    # By PEFT.
-    ("convert", "adapt"): "is not supported",
 }
 """What must not come after what, and what is said of it."""
 
@@ -159,7 +157,7 @@ def test_calls_in_any_order_are_the_same_or_raise(rank: int, world_size: int, wa
             trained.append(order)
             losses = train_sharded(model, rank, steps=1).losses
             assert losses == pytest.approx(expected, rel=1e-5)
-    assert len(trained) == 3 and all(order[-1] == "shard" for order in trained)
+    assert len(trained) == 6 and all(order[-1] == "shard" for order in trained)
 
 
 # ---- other parallelisms ---------------------------------------------------------------------------------

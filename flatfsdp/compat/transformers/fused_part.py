@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from flatfsdp.compat.transformers.families import Family, Part
-from flatfsdp.contract.mixed import Mixed, innermost, mix, mixed_class, unmix
+from flatfsdp.contract.mixed import Mixed, innermost, made_again, mix, unmix
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.matmul.linear_map import FuseWgrad
 
@@ -54,15 +54,10 @@ class FusedPart(Mixed):
     _family: Family
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are fused, too; their class has no name to be found by."""
-        mixin, plain = type(self).__bases__
+        """Copies and pickles are fused, too."""
         state = dict(self.__getstate__() if isinstance(self, MatmulLayer) else vars(self))
         state.pop("_checked", None)
-        return _made_again, (plain, mixin), state
-
-
-def _made_again(plain: type[nn.Module], mixin: type[Mixed]) -> Any:
-    return object.__new__(mixed_class(plain, mixin))  # type: ignore[arg-type]
+        return made_again(self, state)
 
 
 def become(module: nn.Module, mixin: type[FusedPart], family: Family, fusion: Fusion) -> None:

@@ -23,7 +23,7 @@ from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.mixed import About
 from flatfsdp.layers.base import MapOf, MatmulLayer
 from flatfsdp.layers.calls import linear, prepare
-from flatfsdp.layers.linear import Linear
+from flatfsdp.layers.convert import ConvertedLinear
 from flatfsdp.layers.loss.cross_entropy import Reduction
 from flatfsdp.layers.loss.linear_cross_entropy import linear_cross_entropy
 from flatfsdp.torch_private import never_traced
@@ -94,8 +94,8 @@ class FusedCausalLM(FusedPart, nn.Module):
     def _why_not(self) -> str | None:
         loss = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
         head: Any = self.get_output_embeddings()  # type: ignore[operator]
-        if isinstance(head, Linear):
-            return "its head is a flatfsdp.layers.Linear; fuse before you convert, or leave the head out"
+        if isinstance(head, ConvertedLinear):
+            return "its head was converted; fuse before you convert, or leave the head out"
         if not isinstance(head, FusedHead):
             kind = f"{type(head).__module__}.{name_of(head)}"
             return f"its head is a {kind} that was not there when it was fused, or has a bias"

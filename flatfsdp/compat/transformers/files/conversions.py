@@ -1,0 +1,118 @@
+"""Tensors that transformers has in another form in files than in the model: experts one by one, other names.
+
+In:   the tensors of a folder, or of a unit.
+Out:  for each parameter, what it is made of; and the way back.
+
+The rules are transformers' own, of the model's class (`transformers.conversion_mapping`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.compat.transformers.files.folder import Stored
+
+Values = dict[str, Tensor]
+
+
+class Converted:
+    """Tensors of a folder that become one or several parameters together.
+
+    Attributes:
+        shapes: of these parameters, by name.
+    """
+
+    def __init__(self, base: Any, target: str, converter: Any) -> None:
+        self._base, self._target, self._converter = base, target, converter
+        self._sources: list[tuple[str, str, Stored]] = []
+        self.shapes: dict[str, tuple[int, ...]] = {}
+
+    def add(self, pattern: str, key: str, stored: Stored) -> None:
+        """Adds one tensor, in the order in which transformers would find it."""
+        self._sources.append((pattern, key, stored))
+
+    def check(self) -> None:
+        """Computes the shapes, without reading anything."""
+        self.shapes = {name: tuple(value.shape) for name, value in self._convert(_described).items()}
+
+    def values(self) -> Values:
+        """Computes the parameters, whole, in host memory."""
+        return self._convert(Stored.read)
+
+    def _convert(self, read: Callable[[Stored], Tensor]) -> Values:
+        converter = copy.deepcopy(self._converter)
+        for pattern, key, stored in self._sources:
+            converter.add_tensor(self._target, key, pattern, partial(read, stored))
+        found = converter.convert(self._target, model=self._base, config=self._base.config)
+        return {name: _only(value) for name, value in found.items()}
+
+
+class Arranged(NamedTuple):
+    """What a folder has, by the names that parameters and buffers have in the model.
+
+    Attributes:
+        as_they_are: tensors that need no conversion.
+        rules: of transformers, those that were used.
+    """
+
+    as_they_are: dict[str, Stored]
+    converted: list[Converted]
+    rules: list[Any]
+
+
+def arranged(base: Any, stored: Mapping[str, Stored], known: Iterable[str]) -> Arranged:
+    """Finds out what each tensor of a folder is for.
+
+    Args:
+        base: the model of transformers.
+        known: names of its parameters and buffers.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    rules = get_model_conversion_mapping(base)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    # The values of these are asked for nothing.
+    names = dict.fromkeys(known)
+    as_they_are: dict[str, Stored] = {}
+    converted: dict[str, Converted] = {}
+    for key in sorted(stored, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, base.base_model_prefix, names)
+        if name not in names and key in names:
+            name, pattern = key, None
+        if pattern is None:
+            as_they_are[name] = stored[key]
+        else:
+            group = converted.setdefault(name, Converted(base, name, by_pattern[pattern]))
+            group.add(pattern, key, stored[key])
+    return Arranged(as_they_are, list(converted.values()), [rule for rule in rules if rule.was_used()])
+
+
+def reverted(base: Any, values: Values) -> Values:
+    """Parameters in the form that they have in files, by their names there; some are views."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: Values = revert_weight_conversion(base, values)
+    return found
+
+
+def _described(stored: Stored) -> Tensor:
+    return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+
+
+def _only(value: Any) -> Tensor:
+    found: Tensor = value[0] if isinstance(value, list) else value
+    return found

@@ -1,0 +1,223 @@
+"""A folder of safetensors files: which tensors are where, parts of them, and files written in any order.
+
+    model.safetensors                                           one file
+    model-00001-of-00002.safetensors, ...,
+      model.safetensors.index.json                              several, and which tensor is in which
+
+Format: https://huggingface.co/docs/safetensors; 8 bytes with the length of a JSON header, which has dtype,
+shape and place of each tensor, and then their bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from flatfsdp.checkpoint.boxes import boxes
+from flatfsdp.checkpoint.commit import make_folder, sync_folder
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+UNFINISHED = ".unfinished-save"
+"""Folder in which a save writes before it moves its files to their places."""
+
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+
+
+class Stored(NamedTuple):
+    """A tensor in a file, which stays open.
+
+    Attributes:
+        file: of `safetensors.safe_open`.
+    """
+
+    file: Any
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """The whole tensor, in host memory."""
+        whole: Tensor = self.file.get_tensor(self.key)
+        return whole
+
+    def read_into(self, target: Tensor, start: int) -> None:
+        """Copies elements [start, start + target.numel()) to a 1-D tensor of any floating-point dtype."""
+        if not self.shape:
+            target.copy_(self.read().reshape(1))
+            return
+        view = self.file.get_slice(self.key)
+        for box in boxes(self.shape, start, start + target.numel()):
+            limits = zip(box.offsets, box.sizes, strict=True)
+            part = view[tuple(slice(low, low + size) for low, size in limits)]
+            target[box.start - start : box.start - start + box.numel].copy_(part.reshape(-1))
+
+
+def stored_in(folder: Path) -> dict[str, Stored]:
+    """The tensors of the model in a folder, by their names there; files beside them are not looked at.
+
+    Raises:
+        FileNotFoundError: if the folder, its weights, or a file that the index names is not there.
+        ValueError: if the last save did not end, a file is damaged or lacks what the index says of it, or
+            there is a dtype that no model is trained from.
+    """
+    if (folder / INDEX).exists():
+        of_files: dict[str, set[str]] = {}
+        for key, name in json.loads((folder / INDEX).read_text())["weight_map"].items():
+            of_files.setdefault(name, set()).add(key)
+    elif (folder / ONE_FILE).exists():
+        of_files = {ONE_FILE: set()}
+    elif (folder / UNFINISHED).exists():
+        raise ValueError(f"{folder} holds a save that did not end; save to it again")
+    elif not folder.is_dir():
+        raise FileNotFoundError(
+            f"there is no folder {folder}; download a model first: huggingface_hub.snapshot_download(name)"
+        )
+    else:
+        raise FileNotFoundError(f"{folder} has neither {ONE_FILE} nor {INDEX}")
+    found: dict[str, Stored] = {}
+    for name, keys in of_files.items():
+        in_file = _tensors_of(folder / name)
+        if lacking := sorted(keys - in_file.keys()):
+            raise ValueError(f"{folder / name} has no {lacking[0]}, which {INDEX} says is there")
+        found |= {key: stored for key, stored in in_file.items() if key in keys or not keys}
+    return found
+
+
+def _tensors_of(path: Path) -> dict[str, Stored]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        file: Any = safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    found = {}
+    for key in file.keys():  # noqa: SIM118 - no dict
+        view = file.get_slice(key)
+        dtype = _TORCH_DTYPES.get(view.get_dtype())
+        if dtype is None:
+            raise ValueError(
+                f"{key} in {path} is {view.get_dtype()}: quantized weights are not loaded; convert the files "
+                "to 16 bits first"
+            )
+        found[key] = Stored(file, key, tuple(view.get_shape()), dtype)
+    return found
+
+
+class NewFiles:
+    """Files that are written tensor by tensor, in any order, in a folder of their own inside of `folder`.
+
+    Args:
+        files: (name, tensor) of each file by its name, in the order in which they are in it; of the tensors
+            shape and dtype count.
+        index: what the index says, if there is one.
+
+    Raises:
+        OSError: if they cannot be made.
+    """
+
+    def __init__(
+        self, folder: Path, files: Mapping[str, Mapping[str, Tensor]], index: Mapping[str, Any] | None
+    ) -> None:
+        self.folder = folder
+        self.place = folder / UNFINISHED
+        make_folder(folder)
+        shutil.rmtree(self.place, ignore_errors=True)
+        self.place.mkdir()
+        self._names = list(files)
+        self._index = index
+        self._to_write: dict[str, tuple[Path, int, Tensor]] = {}
+        for name, tensors in files.items():
+            self._make(self.place / name, tensors)
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Writes some of the tensors to their places, in their files' dtypes.
+
+        Raises:
+            OSError: if one cannot be written.
+            KeyError: if one has been written, or is in no file.
+        """
+        for name, value in values.items():
+            path, offset, about = self._to_write.pop(name)
+            assert value.shape == about.shape, name
+            data = value.detach().to("cpu", about.dtype).contiguous().reshape(-1).view(torch.uint8)
+            with open(path, "r+b") as file:
+                file.seek(offset)
+                data.numpy().tofile(file)
+
+    def commit(self) -> None:
+        """Moves all files to their places, in place of an earlier save's; what is not of a model stays.
+
+        The earlier save can be read until this begins.  What ends between its first and its last move leaves
+        a folder without weights, which says so.
+
+        Raises:
+            OSError: if something cannot be moved.
+        """
+        assert not self._to_write, f"{list(self._to_write)} were not written"
+        if self._index is not None:
+            (self.place / INDEX).write_text(json.dumps(self._index, indent=2, sort_keys=True) + "\n")
+        for path in self.place.iterdir():
+            with open(path, "rb") as written:
+                os.fsync(written.fileno())
+        # Whoever reads looks for these two first.
+        for name in (INDEX, ONE_FILE):
+            (self.folder / name).unlink(missing_ok=True)
+        for path in self.folder.glob("model-*-of-*.safetensors"):
+            path.unlink()
+        last = INDEX if self._index is not None else ONE_FILE
+        for path in sorted(self.place.iterdir(), key=lambda path: path.name == last):
+            os.replace(path, self.folder / path.name)
+        sync_folder(self.folder)
+        self.place.rmdir()
+
+    def discard(self) -> None:
+        """Removes what was written; the earlier save stays."""
+        with suppress(OSError):
+            shutil.rmtree(self.place)
+
+    def _make(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        sizes, end = {}, 0
+        for name, tensor in tensors.items():
+            sizes[name] = (end, end + math.prod(tensor.shape) * tensor.element_size())
+            end = sizes[name][1]
+            header[name] = {
+                "dtype": _DTYPES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": list(sizes[name]),
+            }
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(path, "wb") as file:
+            _write_header(file, text)
+            begin = file.tell()
+            file.truncate(begin + end)
+        for name, tensor in tensors.items():
+            self._to_write[name] = (path, begin + sizes[name][0], tensor)
+
+
+def _write_header(file: BinaryIO, text: bytes) -> None:
+    file.write(len(text).to_bytes(8, "little"))
+    file.write(text)

@@ -1,0 +1,176 @@
+"""`load_hf`: every rank reads its own part of each tensor from a folder of safetensors.
+
+In:   a folder, such as `save_pretrained` or `huggingface_hub.snapshot_download` leaves, and a sharded model.
+Out:  the model's shards and buffers have its values.
+
+What transformers converts (`conversions.py`) is computed whole, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.compat.transformers.files.conversions import Converted, arranged
+from flatfsdp.compat.transformers.files.folder import Stored, stored_in
+from flatfsdp.compat.transformers.files.names import FileNames, FileParameter
+from flatfsdp.compat.transformers.files.together import begin_together, raising_together
+
+_SHOWN = 5
+"""Names in one message."""
+
+
+def load_hf(model: nn.Module, path: str | os.PathLike[str]) -> None:
+    """Loads a Hugging Face folder into a sharded model, part by part.  Collective over its ranks.
+
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        model = shard(model, policy_of(model), device="cuda", param_init_fn=init_weights_of(model))
+        load_hf(model, snapshot_download(name))
+
+    Each rank reads its parts of the tensors, so that no rank ever has the model in its memory.  Values are
+    converted to the model's dtypes.  Of a PEFT model the base is loaded, and adapters stay as they are.
+
+    Args:
+        model: of transformers, or PEFT's around one; sharded in place, or wrapped.
+        path: a folder with `model.safetensors`, or several files and their index; seen by all ranks.
+
+    Raises:
+        FileNotFoundError: if there is no such folder or file.
+        ValueError: if tensors are missing, are of another shape, or have no place in the model; if files are
+            damaged, quantized, or of a save that did not end; if the model is not sharded.
+        TypeError: if `model` is neither one of transformers nor PEFT's around one.
+        RuntimeError: if a rank does not call it; inside `summon_full_params`.
+        All of them on every rank, and nothing has changed then; but if a file cannot be read any more after
+        it was checked, the model may be loaded in part.
+    """
+    state, groups = begin_together(model, "load_hf")
+    with raising_together(state):
+        plan = _Plan(FileNames(model), Path(path))
+    with raising_together(state), torch.no_grad():
+        plan.carry_out()
+    for group in groups:
+        group.master.generation += 1
+
+
+class _Copy(NamedTuple):
+    """A tensor of the folder, and where it goes."""
+
+    stored: Stored
+    parameter: FileParameter
+
+
+class _Plan:
+    """What is read, and where it goes.
+
+    Raises:
+        FileNotFoundError, ValueError: as `load_hf`.
+    """
+
+    def __init__(self, names: FileNames, folder: Path) -> None:
+        self._names = names
+        known = {name: parameter for parameter in names.parameters for name in parameter.names}
+        stored, self._converted, self._rules = arranged(
+            names.base, stored_in(folder), [*known, *names.buffers]
+        )
+        made = {name: each for each in self._converted for name in _shapes_of(each)}
+        self._targets = known
+        self._buffers = {name: stored[name] for name in names.buffers if name in stored}
+        self._copies: list[_Copy] = []
+        missing, shapes = [], []
+        for parameter in names.parameters:
+            here = [name for name in parameter.names if name in stored]
+            if not here and not any(name in made for name in parameter.names):
+                missing.append(parameter.names[0])
+            if here:
+                self._copies.append(_Copy(stored[here[0]], parameter))
+            self._require_equal(here, stored, parameter)
+        missing += names.buffers.keys() - stored.keys()
+        found = {name: each.shape for name, each in stored.items()}
+        found |= {name: each.shapes[name] for name, each in made.items()}
+        for name, shape in found.items():
+            own = _own_shape(names, known, name)
+            if own is not None and shape != own:
+                shapes.append(f"{name} ({shape}, here {own})")
+        unexpected = found.keys() - known.keys() - names.buffers.keys()
+        _raise_if(
+            folder,
+            _but(missing, names.base._keys_to_ignore_on_load_missing),
+            _but(unexpected, [*(names.base._keys_to_ignore_on_load_unexpected or ()), *_OLD_BUFFERS]),
+            shapes,
+        )
+
+    def carry_out(self) -> None:
+        """Reads everything."""
+        for stored, (group, slot, _) in self._copies:
+            shard = group.grid.shard
+            for piece in group.layout.pieces(shard.rank, shard.size):
+                if piece.slot is slot:
+                    begin, count = piece.shard_offset, piece.stop - piece.start
+                    stored.read_into(group.master.flat.detach()[begin : begin + count], piece.start)
+        for each in self._converted:
+            for name, value in each.values().items():
+                group, slot, _ = self._targets[name]
+                group.master.load(slot, value)
+        for name, stored in self._buffers.items():
+            self._names.buffers[name].copy_(stored.read())
+        # transformers asks for them when the model is saved.
+        self._names.base._weight_conversions = self._rules
+
+    @staticmethod
+    def _require_equal(names: list[str], stored: dict[str, Stored], parameter: FileParameter) -> None:
+        """Raises ValueError if a folder has several values for what is one parameter here."""
+        for name in names[1:]:
+            if not _are_equal(stored[names[0]], stored[name]):
+                raise ValueError(
+                    f"{names[0]} and {name} are one parameter in the model, and have different values in the "
+                    "folder; build the model with tie_word_embeddings=False"
+                )
+
+
+def _are_equal(one: Stored, other: Stored) -> bool:
+    """Compared row by row, so that nothing is whole in memory."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    first, second = one.file.get_slice(one.key), other.file.get_slice(other.key)
+    rows = range(0, one.shape[0], 256)
+    return all(torch.equal(first[row : row + 256], second[row : row + 256]) for row in rows)
+
+
+def _shapes_of(converted: Converted) -> Iterable[str]:
+    converted.check()
+    return converted.shapes
+
+
+def _own_shape(names: FileNames, known: dict[str, FileParameter], name: str) -> tuple[int, ...] | None:
+    if name in known:
+        return tuple(known[name].slot.whole_shape)
+    buffer: Tensor | None = names.buffers.get(name)
+    return None if buffer is None else tuple(buffer.shape)
+
+
+_OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
+"""What older files have, and transformers computes."""
+
+
+def _but(names: Iterable[str], patterns: Any) -> list[str]:
+    """Names that match none of these regular expressions."""
+    return sorted(name for name in names if not any(re.search(pattern, name) for pattern in patterns or ()))
+
+
+def _raise_if(folder: Path, missing: list[str], unexpected: list[str], shapes: list[str]) -> None:
+    told = {"missing": missing, "unexpected": unexpected, "of another shape": shapes}
+    parts = [f"{what}: {_listed(names)}" for what, names in told.items() if names]
+    if parts:
+        raise ValueError(f"{folder} is not of this model; {'; '.join(parts)}")
+
+
+def _listed(names: list[str]) -> str:
+    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,176 @@
+"""`save_hf`: a sharded model as a folder that plain `from_pretrained` reads, one unit after the other.
+
+In:   a sharded model.
+Out:  safetensors files of bounded size, their index, and the configurations.
+Next: `folder.py` writes them, and moves them to their places at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.compat.transformers.files.conversions import Values, reverted
+from flatfsdp.compat.transformers.files.folder import NewFiles
+from flatfsdp.compat.transformers.files.names import FileNames
+from flatfsdp.compat.transformers.files.together import begin_together, raising_together
+from flatfsdp.contract.mixed import innermost
+from flatfsdp.engine.storage.group import FlatGroup
+from flatfsdp.flat.layout import ParamSlot
+
+
+def save_hf(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    dtype: torch.dtype | None = None,
+    *,
+    max_shard_size: int | str = "50GB",
+) -> None:
+    """Writes the files that `save_pretrained` writes, from parts.  Collective over its ranks.
+
+        save_hf(model, "out", dtype=torch.bfloat16)
+        tokenizer.save_pretrained("out")
+
+    The first rank gathers and writes one unit after the other, so that no rank has more than one in its
+    memory.  The folder's earlier model can be read until all of the new one is written.
+
+    Args:
+        model: of transformers; sharded in place, or wrapped.
+        dtype: of floating-point values; None: as the master shards, FP32 by default.
+        max_shard_size: of one file, in bytes or such as "5GB".
+
+    Raises:
+        OSError: if something cannot be written.
+        ValueError: if the model is not sharded, or is PEFT's, whose adapters `save_pretrained` saves; if
+            transformers joins tensors of several units in one of a file.
+        TypeError: if `model` is no model of transformers.
+        RuntimeError: if a rank does not call it; inside `summon_full_params`.
+        All of them on every rank, and the folder's earlier model stays.
+    """
+    state, groups = begin_together(model, "save_hf")
+    with raising_together(state):
+        if hasattr(model, "peft_config"):
+            raise ValueError(
+                "save_hf of a PEFT model would be without its adapters; model.save_pretrained(folder) saves "
+                "these; for one whole model, call merge_and_unload() of what plain PEFT loads"
+            )
+        contents = _Contents(model, dtype)
+        layout = contents.layout()
+    files: NewFiles | None = None
+    try:
+        with raising_together(state):
+            if state.grid.is_first:
+                files = _new_files(Path(path), layout, max_shard_size)
+        for group in groups:
+            full = group.master.gather(rank0_only=True)
+            with raising_together(state):
+                if files is not None and full is not None:
+                    files.write(contents.of_group(group, full))
+            del full
+        with raising_together(state):
+            if files is not None:
+                files.write(contents.buffers())
+                _save_configurations(contents.base, files.place, contents.dtype)
+                files.commit()
+    except BaseException:
+        if files is not None:
+            files.discard()
+        raise
+
+
+class _Contents:
+    """What is written of a model, by the names and in the form that it has in files.
+
+    Attributes:
+        base: the model of transformers.
+        dtype: of floating-point parameters.
+
+    Raises:
+        TypeError: as `FileNames`.
+    """
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
+        names = FileNames(model)
+        self.base = names.base
+        ignored = names.base._keys_to_ignore_on_save or ()
+        self._buffers = {name: value for name, value in names.buffers.items() if name not in ignored}
+        self._names: dict[FlatGroup, dict[ParamSlot, list[str]]] = {}
+        for group, slot, own in names.parameters:
+            written = [name for name in _written(own, names.base) if name not in ignored]
+            self._names.setdefault(group, {})[slot] = written
+        dtypes = {group.master.flat.dtype for group in self._names}
+        self.dtype = max(dtypes, key=lambda each: each.itemsize) if dtype is None else dtype
+
+    def layout(self) -> Values:
+        """All tensors, on the meta device.
+
+        Raises:
+            ValueError: if transformers joins tensors of several units in one.
+        """
+        plain: Values = {}
+        found: Values = {}
+        for slots in self._names.values():
+            own = self._named(slots, lambda slot: torch.empty(slot.whole_shape, device="meta"))
+            plain |= own
+            found |= reverted(self.base, own)
+        shapes = {name: value.shape for name, value in found.items()}
+        wanted = {name: value.shape for name, value in reverted(self.base, plain).items()}
+        if shapes != wanted:
+            differing = sorted(shapes.items() ^ wanted.items())[0][0]
+            raise ValueError(
+                f"save_hf: {differing} is made of parameters of several units; let the wrap policy pick the "
+                "module around them"
+            )
+        sizes = {name: torch.empty(shape, dtype=self.dtype, device="meta") for name, shape in shapes.items()}
+        return sizes | {name: value.to("meta") for name, value in self._buffers.items()}
+
+    def of_group(self, group: FlatGroup, full: Tensor) -> Values:
+        """The tensors of one unit.
+
+        Args:
+            full: its whole padded buffer.
+        """
+        slots = group.layout.slots
+        views = dict(zip(slots, group.layout.views(full), strict=True))
+        return reverted(self.base, self._named(self._names.get(group, {}), views.__getitem__))
+
+    def buffers(self) -> Values:
+        return self._buffers
+
+    @staticmethod
+    def _named(slots: Mapping[ParamSlot, Iterable[str]], value_of: Callable[[ParamSlot], Tensor]) -> Values:
+        return {name: value_of(slot) for slot, names in slots.items() for name in names}
+
+
+def _written(names: Sequence[str], base: Any) -> Sequence[str]:
+    """Which names a parameter has in files: those that transformers does not tie to another one itself."""
+    tied = base.all_tied_weights_keys
+    return [name for name in names if name not in tied] or names[:1]
+
+
+def _new_files(folder: Path, layout: Values, max_shard_size: int | str) -> NewFiles:
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    split = split_torch_state_dict_into_shards(
+        layout, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
+    )
+    files = {
+        file: {name: layout[name] for name in names} for file, names in split.filename_to_tensors.items()
+    }
+    index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+    return NewFiles(folder, files, index if split.is_sharded else None)
+
+
+def _save_configurations(base: Any, folder: Path, dtype: torch.dtype) -> None:
+    config = copy.deepcopy(base.config)
+    config.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [innermost(type(base)).__name__]
+    config.save_pretrained(folder)
+    if base.can_generate():
+        base.generation_config.save_pretrained(folder)

@@ -1,0 +1,278 @@
+"""Hugging Face's files are read to sharded models and written from them, part by part, or refused."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import json
+import platform
+import threading
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from flatfsdp import Precision, shard
+from flatfsdp.compat.transformers import init_weights_of, load_hf, policy_of, save_hf
+from tests.support.both_forms import WAYS, sharded
+from tests.support.ecosystem.families import FAMILIES, Family, batches_of, needs_peft, needs_transformers
+from tests.support.ecosystem.folders import shared_folder
+from tests.support.ecosystem.fused import MODELS
+from tests.support.ecosystem.training import assert_same_values
+from tests.support.ranks import on_ranks
+
+pytestmark = needs_transformers
+
+
+def trained(family: Family, seed: int = 5) -> Any:
+    """A plain model whose parameters all have values of their own."""
+    model: Any = family.build()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+def from_meta(family: Family, **options: Any) -> Any:
+    with torch.device("meta"):
+        model: Any = family.build()
+    return shard(model, policy_of(model), device="cpu", param_init_fn=init_weights_of(model), **options)
+
+
+def read(family: Family, folder: Path, **options: Any) -> Any:
+    """What plain transformers makes of the folder, if nothing is missing or too much."""
+    transformers = importlib.import_module("transformers")
+    kind = getattr(transformers, family.model)
+    model, told = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
+    assert not any(told.values()), told
+    return model
+
+
+def keys_in(folder: Path) -> set[str]:
+    from safetensors import safe_open
+
+    found: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= set(file.keys())
+    return found
+
+
+@on_ranks(2)
+def test_files_of_plain_transformers_are_read_and_written(rank: int) -> None:
+    """Tied weights, experts that have other names and shapes in files, one file and several."""
+    for number, (name, family) in enumerate(MODELS.items()):
+        plain = trained(family)
+        size = "20KB" if number % 2 else "1GB"
+        with shared_folder() as folder:
+            if rank == 0:
+                plain.save_pretrained(folder / "plain", max_shard_size=size)
+            dist.barrier()
+            model = from_meta(family)
+            load_hf(model, folder / "plain")
+            assert_same_values(model.state_dict(), plain.state_dict())
+            save_hf(model, folder / "ours", max_shard_size=size)
+            assert keys_in(folder / "ours") == keys_in(folder / "plain"), name
+            configs = [json.loads((folder / each / "config.json").read_text()) for each in ("ours", "plain")]
+            assert configs[0] == configs[1]
+            one_file = size == "1GB"
+            assert (folder / "ours" / "model.safetensors").exists() == one_file
+            assert (folder / "ours" / "model.safetensors.index.json").exists() != one_file
+            assert (folder / "ours" / "generation_config.json").exists() == plain.can_generate()
+            assert_same_values(read(family, folder / "ours").state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_sixteen_bits(rank: int, way: str) -> None:
+    """Files in BF16 of a model that trains in FP32, and back; other files in the folder are not looked at."""
+    family = FAMILIES["Llama"]
+    plain = trained(family).bfloat16()
+    model = sharded(way, family.build(), family.is_unit, precision=Precision(compute=torch.bfloat16))
+    with shared_folder() as folder:
+        if rank == 0:
+            plain.save_pretrained(folder)
+            (folder / "consolidated.safetensors").write_bytes(b"of another format")
+            (folder / "README.md").write_text("stays")
+        dist.barrier()
+        load_hf(model, folder)
+        assert_same_values(model.state_dict(), plain.float().state_dict())
+        save_hf(model, folder, dtype=torch.bfloat16, max_shard_size="30KB")
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+        names = {path.name for path in folder.iterdir()}
+        assert {"README.md", "consolidated.safetensors", "model.safetensors.index.json"} < names
+        assert not names & {"model.safetensors", ".unfinished-save"}
+        found = read(family, folder, dtype="auto")
+        assert found.dtype == torch.bfloat16
+    inputs = batches_of(rank, 0)[0]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**inputs).logits, found.eval()(**inputs).logits)
+    assert_same_values(found.float().state_dict(), plain.state_dict())
+
+
+@on_ranks(2)
+def test_what_does_not_fit_is_named_on_all_ranks(rank: int, world_size: int) -> None:
+    family = FAMILIES["Llama"]
+    model = sharded("in place", family.build(), family.is_unit)
+    before = model.state_dict()
+    sizes = {"hidden_size": 64}
+    others = {
+        r"missing: model\.layers\.1\..*, and 4 more": family.build(num_hidden_layers=1),
+        r"unexpected: model\.layers\.2\.": family.build(num_hidden_layers=3),
+        r"of another shape: lm_head\.weight \(\(64, 64\), here \(64, 32\)\)": family.build(**sizes),
+        r"unexpected: .*q_norm": FAMILIES["Qwen3"].build(),
+    }
+    with shared_folder() as folder:
+        for number, (said, other) in enumerate(others.items()):
+            if rank == 0:
+                other.save_pretrained(folder / str(number))
+            dist.barrier()
+            with pytest.raises(ValueError, match=said):
+                load_hf(model, folder / str(number))
+        if rank == 0:
+            for each in range(world_size):
+                family.build().save_pretrained(folder / f"of rank {each}", max_shard_size="20KB")
+        dist.barrier()
+        own = folder / f"of rank {rank}"
+        path = next(own.glob("*.safetensors"))
+        if rank == 1:
+            path.write_bytes(path.read_bytes()[:-8])
+        with pytest.raises(ValueError, match=r"safetensors is damaged"):
+            load_hf(model, own)
+        if rank == 1:
+            path.unlink()
+        with pytest.raises(FileNotFoundError):
+            load_hf(model, own)
+        with pytest.raises(FileNotFoundError, match=r"there is no folder .*snapshot_download"):
+            load_hf(model, folder / "nothing")
+    with pytest.raises(ValueError, match="LlamaForCausalLM is not sharded"):
+        load_hf(family.build(), "nowhere")
+    with model.summon_full_params(), pytest.raises(RuntimeError, match="inside summon_full_params"):
+        save_hf(model, "nowhere")
+    assert_same_values(model.state_dict(), before)
+
+
+@on_ranks(2)
+def test_a_tied_model_needs_one_value(rank: int) -> None:
+    """Files may have a tied weight once, under either name, or twice; then with one value."""
+    from safetensors.torch import load_file, save_file
+
+    family = FAMILIES["Qwen3"]
+    plain = trained(family)
+    model = sharded("in place", family.build(), family.is_unit)
+    with shared_folder() as folder:
+        if rank == 0:
+            plain.save_pretrained(folder)
+            values = load_file(folder / "model.safetensors")
+            head = values["model.embed_tokens.weight"].clone()
+            save_file({**values, "lm_head.weight": head}, folder / "model.safetensors")
+        dist.barrier()
+        load_hf(model, folder)
+        assert_same_values(model.state_dict(), plain.state_dict())
+        dist.barrier()
+        if rank == 0:
+            save_file({**values, "lm_head.weight": 2 * head}, folder / "model.safetensors")
+        dist.barrier()
+        with pytest.raises(ValueError, match=r"are one parameter in the model.*tie_word_embeddings=False"):
+            load_hf(model, folder)
+
+
+@on_ranks(2)
+def test_a_save_that_fails_leaves_the_earlier_model(rank: int) -> None:
+    family = FAMILIES["Llama"]
+    model = sharded("in place", trained(family, seed=1), family.is_unit)
+    first = model.state_dict()
+    with shared_folder() as folder:
+        save_hf(model, folder, max_shard_size="20KB")
+        other = sharded("in place", trained(family, seed=2), family.is_unit)
+        place = "flatfsdp.compat.transformers.files.folder"
+        full = mock.patch(f"{place}.NewFiles.write", side_effect=OSError(28, "No space left on device"))
+        with full, pytest.raises(OSError, match="No space left"):
+            save_hf(other, folder, max_shard_size="20KB")
+        assert_same_values(read(family, folder).state_dict(), first)
+        # As a crash leaves it, just before the last file is moved.
+        moves = mock.Mock(side_effect=[None, OSError("killed")])
+        crash = mock.patch(f"{place}.os.replace", moves)
+        with crash, mock.patch(f"{place}.NewFiles.discard"), pytest.raises(OSError, match="killed"):
+            save_hf(other, folder)
+        with pytest.raises(ValueError, match="a save that did not end; save to it again"):
+            load_hf(model, folder)
+        save_hf(other, folder)
+        load_hf(model, folder)
+        assert_same_values(model.state_dict(), other.state_dict())
+
+
+@needs_peft
+@on_ranks(2)
+def test_the_base_of_an_adapted_model_is_loaded(rank: int) -> None:
+    import peft
+
+    family = FAMILIES["Llama"]
+    plain = trained(family)
+    config = peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], modules_to_save=["lm_head"])
+    model = sharded("in place", peft.get_peft_model(family.build(), config), family.is_unit)
+    before = model.state_dict()
+    with shared_folder() as folder:
+        if rank == 0:
+            plain.save_pretrained(folder)
+        dist.barrier()
+        load_hf(model, folder)
+        found = model.state_dict()
+        torch.manual_seed(0)
+        expected = peft.get_peft_model(plain, config).state_dict()
+        for key, value in found.items():
+            assert torch.equal(value, before[key] if "lora_" in key else expected[key]), key
+        with pytest.raises(ValueError, match=r"save_pretrained\(folder\) saves these"):
+            save_hf(model, folder)
+
+
+class PeakMemory:
+    """Inside, how far this process's own memory rises, sampled; files that are mapped do not count.
+
+    Attributes:
+        bytes: the most above what there was before.
+    """
+
+    def __enter__(self) -> PeakMemory:
+        # glibc: what is freed goes back at once, so that it does not count (M_MMAP_THRESHOLD, bytes).
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)
+        self._before, self.bytes, self._ends = self._now(), 0, threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._ends.wait(0.0005):
+            self.bytes = max(self.bytes, self._now() - self._before)
+
+    @staticmethod
+    def _now() -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="counts what glibc allocates, on Linux")
+@on_ranks(2)
+def test_no_rank_has_the_model_in_its_memory(rank: int) -> None:
+    """Of eight equal layers the first rank has one, twice: gathered, and as it is received."""
+    family = FAMILIES["Llama"]
+    sizes = {"hidden_size": 256, "intermediate_size": 2560, "num_hidden_layers": 8, "head_dim": 64}
+    with torch.device("meta"):
+        model: Any = family.build(**sizes)
+    whole = 4 * model.num_parameters()
+    shard(model, policy_of(model), device="cpu", param_init_fn=init_weights_of(model))
+    with shared_folder() as folder:
+        with PeakMemory() as saving:
+            save_hf(model, folder)
+        dist.barrier()
+        with PeakMemory() as loading:
+            load_hf(model, folder)
+    assert saving.bytes < 0.4 * whole and loading.bytes < 0.1 * whole
