@@ -9,7 +9,10 @@ import torch
 
 
 def indexed(device: torch.device) -> torch.device:
-    """The device with its number: without one, the current one is meant."""
+    """The device with its number: without one, the current one is meant.  The CPU has none."""
+    if device.type == "cpu":
+        # Accelerate says "cpu:0", and tensors that are made there say "cpu".
+        return torch.device("cpu")
     is_open = device.type == "cuda" and device.index is None
     return torch.device("cuda", torch.cuda.current_device()) if is_open else device
 

@@ -1,0 +1,179 @@
+"""`FlatArguments`: how `FlatTrainer` shards a model; and what of TrainingArguments it cannot do.
+
+In:   a model as people bring it, TrainingArguments.
+Out:  the model sharded in place, or an error before anything has changed.
+Next: `trainer.py` trains it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from flatfsdp.compat.transformers.fuse import fuse
+from flatfsdp.compat.transformers.initialise import init_weights_of
+from flatfsdp.compat.transformers.policy import policy_of
+from flatfsdp.engine.in_place.shard import shard
+from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.fp8 import CurrentScaling, Recipe
+from flatfsdp.layers import convert
+from flatfsdp.policy import Precision
+
+OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
+"""Values of `TrainingArguments.optim` that compute element by element, with nothing but PyTorch."""
+
+
+@dataclass(frozen=True)
+class FlatArguments:
+    """How FlatTrainer shards and computes a model, beside TrainingArguments.
+
+    Attributes:
+        policy: which modules become units; None: the layers that transformers names, see `policy_of`.
+        precision: dtypes; None: masters in FP32, which compute in bf16 with `TrainingArguments(bf16=True)`,
+            or else in FP32.
+        reshard_after_forward: whether to free parameters after use (ZeRO-3) or once a step (ZeRO-2).
+        optimize_backward_concat: whether gradients are concatenated in the last microbatch only.
+        fuse: whether our kernels compute what they know, see `fuse`.
+        fp8: recipe by which linear maps of the layers multiply in FP8; None: they do not.
+        fp8_weights: whether weights are in FP8 in the flat buffers, too, one byte an element.
+        replay: whether microbatches become CUDA graphs, see `flatfsdp.replayed`.
+
+    Raises:
+        ValueError: for `fp8_weights` without `fp8`; for `replay` without `optimize_backward_concat`.
+    """
+
+    policy: WrapPolicy | None = None
+    precision: Precision | None = None
+    reshard_after_forward: bool = True
+    optimize_backward_concat: bool = True
+    fuse: bool = False
+    fp8: Recipe | None = None
+    fp8_weights: bool = False
+    replay: bool = False
+
+    def __post_init__(self) -> None:
+        if self.fp8_weights and self.fp8 is None:
+            raise ValueError("FlatArguments has fp8_weights and no recipe; pass fp8=DelayedScaling(), say")
+        if self.replay and not self.optimize_backward_concat:
+            raise ValueError("replay needs optimize_backward_concat=True: graphs write to flat gradients")
+
+    def prepare(self, model: Any, arguments: Any) -> nn.Module:
+        """The model, fused or converted and sharded in place on the device of these TrainingArguments.
+
+        Raises:
+            ValueError: if it is sharded already, and was to be sharded in another way; as `policy_of`, `fuse`
+                and `shard`.
+        """
+        if hasattr(model, "fsdp_state"):
+            self._require_only_of_training()
+            return model
+        policy = policy_of(model) if self.policy is None else self.policy
+        is_on_meta = any(parameter.is_meta for parameter in model.parameters())
+        if self.fuse:
+            fuse(model, fp8=self.fp8 is not None)
+        elif self.fp8 is not None:
+            convert(model)
+        return shard(
+            model,
+            policy,
+            device=arguments.device,
+            precision=self._precision(arguments),
+            reshard_after_forward=self.reshard_after_forward,
+            optimize_backward_concat=self.optimize_backward_concat,
+            param_init_fn=init_weights_of(model) if is_on_meta else None,
+        )
+
+    def _precision(self, arguments: Any) -> Precision:
+        if self.precision is not None:
+            return self.precision
+        return Precision(
+            compute=torch.bfloat16 if arguments.bf16 else torch.float32,
+            fp8_weights=CurrentScaling() if self.fp8_weights else None,
+        )
+
+    def _require_only_of_training(self) -> None:
+        """Checks that nothing is asked for that is done where a model is sharded."""
+        plain = FlatArguments()
+        of_sharding = {field.name for field in fields(self)} - {"fp8", "replay"}
+        asked = [name for name in sorted(of_sharding) if getattr(self, name) != getattr(plain, name)]
+        if asked:
+            raise ValueError(
+                f"the model is sharded already, and FlatArguments has {', '.join(asked)}; say so where it is "
+                "sharded, or give FlatTrainer the plain model"
+            )
+
+
+def require_possible(arguments: Any, flat: FlatArguments) -> None:
+    """Checks that FlatTrainer can do what these TrainingArguments ask for.
+
+    Raises:
+        ValueError: if not: what, and what to do instead.
+    """
+    reasons = [f"{what}: {instead}" for what, is_asked, instead in _impossible(arguments, flat) if is_asked]
+    if reasons:
+        raise ValueError("FlatTrainer cannot do what TrainingArguments ask for:\n" + "\n".join(reasons))
+
+
+def _impossible(given: Any, flat: FlatArguments) -> Iterator[tuple[str, bool, str]]:
+    """What cannot be done, whether it is asked for, and the way out."""
+    accelerator = given.accelerator_config
+    accumulation = accelerator.gradient_accumulation_kwargs or {}
+    ours = "FlatFSDP shards the model; see FlatArguments"
+    yield "fsdp", bool(given.fsdp), ours
+    yield "deepspeed", bool(given.deepspeed), ours
+    yield "parallelism_config", getattr(given, "parallelism_config", None) is not None, ours
+    yield "fp16", given.fp16, "train with bf16=True, which needs no loss scaling"
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        yield name, getattr(given, name), "evaluations compute in the dtype of training"
+    yield (
+        "torch_compile",
+        given.torch_compile,
+        "compile the layers before: layer.forward = torch.compile(layer.forward)",
+    )
+    yield (
+        "auto_find_batch_size",
+        given.auto_find_batch_size,
+        "choose per_device_train_batch_size; `python -m flatfsdp plan` tells how much memory a model takes",
+    )
+    yield (
+        "several GPUs in one process",
+        given.n_gpu > 1,
+        "start one process for each: torchrun --nproc-per-node N",
+    )
+    yield "save_on_each_node", given.save_on_each_node, "checkpoints are written once, by all ranks together"
+    yield (
+        "enable_jit_checkpoint",
+        getattr(given, "enable_jit_checkpoint", False),
+        "ranks would save at different times; save every few steps",
+    )
+    yield "ddp_broadcast_buffers", bool(given.ddp_broadcast_buffers), "there is no DistributedDataParallel"
+    yield (
+        "accelerator_config.even_batches=False",
+        accelerator.even_batches is False,
+        "all ranks have to have as many microbatches",
+    )
+    yield (
+        "gradient_accumulation_kwargs of sync_each_batch",
+        bool(accumulation.get("sync_each_batch")),
+        "gradients are reduced in the last microbatch of a step",
+    )
+    optim = str(getattr(given.optim, "value", given.optim))
+    yield (
+        f"optim={optim!r}",
+        optim not in OPTIMIZERS,
+        f"choose one of {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs=(a class that computes "
+        "element by element, {...})",
+    )
+    if flat.fuse:
+        yield "use_liger_kernel", given.use_liger_kernel, "FlatArguments(fuse=True) has its own kernels"
+    if flat.replay:
+        yield "neftune_noise_alpha", given.neftune_noise_alpha is not None, "hooks would not run in replays"
+        yield (
+            "torch_empty_cache_steps",
+            given.torch_empty_cache_steps is not None,
+            "memory of recorded microbatches is kept",
+        )

@@ -1,0 +1,238 @@
+"""`FlatTrainer`: transformers' Trainer on a model that it shards in place.
+
+In:   what `Trainer` takes, and `FlatArguments`.
+Out:  what `Trainer` gives: losses, gradient norms, checkpoints that `from_pretrained` reads.
+
+What differs from `Trainer` under torchrun, where DistributedDataParallel is around the model:
+
+    the model       is sharded where the trainer is made, before there is an optimizer
+    a microbatch    tells the engine its place in the step; as a CUDA graph, if that is wanted
+    AdamW           is `flatfsdp.optim.AdamW`, one kernel
+    a checkpoint    is written by all ranks: what `from_pretrained` reads, and in `flatfsdp/` what goes on
+
+Everything else is `Trainer`'s own code.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+
+import flatfsdp.optim
+from flatfsdp import checkpoint
+from flatfsdp.compat.transformers.files.load import load_hf
+from flatfsdp.compat.transformers.files.save import save_hf
+from flatfsdp.compat.transformers.trainer.flat_arguments import FlatArguments, require_possible
+from flatfsdp.contract.claimed import TAKEN_AS
+from flatfsdp.engine.replay.replayed import replayed
+from flatfsdp.fp8 import autocast
+from flatfsdp.microbatch import microbatches
+
+STATE = "flatfsdp"
+"""Folder in a checkpoint: shards and optimizer, as `flatfsdp.checkpoint` writes them."""
+
+
+class FlatTrainer(transformers.Trainer):
+    """transformers' Trainer, whose model FlatFSDP shards in place.
+
+        trainer = FlatTrainer(model, TrainingArguments("out", bf16=True), train_dataset=data)
+        trainer.train()
+
+    A program for `Trainer` under torchrun runs with this one changed line: the model is as it comes from
+    `from_pretrained`, or on the meta device.  Afterwards `trainer.model` is sharded; it has the class, the
+    names and the methods that it had.  `train`, `evaluate`, `predict` and `save_model` are for all ranks.
+
+    Args:
+        model: plain, or sharded in place already.
+        args: TrainingArguments.
+        flat: how to shard and compute the model; None: `FlatArguments()`.
+        options: all others of `Trainer`, but `model_init`.  An optimizer in `optimizers` has to be made of a
+            model that is sharded already; `optimizer_cls_and_kwargs` is for all others.
+
+    Raises:
+        ValueError: for TrainingArguments that FlatFSDP cannot do; if the model cannot be sharded; for an
+            optimizer of parameters that are in a flat buffer by now.
+    """
+
+    model: Any
+    optimizer: Any
+    lr_scheduler: Any
+
+    def __init__(
+        self, model: Any, args: Any = None, *rest: Any, flat: FlatArguments | None = None, **options: Any
+    ) -> None:
+        if model is None or options.get("model_init") is not None:
+            raise ValueError("FlatTrainer shards one model: pass model, and no model_init")
+        args = transformers.TrainingArguments("tmp_trainer") if args is None else args
+        self._flat = FlatArguments() if flat is None else flat
+        require_possible(args, self._flat)
+        model = self._flat.prepare(model, args)
+        super().__init__(model, args, *rest, **options)
+        if self.optimizer is not None:
+            _require_made_after(self.optimizer)
+        self._places: Generator[int] | None = None
+        self._left = 0
+        self._microbatch = replayed(model, self._run) if self._flat.replay else self._run
+
+    # ---- what surrounds the model -----------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As `Trainer`'s, but its Accelerator leaves the model as it is."""
+        super().create_accelerator_and_postprocess()
+        self.accelerator.prepare_model = self._prepared
+
+    def _prepared(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        if model not in self.accelerator._models:
+            self.accelerator._models.append(model)
+        return model
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
+        """As `Trainer`'s; in place of torch's AdamW our own."""
+        made, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
+        if made is torch.optim.AdamW:
+            return flatfsdp.optim.AdamW, {key: value for key, value in options.items() if key != "fused"}
+        return made, options
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
+        """
+        Raises:
+            NotImplementedError: each trial needs a model of its own.
+        """
+        raise NotImplementedError("FlatTrainer has one model; make a trainer for each trial")
+
+    # ---- microbatches -----------------------------------------------------------------------------------
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:
+        """As `Trainer`'s: the microbatches of a step; the engine learns how many there are."""
+        samples, count = super().get_batch_samples(*args, **kwargs)
+        self._end_step()
+        self._places, self._left = self._places_of(len(samples)), len(samples)
+        return samples, count
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As `Trainer`'s: forward and backward of a microbatch; returns its loss, detached."""
+        if self._places is not None:
+            next(self._places)
+        if isinstance(num_items_in_batch, int):
+            num_items_in_batch = torch.tensor(num_items_in_batch, device=self.args.device)
+        inputs = dict(self._prepare_inputs(inputs))
+        loss = self._microbatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
+        self._left -= 1
+        if not self._left:
+            self._end_step()
+        return loss
+
+    def _run(self, inputs: dict[str, Any], num_items_in_batch: Tensor | None, _accumulated: int) -> Tensor:
+        """
+        Args:
+            _accumulated: by which `Trainer` divides: another number is another recording.
+        """
+        return super().training_step(self.model, inputs, num_items_in_batch)
+
+    def _places_of(self, count: int) -> Generator[int]:
+        yield from microbatches(self.model, range(count))
+
+    def _end_step(self) -> None:
+        if self._places is not None:
+            self._places.close()
+            self._places = None
+
+    def compute_loss_context_manager(self) -> Any:
+        """As `Trainer`'s, in training and in evaluation; FP8 inside of it."""
+        contexts = super().compute_loss_context_manager()
+        if self._flat.fp8 is not None:
+            contexts.enter_context(autocast(recipe=self._flat.fp8))
+        return contexts
+
+    # ---- checkpoints ------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes what `from_pretrained` reads, of a PEFT model its adapters.  Collective over all ranks."""
+        folder = Path(output_dir or self.args.output_dir or ".")
+        if isinstance(self.model, transformers.PreTrainedModel):
+            save_hf(self.model, folder)
+        elif hasattr(self.model, "peft_config"):
+            self.model.save_pretrained(str(folder))
+        else:
+            values = self.model.state_dict()
+            if self.args.should_save:
+                folder.mkdir(parents=True, exist_ok=True)
+                safetensors.torch.save_file(
+                    {name: value.clone() for name, value in values.items()}, folder / "model.safetensors"
+                )
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(str(folder))
+            torch.save(self.args, folder / TRAINING_ARGS_NAME)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        checkpoint.save(Path(output_dir) / STATE, self.model, self._plain_optimizer, overwrite=True)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights alone; of a checkpoint to go on from, they come with the optimizer."""
+        if not _goes_on(resume_from_checkpoint):
+            self._load_weights(resume_from_checkpoint)
+
+    def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
+        if checkpoint_folder is None or not _goes_on(checkpoint_folder):
+            return
+        checkpoint.load(Path(checkpoint_folder) / STATE, self.model, self._plain_optimizer)
+        scheduler = torch.load(Path(checkpoint_folder) / SCHEDULER_NAME, weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+
+    def _load_best_model(self) -> None:
+        folder = self.state.best_model_checkpoint
+        assert folder is not None
+        if _goes_on(folder):
+            checkpoint.load(Path(folder) / STATE, self.model)
+        else:
+            self._load_weights(folder)
+
+    def _load_weights(self, folder: str) -> None:
+        if not isinstance(self.model, transformers.PreTrainedModel):
+            raise ValueError(
+                f"{folder} has no {STATE}/, from which to load a {type(self.model).__name__}; save with "
+                "save_only_model=False"
+            )
+        load_hf(self.model, folder)
+
+    @property
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        """Without what Accelerate puts around it."""
+        optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return optimizer
+
+
+class FlatSeq2SeqTrainer(FlatTrainer, transformers.Seq2SeqTrainer):
+    """transformers' Seq2SeqTrainer, whose model FlatFSDP shards in place; see `FlatTrainer`.
+
+    With `predict_with_generate` evaluations generate, on all ranks until the last one has ended.
+    """
+
+
+def _goes_on(folder: str) -> bool:
+    """Whether a checkpoint holds more than weights."""
+    return os.path.isdir(Path(folder) / STATE)
+
+
+def _require_made_after(optimizer: torch.optim.Optimizer) -> None:
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if (name := TAKEN_AS.of(parameter)) is not None:
+            raise ValueError(
+                f"the optimizer has parameter {name}, which is in a flat buffer by now; pass "
+                "optimizer_cls_and_kwargs=(the class, {its options}), and FlatTrainer makes it"
+            )
