@@ -1,0 +1,239 @@
+"""transformers' trainers on FlatFSDP: a program written for DistributedDataParallel, with one changed line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flatfsdp import Precision, shard
+from flatfsdp.compat.transformers import policy_of
+from flatfsdp.fp8 import DelayedScaling
+from tests.support.ecosystem.families import FAMILIES, VOCAB, needs_peft, needs_transformers
+from tests.support.ecosystem.launched import launched
+from tests.support.ranks import on_ranks
+
+pytestmark = [
+    needs_transformers,
+    pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate"),
+]
+
+SAMPLES = 20
+"""Five microbatches of two a rank: steps of two, two and one."""
+
+
+class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences of which some labels do not count, another number in each."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(1, VOCAB, (16,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.clone()
+        labels[: index % 5] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def arguments(folder: Path, kind: str = "TrainingArguments", **options: Any) -> Any:
+    import transformers
+
+    common = {
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "num_train_epochs": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+    }
+    return getattr(transformers, kind)(output_dir=str(folder), **{**common, **options})
+
+
+def flat_trainer(model: Any, args: Any, **options: Any) -> Any:
+    from flatfsdp.compat.transformers.trainer import FlatTrainer
+
+    return FlatTrainer(model, args, train_dataset=Text(), **options)
+
+
+def flat_arguments(**options: Any) -> Any:
+    from flatfsdp.compat.transformers.trainer import FlatArguments
+
+    return FlatArguments(**options)
+
+
+def history(trainer: Any) -> Tensor:
+    """Loss, gradient norm and learning rate of each step."""
+    keys = ("loss", "grad_norm", "learning_rate")
+    return torch.tensor([[log[key] for key in keys] for log in trainer.state.log_history if "loss" in log])
+
+
+def same(state: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return state.keys() == other.keys() and all(torch.equal(state[key], other[key]) for key in state)
+
+
+@on_ranks(2)
+def test_losses_and_gradient_norms_are_those_of_ddp(rank: int, world_size: int, tmp_path: Path) -> None:
+    import transformers
+
+    with launched(rank, world_size):
+        ddp = transformers.Trainer(FAMILIES["Llama"].build(), arguments(tmp_path), train_dataset=Text())
+        ddp.train()
+        for zero3, optim in ((True, "adamw_torch"), (False, "sgd")):
+            if optim == "sgd":
+                ddp = transformers.Trainer(
+                    FAMILIES["Llama"].build(), arguments(tmp_path, optim=optim), train_dataset=Text()
+                )
+                ddp.train()
+            flat = flat_trainer(
+                FAMILIES["Llama"].build(),
+                arguments(tmp_path, optim=optim),
+                flat=flat_arguments(reshard_after_forward=zero3),
+            )
+            flat.train()
+            torch.testing.assert_close(history(flat), history(ddp), rtol=1e-5, atol=0)
+            for name, value in flat.model.state_dict().items():
+                torch.testing.assert_close(value, ddp.model.state_dict()[name], rtol=1e-4, atol=1e-6)
+
+
+@on_ranks(2)
+def test_resumed_training_has_the_bits_of_one_that_was_not_interrupted(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    import transformers
+
+    class Stop(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    with launched(rank, world_size):
+        dropping = {"attention_dropout": 0.1}
+        whole = flat_trainer(FAMILIES["Llama"].build(**dropping), arguments(tmp_path / "whole"))
+        whole.train()
+        # Step 2 of 3 in the first epoch.
+        options = arguments(tmp_path / "parts", save_strategy="steps", save_steps=2)
+        flat_trainer(FAMILIES["Llama"].build(**dropping), options, callbacks=[Stop()]).train()
+        resumed = flat_trainer(FAMILIES["Llama"].build(**dropping), options)
+        resumed.train(resume_from_checkpoint=True)
+        assert torch.equal(history(resumed), history(whole))
+        assert same(resumed.model.state_dict(), whole.model.state_dict())
+
+        resumed.save_model()
+        plain = type(FAMILIES["Llama"].build()).from_pretrained(options.output_dir)
+        assert same(plain.state_dict(), whole.model.state_dict())
+
+
+@on_ranks(2)
+def test_fp8_with_checkpointing_and_generation_in_the_evaluation(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    from flatfsdp.compat.transformers.trainer import FlatSeq2SeqTrainer
+
+    generated: list[Any] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        generated.append(prediction.predictions)
+        return {"tokens": float((prediction.predictions >= 0).sum())}
+
+    wide = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+    with launched(rank, world_size):
+        found = []
+        for checkpointing in (False, True):
+            options = arguments(
+                tmp_path / str(checkpointing),
+                "Seq2SeqTrainingArguments",
+                gradient_checkpointing=checkpointing,
+                max_steps=3,
+                eval_strategy="steps",
+                eval_steps=2,
+                save_strategy="steps",
+                save_steps=2,
+                load_best_model_at_end=True,
+                predict_with_generate=True,
+                generation_max_length=20,
+                bf16=True,
+            )
+            trainer = FlatSeq2SeqTrainer(
+                FAMILIES["Llama"].build(**wide),
+                options,
+                train_dataset=Text(),
+                eval_dataset=Text(),
+                compute_metrics=metrics,
+                flat=flat_arguments(fuse=True, fp8=DelayedScaling(amax_history_len=4), fp8_weights=True),
+            )
+            trainer.train()
+            found.append(history(trainer))
+        assert torch.equal(*found)
+        assert len(generated) >= 2 and all(each.shape[1] == 20 for each in generated)
+
+
+@needs_peft
+@on_ranks(2)
+def test_lora(rank: int, world_size: int, tmp_path: Path) -> None:
+    import peft
+    import transformers
+
+    def adapted(base: Any) -> Any:
+        torch.manual_seed(1)
+        return peft.get_peft_model(
+            base, peft.LoraConfig(target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+        )
+
+    with launched(rank, world_size):
+        args = arguments(tmp_path, num_train_epochs=1)
+        ddp = transformers.Trainer(adapted(FAMILIES["Llama"].build()), args, train_dataset=Text())
+        ddp.train()
+        flat = flat_trainer(adapted(FAMILIES["Llama"].build()), args)
+        flat.train()
+        torch.testing.assert_close(history(flat), history(ddp), rtol=1e-5, atol=0)
+        flat.save_model(str(tmp_path / "adapter"))
+        loaded = peft.PeftModel.from_pretrained(FAMILIES["Llama"].build(), str(tmp_path / "adapter"))
+        assert same(loaded.state_dict(), flat.model.state_dict())
+
+
+def refused() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
+    """TrainingArguments, FlatArguments, and the words."""
+    return [
+        ({"fp16": True}, {}, "bf16=True"),
+        ({"torch_compile": True}, {}, "compile the layers before"),
+        ({"optim": "adafactor"}, {}, "optimizer_cls_and_kwargs"),
+        ({"bf16_full_eval": True}, {}, "dtype of training"),
+        ({"auto_find_batch_size": True}, {}, "per_device_train_batch_size"),
+        ({"accelerator_config": {"even_batches": False}}, {}, "as many microbatches"),
+        ({"neftune_noise_alpha": 0.1}, {"replay": True}, "hooks would not run"),
+    ]
+
+
+@on_ranks(2)
+def test_what_cannot_be_done_is_named_before_anything_changes(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    with launched(rank, world_size):
+        model = FAMILIES["Llama"].build()
+        for given, flat, words in refused():
+            with pytest.raises(ValueError, match=words):
+                flat_trainer(model, arguments(tmp_path, **given), flat=flat_arguments(**flat))
+        assert not hasattr(model, "fsdp_state")
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(ValueError, match="optimizer_cls_and_kwargs"):
+            flat_trainer(model, arguments(tmp_path), optimizers=(optimizer, None))
+        model = shard(FAMILIES["Llama"].build(), policy_of(FAMILIES["Llama"].build()))
+        with pytest.raises(ValueError, match="sharded already, and FlatArguments has fuse, precision"):
+            flat_trainer(model, arguments(tmp_path), flat=flat_arguments(fuse=True, precision=Precision()))
+        trainer = flat_trainer(model, arguments(tmp_path, max_steps=1))
+        trainer.train()
+        with pytest.raises(NotImplementedError, match="a trainer for each trial"):
+            trainer.hyperparameter_search()
+
+
+@pytest.mark.parametrize("make", [lambda: flat_arguments(fp8_weights=True)])
+def test_flat_arguments_that_contradict_each_other(make: Callable[[], Any]) -> None:
+    with pytest.raises(ValueError, match="no recipe"):
+        make()
