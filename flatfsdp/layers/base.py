@@ -29,7 +29,7 @@ from flatfsdp.fp8.casts import WITHOUT_FP8, Casts, delayed_casts, stateless_cast
 from flatfsdp.fp8.delayed_scaling import Direction, Scaling, buffer_names
 from flatfsdp.fp8.overflows import Countable, counted
 from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
-from flatfsdp.fp8.recompute import current_tape, raise_recomputed, records_amax
+from flatfsdp.fp8.recompute import Use, current_tape, raise_recomputed, records_amax
 from flatfsdp.fp8.region import Region, current_region
 from flatfsdp.fp8.state_dict import LateBuffers
 from flatfsdp.fp8.step_scales import note
@@ -146,10 +146,14 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         Raises:
             RuntimeError: if FP8 is asked for on a device without it.
         """
-        region = current_region()
-        is_repeated = in_backward() and current_tape() is None
-        if region is None or not self.allows_fp8 or not (region.enabled or region.calibrating):
-            if is_repeated and region is None and self._ran_in_fp8:
+        if not self.allows_fp8:
+            return [WITHOUT_FP8] * len(self.linear_maps)
+        tape = current_tape()
+        use = None if tape is None else tape.next_use(self)
+        region = current_region() if use is None else use.region
+        is_unknown = use is None and in_backward()
+        if region is None or not (region.enabled or region.calibrating):
+            if is_unknown and region is None and self._ran_in_fp8:
                 raise_recomputed()
             if self._ran_in_fp8:  # nn.Module.__setattr__ is slow
                 self._ran_in_fp8 = False
@@ -160,14 +164,23 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
             require_fp8(device, isinstance(region.recipe, BlockScaling))
             self._notice_change(region.recipe)
         if isinstance(region.recipe, DelayedScaling):
-            return self._delayed(region, region.recipe, device)
+            if is_unknown:
+                raise_recomputed()
+            return self._delayed(region, region.recipe, device, use, records=records_amax(tape))
         if not region.enabled:
             return [WITHOUT_FP8] * len(self.linear_maps)
         casts = [stateless_casts(region.recipe)] * len(self.linear_maps)
         return counted(self, casts) if self.overflow_counters else casts
 
-    def _delayed(self, region: Region, recipe: DelayedScaling, device: torch.device) -> list[Casts]:
-        records = records_amax()
+    def _delayed(
+        self,
+        region: Region,
+        recipe: DelayedScaling,
+        device: torch.device,
+        use: Use | None,
+        *,
+        records: bool,
+    ) -> list[Casts]:
         require_shared_scales(self, self.exchanges, recipe, region.group)
         forward = self._scaling("forward", recipe, device, renew=records)
         backward = self._scaling("backward", recipe, device, renew=records)
@@ -175,7 +188,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
             region.use(forward)
             note((forward, backward))
             forward.was_loaded = backward.was_loaded = False
-        return delayed_casts(region, recipe, forward, backward, records=records)
+        return delayed_casts(region, recipe, forward, backward, records=records, use=use)
 
     def _scaling(
         self, direction: Direction, recipe: DelayedScaling, device: torch.device, *, renew: bool

@@ -62,10 +62,7 @@ class WeightCache:
             return stored()
         if casts.recipe is None:
             return casts.weight.cast(weight.detach().to(dtype), rowwise=True, columnwise=columnwise).operand
-        tape = current_tape()
-        is_kept = is_first_microbatch is False or (
-            is_first_microbatch is True and tape is not None and tape.is_replay
-        )
+        is_kept = is_first_microbatch is False or (is_first_microbatch is True and _is_replay())
         if not is_kept:
             source = weight.detach().contiguous()
             operand = casts.weight.cast(source, rowwise=True, columnwise=columnwise).operand
@@ -105,6 +102,11 @@ class WeightCache:
                 f"and was used {found}; use CurrentScaling or DelayedScaling, or keep the weights in 16 "
                 "bits (fp8_weights=None)"
             )
+
+
+def _is_replay() -> bool:
+    tape = current_tape()
+    return tape is not None and tape.is_replay
 
 
 def turned(operand: Operand) -> Operand:
