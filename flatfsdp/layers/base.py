@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -28,6 +28,7 @@ from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK, TensorPar
 from flatfsdp.fp8.casts import WITHOUT_FP8, Casts, delayed_casts, stateless_casts
 from flatfsdp.fp8.delayed_scaling import Direction, Scaling, buffer_names
 from flatfsdp.fp8.overflows import Countable, counted
+from flatfsdp.fp8.quantizers import dequantized
 from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
 from flatfsdp.fp8.recompute import Use, current_tape, raise_recomputed, records_amax
 from flatfsdp.fp8.region import Region, current_region
@@ -245,6 +246,9 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         stored = FP8_OPERAND.of(weight)
         if transposed:
             require_turnable(self, name, casts.recipe, stored is not None)
+        if stored is not None and casts.recipe is None:
+            # In backward, too, which may come after the memory was given back and gathered again.
+            stored = partial(_widened, stored, dtype)
         operand = self._weight_cache.operand(
             name,
             weight,
@@ -342,6 +346,11 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
 
 def _suit_fp8(weights: Iterable[Tensor | None]) -> bool:
     return all(w is not None and all(size > 0 and size % ALIGNMENT == 0 for size in w.shape) for w in weights)
+
+
+def _widened(stored: Callable[[], Operand], dtype: torch.dtype) -> Operand:
+    """A weight that is kept in FP8, for GEMMs that are not."""
+    return dequantized(stored(), dtype)
 
 
 def _requires_grad(tensors: Iterable[Tensor | None]) -> bool:
