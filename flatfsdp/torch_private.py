@@ -8,10 +8,13 @@ would be recompiled.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from types import CodeType, FrameType
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, WeakMethod
 
 import torch
@@ -20,6 +23,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.utils import checkpoint as checkpoints
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -72,6 +76,80 @@ def running_backward() -> int:
 def in_backward() -> bool:
     """Whether autograd is running: a forward that runs now is a recomputation."""
     return running_backward() != -1
+
+
+class CheckpointRun(NamedTuple):
+    """A run of a function inside `torch.utils.checkpoint.checkpoint`.
+
+    Attributes:
+        owner: what the checkpoint keeps for backward, of which there is one a call.
+        recomputation: another number for each run in backward; None in the forward.
+        trains: whether a backward may follow; a reentrant checkpoint runs its function without gradients.
+    """
+
+    owner: object
+    recomputation: int | None
+    trains: bool
+
+
+def may_run_in_checkpoint() -> bool:
+    """Whether the code that runs now could be inside a checkpoint; costs less than to look for one."""
+    return in_backward() or not torch.is_grad_enabled() or _has_saved_tensors_hooks()
+
+
+def _has_saved_tensors_hooks() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def running_checkpoints(until: CodeType) -> Iterator[CheckpointRun | None]:
+    """The calls of PyTorch's checkpoint that run on this Python stack, innermost first.
+
+    The last one is a recomputation, if there is one: what is around it runs the backward.
+
+    Args:
+        until: a function behind which nobody looks; None stands for it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code is until:
+            yield None
+            return
+        if code in _CHECKPOINT_CODES:
+            run = _run_in(code, frame.f_locals)
+            if run is not None:
+                yield run
+                if run.recomputation is not None:
+                    return
+        frame = frame.f_back
+
+
+def _run_in(code: CodeType, variables: Any) -> CheckpointRun | None:
+    """What runs in a frame with these variables; None: nothing that has a backward."""
+    if code is _CHECKPOINT:
+        generator = variables.get("gen")
+        if generator is None or generator.gi_frame is None:
+            return None  # reentrant
+        # Called without gradients it leaves no hooks.
+        trains = torch.is_grad_enabled() or _has_saved_tensors_hooks()
+        return CheckpointRun(generator.gi_frame.f_locals["new_frame"], None, trains)
+    if code is _UNPACK:
+        return CheckpointRun(variables["frame"], variables["gid"], trains=True)
+    owner = variables["ctx"]
+    if code is _REENTRANT_FORWARD:
+        return CheckpointRun(owner, None, trains=bool(owner.next_functions))
+    return CheckpointRun(owner, running_backward(), trains=True)
+
+
+_CHECKPOINT = inspect.unwrap(checkpoints.checkpoint).__code__
+_REENTRANT_FORWARD = checkpoints.CheckpointFunction.forward.__code__
+_REENTRANT_BACKWARD = checkpoints.CheckpointFunction.backward.__code__
+_UNPACK = next(
+    code
+    for code in checkpoints._checkpoint_hook.__init__.__code__.co_consts
+    if isinstance(code, CodeType) and code.co_name == "unpack_hook"
+)
+_CHECKPOINT_CODES = frozenset({_CHECKPOINT, _UNPACK, _REENTRANT_FORWARD, _REENTRANT_BACKWARD})
 
 
 def receives_gradient(tensor: Tensor, node: Node | None = None) -> bool:

@@ -14,7 +14,7 @@ from functools import cache
 from flatfsdp.fp8.delayed_scaling import Scaling
 from flatfsdp.fp8.quantizers import Blockwise, Current, Delayed, Quantizer, Unquantized
 from flatfsdp.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, Recipe, SplitAccumulator
-from flatfsdp.fp8.recompute import current_tape
+from flatfsdp.fp8.recompute import Use
 from flatfsdp.fp8.region import Region
 
 
@@ -57,7 +57,13 @@ def stateless_casts(recipe: CurrentScaling | BlockScaling) -> Casts:
 
 
 def delayed_casts(
-    region: Region, recipe: DelayedScaling, forward: Scaling, backward: Scaling, *, records: bool
+    region: Region,
+    recipe: DelayedScaling,
+    forward: Scaling,
+    backward: Scaling,
+    *,
+    records: bool,
+    use: Use | None,
 ) -> list[Casts]:
     """Casts with delayed scaling, for each linear map of a layer.
 
@@ -65,9 +71,9 @@ def delayed_casts(
         forward: of the inputs and the weights: x, weight, x, weight, ...
         backward: of the gradients, one a map.
         records: whether this forward records amaxes.
+        use: inside a checkpoint: which use this is.
     """
-    tape = current_tape()
-    scales = forward.scales() if tape is None else tape.scales(forward)
+    scales = forward.scales() if use is None else use.scales_of(forward)
     dtype = recipe.fp8_format.forward
 
     def quantizer(index: int) -> Quantizer:

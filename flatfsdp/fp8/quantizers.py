@@ -233,6 +233,16 @@ def with_columnwise(operand: Operand) -> Operand:
     return operand._replace(columnwise=transpose(operand.rowwise), columnwise_inv=operand.rowwise_inv)
 
 
+def dequantized(operand: Operand, dtype: torch.dtype) -> Operand:
+    """The values that FP8 bytes with one scale stand for, rounded once to `dtype`; no host sync.
+
+    Bytes per element: 3 to widen and 4 to multiply, for bf16.
+    """
+    assert operand.rowwise is not None and operand.rowwise_inv is not None
+    # The product is computed in FP32, the dtype of the inverse.
+    return Operand(high=operand.rowwise.to(dtype).mul_(operand.rowwise_inv))
+
+
 @cache
 def _fp8_max(dtype: torch.dtype, device: torch.device) -> Tensor:
     """The largest number of an FP8 format, FP32 [1]; never written."""

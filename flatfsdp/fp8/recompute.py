@@ -3,7 +3,9 @@
 In:   a function with FP8 layers inside, which autograd will run once more in backward.
 Out:  the second run casts with the same scales, records no amax, and casts no weight again that is cached.
 
-A `Tape` holds the generation of scales of each use, in order; tapes of nested checkpoints form a chain.
+A `Tape` holds the region and the scales of each use, in order; tapes of nested checkpoints form a chain.
+PyTorch's own checkpoints know nothing of tapes: what they run finds them on the Python stack
+(`torch_private.running_checkpoints`), and the tape hangs on what the checkpoint itself keeps for backward.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -19,9 +22,33 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from flatfsdp.comm.rng import GetTracker, Tracker
 from flatfsdp.fp8.delayed_scaling import Scaling
-from flatfsdp.fp8.region import Region, current_region, entered
+from flatfsdp.fp8.region import Region, current_region
 from flatfsdp.kernels.cast.scaling import Scales
-from flatfsdp.torch_private import in_backward
+from flatfsdp.torch_private import (
+    CheckpointRun,
+    in_backward,
+    may_run_in_checkpoint,
+    running_checkpoints,
+)
+
+
+@dataclass(slots=True)
+class Use:
+    """One use of a layer inside a checkpoint.
+
+    Attributes:
+        region: the autocast of the first run; None where there was none.
+        scales: that the first run cast with; None until it has.
+    """
+
+    region: Region | None
+    scales: tuple[Scales, ...] | None = None
+
+    def scales_of(self, scaling: Scaling) -> tuple[Scales, ...]:
+        """The scales for this use: today's in the first run, and then those of the first run."""
+        if self.scales is None:
+            self.scales = scaling.scales()
+        return self.scales
 
 
 class Tape:
@@ -35,45 +62,84 @@ class Tape:
     def __init__(
         self,
         outer: Tape | None,
-        recorded: dict[nn.Module, list[tuple[Scales, ...]]] | None,
+        recorded: dict[nn.Module, list[Use]] | None,
         trains: bool,
-        tracker: Tracker | None,
+        tracker: Tracker | None = None,
     ) -> None:
         self.trains = trains
         self._tracker = tracker
         self._outer = outer
         self._recorded = recorded
         self._position: dict[nn.Module, int] = {}
-        self.uses: dict[nn.Module, list[tuple[Scales, ...]]] = {}
+        self.uses: dict[nn.Module, list[Use]] = {}
         self.is_replay: bool = recorded is not None or (outer is not None and outer.is_replay)
 
     def repeats(self, tracker: Tracker) -> bool:
         """Whether a replay draws the same numbers from `tracker` as the first run."""
         return self._tracker is tracker or (self._outer is not None and self._outer.repeats(tracker))
 
-    def scales(self, scaling: Scaling) -> tuple[Scales, ...]:
-        """The scales for the next use of `scaling`: today's, or those of the run that is repeated."""
-        layer = scaling.owner
+    def replay(self) -> Tape:
+        """The tape of one more run of the same."""
+        return Tape(None, self.uses, self.trains, self._tracker)
+
+    def next_use(self, layer: nn.Module) -> Use:
+        """The next use of `layer`: a new one, or that of the run that is repeated.
+
+        Raises:
+            RuntimeError: if the run that is repeated did not use the layer so often.
+        """
         if self._recorded is not None:
             position = self._position.get(layer, 0)
             self._position[layer] = position + 1
             recorded = self._recorded.get(layer, ())
             if position >= len(recorded):
                 raise RuntimeError(
-                    f"a recomputation runs {type(layer).__name__} more often in FP8 than the forward did; a "
+                    f"a recomputation runs {type(layer).__name__} more often than the forward did; a "
                     "checkpointed function has to do the same both times"
                 )
             return recorded[position]
-        scales = scaling.scales() if self._outer is None else self._outer.scales(scaling)
-        self.uses.setdefault(layer, []).append(scales)
-        return scales
+        use = Use(current_region()) if self._outer is None else self._outer.next_use(layer)
+        self.uses.setdefault(layer, []).append(use)
+        return use
 
 
 _tape: ContextVar[Tape | None] = ContextVar("flatfsdp_tape", default=None)
 
 
 def current_tape() -> Tape | None:
-    return _tape.get()
+    """The tape of the innermost checkpoint that runs now: of `checkpoint`, or of PyTorch's own."""
+    ours = _tape.get()
+    if ours is None and not may_run_in_checkpoint():
+        return None
+    runs: list[CheckpointRun] = []
+    outer: Tape | None = None
+    for run in running_checkpoints(until=_Recomputed.__call__.__code__):
+        if run is None:
+            outer = ours
+            break
+        runs.append(run)
+    for run in reversed(runs):
+        outer = _tape_of(run, outer)
+    return outer
+
+
+def _tape_of(run: CheckpointRun, outer: Tape | None) -> Tape:
+    """The tape of one of PyTorch's checkpoints, which keeps it."""
+    kept = vars(run.owner)
+    if run.recomputation is None:
+        first: Tape | None = kept.get(_FIRST)
+        if first is None:
+            first = kept[_FIRST] = Tape(outer, None, run.trains or (outer is not None and outer.trains))
+        return first
+    recomputation, replay = kept.get(_REPLAY, (None, None))
+    if replay is None or recomputation != run.recomputation:
+        # A forward without such layers has no tape.
+        replay = kept.get(_FIRST, Tape(None, None, trains=True)).replay()
+        kept[_REPLAY] = run.recomputation, replay
+    return replay
+
+
+_FIRST, _REPLAY = "_flatfsdp_first_tape", "_flatfsdp_replayed_tape"
 
 
 @contextmanager
@@ -92,23 +158,20 @@ class _Recomputed:
         self._function = function
         self._tracker = tracker
         self._states: Any = None
-        outer = current_tape()
+        self._outer = outer = current_tape()
         # Inside a reentrant checkpoint gradients are off for the first time.
         self._trains = torch.is_grad_enabled() if outer is None else outer.trains
-        self._region: Region | None = None
         self._first: Tape | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._first is None:
-            self._region = current_region()
-            self._first = tape = Tape(current_tape(), None, self._trains, self._tracker)
+            self._first = tape = Tape(self._outer, None, self._trains, self._tracker)
             self._states = self._tracker.get_states() if has_states(self._tracker) else None
             numbers: AbstractContextManager[None] = nullcontext()
         else:
-            tape = Tape(None, self._first.uses, self._trains, self._tracker)
+            tape = self._first.replay()
             numbers = nullcontext() if self._states is None else _back_at(self._tracker, self._states)
-        # A recomputation may run in another thread, which knows nothing of the region.
-        with _playing(tape), entered(self._region), numbers:
+        with _playing(tape), numbers:
             return self._function(*args, **kwargs)
 
 
@@ -119,7 +182,9 @@ def checkpoint(
     get_rng_state_tracker: GetTracker | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`torch.utils.checkpoint.checkpoint` for functions with FP8 layers inside; same results, bit for bit.
+    """`torch.utils.checkpoint.checkpoint`, with the states of a tracker of random numbers put back, too.
+
+    FP8 layers give the same results, bit for bit, inside PyTorch's own function as well.
 
     Args:
         function: a module or function; autocast may be inside or around it.
@@ -164,22 +229,17 @@ def _back_at(tracker: Any, states: Any) -> Iterator[None]:
         tracker.set_states(now)
 
 
-def records_amax() -> bool:
+def records_amax(tape: Tape | None) -> bool:
     """Whether a forward that runs now is to record amaxes: it trains, and for the first time.
 
-    Raises:
-        RuntimeError: in a recomputation that nobody told about the scales of the first time.
+    Args:
+        tape: the current one.
     """
-    tape = current_tape()
-    if tape is not None:
-        return tape.trains and not tape.is_replay
-    if in_backward():
-        raise_recomputed()
-    return torch.is_grad_enabled()
+    return torch.is_grad_enabled() if tape is None else tape.trains and not tape.is_replay
 
 
 def raise_recomputed() -> NoReturn:
     raise RuntimeError(
-        "an FP8 layer is recomputed in backward, where its scales have moved on and its autocast is over; "
-        "use flatfsdp.fp8.checkpoint instead of torch.utils.checkpoint.checkpoint"
+        "an FP8 layer is recomputed in backward by something that FlatFSDP does not know; its scales have "
+        "moved on by then, and its autocast is over: use torch.utils.checkpoint or flatfsdp.fp8.checkpoint"
     )

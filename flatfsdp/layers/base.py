@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -28,8 +28,9 @@ from flatfsdp.contract.tensor_parallel import SKIP_BACKWARD_POST_HOOK, TensorPar
 from flatfsdp.fp8.casts import WITHOUT_FP8, Casts, delayed_casts, stateless_casts
 from flatfsdp.fp8.delayed_scaling import Direction, Scaling, buffer_names
 from flatfsdp.fp8.overflows import Countable, counted
+from flatfsdp.fp8.quantizers import dequantized
 from flatfsdp.fp8.recipe import BlockScaling, DelayedScaling, Recipe
-from flatfsdp.fp8.recompute import current_tape, raise_recomputed, records_amax
+from flatfsdp.fp8.recompute import Use, current_tape, raise_recomputed, records_amax
 from flatfsdp.fp8.region import Region, current_region
 from flatfsdp.fp8.state_dict import LateBuffers
 from flatfsdp.fp8.step_scales import note
@@ -146,10 +147,14 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         Raises:
             RuntimeError: if FP8 is asked for on a device without it.
         """
-        region = current_region()
-        is_repeated = in_backward() and current_tape() is None
-        if region is None or not self.allows_fp8 or not (region.enabled or region.calibrating):
-            if is_repeated and region is None and self._ran_in_fp8:
+        if not self.allows_fp8:
+            return [WITHOUT_FP8] * len(self.linear_maps)
+        tape = current_tape()
+        use = None if tape is None else tape.next_use(self)
+        region = current_region() if use is None else use.region
+        is_unknown = use is None and in_backward()
+        if region is None or not (region.enabled or region.calibrating):
+            if is_unknown and region is None and self._ran_in_fp8:
                 raise_recomputed()
             if self._ran_in_fp8:  # nn.Module.__setattr__ is slow
                 self._ran_in_fp8 = False
@@ -160,14 +165,23 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
             require_fp8(device, isinstance(region.recipe, BlockScaling))
             self._notice_change(region.recipe)
         if isinstance(region.recipe, DelayedScaling):
-            return self._delayed(region, region.recipe, device)
+            if is_unknown:
+                raise_recomputed()
+            return self._delayed(region, region.recipe, device, use, records=records_amax(tape))
         if not region.enabled:
             return [WITHOUT_FP8] * len(self.linear_maps)
         casts = [stateless_casts(region.recipe)] * len(self.linear_maps)
         return counted(self, casts) if self.overflow_counters else casts
 
-    def _delayed(self, region: Region, recipe: DelayedScaling, device: torch.device) -> list[Casts]:
-        records = records_amax()
+    def _delayed(
+        self,
+        region: Region,
+        recipe: DelayedScaling,
+        device: torch.device,
+        use: Use | None,
+        *,
+        records: bool,
+    ) -> list[Casts]:
         require_shared_scales(self, self.exchanges, recipe, region.group)
         forward = self._scaling("forward", recipe, device, renew=records)
         backward = self._scaling("backward", recipe, device, renew=records)
@@ -175,7 +189,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
             region.use(forward)
             note((forward, backward))
             forward.was_loaded = backward.was_loaded = False
-        return delayed_casts(region, recipe, forward, backward, records=records)
+        return delayed_casts(region, recipe, forward, backward, records=records, use=use)
 
     def _scaling(
         self, direction: Direction, recipe: DelayedScaling, device: torch.device, *, renew: bool
@@ -232,6 +246,9 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         stored = FP8_OPERAND.of(weight)
         if transposed:
             require_turnable(self, name, casts.recipe, stored is not None)
+        if stored is not None and casts.recipe is None:
+            # In backward, too, which may come after the memory was given back and gathered again.
+            stored = partial(_widened, stored, dtype)
         operand = self._weight_cache.operand(
             name,
             weight,
@@ -329,6 +346,11 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
 
 def _suit_fp8(weights: Iterable[Tensor | None]) -> bool:
     return all(w is not None and all(size > 0 and size % ALIGNMENT == 0 for size in w.shape) for w in weights)
+
+
+def _widened(stored: Callable[[], Operand], dtype: torch.dtype) -> Operand:
+    """A weight that is kept in FP8, for GEMMs that are not."""
+    return dequantized(stored(), dtype)
 
 
 def _requires_grad(tensors: Iterable[Tensor | None]) -> bool:

@@ -13,11 +13,14 @@ A call of an owner begins with `prepare`, once for all of its maps:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from flatfsdp.fp8.casts import Casts
+from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers.base import MapOf, MatmulLayer
 from flatfsdp.layers.checks import require_fp8_shape
 from flatfsdp.layers.inputs import activation_dtype, as_matrix, residual_matrix
@@ -63,12 +66,15 @@ class CallInput(NamedTuple):
         x: [tokens, in_features], contiguous, in the dtype of the activations.
         leading: the shape of the map's result, without its last dimension.
         casts: of this map and those that follow.
+        added: rows at the end of `x` that repeat the last one: FP8 GEMMs need multiples of 16 tokens.  They
+            change no amax, and their gradients are zero.
     """
 
     inp: Tensor
     x: Tensor
     leading: tuple[int, ...]
     casts: list[Casts]
+    added: int = 0
 
     def of_next(self, owner: MatmulLayer, of: MapOf, inp: Tensor) -> CallInput:
         """The input of the owner's next map, in the same call.
@@ -76,7 +82,15 @@ class CallInput(NamedTuple):
         Raises:
             ValueError, TypeError: see `Linear.forward`.
         """
-        return CallInput(inp, *_matrix(owner, of, inp), self.casts[1:])
+        return _ready(owner, (of,), inp, _matrix(owner, of, inp), self.casts[1:])
+
+    def padded(self, rows: Tensor | None) -> Tensor | None:
+        """Another matrix of the same tokens, with the rows that `x` has."""
+        return rows if rows is None or not self.added else _with_rows(rows, self.added)
+
+    def unpadded(self, rows: Tensor) -> Tensor:
+        """A result, without those rows."""
+        return rows.narrow(0, 0, rows.shape[0] - self.added) if self.added else rows
 
 
 def prepare(owner: MatmulLayer, inp: Tensor, *maps: MapOf) -> CallInput:
@@ -92,16 +106,8 @@ def prepare(owner: MatmulLayer, inp: Tensor, *maps: MapOf) -> CallInput:
     Raises:
         ValueError, TypeError, RuntimeError: see `Linear.forward`.
     """
-    x, leading = _matrix(owner, maps[0], inp)
-    casts = owner.casts(inp.device)
-    if casts[0].recipe is not None:
-        tokens = owner.exchanges.get(maps[0].name, UNSPLIT).tokens(x.shape[0])
-        for name, weight, _, transposed in maps:
-            out_features, in_features = weight.shape
-            if transposed:
-                out_features, in_features = in_features, out_features
-            require_fp8_shape(owner, name, tokens, in_features, out_features)
-    return CallInput(inp, x, leading, casts)
+    matrix = _matrix(owner, maps[0], inp)
+    return _ready(owner, maps, inp, matrix, owner.casts(inp.device))
 
 
 def linear(
@@ -115,9 +121,9 @@ def linear(
     Raises:
         TypeError, RuntimeError: see `Linear.forward`.
     """
-    inp, x, leading, casts = ready
+    inp, x, leading, casts, _ = ready
     operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, (inp,))
-    out: Tensor = LinearNode.apply(x, of.weight, of.bias, operand, call)
+    out = ready.unpadded(LinearNode.apply(x, of.weight, of.bias, operand, call))
     return out.view(*leading, out.shape[1])
 
 
@@ -142,15 +148,13 @@ def norm_linear(
         ValueError: if the residual has another shape.
         TypeError, RuntimeError: see `Linear.forward`.
     """
-    inp, x, leading, casts = ready
-    added = residual_matrix(residual, inp, x.dtype, owner)
+    inp, x, leading, casts, _ = ready
+    added = ready.padded(residual_matrix(residual, inp, x.dtype, owner))
     sources = (inp, residual, norm.weight, norm.bias)
     operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, sources)
     spec = NormLinearSpec(norm.kind, call, keep)
-    out, normalized, summed = NormLinearNode.apply(
-        x, added, norm.weight, norm.bias, of.weight, of.bias, operand, spec
-    )
-    return Called(out.view(*leading, out.shape[1]), normalized, summed)
+    results = NormLinearNode.apply(x, added, norm.weight, norm.bias, of.weight, of.bias, operand, spec)
+    return _called(ready, *results, leading)
 
 
 def norm_mlp(
@@ -176,13 +180,13 @@ def norm_mlp(
     Raises:
         ValueError, TypeError, RuntimeError: as `norm_linear`.
     """
-    inp, x, _, casts = ready
-    added = residual_matrix(residual, inp, x.dtype, owner)
+    inp, x, _, casts, _ = ready
+    added = ready.padded(residual_matrix(residual, inp, x.dtype, owner))
     before_fc1 = (inp, residual, norm.weight, norm.bias)
     before_fc2 = (*before_fc1, fc1.weight, fc1.bias)
     fc1_weight, fc1_call = owner.prepare_map(fc1, casts[0], x.dtype, is_first_microbatch, before_fc1)
     fc2_weight, fc2_call = owner.prepare_map(fc2, casts[1], x.dtype, is_first_microbatch, before_fc2)
-    out, normalized, summed = NormMLPNode.apply(
+    results = NormMLPNode.apply(
         x,
         added,
         norm.weight,
@@ -195,7 +199,45 @@ def norm_mlp(
         fc2_weight,
         NormMLPSpec(norm.kind, activation, checkpoint, keep, fc1_call, fc2_call),
     )
-    return Called(out.view(inp.shape), normalized, summed)
+    return _called(ready, *results, inp.shape[:-1])
+
+
+def _called(
+    ready: CallInput, out: Tensor, normalized: Tensor | None, summed: Tensor, leading: Sequence[int]
+) -> Called:
+    out = ready.unpadded(out)
+    kept = None if normalized is None else ready.unpadded(normalized)
+    return Called(out.view(*leading, out.shape[1]), kept, ready.unpadded(summed))
+
+
+def _ready(
+    owner: MatmulLayer,
+    maps: Sequence[MapOf],
+    inp: Tensor,
+    matrix: tuple[Tensor, tuple[int, ...]],
+    casts: list[Casts],
+) -> CallInput:
+    """The input of the first of these maps, as its GEMMs read it."""
+    x, leading = matrix
+    if casts[0].recipe is None:
+        return CallInput(inp, x, leading, casts)
+    exchanges = [owner.exchanges.get(of.name, UNSPLIT) for of in maps]
+    # Where ranks have rows of one matrix each, those at the end of a rank's would be in the midst.
+    added = 0 if any(each.splits_rows for each in exchanges) else -x.shape[0] % ALIGNMENT
+    if added:
+        x = _with_rows(x, added)
+    tokens = exchanges[0].tokens(x.shape[0])
+    for name, weight, _, transposed in maps:
+        out_features, in_features = weight.shape
+        if transposed:
+            out_features, in_features = in_features, out_features
+        require_fp8_shape(owner, name, tokens, in_features, out_features)
+    return CallInput(inp, x, leading, casts, added)
+
+
+def _with_rows(rows: Tensor, added: int) -> Tensor:
+    """A matrix with its last row once more, `added` times."""
+    return torch.cat([rows, rows[-1:].expand(added, -1)])
 
 
 def _matrix(owner: MatmulLayer, of: MapOf, inp: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -50,22 +50,19 @@ class WeightCache:
         Args:
             is_first_microbatch: None: cast now, keep nothing; True: cast and keep; False: what is kept.
             dtype: of the GEMMs without FP8.
-            stored: the weight's `FP8_OPERAND`.
+            stored: the weight's `FP8_OPERAND`; without FP8 GEMMs, what gives its values in `dtype`.
             columnwise: whether dgrad will need it.
 
         Raises:
             RuntimeError: if nothing is kept, or it was cast with another recipe; if the weight is kept in FP8
-                and GEMMs are not in FP8, or with a scale for each block.
+                and GEMMs take a scale for each block.
         """
         if stored is not None:
             self._require_tensor_scaling(name, casts.recipe)
             return stored()
         if casts.recipe is None:
             return casts.weight.cast(weight.detach().to(dtype), rowwise=True, columnwise=columnwise).operand
-        tape = current_tape()
-        is_kept = is_first_microbatch is False or (
-            is_first_microbatch is True and tape is not None and tape.is_replay
-        )
+        is_kept = is_first_microbatch is False or (is_first_microbatch is True and _is_replay())
         if not is_kept:
             source = weight.detach().contiguous()
             operand = casts.weight.cast(source, rowwise=True, columnwise=columnwise).operand
@@ -98,13 +95,17 @@ class WeightCache:
         return operand
 
     def _require_tensor_scaling(self, name: str, recipe: Recipe | None) -> None:
-        if recipe is None or isinstance(recipe, BlockScaling):
-            found = "outside of fp8.autocast" if recipe is None else f"with {recipe}"
+        if isinstance(recipe, BlockScaling):
             raise RuntimeError(
                 f"{self._layer}.{name} is kept in FP8 with one scale (Precision(fp8_weights=...)) "
-                f"and was used {found}; use CurrentScaling or DelayedScaling, or keep the weights in 16 "
+                f"and was used with {recipe}; use CurrentScaling or DelayedScaling, or keep weights in 16 "
                 "bits (fp8_weights=None)"
             )
+
+
+def _is_replay() -> bool:
+    tape = current_tape()
+    return tape is not None and tape.is_replay
 
 
 def turned(operand: Operand) -> Operand:

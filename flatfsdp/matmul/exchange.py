@@ -70,6 +70,11 @@ class Exchange:
         start = start_reduce_scatter if self.sequence_parallel else start_all_reduce
         return start(addend, self.ranks)
 
+    @property
+    def splits_rows(self) -> bool:
+        """Whether each rank has some rows of the input or of the output."""
+        return self.gathers_input or self.gathers_grad
+
     def tokens(self, rows: int) -> int:
         """Rows the GEMM sees for a local input of `rows` rows."""
         return rows * self.ranks.size if self.gathers_input else rows
@@ -84,7 +89,7 @@ class Exchange:
         if self.mode is None:
             return tuple(shape[:-1])
         _ = self.ranks.group
-        if not (self.gathers_input or self.gathers_grad):
+        if not self.splits_rows:
             return tuple(shape[:-1])
         if len(shape) < 2:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""transformers' trainers on FlatFSDP: a program written for DistributedDataParallel, with one changed line."""
+"""transformers' trainers on FlatFSDP: a program for DistributedDataParallel, with one changed line."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def linear_cross_entropy(
     Raises:
         ValueError, TypeError, RuntimeError: see `LinearCrossEntropy.forward`.
     """
-    inp, x, leading, casts = ready
+    inp, x, leading, casts, _ = ready
     ids = ids_of(type(owner).__name__, leading, targets)
     operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, (inp,))
     loss: Tensor = _LinearCrossEntropy.apply(x, of.weight, ids, operand, call, how, chunk_tokens)

@@ -14,7 +14,18 @@ from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Format, SplitAccumulato
 from flatfsdp.fp8 import delayed_scaling as state
 from flatfsdp.layers import LayerNormLinear, LayerNormMLP, Linear
 from flatfsdp.layers.checks import require_fp8
-from tests.support.fp8_layers import FFN, SHORT, TOKENS, WIDTH, Stack, batch, seeded
+from tests.support.fp8_layers import (
+    FFN,
+    FP8_RECIPES,
+    MAKES,
+    SHORT,
+    TOKENS,
+    WIDTH,
+    Stack,
+    batch,
+    fp8_state,
+    seeded,
+)
 from tests.support.plain_layers import error
 
 RECIPES = pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["delayed", "current"])
@@ -178,7 +189,6 @@ def test_a_recipe_where_a_switch_belongs(region: Any) -> None:
 @pytest.mark.parametrize(
     ("layer", "shape", "name"),
     [
-        (lambda: Linear(WIDTH, FFN), (TOKENS + 1, WIDTH), "tokens is 33"),
         (lambda: Linear(WIDTH + 8, FFN), (TOKENS, WIDTH + 8), "in_features is 40"),
         (lambda: Linear(WIDTH, FFN + 1), (TOKENS, WIDTH), "out_features is 49"),
         (lambda: LayerNormLinear(WIDTH, FFN + 4), (TOKENS, WIDTH), "out_features is 52"),
@@ -198,8 +208,24 @@ def test_tokens_are_the_product_of_leading_dimensions() -> None:
     layer = Linear(WIDTH, FFN)
     with autocast():
         assert layer(torch.randn(2, 4, 4, WIDTH)).shape == (2, 4, 4, FFN)
-        with pytest.raises(ValueError, match="tokens is 8"):
-            layer(torch.randn(2, 4, WIDTH))
+
+
+@MAKES
+@FP8_RECIPES
+def test_any_number_of_tokens_is_that_of_the_last_one_repeated(make: Any, recipe: Any) -> None:
+    """In outputs, gradients and amaxes, bit for bit: what is added has no gradient and no new amax."""
+    results = []
+    for repeats in (False, True):
+        layer = seeded(make)
+        x = batch()[:21].requires_grad_()
+        rows = torch.cat([x, x[-1:].expand(11, -1)]) if repeats else x
+        with autocast(recipe=recipe):
+            out = layer(rows)[:21]
+        out.square().sum().backward()
+        assert x.grad is not None
+        results.append([out, x.grad, *(p.grad for p in layer.parameters()), *fp8_state(layer).values()])
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
 
 
 @pytest.fixture

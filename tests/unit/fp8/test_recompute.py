@@ -46,6 +46,14 @@ def reentrant(block: nn.Module, *args: Any) -> Tensor:
     return fp8.checkpoint(block, *args, use_reentrant=True)
 
 
+def torchs(block: nn.Module, *args: Any) -> Tensor:
+    return torch_checkpoint(block, *args, use_reentrant=False)
+
+
+def torchs_reentrant(block: nn.Module, *args: Any) -> Tensor:
+    return torch_checkpoint(block, *args, use_reentrant=True)
+
+
 def whole(call: Call, block: nn.Module, *args: Any, recipe: Any = None) -> Tensor:
     """A block in one checkpoint; with a recipe, autocast is inside it."""
 
@@ -74,6 +82,15 @@ WAYS = {
     "reentrant-inside": partial(nested, checkpointed, reentrant),
     "reentrant-outside": partial(nested, reentrant, checkpointed),
     "reentrant-twice": partial(nested, reentrant, reentrant),
+    "torch": partial(whole, torchs),
+    "torch-reentrant": partial(whole, torchs_reentrant),
+    "torch-nested": partial(nested, torchs, torchs),
+    "torch-reentrant-inside": partial(nested, torchs, torchs_reentrant),
+    "torch-reentrant-outside": partial(nested, torchs_reentrant, torchs),
+    "torch-around-ours": partial(nested, torchs, checkpointed),
+    "torch-inside-ours": partial(nested, checkpointed, torchs),
+    "torch-reentrant-around-ours": partial(nested, torchs_reentrant, checkpointed),
+    "torch-reentrant-inside-ours": partial(nested, reentrant, torchs_reentrant),
 }
 RECIPES = {
     "delayed": SHORT,
@@ -200,7 +217,7 @@ def test_scales_that_moved_between_forward_and_recompute_do_not_matter() -> None
 
 def test_two_backwards_through_one_graph() -> None:
     runs = []
-    for call in (plain, checkpointed):
+    for call in (plain, checkpointed, torchs, torchs_reentrant):
         model = seeded(lambda call=call: Stack(call=call))
         x = torch.randn(TOKENS, WIDTH).requires_grad_()
         with autocast(recipe=SHORT):
@@ -208,8 +225,9 @@ def test_two_backwards_through_one_graph() -> None:
         loss.backward(retain_graph=True)
         loss.backward()
         runs.append([x.grad, *(p.grad for p in model.parameters()), *snapshot(model).values()])
-    for a, b in zip(*runs, strict=True):
-        assert torch.equal(a, b)
+    for other in runs[1:]:
+        for a, b in zip(runs[0], other, strict=True):
+            assert torch.equal(a, b)
 
 
 def test_a_block_that_is_used_twice() -> None:
@@ -219,14 +237,17 @@ def test_a_block_that_is_used_twice() -> None:
 
     torch.manual_seed(0)
     a = twice(plain)
-    b = twice(checkpointed)
-    b.load_state_dict(a.state_dict())
-    assert_same(train(a), train(b))
+    others = [twice(checkpointed), twice(torchs)]
+    for other in others:
+        other.load_state_dict(a.state_dict())
+    expected = train(a)
+    for other in others:
+        assert_same(expected, train(other))
 
 
 def test_backward_inside_the_region() -> None:
     runs = []
-    for call in (plain, checkpointed, reentrant):
+    for call in (plain, checkpointed, reentrant, torchs, torchs_reentrant):
         model = seeded(lambda call=call: Stack(call=call))
         for step in range(3):
             x = torch.randn(TOKENS, WIDTH, generator=torch.Generator().manual_seed(step)).requires_grad_()
@@ -276,7 +297,7 @@ def test_updates_are_as_many_as_without_recompute() -> None:
             assert len(counts) == updates
 
 
-@pytest.mark.parametrize("call", [checkpointed, reentrant])
+@pytest.mark.parametrize("call", [checkpointed, reentrant, torchs, torchs_reentrant])
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_with_checkpoints_records_nothing(call: Call, mode: Any) -> None:
     model = seeded(lambda: Stack(call=call))
@@ -350,34 +371,35 @@ def test_an_exception_inside_a_checkpoint_leaves_nothing_behind() -> None:
     assert torch.equal(layer.weight.grad, other.weight.grad)
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+class Unknown(torch.autograd.Function):
+    """Somebody else's checkpoint: runs its function without gradients, and once more in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Any, x: Tensor) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return function(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            torch.autograd.backward(ctx.function(x), dy)
+        return None, x.grad
+
+
 @pytest.mark.parametrize("inside", [False, True], ids=["autocast-outside", "autocast-inside"])
 @pytest.mark.parametrize("layer", [Linear, LayerNormMLP])
-def test_torchs_own_checkpoint_is_refused(layer: type, inside: bool, use_reentrant: bool) -> None:
+def test_a_checkpoint_that_nobody_knows_is_refused(layer: type, inside: bool) -> None:
     module = layer(WIDTH, FFN)
     x = torch.randn(TOKENS, WIDTH).requires_grad_()
     if inside:
-        out = whole(partial(torch_checkpoint, use_reentrant=use_reentrant), module, x, recipe=SHORT)
+        out = whole(Unknown.apply, module, x, recipe=SHORT)
     else:
         with autocast(recipe=SHORT):
-            out = torch_checkpoint(module, x, use_reentrant=use_reentrant)
-    with pytest.raises(RuntimeError, match=r"flatfsdp\.fp8\.checkpoint"):
-        out.sum().backward()
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_torchs_own_checkpoint_with_current_scaling(use_reentrant: bool) -> None:
-    """Autocast inside: it has no state, so this is right.  Outside: the recompute would be without FP8."""
-    call = partial(torch_checkpoint, use_reentrant=use_reentrant)
-    runs = [
-        train(seeded(lambda c=c: Stack(call=partial(whole, c, recipe=CurrentScaling()))), recipe=None)
-        for c in (plain, call)
-    ]
-    assert_same(*runs)
-    layer, x = Linear(WIDTH, FFN), torch.randn(TOKENS, WIDTH).requires_grad_()
-    with autocast(recipe=CurrentScaling()):
-        out = call(layer, x)
-    with pytest.raises(RuntimeError, match=r"flatfsdp\.fp8\.checkpoint"):
+            out = Unknown.apply(module, x)
+    with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint or flatfsdp\.fp8\.checkpoint"):
         out.sum().backward()
 
 
