@@ -17,6 +17,7 @@ from flatfsdp.fp8 import DelayedScaling
 from tests.support.ecosystem.families import FAMILIES, VOCAB, needs_peft, needs_transformers
 from tests.support.ecosystem.launched import launched
 from tests.support.ranks import on_ranks
+from tests.support.tape import taped
 
 pytestmark = [
     needs_transformers,
@@ -142,7 +143,7 @@ def test_fp8_with_checkpointing_and_generation_in_the_evaluation(
         generated.append(prediction.predictions)
         return {"tokens": float((prediction.predictions >= 0).sum())}
 
-    wide = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
+    wide = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16, "pad_token_id": 0}
     with launched(rank, world_size):
         found = []
         for checkpointing in (False, True):
@@ -237,3 +238,21 @@ def test_what_cannot_be_done_is_named_before_anything_changes(
 def test_flat_arguments_that_contradict_each_other(make: Callable[[], Any]) -> None:
     with pytest.raises(ValueError, match="no recipe"):
         make()
+
+
+@on_ranks(2)
+def test_replayed_microbatches(rank: int, world_size: int, tmp_path: Path) -> None:
+    with launched(rank, world_size), taped():
+        found = []
+        for replay in (False, True):
+            trainer = flat_trainer(
+                FAMILIES["Llama"].build(),
+                arguments(tmp_path, num_train_epochs=4, eval_strategy="epoch"),
+                eval_dataset=Text(),
+                flat=flat_arguments(fuse=True, replay=replay),
+            )
+            trainer.train()
+            found.append(history(trainer))
+        assert torch.equal(*found)
+        # Steps of two microbatches, and of one at the end of each epoch.
+        assert trainer._microbatch.replays >= 6
