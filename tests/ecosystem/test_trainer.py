@@ -143,7 +143,13 @@ def test_fp8_with_checkpointing_and_generation_in_the_evaluation(
         generated.append(prediction.predictions)
         return {"tokens": float((prediction.predictions >= 0).sum())}
 
-    wide = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16, "pad_token_id": 0}
+    wide = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "head_dim": 16,
+        "pad_token_id": 0,
+    }
     with launched(rank, world_size):
         found = []
         for checkpointing in (False, True):
