@@ -33,8 +33,8 @@ class FlatArguments:
 
     Attributes:
         policy: which modules become units; None: the layers that transformers names, see `policy_of`.
-        precision: dtypes; None: masters in FP32, which compute in bf16 with `TrainingArguments(bf16=True)`,
-            or else in FP32.
+        precision: dtypes; None: masters in FP32, which compute in bf16 with `TrainingArguments(bf16=True)` or
+            where the model is in bf16, and else in FP32.
         reshard_after_forward: whether to free parameters after use (ZeRO-3) or once a step (ZeRO-2).
         optimize_backward_concat: whether gradients are concatenated in the last microbatch only.
         fuse: whether our kernels compute what they know, see `fuse`.
@@ -81,17 +81,18 @@ class FlatArguments:
             model,
             policy,
             device=arguments.device,
-            precision=self._precision(arguments),
+            precision=self._precision(model, arguments),
             reshard_after_forward=self.reshard_after_forward,
             optimize_backward_concat=self.optimize_backward_concat,
             param_init_fn=init_weights_of(model) if is_on_meta else None,
         )
 
-    def _precision(self, arguments: Any) -> Precision:
+    def _precision(self, model: nn.Module, arguments: Any) -> Precision:
         if self.precision is not None:
             return self.precision
+        is_bf16 = arguments.bf16 or any(each.dtype == torch.bfloat16 for each in model.parameters())
         return Precision(
-            compute=torch.bfloat16 if arguments.bf16 else torch.float32,
+            compute=torch.bfloat16 if is_bf16 else torch.float32,
             fp8_weights=CurrentScaling() if self.fp8_weights else None,
         )
 
