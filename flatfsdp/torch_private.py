@@ -8,6 +8,7 @@ would be recompiled.
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -41,27 +42,37 @@ def timeout_of(store: dist.Store) -> float:
 
 
 def call_before_shutdown(group: dist.ProcessGroup, method: Callable[[], None]) -> None:
-    """Calls a bound method, as long as its object lives, before a process group is destroyed.
+    """Calls a bound method, if its object still lives, before a process group is destroyed or Python ends.
 
     PyTorch has no hook for that.  A communicator of NCCL waits for the CUDA graphs that launch its
     collectives, and `destroy_process_group()` with it, for good if nobody frees them.
     """
-    _before_shutdown.setdefault(group, []).append(WeakMethod(method))
     if not hasattr(dist.ProcessGroup.shutdown, "__wrapped__"):
         dist.ProcessGroup.shutdown = _calling_first(  # type: ignore[method-assign, assignment]
             dist.ProcessGroup.shutdown
         )
+        atexit.register(_call_all_before_shutdown)
+    _before_shutdown.setdefault(group, []).append(WeakMethod(method))
 
 
 def _calling_first(shutdown: Callable[[dist.ProcessGroup], None]) -> Callable[[dist.ProcessGroup], None]:
     @wraps(shutdown)
     def calls_and_shuts_down(group: dist.ProcessGroup) -> None:
-        for reference in _before_shutdown.pop(group, ()):
-            if (method := reference()) is not None:
-                method()
+        _call_before_shutdown(group)
         shutdown(group)
 
     return calls_and_shuts_down
+
+
+def _call_all_before_shutdown() -> None:
+    for group in list(_before_shutdown):
+        _call_before_shutdown(group)
+
+
+def _call_before_shutdown(group: dist.ProcessGroup) -> None:
+    for reference in _before_shutdown.pop(group, ()):
+        if (method := reference()) is not None:
+            method()
 
 
 _before_shutdown: WeakKeyDictionary[dist.ProcessGroup, list[WeakMethod[Callable[[], None]]]]

@@ -81,7 +81,7 @@ if "destroy" in sys.argv:
 def test_a_program_ends_whose_recordings_are_still_there(tmp_path: Path, end: str) -> None:
     """NCCL waits for graphs that launch its collectives."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    run = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29571"]
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run([*run, str(tmp_path / "program.py"), end], check=True, timeout=90)
 
 

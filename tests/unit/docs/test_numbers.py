@@ -83,6 +83,22 @@ def test_the_readmes_steps_are_those_of_the_docs() -> None:
     assert f"two Llama-70B layers takes {ratio:.3f} of FSDP2's time" in README.read_text()
 
 
+def test_hugging_face_models() -> None:
+    def expected() -> Iterator[tuple[str, ...]]:
+        for row in rows("hf-1b-m8-reshard.json").values():
+            host = "" if row["host_ms"] is None else f"{row['host_ms']:.1f}"
+            yield f"{row['ms']:.0f}", f"{row['time_vs_fsdp2_float8']:.3f}", f"{row['peak_gib']:.1f}", host
+        for row in results("trainer-1b-m4-2.json")["rows"]:
+            speed = f"{row['tokens_per_s_per_rank']:,.0f}", f"{row['times_as_fast']:.2f}"
+            yield f"{row['median_ms']:.0f}", *speed, f"{row['peak_gib']:.1f}"
+        for row in results("replay-2-reshard.json")["rows"]:
+            if row["place"] == "middle":
+                times = f"{row['replay_us'] / 1e3:.2f}", f"{row['launch_us'] / 1e3:.2f}"
+                yield f"{row['nodes']:,}", f"{row['eager_us'] / 1e3:.1f}", *times
+
+    assert_rows(expected())
+
+
 def test_layers() -> None:
     one, two = rows("layer.json"), rows("tensor-parallel-70b-2.json")
     shown = (
