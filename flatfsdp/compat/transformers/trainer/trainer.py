@@ -170,7 +170,9 @@ class FlatTrainer(transformers.Trainer):
                     {name: value.clone() for name, value in values.items()}, folder / "model.safetensors"
                 )
         if self.args.should_save:
-            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            tokenizer: Any = self.processing_class
+            if tokenizer is None:
+                tokenizer = getattr(self.data_collator, "tokenizer", None)
             if tokenizer is not None:
                 tokenizer.save_pretrained(str(folder))
             torch.save(self.args, folder / TRAINING_ARGS_NAME)
