@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
 import tempfile
 from collections.abc import Callable
@@ -205,6 +207,26 @@ def fairscale_shards(name: str, _: pytest.CaptureFixture[str]) -> None:
         assert torch.equal(model.state_dict()[key], value), key
 
 
+@functools.cache
+def run_page(page: str) -> dict[str, Any]:
+    """What the blocks of a page have defined, which are one program, run from top to bottom once.
+
+    It writes to the folder in which it runs.
+    """
+    program = "".join(block for name, block in BLOCKS.items() if name.rpartition(" ")[0] == page)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        return run_alone(program)
+
+
+def peft_page(name: str, _: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    found = run_page(name.rpartition(" ")[0])
+    assert found["merged"] != found["reference"]
+    trained, whole = found["model"].state_dict(), found["full"].state_dict()
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(trained[f"base_model.model.{weight}"], whole[weight])
+
+
 RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "text = Sampler(load_corpus(None)": in_20_lines,
     "model = auto_wrap(\n    GPT(config), by_class(Block), precision": a_wrapped_model,
@@ -218,6 +240,10 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "dcp.async_save": async_save,
     "from flatfsdp.compat.fairscale import": fairscale_imports,
     "consolidate_shard_weights": fairscale_shards,
+    "get_peft_model(model, LoraConfig(r=16": peft_page,
+    "with torch.no_grad(), model.disable_adapter()": peft_page,
+    "whole = plain.merge_and_unload()": peft_page,
+    'load_hf(full, "merged")': peft_page,
 }
 """What runs the block that contains a text, and looks at what it has done."""
 
