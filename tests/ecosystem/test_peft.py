@@ -278,3 +278,20 @@ def test_converted_layers_are_adapted_and_saved(rank: int, world_size: int) -> N
     # Adapters are in FP8 in the second only.
     for found in losses:
         assert found != exact and found == pytest.approx(exact, rel=0.02)
+
+
+@on_ranks(2)
+def test_adapters_of_a_wrapped_model_are_not_lost_in_silence(rank: int) -> None:
+    from peft import get_peft_model_state_dict
+
+    model = sharded("wrapped", with_lora(), LLAMA.is_unit)
+    state = model.state_dict()
+    in_place = r"wrapped PEFT model would not find its adapters.*flatfsdp\.shard"
+    with pytest.raises(AttributeError, match=in_place):
+        model.save_pretrained("nowhere")
+    with pytest.raises(RuntimeError, match=in_place):
+        model.module.save_pretrained("nowhere", state_dict=state)
+    with pytest.raises(AttributeError, match=in_place):
+        get_peft_model_state_dict(model, state_dict=state)
+    with pytest.raises(AttributeError, match=in_place):
+        model.merge_adapter()
