@@ -150,8 +150,9 @@ def test_what_does_not_fit_is_named_on_all_ranks(rank: int, world_size: int) -> 
             load_hf(model, own)
         with pytest.raises(FileNotFoundError, match=r"there is no folder .*snapshot_download"):
             load_hf(model, folder / "nothing")
-    with pytest.raises(ValueError, match="LlamaForCausalLM is not sharded"):
-        load_hf(family.build(), "nowhere")
+    for each in (family.build(), model.model):
+        with pytest.raises(ValueError, match=r"is not sharded as a whole; pass load_hf what flatfsdp\.shard"):
+            load_hf(each, "nowhere")
     with pytest.raises(ValueError, match=r"dtype is torch\.int8; models are saved in 16 bits"):
         save_hf(model, "nowhere", dtype=torch.int8)
     with model.summon_full_params(), pytest.raises(RuntimeError, match="inside summon_full_params"):

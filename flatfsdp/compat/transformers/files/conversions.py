@@ -98,7 +98,9 @@ def arranged(base: Any, stored: Mapping[str, Stored], known: Iterable[str]) -> A
         else:
             group = converted.setdefault(name, Converted(base, name, by_pattern[pattern]))
             group.add(pattern, key, stored[key])
-    return Arranged(as_they_are, list(converted.values()), [rule for rule in rules if rule.was_used()])
+    # Older versions do not say which were used.
+    used = [rule for rule in rules if not hasattr(rule, "was_used") or rule.was_used()]
+    return Arranged(as_they_are, list(converted.values()), used)
 
 
 def reverted(base: Any, values: Values) -> Values:
