@@ -92,17 +92,22 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
             f"the gradient of parameter {name} is computed after the backward, by backward_dw(), and "
             "FlatFSDP reduces gradients in the backward; build its layer without delay_wgrad_compute"
         )
-    if not parameter.is_floating_point():
-        raise ValueError(
-            f"parameter {name} is {parameter.dtype}; only floating-point parameters can be sharded"
-        )
     kind = type(parameter.data)
-    if kind is not Tensor or parameter.layout is not torch.strided:
-        found = f"a {parameter.layout} tensor" if kind is Tensor else f"a {kind.__name__}"
+    if kind.__module__.startswith("torch.distributed."):
         raise ValueError(
-            f"parameter {name} is {found}; FlatFSDP shards plain dense tensors: wrap the module without "
-            "parallelize_module or fully_shard, and give tensor-parallel layers a tp_group"
+            f"parameter {name} is a {kind.__name__}; FlatFSDP shards plain dense tensors: wrap the module "
+            "without parallelize_module or fully_shard, and give tensor-parallel layers a tp_group"
         )
+    if kind is Tensor and parameter.layout is torch.strided and parameter.is_floating_point():
+        return
+    found = f"a {kind.__name__}" if kind is not Tensor else str(parameter.dtype)
+    if parameter.layout is not torch.strided:
+        found = f"a {parameter.layout} tensor"
+    raise ValueError(
+        f"parameter {name} is {found}; FlatFSDP shards plain dense tensors of floating-point numbers. Load a "
+        "quantized model without quantization: in BF16, what is frozen takes two bytes a parameter over all "
+        "ranks together, and flatfsdp.layers.convert computes in FP8"
+    )
 
 
 def mark_taken(bindings: Iterable[Binding], parameters: Iterable[tuple[str, nn.Parameter]]) -> None:

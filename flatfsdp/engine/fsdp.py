@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -126,6 +126,9 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         for group in self.fsdp_state.unit.groups:
             self._register_flat(group.flat_name, group.master.flat)
         module.register_forward_pre_hook(self._check_gathered)
+        if hasattr(module, "peft_config") and hasattr(module, "save_pretrained"):
+            # Past the wrapper it would write an adapter without tensors.
+            vars(module)["save_pretrained"] = _refuse_to_save_adapters
 
     @property
     def microbatch(self) -> Microbatch:
@@ -150,6 +153,8 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OF_ADAPTERS and hasattr(self._modules.get("module"), "peft_config"):
+            raise AttributeError(_adapters_message(name))
         if name == "save_pretrained":
             raise AttributeError(
                 "save_pretrained of a wrapped model would write only a part of it, as the names of its "
@@ -208,6 +213,32 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
             if not remove_duplicate or parameter not in seen:
                 seen.add(parameter)
                 yield site.name, parameter
+
+
+_OF_ADAPTERS = (
+    "peft_config",
+    "save_pretrained",
+    "merge_adapter",
+    "unmerge_adapter",
+    "merge_and_unload",
+    "unload",
+    "add_adapter",
+    "delete_adapter",
+    "load_adapter",
+    "set_adapter",
+)
+"""What PEFT has, or reads, that finds modules by their names."""
+
+
+def _adapters_message(name: str) -> str:
+    return (
+        f"{name} of a wrapped PEFT model would not find its adapters, as the names of its modules have one "
+        "level more: shard the model in place (flatfsdp.shard)"
+    )
+
+
+def _refuse_to_save_adapters(*_: Any, **__: Any) -> NoReturn:
+    raise RuntimeError(_adapters_message("save_pretrained"))
 
 
 def is_own_hook(hook: Any) -> bool:

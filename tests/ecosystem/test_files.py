@@ -65,9 +65,10 @@ def keys_in(folder: Path) -> set[str]:
 @on_ranks(2)
 def test_files_of_plain_transformers_are_read_and_written(rank: int) -> None:
     """Tied weights, experts that have other names and shapes in files, one file and several."""
-    for number, (name, family) in enumerate(MODELS.items()):
+    families = {**FAMILIES, "Llama, fused": MODELS["Llama, fused"]}
+    for number, (name, family) in enumerate(families.items()):
         plain = trained(family)
-        size = "20KB" if number % 2 else "1GB"
+        size = "60KB" if number % 2 else "1GB"
         with shared_folder() as folder:
             if rank == 0:
                 plain.save_pretrained(folder / "plain", max_shard_size=size)
@@ -125,6 +126,7 @@ def test_what_does_not_fit_is_named_on_all_ranks(rank: int, world_size: int) -> 
         r"unexpected: model\.layers\.2\.": family.build(num_hidden_layers=3),
         r"of another shape: lm_head\.weight \(\(64, 64\), here \(64, 32\)\)": family.build(**sizes),
         r"unexpected: .*q_norm": FAMILIES["Qwen3"].build(),
+        r"model; missing: lm_head\.weight$": family.build().model,
     }
     with shared_folder() as folder:
         for number, (said, other) in enumerate(others.items()):
@@ -149,8 +151,11 @@ def test_what_does_not_fit_is_named_on_all_ranks(rank: int, world_size: int) -> 
             load_hf(model, own)
         with pytest.raises(FileNotFoundError, match=r"there is no folder .*snapshot_download"):
             load_hf(model, folder / "nothing")
-    with pytest.raises(ValueError, match="LlamaForCausalLM is not sharded"):
-        load_hf(family.build(), "nowhere")
+    for each in (family.build(), model.model):
+        with pytest.raises(ValueError, match=r"is not sharded as a whole; pass load_hf what flatfsdp\.shard"):
+            load_hf(each, "nowhere")
+    with pytest.raises(ValueError, match=r"dtype is torch\.int8; models are saved in 16 bits"):
+        save_hf(model, "nowhere", dtype=torch.int8)
     with model.summon_full_params(), pytest.raises(RuntimeError, match="inside summon_full_params"):
         save_hf(model, "nowhere")
     assert_same_values(model.state_dict(), before)

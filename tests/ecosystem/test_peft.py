@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from flatfsdp.compat.transformers import fuse
+from flatfsdp import shard
+from flatfsdp.compat.transformers import fuse, policy_of
 from flatfsdp.contract.joint import is_joined
+from flatfsdp.fp8 import CurrentScaling, autocast
+from flatfsdp.layers import convert
 from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.covering import covering
 from tests.support.ecosystem.families import FAMILIES, batches_of, generated, needs_peft, needs_transformers
@@ -139,3 +143,155 @@ def test_other_adapters_of_a_fused_base(rank: int, world_size: int, what: str) -
     assert_same_training(found, train_plain(adapted(family.build()), rank, world_size, steps=1))
     in_plain = train_plain(adapted(family.plain.build()), rank, world_size, steps=1)
     assert found.losses == pytest.approx(in_plain.losses, rel=1e-5)
+
+
+@on_ranks(2)
+def test_merged_adapters_stay_where_they_are(rank: int) -> None:
+    """Also inside `unsharded`, where only copies would be merged otherwise."""
+    model, plain = sharded("in place", with_lora(), LLAMA.is_unit), with_lora()
+    batch = batches_of(rank, 0)[0]
+    for name in ("merge_adapter", "unmerge_adapter"):
+        with torch.no_grad():
+            before = model(**batch).logits
+        with model.unsharded() if name == "merge_adapter" else nullcontext():
+            getattr(model, name)()
+        getattr(plain, name)()
+        assert_same_values(model.state_dict(), plain.state_dict())
+        with torch.no_grad():
+            torch.testing.assert_close(model(**batch).logits, before)
+    base = train_plain(plain, rank, 2, steps=1)
+    assert_same_training(train_sharded(model, rank, steps=1), base)
+
+
+@on_ranks(2)
+def test_what_would_take_modules_out_or_bring_others_is_refused(rank: int) -> None:
+    import peft
+
+    model = sharded("in place", with_lora(), LLAMA.is_unit)
+    state = model.state_dict()
+    calls = {
+        "merge_and_unload": model.merge_and_unload,
+        "unload": model.unload,
+        "delete_adapter": lambda: model.delete_adapter("default"),
+        "add_adapter": lambda: model.add_adapter("other", peft.LoraConfig(target_modules=["v_proj"])),
+        "load_adapter": lambda: model.load_adapter("nowhere", "other"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(
+            RuntimeError, match=rf"{name} of a \w+ that is sharded: .*(save_pretrained|before)"
+        ):
+            call()
+    assert_same_values(model.state_dict(), state)
+
+
+@on_ranks(2)
+def test_of_several_adapters_one_is_chosen(rank: int, world_size: int) -> None:
+    import peft
+
+    def with_two() -> Any:
+        model = with_lora()
+        torch.manual_seed(2)
+        model.add_adapter("other", peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False))
+        return model
+
+    model, plain = sharded("in place", with_two(), LLAMA.is_unit), with_two()
+    with pytest.raises(RuntimeError, match=r"set_adapter of .* inference_mode=True"):
+        model.set_adapter("other")
+    model.set_adapter("default", inference_mode=True)
+    batch = batches_of(rank, 0)[0]
+    found = train_sharded(model, rank)
+    assert_same_training(found, train_plain(plain, rank, world_size))
+    model.set_adapter("other", inference_mode=True), plain.set_adapter("other", inference_mode=True)
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, plain(**batch).logits)
+    with shared_folder() as folder:
+        model.save_pretrained(folder)
+        if rank == 0:
+            model.save_pretrained(folder / "alone", state_dict=dict(found.state))
+        dist.barrier()
+        for each in (folder, folder / "alone"):
+            again = peft.PeftModel.from_pretrained(LLAMA.build(), each, "default")
+            again.load_adapter(each / "other", "other")
+            assert_same_values(dict(sorted(again.state_dict().items())), dict(sorted(found.state.items())))
+
+
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DoRA": ("LoraConfig", {"target_modules": ["q_proj"], "use_dora": True}),
+    "whole head": ("LoraConfig", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "IA3": ("IA3Config", {"target_modules": ["k_proj"], "feedforward_modules": []}),
+    "prompts": ("PromptTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}),
+    "prefixes": ("PrefixTuningConfig", {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}),
+}
+
+
+@on_ranks(2)
+def test_kinds_of_adapters_train_and_are_read_by_plain_peft(rank: int, world_size: int) -> None:
+    import peft
+
+    for name, (kind, options) in KINDS.items():
+
+        def adapted() -> Any:
+            torch.manual_seed(1)
+            return peft.get_peft_model(LLAMA.build(), getattr(peft, kind)(**options))  # noqa: B023
+
+        model = sharded("in place", adapted(), LLAMA.is_unit)
+        found = train_sharded(model, rank, steps=2)
+        assert_same_training(found, train_plain(adapted(), rank, world_size, steps=2))
+        with shared_folder() as folder:
+            model.save_pretrained(folder)
+            again = peft.PeftModel.from_pretrained(LLAMA.build(), folder)
+            assert_same_values(again.state_dict(), found.state)
+            if name == "whole head" and rank == 0:
+                # Alone, with what all have gathered.
+                model.save_pretrained(folder / "alone", state_dict=dict(found.state))
+                alone = peft.PeftModel.from_pretrained(LLAMA.build(), folder / "alone")
+                assert_same_values(alone.state_dict(), found.state)
+            if name == "prompts":
+                with pytest.raises(RuntimeError, match="call it on all ranks, without state_dict"):
+                    model.save_pretrained(folder, state_dict=dict(found.state))
+
+
+@on_ranks(2)
+def test_converted_layers_are_adapted_and_saved(rank: int, world_size: int) -> None:
+    """In either order, in FP8; what is saved is the same as without."""
+    import peft
+
+    def adapt(model: Any) -> Any:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(target_modules="all-linear", r=16, init_lora_weights=False)
+        return peft.get_peft_model(model, config)
+
+    def converted(model: Any) -> Any:
+        return convert(model, lambda layer, name: min(layer.weight.shape) >= 16)
+
+    losses = []
+    for model in (adapt(converted(LLAMA.build())), converted(adapt(LLAMA.build()))):
+        shard(model, policy_of(model))
+        with autocast(recipe=CurrentScaling()):
+            trained = train_sharded(model, rank, steps=1)
+        losses.append(trained.losses)
+        with shared_folder() as folder:
+            model.save_pretrained(folder)
+            plain = peft.PeftModel.from_pretrained(LLAMA.build(), folder)
+        assert_same_values(plain.state_dict(), trained.state)
+    exact = train_plain(adapt(LLAMA.build()), rank, world_size, steps=1).losses
+    # Adapters are in FP8 in the second only.
+    for found in losses:
+        assert found != exact and found == pytest.approx(exact, rel=0.02)
+
+
+@on_ranks(2)
+def test_adapters_of_a_wrapped_model_are_not_lost_in_silence(rank: int) -> None:
+    from peft import get_peft_model_state_dict
+
+    model = sharded("wrapped", with_lora(), LLAMA.is_unit)
+    state = model.state_dict()
+    in_place = r"wrapped PEFT model would not find its adapters.*flatfsdp\.shard"
+    with pytest.raises(AttributeError, match=in_place):
+        model.save_pretrained("nowhere")
+    with pytest.raises(RuntimeError, match=in_place):
+        model.module.save_pretrained("nowhere", state_dict=state)
+    with pytest.raises(AttributeError, match=in_place):
+        get_peft_model_state_dict(model, state_dict=state)
+    with pytest.raises(AttributeError, match=in_place):
+        model.merge_adapter()

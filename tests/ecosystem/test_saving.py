@@ -16,11 +16,16 @@ import torch.distributed as dist
 
 from flatfsdp import Precision
 from flatfsdp.torch_private import default_store, timeout_of
-from tests.support.both_forms import sharded
+from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.families import FAMILIES, Family, batches_of, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
 from tests.support.ecosystem.fused import MODELS
-from tests.support.ecosystem.training import assert_same_values, train_sharded
+from tests.support.ecosystem.training import (
+    assert_same_training,
+    assert_same_values,
+    train_plain,
+    train_sharded,
+)
 from tests.support.ranks import on_ranks
 
 pytestmark = needs_transformers
@@ -153,10 +158,19 @@ def test_counts_and_dtypes_are_those_of_the_whole_model(rank: int, name: str) ->
         assert bool(loss.isfinite())
 
 
+@pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
-def test_resizing_the_embedding_is_refused(rank: int) -> None:
+def test_embeddings_are_resized_before_or_not_at_all(rank: int, world_size: int, way: str) -> None:
     family = FAMILIES["Llama"]
-    model = sharded("in place", family.build(), family.is_unit)
-    with pytest.raises(RuntimeError, match=r"resize_token_embeddings|before"):
+
+    def resized() -> Any:
+        model: Any = family.build()
+        torch.manual_seed(1)
         model.resize_token_embeddings(80)
-    assert train_sharded(model, rank, steps=1).losses
+        return model
+
+    model = sharded(way, resized(), family.is_unit)
+    with pytest.raises((RuntimeError, TypeError), match=r"resize_token_embeddings.*(before|then) .*shard"):
+        model.resize_token_embeddings(96)
+    found = train_sharded(model, rank, steps=1)
+    assert_same_training(found, train_plain(resized(), rank, world_size, steps=1))

@@ -10,6 +10,7 @@ Out:  what stands in its place in the class of a unit or a part.
     should_save_on_this_rank         the first of those that share the model, rather than of all
     resize_token_embeddings          raises: the parameters have their places
     generate                         goes on on all ranks until the last one has ended (`synced_gpus`)
+    methods for adapters             see `adapters.py`
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from flatfsdp.comm.meeting import meet
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.whole_shape import WHOLE_SHAPE
-from flatfsdp.engine.full_params import state_dicts_gathered
+from flatfsdp.engine.in_place.adapters import computing_by_itself, only_keys, said_of_adapters
 from flatfsdp.engine.in_place.parts import unit_of
+from flatfsdp.engine.methods import whole_units
+from flatfsdp.engine.units import root_of, units_in
 from flatfsdp.flat.sites import Site
 from flatfsdp.policy import Gathering
 
@@ -58,7 +61,7 @@ def said_by_whole_models(plain: type[nn.Module]) -> dict[str, Any]:
         found["_is_fsdp_managed_module"] = property(_generates_together)
         # Asked of modules that say so, by the compiler.
         found["_fsdp_use_orig_params"] = True
-    return found
+    return found | said_of_adapters(plain)
 
 
 def _computed_with(module: nn.Module) -> Tensor:
@@ -131,22 +134,25 @@ def _saving(method: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(module, *args, **kwargs)
         given = bound.arguments.get("state_dict", bound.kwargs.get("state_dict"))
         if given is not None:
-            with _saved_in(module, given):
+            with _saved_in(module, given), only_keys(module):
                 method(*bound.args, **bound.kwargs)
             return
         state = unit_of(module).fsdp_state
         for ranks in state.grid.dimensions:
             meet(ranks, "save_pretrained")
-        with state_dicts_gathered(Gathering(rank0_only=True, offload_to_cpu=True)):
-            gathered = module.state_dict()
-        _pass_state_dict(signature, bound, gathered)
         problem = None
-        if state.grid.is_first:
-            try:
-                with _saved_in(module, gathered):
-                    method(*bound.args, **bound.kwargs)
-            except Exception as error:
-                problem = error
+        root_of(unit_of(module))
+        units = list(dict.fromkeys(unit for _, unit in units_in(unit_of(module))))
+        with whole_units(units, Gathering(rank0_only=True, offload_to_cpu=True), writeback=False):
+            if state.grid.is_first:
+                # Also what it asks of modules inside is there, without the others.
+                try:
+                    gathered = module.state_dict()
+                    _pass_state_dict(signature, bound, gathered)
+                    with _saved_in(module, gathered), computing_by_itself(module):
+                        method(*bound.args, **bound.kwargs)
+                except Exception as error:
+                    problem = error
         said = None if problem is None else f"{type(problem).__name__}: {problem}"
         first = broadcast_object(said, state.grid.dimensions, state.device)
         if problem is not None:

@@ -29,7 +29,7 @@ from tests.unit.docs.pages import PAGES
 LARGE = {"4096, 16384, 32": "32, 64, 4"}
 
 
-PROGRAMS = {"docs/huggingface.md"}
+PROGRAMS = {"docs/huggingface.md", "docs/peft.md"}
 """Pages whose blocks are one program."""
 
 
@@ -225,6 +225,17 @@ def huggingface_of_one_rank(rank: int, world_size: int, block: str) -> None:
     assert found["metrics"]["eval_loss"] < 10 and found["text"].shape == (1, 12)
 
 
+def peft_guide(name: str, _: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("peft")
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        found = run_alone(BLOCKS[name])
+    assert found["merged"] != found["reference"]
+    trained, whole = found["model"].state_dict(), found["full"].state_dict()
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(trained[f"base_model.model.{weight}"], whole[weight])
+
+
 RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "text = Sampler(load_corpus(None)": in_20_lines,
     "model = auto_wrap(\n    GPT(config), by_class(Block), precision": a_wrapped_model,
@@ -239,6 +250,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "from flatfsdp.compat.fairscale import": fairscale_imports,
     "consolidate_shard_weights": fairscale_shards,
     "docs/huggingface.md": huggingface_guide,
+    "docs/peft.md": peft_guide,
 }
 """What runs the block that contains a text, or a whole page, and looks at what it has done."""
 

@@ -85,8 +85,8 @@ def arranged(base: Any, stored: Mapping[str, Stored], known: Iterable[str]) -> A
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    # The values of these are asked for nothing.
-    names = dict.fromkeys(known)
+    # As a state dict, of which the keys count.
+    names = dict.fromkeys(known, True)
     as_they_are: dict[str, Stored] = {}
     converted: dict[str, Converted] = {}
     for key in sorted(stored, key=dot_natural_key):
@@ -98,7 +98,9 @@ def arranged(base: Any, stored: Mapping[str, Stored], known: Iterable[str]) -> A
         else:
             group = converted.setdefault(name, Converted(base, name, by_pattern[pattern]))
             group.add(pattern, key, stored[key])
-    return Arranged(as_they_are, list(converted.values()), [rule for rule in rules if rule.was_used()])
+    # Older versions do not say which were used.
+    used = [rule for rule in rules if not hasattr(rule, "was_used") or rule.was_used()]
+    return Arranged(as_they_are, list(converted.values()), used)
 
 
 def reverted(base: Any, values: Values) -> Values:

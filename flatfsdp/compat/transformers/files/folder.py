@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,7 +145,6 @@ class NewFiles:
         make_folder(folder)
         shutil.rmtree(self.place, ignore_errors=True)
         self.place.mkdir()
-        self._names = list(files)
         self._index = index
         self._to_write: dict[str, tuple[Path, int, Tensor]] = {}
         for name, tensors in files.items():
@@ -211,13 +210,8 @@ class NewFiles:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with open(path, "wb") as file:
-            _write_header(file, text)
+            file.write(len(text).to_bytes(8, "little") + text)
             begin = file.tell()
             file.truncate(begin + end)
         for name, tensor in tensors.items():
             self._to_write[name] = (path, begin + sizes[name][0], tensor)
-
-
-def _write_header(file: BinaryIO, text: bytes) -> None:
-    file.write(len(text).to_bytes(8, "little"))
-    file.write(text)

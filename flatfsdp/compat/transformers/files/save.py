@@ -47,14 +47,18 @@ def save_hf(
 
     Raises:
         OSError: if something cannot be written.
-        ValueError: if the model is not sharded, or is PEFT's, whose adapters `save_pretrained` saves; if
-            transformers joins tensors of several units in one of a file.
+        ValueError: if the model is not sharded, or is PEFT's, whose adapters `save_pretrained` saves; for
+            another dtype; if transformers joins tensors of several units in one of a file.
         TypeError: if `model` is no model of transformers.
         RuntimeError: if a rank does not call it; inside `summon_full_params`.
         All of them on every rank, and the folder's earlier model stays.
     """
     state, groups = begin_together(model, "save_hf")
     with raising_together(state):
+        if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(
+                f"save_hf: dtype is {dtype}; models are saved in 16 bits or more, as torch.bfloat16"
+            )
         if hasattr(model, "peft_config"):
             raise ValueError(
                 "save_hf of a PEFT model would be without its adapters; model.save_pretrained(folder) saves "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,7 @@ from flatfsdp.comm.meeting import meet
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.engine.storage.group import FlatGroup, settle
 from flatfsdp.engine.storage.master import require_same_ranks
-from flatfsdp.engine.units import UnitState, named_groups, units_in
+from flatfsdp.engine.units import UnitModule, UnitState, named_groups, units_in
 
 
 def begin_together(model: nn.Module, doing: str) -> tuple[UnitState, list[FlatGroup]]:
@@ -21,17 +22,19 @@ def begin_together(model: nn.Module, doing: str) -> tuple[UnitState, list[FlatGr
         The state of the model's outermost unit, and all groups.
 
     Raises:
-        ValueError: if nothing is sharded, some units are spread over fewer ranks than others, or ranks have
+        ValueError: if the model is no unit, some units are spread over fewer ranks than others, or ranks have
             parts of the same parameters (tensor parallelism).
         RuntimeError: if a rank does not come, or parameters are whole now.
     """
-    states = [unit.fsdp_state for _, unit in units_in(model)]
-    if not states:
-        raise ValueError(f"{type(model).__name__} is not sharded; {doing} is for models that are")
-    state = states[0]
+    if not isinstance(model, UnitModule):
+        raise ValueError(
+            f"{type(model).__name__} is not sharded as a whole; pass {doing} what flatfsdp.shard or "
+            "auto_wrap has returned"
+        )
+    state = model.fsdp_state
     for ranks in state.grid.dimensions:
         meet(ranks, doing)
-    if any(each.is_whole for each in states):
+    if any(unit.fsdp_state.is_whole for _, unit in units_in(model)):
         raise RuntimeError(f"{doing} inside summon_full_params(): call it outside of the block")
     if state.grid.tensor.size > 1:
         raise ValueError(f"{doing} of a tensor-parallel model is not supported; use flatfsdp.checkpoint")
@@ -51,10 +54,18 @@ def raising_together(state: UnitState) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        told = error
-    everywhere: Exception | None = told
+        told = _as_it_travels(error)
     for ranks in state.grid.dimensions:
-        others = all_gather_object(everywhere, ranks, state.device)
-        everywhere = everywhere or next((each for each in others if each is not None), None)
-    if everywhere is not None:
-        raise everywhere
+        others = all_gather_object(told, ranks, state.device)
+        told = told or next((each for each in others if each is not None), None)
+    if told is not None:
+        raise told
+
+
+def _as_it_travels(error: Exception) -> Exception:
+    """The error, or one that says the same, if it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error

@@ -1,0 +1,136 @@
+"""What PEFT's models do with adapters, once they are sharded in place: as before, or refused with a way out.
+
+In:   a class of PEFT, or of transformers, which has some of these methods, too.
+Out:  what stands in their places in the class of a unit or a part.
+
+    merge_adapter, unmerge_adapter            with whole parameters, which go back to the shards
+    merge_and_unload, unload, delete_adapter  refused: modules that are sharded would go
+    add_adapter, load_adapter                 refused for new adapters: their parameters would not be sharded
+    set_adapter                               only as far as it does not change what is trained
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+from torch import nn
+
+from flatfsdp.engine.in_place.parts import unit_of
+
+_REPLACES = "sharded modules would leave the model"
+_PLAIN = "save_pretrained(folder) on all ranks, and call it of what plain PEFT makes of the folder"
+_REFUSED = {
+    "merge_and_unload": f"{_REPLACES}; with merge_adapter() they stay. Or {_PLAIN}",
+    "unload": f"{_REPLACES}; inside disable_adapter() they stay. Or {_PLAIN}",
+    "delete_adapter": f"{_REPLACES}; leave the adapter inactive. Or {_PLAIN}",
+    "add_adapter": "the parameters that it brings would be neither sharded nor reduced; add all adapters "
+    "before flatfsdp.shard",
+}
+
+
+def said_of_adapters(plain: type[nn.Module]) -> dict[str, Any]:
+    """What takes the place of these methods in a class of models that has them, by name."""
+    if hasattr(plain, "adapter_layer_names"):
+        # Layers of PEFT are told by the model around them.
+        return {}
+    found: dict[str, Any] = {name: _refusing(name, why) for name, why in _REFUSED.items()}
+    for name in ("merge_adapter", "unmerge_adapter"):
+        if hasattr(plain, name):
+            found[name] = _with_whole_parameters(getattr(plain, name))
+    if hasattr(plain, "load_adapter"):
+        found["load_adapter"] = _into_its_place(plain.load_adapter)
+    if hasattr(plain, "set_adapter"):
+        found["set_adapter"] = _as_trained(plain.set_adapter)
+    return {name: value for name, value in found.items() if hasattr(plain, name)}
+
+
+def _refusing(name: str, why: str) -> Callable[..., NoReturn]:
+    def refuse(module: nn.Module, *_: Any, **__: Any) -> NoReturn:
+        raise RuntimeError(f"{name} of a {type(module).__name__} that is sharded: {why}")
+
+    return refuse
+
+
+def _with_whole_parameters(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Collective over the ranks that share the model."""
+        with unit_of(module).summon_full_params():
+            return method(module, *args, **kwargs)
+
+    return call
+
+
+def _into_its_place(method: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(method)
+
+    @functools.wraps(method)
+    def load_adapter(module: Any, *args: Any, **kwargs: Any) -> Any:
+        name = signature.bind(module, *args, **kwargs).arguments.get("adapter_name", "default")
+        if name not in getattr(module, "peft_config", {}):
+            _refusing("load_adapter", _REFUSED["add_adapter"])(module)
+        return method(module, *args, **kwargs)
+
+    return load_adapter
+
+
+def _as_trained(method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def set_adapter(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Chooses which adapters compute.  What is trained stays what it was when the model was sharded.
+
+        Raises:
+            RuntimeError: if other adapters would be trained afterwards.
+        """
+        before = [(parameter, parameter.requires_grad) for parameter in module.parameters()]
+        result = method(module, *args, **kwargs)
+        changed = any(parameter.requires_grad != trains for parameter, trains in before)
+        for parameter, trains in before:
+            parameter.requires_grad_(trains)
+        if changed and not kwargs.get("inference_mode"):
+            raise RuntimeError(
+                f"set_adapter of a {type(module).__name__} that is sharded would change which adapters are "
+                "trained, and parameters of a unit are frozen together; call it before flatfsdp.shard, or "
+                "with inference_mode=True, which leaves that as it is"
+            )
+        return result
+
+    return set_adapter
+
+
+@contextmanager
+def only_keys(module: Any) -> Iterator[None]:
+    """Inside, state dicts of parts are not collective, and have this rank's parts: PEFT asks for their keys.
+
+    Raises:
+        RuntimeError: if PEFT would ask for values, which all ranks have to gather.
+    """
+    configs = getattr(module, "peft_config", {}).values()
+    if any(config.is_prompt_learning for config in configs):
+        raise RuntimeError(
+            "save_pretrained(state_dict=...) of a sharded model with prompt learning: the prompts are "
+            "computed; call it on all ranks, without state_dict"
+        )
+    state = unit_of(module).fsdp_state
+    before = state.is_whole
+    state.is_whole = True
+    try:
+        yield
+    finally:
+        state.is_whole = before
+
+
+@contextmanager
+def computing_by_itself(module: nn.Module) -> Iterator[None]:
+    """Inside `summon_full_params`: parts compute with the ordinary parameters, as prompt encoders do when
+    they are saved."""
+    state = unit_of(module).fsdp_state
+    state.uses += 1
+    try:
+        yield
+    finally:
+        state.uses -= 1
