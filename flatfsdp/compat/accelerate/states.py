@@ -1,0 +1,121 @@
+"""What `FlatAccelerator.save_state` writes beside Accelerate's own files, and where.
+
+flatfsdp-0/      first model that is sharded, and its optimizer, as `flatfsdp.checkpoint` writes them
+flatfsdp.json    written at the end, so that a save that was stopped is not taken for one
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+_MARK = "flatfsdp.json"
+
+
+class Saved(NamedTuple):
+    """What belongs into one checkpoint.
+
+    Attributes:
+        model: sharded.
+        optimizer: of all its parameters, without what Accelerate puts around it; None if there is none.
+    """
+
+    model: Any
+    optimizer: torch.optim.Optimizer | None
+
+
+def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
+    """Without what Accelerate puts around it."""
+    while type(optimizer).__name__ == "AcceleratedOptimizer":
+        optimizer = optimizer.optimizer
+    found: torch.optim.Optimizer = optimizer
+    return found
+
+
+def pairs(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Saved]:
+    """Each of these models with its optimizer.
+
+    Raises:
+        ValueError: if a model has several, or an optimizer several models.
+    """
+    found = []
+    for model in models:
+        own = {id(parameter) for parameter in model.parameters()}
+        of_model = [each for each in optimizers if own & _parameters(each)]
+        if len(of_model) > 1:
+            raise ValueError(
+                f"{len(of_model)} optimizers have parameters of one {type(model).__name__}, and a checkpoint "
+                "is of one: make one optimizer with several parameter groups"
+            )
+        if of_model and not _parameters(of_model[0]) <= own:
+            raise ValueError(
+                f"an optimizer has parameters of this {type(model).__name__} and others, and a checkpoint is "
+                "of one model and its optimizer: make an optimizer for each model, or one "
+                "module of all of them"
+            )
+        found.append(Saved(model, of_model[0] if of_model else None))
+    return found
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def checkpoint_of(folder: Path, number: int) -> Path:
+    """Where a model and its optimizer are, by the model's place among those that were prepared."""
+    return folder / f"flatfsdp-{number}"
+
+
+def mark(folder: Path, models: int, ranks: int) -> None:
+    """Notes that everything in the folder belongs together."""
+    (folder / _MARK).write_text(json.dumps({"models": models, "ranks": ranks}))
+
+
+def unmark(folder: Path) -> None:
+    """The folder is about to change."""
+    (folder / _MARK).unlink(missing_ok=True)
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether a save into the folder has ended."""
+    return (folder / _MARK).is_file()
+
+
+def ranks_of(folder: Path, models: int) -> int:
+    """How many ranks have written the folder.
+
+    Args:
+        models: how many are to be loaded.
+
+    Raises:
+        ValueError: if no save of FlatAccelerator has ended there, or it was of another number of models.
+    """
+    if not is_marked(folder):
+        raise ValueError(
+            f"{folder} has no {_MARK}: it was not written by FlatAccelerator.save_state, or that was stopped "
+            "before its end"
+        )
+    said = json.loads((folder / _MARK).read_text())
+    if said["models"] != models:
+        raise ValueError(f"{folder} has {said['models']} sharded models, and {models} have been prepared")
+    ranks: int = said["ranks"]
+    return ranks
+
+
+def newest(folder: Path) -> Path:
+    """The newest of automatically named checkpoints whose save has ended.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    named = ((re.fullmatch(r"checkpoint_(\d+)", path.name), path) for path in folder.glob("checkpoint_*"))
+    ended = [(int(match[1]), path) for match, path in named if match and is_marked(path)]
+    if not ended:
+        raise ValueError(f"{folder} has no checkpoint that FlatAccelerator.save_state has completed")
+    return max(ended)[1]
