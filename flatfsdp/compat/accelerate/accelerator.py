@@ -31,6 +31,7 @@ from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.device import indexed
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.compat.accelerate import states
+from flatfsdp.compat.accelerate.apart import apart
 from flatfsdp.compat.accelerate.first_rank import take_from_first_rank
 from flatfsdp.compat.accelerate.options import precision_of, require_possible, require_shardable
 from flatfsdp.compat.accelerate.renamed import Renamed, require_without_state
@@ -231,8 +232,12 @@ class FlatAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """As Accelerator's: whole tensors, on all ranks; of a sharded model in host memory.  Collective."""
         if is_unit(model):
-            return checkpoint.full_state_dict(model, cpu_offload=True)
+            return apart(checkpoint.full_state_dict(model, cpu_offload=True))
         return super().get_state_dict(model, unwrap)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """As Accelerator's."""
+        super().save(apart(obj) if safe_serialization else obj, f, safe_serialization)
 
     # ---- checkpoints ------------------------------------------------------------------------------------
 
