@@ -275,7 +275,7 @@ def test_a_program_for_hugging_face(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_objects_are_prepared_in_any_order(rank: int, world_size: int) -> None:
-    """One by one, two models, a frozen one, and one that is sharded already."""
+    """One by one, two models, a frozen one, and one that is sharded already, with cut parameters."""
     with launched(rank, world_size):
         accelerator = flat_accelerator()
         torch.manual_seed(0)
@@ -285,24 +285,30 @@ def test_objects_are_prepared_in_any_order(rank: int, world_size: int) -> None:
         teacher, first = accelerator.prepare(teacher, first)
         second = accelerator.prepare(second)
         other = accelerator.prepare(optimizers[1])
-        third = accelerator.prepare(flatfsdp.shard(Net(), by_class(Block)))
+        third = flatfsdp.auto_wrap(Net(), by_class(Block))
+        groups = flatfsdp.param_groups(
+            third, [{"params": lambda _, shape: len(shape) < 2, "weight_decay": 0.0}]
+        )
+        third, its_own = accelerator.prepare(third, torch.optim.SGD(groups, lr=0.1))
         assert not is_unit(teacher)
         assert third in accelerator._models
-        before = [accelerator.get_state_dict(model) for model in (first, second)]
+        before = [accelerator.get_state_dict(model) for model in (first, second, third)]
         batch = torch.stack(tokens()[:2])
-        for model, optimizer in ((first, one), (second, other)):
+        for model, optimizer in ((first, one), (second, other), (third, its_own)):
             accelerator.backward(model(batch) - teacher(batch))
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-        for model, old in zip((first, second), before, strict=True):
+        for model, old in zip((first, second, third), before, strict=True):
             new = accelerator.get_state_dict(model)
             assert not any(torch.equal(new[name], value) for name, value in old.items())
         with shared_folder() as folder:
             accelerator.save_state(folder)
-            trained = accelerator.get_state_dict(second)
+            trained = [accelerator.get_state_dict(model) for model in (second, third)]
             second.load_state_dict(before[1])
+            third.load_state_dict(before[2])
             accelerator.load_state(folder)
-            assert all(map(torch.equal, accelerator.get_state_dict(second).values(), trained.values()))
+            for model, state in zip((second, third), trained, strict=True):
+                assert all(map(torch.equal, accelerator.get_state_dict(model).values(), state.values()))
 
 
 @on_ranks(2)
@@ -353,13 +359,25 @@ def test_what_cannot_be_right_raises_on_all_ranks(rank: int, world_size: int) ->
         accelerator.prepare(both)
         with pytest.raises(ValueError, match="an optimizer for each model"):
             accelerator.save_state(folder)
-        accelerator.clear()
+        accelerator.clear(*models)
         model = accelerator.prepare(net())
         parts = [list(model.embedding.parameters()), list(model.blocks.parameters())]
         accelerator.prepare(*(torch.optim.SGD(each, lr=0.1) for each in parts))
         with pytest.raises(ValueError, match="several parameter groups"):
             accelerator.save_state(folder)
         assert list(folder.iterdir()) == []
+
+        accelerator.gradient_accumulation_steps = 2
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.stack(tokens()[:2])))
+            with pytest.raises(RuntimeError, match=r"if accelerator\.sync_gradients"):
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+        accelerator.clear()
+        alone = flatfsdp.shard(net(), by_class(Block))
+        accelerator.prepare(torch.optim.SGD(alone.parameters(), lr=0.1))
+        with pytest.raises(ValueError, match=r"give accelerator\.prepare the model, too"):
+            accelerator.save_state(folder)
 
 
 REFUSED = {

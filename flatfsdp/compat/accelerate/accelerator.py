@@ -29,6 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.device import indexed
+from flatfsdp.comm.meeting import meet
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.compat.accelerate import states
 from flatfsdp.compat.accelerate.apart import apart
@@ -101,7 +102,7 @@ class FlatAccelerator(Accelerator):
             RuntimeError: if a model is not the same on all ranks, apart from its values.
         """
         taken = [each for arg in args if self._is_to_shard(arg) for each in arg.parameters()]
-        for optimizer in self._plain_optimizers(args):
+        for optimizer in self._plain_optimizers([*args, *self._optimizers]):
             require_without_state(optimizer, taken)
         return super().prepare(*args, device_placement=device_placement)
 
@@ -206,12 +207,19 @@ class FlatAccelerator(Accelerator):
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
         """As Accelerator's: the norm is that of all ranks.  Collective.
 
-        Call it where `accelerator.sync_gradients` is True: before, gradients are not reduced yet.
+        Raises:
+            RuntimeError: while gradients are accumulated, which are not reduced yet.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         trained = {id(each) for each in parameters if each.requires_grad}
         for model in self._sharded:
-            if trained == {id(each) for each in model.parameters() if each.requires_grad}:
+            own = {id(each) for each in model.parameters() if each.requires_grad}
+            if own & trained and not self.sync_gradients:
+                raise RuntimeError(
+                    "gradients are accumulated and not reduced yet, so they have no norm; clip them under "
+                    "`if accelerator.sync_gradients:`"
+                )
+            if own == trained:
                 return model.clip_grad_norm_(max_norm, norm_type)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
@@ -232,6 +240,7 @@ class FlatAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """As Accelerator's: whole tensors, on all ranks; of a sharded model in host memory.  Collective."""
         if is_unit(model):
+            meet(world_of(model)[0], "get_state_dict")
             return apart(checkpoint.full_state_dict(model, cpu_offload=True))
         return super().get_state_dict(model, unwrap)
 
@@ -263,7 +272,7 @@ class FlatAccelerator(Accelerator):
         saved = self._saved()
         if not saved:
             return super().save_state(output_dir, safe_serialization, **options)
-        self._require_same_folder(output_dir)
+        self._require_same_folder(output_dir, "save_state")
         with raising_on_all(saved[0].model):
             if output_dir is not None and self.is_main_process:
                 states.unmark(Path(output_dir))
@@ -296,7 +305,7 @@ class FlatAccelerator(Accelerator):
         if not saved:
             super().load_state(input_dir, load_kwargs, **options)
             return
-        self._require_same_folder(input_dir)
+        self._require_same_folder(input_dir, "load_state")
         with raising_on_all(saved[0].model):
             folder = self._folder_to_load(input_dir)
             ranks = states.ranks_of(folder, len(saved))
@@ -352,12 +361,14 @@ class FlatAccelerator(Accelerator):
             raise ValueError("load_state needs input_dir, as automatic_checkpoint_naming is off")
         return states.newest(Path(self.project_dir) / "checkpoints")
 
-    def _require_same_folder(self, folder: str | os.PathLike[str] | None) -> None:
+    def _require_same_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> None:
         """
         Raises:
             ValueError: if ranks have different ones; on all ranks.
+            RuntimeError: if other ranks are not about to do the same.
         """
         world, device = world_of(self._sharded[0])
+        meet(world, doing)
         said = all_gather_object(None if folder is None else os.fspath(folder), world, device)
         if any(each != said[0] for each in said):
             raise ValueError(
@@ -373,5 +384,5 @@ def _warn_of_batch_norm(model: nn.Module, ranks: int) -> None:
             f"{type(model).__name__} has BatchNorm, whose running statistics are each rank's own here, and "
             "the first rank's under DistributedDataParallel: evaluations differ; convert it before, by "
             "nn.SyncBatchNorm.convert_sync_batchnorm(model)",
-            stacklevel=4,
+            stacklevel=2,
         )

@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from flatfsdp.contract.flat_shard import FLAT_SHARD
+from flatfsdp.engine.units import named_groups
+
 _MARK = "flatfsdp.json"
 
 
@@ -39,32 +42,46 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def pairs(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Saved]:
-    """Each of these models with its optimizer.
+    """Each of these sharded models with its optimizer.
 
     Raises:
-        ValueError: if a model has several, or an optimizer several models.
+        ValueError: if a model has several optimizers, or an optimizer parameters of several models, or of a
+            sharded one that is not among these.
     """
     found = []
     for model in models:
-        own = {id(parameter) for parameter in model.parameters()}
-        of_model = [each for each in optimizers if own & _parameters(each)]
+        own = _updated(model)
+        of_model = [each for each in optimizers if not own.isdisjoint(_parameters(each))]
         if len(of_model) > 1:
             raise ValueError(
                 f"{len(of_model)} optimizers have parameters of one {type(model).__name__}, and a checkpoint "
                 "is of one: make one optimizer with several parameter groups"
             )
-        if of_model and not _parameters(of_model[0]) <= own:
+        if of_model and not own.issuperset(_parameters(of_model[0])):
             raise ValueError(
                 f"an optimizer has parameters of this {type(model).__name__} and others, and a checkpoint is "
-                "of one model and its optimizer: make an optimizer for each model, or one "
-                "module of all of them"
+                "of one model and its optimizer: make an optimizer for each model, or one module of all of "
+                "them"
             )
         found.append(Saved(model, of_model[0] if of_model else None))
+    known = {id(saved.optimizer) for saved in found}
+    for optimizer in optimizers:
+        if id(optimizer) not in known and any(FLAT_SHARD.of(p) is not None for p in _parameters(optimizer)):
+            raise ValueError(
+                f"this {type(optimizer).__name__} has parameters of a sharded model that Accelerate does not "
+                "know; give accelerator.prepare the model, too"
+            )
     return found
 
 
-def _parameters(optimizer: torch.optim.Optimizer) -> set[int]:
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+def _updated(model: nn.Module) -> set[nn.Parameter]:
+    """What an optimizer may have of a sharded model: what it lists, or what `param_groups` has cut."""
+    masters = [group.master for _, group in named_groups(model)]
+    return {portion.parameter for master in masters for portion in master.portions} | {*model.parameters()}
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def checkpoint_of(folder: Path, number: int) -> Path:
