@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,6 +19,7 @@ from flatfsdp import by_class
 from flatfsdp.contract.claimed import is_unit
 from tests.support.ecosystem.families import FAMILIES, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
+from tests.support.ecosystem.launched import launched
 from tests.support.models import VOCAB, Block, Net
 from tests.support.ranks import on_ranks
 
@@ -27,20 +27,6 @@ pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs a
 
 EPOCHS, STEPS_AN_EPOCH = 2, 2
 """Five microbatches are two steps: of three, and a last one of two."""
-
-
-@contextmanager
-def launched(rank: int, world_size: int) -> Iterator[None]:
-    """With the environment that a launcher gives a rank, and no Accelerator yet."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    with mock.patch.dict("os.environ", {name: str(value) for name, value in names.items()}):
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        yield
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
 
 
 def flat_accelerator(**options: Any) -> Any:
@@ -164,6 +150,8 @@ def run_steps(program: Program, skipped: int, stop_after: int | None = None) -> 
 
 @on_ranks(2)
 def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(rank: int, world_size: int) -> None:
+    from safetensors.torch import load_file
+
     with shared_folder() as folder:
         with launched(rank, world_size):
             program = begin(flat_accelerator(gradient_accumulation_steps=2), shuffle=False)
@@ -181,6 +169,18 @@ def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(rank: int, world_
             found = accelerator.get_state_dict(program.model)
             assert len(first) == 2
             assert all(map(torch.equal, found.values(), weights.values()))
+            accelerator.save_model(program.model.head, folder / "part")
+            accelerator.wait_for_everyone()
+            part = load_file(folder / "part" / "model.safetensors")
+            assert torch.equal(part["weight"], weights["head.weight"])
+            assert part.keys() == {"weight", "bias"}
+
+            run_steps(program, 4)
+            accelerator.save_state(folder / "between")
+            (folder / "between" / f"random_states_{rank}.pkl").unlink()
+            accelerator.step = 0
+            accelerator.load_state(folder / "between")
+            assert accelerator.step == 1
 
             (folder / "later" / "flatfsdp.json").unlink(missing_ok=True)
             with pytest.raises(ValueError, match="stopped before its end"):
@@ -218,6 +218,7 @@ def test_checkpoints_with_names_of_their_own(rank: int, world_size: int) -> None
 def test_a_program_for_hugging_face(rank: int, world_size: int) -> None:
     """The layers are found; evaluation, generate and saving are as for DDP."""
     import transformers
+    from safetensors.torch import load_file
 
     from flatfsdp.compat.accelerate import FlatAccelerator
 
@@ -266,9 +267,7 @@ def test_a_program_for_hugging_face(rank: int, world_size: int) -> None:
             transformers.LlamaForCausalLM.from_pretrained(folder / each) for each in ("whole", "streamed")
         ]
         by_hand = FAMILIES["Llama"].build()
-        from safetensors.torch import load_model
-
-        load_model(by_hand, folder / "weights" / "model.safetensors")
+        by_hand.load_state_dict(load_file(folder / "weights" / "model.safetensors"))
         for each in (*loaded, by_hand):
             assert all(torch.equal(value, state[name]) for name, value in each.state_dict().items())
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from torch.utils.data import DataLoader
 from flatfsdp import by_class
 from flatfsdp.engine.units import named_groups
 from tests.support.both_forms import WAYS, sharded
+from tests.support.ecosystem.launched import launched
 from tests.support.models import Block, Net, data
 from tests.support.ranks import on_ranks
 
@@ -40,25 +39,11 @@ def _assert_unchanged(model: nn.Module, before: list[Tensor]) -> None:
     assert all(map(torch.equal, _shards(model), before))
 
 
-@contextmanager
-def _launched(rank: int, world_size: int) -> Iterator[None]:
-    """With the environment that a launcher gives a rank, by which Accelerate knows that there are several."""
-    from accelerate.state import AcceleratorState
-
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in names.items():
-            patch.setenv(name, str(value))
-        AcceleratorState._reset_state(reset_partial_state=True)
-        yield
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
 @pytest.mark.parametrize("way", WAYS)
 @needs("accelerate")
 @on_ranks(2)
 def test_accelerate_prepares_all_but_the_model(rank: int, world_size: int, way: str) -> None:
-    with _launched(rank, world_size):
+    with launched(rank, world_size):
         _accelerate(way)
 
 
@@ -109,7 +94,7 @@ def test_transformers_trainer(rank: int, world_size: int, tmp_path: Path, way: s
 
     model = _model(way)
     before = _shards(model)
-    with _launched(rank, world_size):
+    with launched(rank, world_size):
         arguments = transformers.TrainingArguments(
             output_dir=str(tmp_path), use_cpu=True, max_steps=2, report_to="none", save_strategy="no"
         )

@@ -187,8 +187,8 @@ class FlatAccelerator(Accelerator):
         device, ranks = model.fsdp_state.device, model.fsdp_state.grid.num_ranks
         if device != self._engine_device:
             raise ValueError(
-                f"the model is sharded on {device}, and Accelerate's device is {self.device}; shard it with "
-                "device=accelerator.device"
+                f"the model is sharded on {device}, and Accelerate's device is {self._engine_device}; shard "
+                "it with this device="
             )
         if ranks != self.num_processes:
             raise ValueError(
@@ -242,10 +242,10 @@ class FlatAccelerator(Accelerator):
         if is_unit(model):
             meet(world_of(model)[0], "get_state_dict")
             return apart(checkpoint.full_state_dict(model, cpu_offload=True))
-        return super().get_state_dict(model, unwrap)
+        return apart(super().get_state_dict(model, unwrap))
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """As Accelerator's."""
+        """As Accelerator's; tensors that were gathered together are not taken for tied ones."""
         super().save(apart(obj) if safe_serialization else obj, f, safe_serialization)
 
     # ---- checkpoints ------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class FlatAccelerator(Accelerator):
             checkpoint.save(states.checkpoint_of(folder, number), model, optimizer, overwrite=True)
         with raising_on_all(saved[0].model):
             if self.is_main_process:
-                states.mark(folder, len(saved), self.num_processes)
+                states.mark(folder, states.Mark(len(saved), self.num_processes, self.step))
         return folder
 
     def load_state(
@@ -308,17 +308,19 @@ class FlatAccelerator(Accelerator):
         self._require_same_folder(input_dir, "load_state")
         with raising_on_all(saved[0].model):
             folder = self._folder_to_load(input_dir)
-            ranks = states.ranks_of(folder, len(saved))
-        if ranks != self.num_processes and self.is_main_process:
+            mark = states.mark_of(folder, len(saved))
+        if mark.ranks != self.num_processes and self.is_main_process:
             warnings.warn(
-                f"{folder} was saved by {ranks} ranks, and {self.num_processes} load it: random numbers are "
-                "not those of then",
+                f"{folder} was saved by {mark.ranks} ranks, and {self.num_processes} load it: random numbers "
+                "are not those of then",
                 stacklevel=2,
             )
         for number, (model, optimizer) in enumerate(saved):
             checkpoint.load(states.checkpoint_of(folder, number), model, optimizer)
         with raising_on_all(saved[0].model), self._without_sharded():
             super().load_state(str(folder), load_kwargs, **options)
+        # Ranks that there were not then have no file that says so.
+        self.step = mark.step
 
     def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
         """

@@ -21,6 +21,20 @@ from flatfsdp.engine.units import named_groups
 _MARK = "flatfsdp.json"
 
 
+class Mark(NamedTuple):
+    """What a complete save says of itself.
+
+    Attributes:
+        models: how many sharded ones there are.
+        ranks: how many have saved it.
+        step: Accelerate's count of microbatches, by which it knows the last one of a step.
+    """
+
+    models: int
+    ranks: int
+    step: int
+
+
 class Saved(NamedTuple):
     """What belongs into one checkpoint.
 
@@ -89,9 +103,9 @@ def checkpoint_of(folder: Path, number: int) -> Path:
     return folder / f"flatfsdp-{number}"
 
 
-def mark(folder: Path, models: int, ranks: int) -> None:
+def mark(folder: Path, value: Mark) -> None:
     """Notes that everything in the folder belongs together."""
-    (folder / _MARK).write_text(json.dumps({"models": models, "ranks": ranks}))
+    (folder / _MARK).write_text(json.dumps(value._asdict()))
 
 
 def unmark(folder: Path) -> None:
@@ -104,11 +118,11 @@ def is_marked(folder: Path) -> bool:
     return (folder / _MARK).is_file()
 
 
-def ranks_of(folder: Path, models: int) -> int:
-    """How many ranks have written the folder.
+def mark_of(folder: Path, models: int) -> Mark:
+    """What the save into a folder has left at its end.
 
     Args:
-        models: how many are to be loaded.
+        models: how many sharded ones are to be loaded.
 
     Raises:
         ValueError: if no save of FlatAccelerator has ended there, or it was of another number of models.
@@ -118,11 +132,10 @@ def ranks_of(folder: Path, models: int) -> int:
             f"{folder} has no {_MARK}: it was not written by FlatAccelerator.save_state, or that was stopped "
             "before its end"
         )
-    said = json.loads((folder / _MARK).read_text())
-    if said["models"] != models:
-        raise ValueError(f"{folder} has {said['models']} sharded models, and {models} have been prepared")
-    ranks: int = said["ranks"]
-    return ranks
+    found = Mark(**json.loads((folder / _MARK).read_text()))
+    if found.models != models:
+        raise ValueError(f"{folder} has {found.models} sharded models, and {models} have been prepared")
+    return found
 
 
 def newest(folder: Path) -> Path:
