@@ -1,0 +1,390 @@
+"""`FlatAccelerator`: Accelerate's Accelerator, whose `prepare` shards models in place.
+
+In:   model, optimizer, data loader and scheduler, as for DistributedDataParallel.
+Out:  the same objects; the model is sharded, and the optimizer has this rank's parts.
+
+What differs from `Accelerator` under torchrun, where DistributedDataParallel is around the model:
+
+    a model          is the object that it was, so that `unwrap_model` has nothing to take off
+    an optimizer     may be made before `prepare` or after it
+    save_state       is collective: `flatfsdp.checkpoint` writes models and optimizers, each rank its part
+
+Everything else is Accelerator's own code.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from flatfsdp import checkpoint
+from flatfsdp.checkpoint.stages import raising_on_all, world_of
+from flatfsdp.comm.device import indexed
+from flatfsdp.comm.meeting import meet
+from flatfsdp.comm.objects import all_gather_object
+from flatfsdp.compat.accelerate import states
+from flatfsdp.compat.accelerate.apart import apart
+from flatfsdp.compat.accelerate.first_rank import take_from_first_rank
+from flatfsdp.compat.accelerate.options import precision_of, require_possible, require_shardable
+from flatfsdp.compat.accelerate.renamed import Renamed, require_without_state
+from flatfsdp.compat.transformers.policy import policy_of
+from flatfsdp.contract.claimed import is_unit
+from flatfsdp.engine.claim import parameters_to_take
+from flatfsdp.engine.in_place.shard import shard
+from flatfsdp.engine.wrap import WrapPolicy
+
+
+class FlatAccelerator(Accelerator):
+    """Accelerate's Accelerator, with FlatFSDP as its engine.
+
+        accelerator = FlatAccelerator(gradient_accumulation_steps=2)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+
+    A program for `Accelerator` under torchrun runs with this one changed line.  Ranks begin with the first
+    one's values, as under DistributedDataParallel.  A model without trained parameters is moved to the device
+    and not sharded; one that is sharded already is taken as it is.
+
+    Args:
+        policy: which modules become units; None: the layers that a Hugging Face model names, see
+            `flatfsdp.compat.transformers.policy_of`.
+        shard_options: of `flatfsdp.shard`, such as `reshard_after_forward`; with mixed_precision="bf16" its
+            `precision` is Precision(compute=torch.bfloat16) unless this says otherwise.
+        options: of Accelerator, by name.
+
+    Raises:
+        TypeError: for an option of `shard` that there is not.
+        ValueError: for what Accelerator could do with DistributedDataParallel or other engines, and this
+            cannot: what, and what to do instead.
+    """
+
+    _models: list[Any]
+    _optimizers: list[Any]
+
+    def __init__(
+        self,
+        *,
+        policy: WrapPolicy | None = None,
+        shard_options: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        require_possible(options)
+        self._shard_options = dict(shard_options or {})
+        require_shardable(self._shard_options)
+        self._policy = policy
+        self._renamed = Renamed()
+        super().__init__(**options)
+
+    # ---- setup ------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """As Accelerator's; models with trained parameters are sharded.  Collective.
+
+        Raises:
+            ValueError: for an optimizer with state of a model that is to be sharded; if layers are not known;
+                as `flatfsdp.shard`.
+            RuntimeError: if a model is not the same on all ranks, apart from its values.
+        """
+        taken = [each for arg in args if self._is_to_shard(arg) for each in arg.parameters()]
+        for optimizer in self._plain_optimizers([*args, *self._optimizers]):
+            require_without_state(optimizer, taken)
+        return super().prepare(*args, device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """As Accelerator's, without DistributedDataParallel.  Collective if the model is sharded here.
+
+        Args:
+            evaluation_mode: True: the model is not sharded.
+        """
+        if not evaluation_mode and self._is_to_shard(model):
+            self._shard(model)
+        if is_unit(model):
+            self._require_of_all_ranks(model)
+            device_placement = False
+        prepared: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+        return prepared
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """As Accelerator's; parameters of a model that was sharded become this rank's parts.
+
+        Raises:
+            ValueError: if it has state of whole parameters, or was made before `flatfsdp.shard`.
+        """
+        self._renamed.hand_to(states.plain_optimizer(optimizer))
+        # Shards are where they belong, be it host memory.
+        return super().prepare_optimizer(optimizer, device_placement=False)
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As Accelerator's.
+
+        Raises:
+            ValueError: with `even_batches=False`: ranks with more batches would wait for the others.
+        """
+        if self.num_processes > 1 and not self.even_batches:
+            raise ValueError(
+                "FlatAccelerator cannot do even_batches=False: each forward is collective, and ranks with "
+                "more batches would wait; leave it out, and gather_for_metrics drops what was added"
+            )
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    @property
+    def _engine_device(self) -> torch.device:
+        """Accelerate counts CPUs by ranks, and tensors are on "cpu"."""
+        device: torch.device = self.device
+        return torch.device("cpu") if device.type == "cpu" else indexed(device)
+
+    def _is_to_shard(self, candidate: Any) -> bool:
+        return (
+            isinstance(candidate, nn.Module)
+            and not is_unit(candidate)
+            and any(parameter.requires_grad for parameter in candidate.parameters())
+        )
+
+    def _shard(self, model: nn.Module) -> None:
+        if any(map(is_unit, model.modules())):
+            raise ValueError(
+                f"modules in this {type(model).__name__} are sharded, and it is not; shard it, too, by "
+                "flatfsdp.shard, or give FlatAccelerator a plain model"
+            )
+        try:
+            policy = policy_of(model) if self._policy is None else self._policy
+        except ValueError as error:
+            raise ValueError(f"{error}: FlatAccelerator(policy=by_class(...))") from error
+        # Before the first collective.
+        parameters_to_take(model)
+        take_from_first_rank(model, self._engine_device)
+        _warn_of_batch_norm(model, self.num_processes)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        options = {"precision": precision_of(self.mixed_precision), **self._shard_options}
+        shard(model, policy, device=self._engine_device, **options)
+        self._renamed.note(before, dict(model.named_parameters(remove_duplicate=False)))
+        for optimizer in self._plain_optimizers(self._optimizers):
+            self._renamed.hand_to(optimizer)
+
+    def _require_of_all_ranks(self, model: Any) -> None:
+        """
+        Raises:
+            ValueError: if the model is sharded on another device, or over other ranks.
+        """
+        device, ranks = model.fsdp_state.device, model.fsdp_state.grid.num_ranks
+        if device != self._engine_device:
+            raise ValueError(
+                f"the model is sharded on {device}, and Accelerate's device is {self._engine_device}; shard "
+                "it with this device="
+            )
+        if ranks != self.num_processes:
+            raise ValueError(
+                f"the model is data parallel over {ranks} of {self.num_processes} ranks, and Accelerate "
+                "gives each of them other data; shard it over all ranks, without tp_group"
+            )
+
+    @staticmethod
+    def _plain_optimizers(candidates: Iterable[Any]) -> list[torch.optim.Optimizer]:
+        return [
+            states.plain_optimizer(each) for each in candidates if isinstance(each, torch.optim.Optimizer)
+        ]
+
+    # ---- training ---------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
+        """As Accelerator's: the norm is that of all ranks.  Collective.
+
+        Raises:
+            RuntimeError: while gradients are accumulated, which are not reduced yet.
+        """
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        trained = {id(each) for each in parameters if each.requires_grad}
+        for model in self._sharded:
+            own = {id(each) for each in model.parameters() if each.requires_grad}
+            if own & trained and not self.sync_gradients:
+                raise RuntimeError(
+                    "gradients are accumulated and not reduced yet, so they have no norm; clip them under "
+                    "`if accelerator.sync_gradients:`"
+                )
+            if own == trained:
+                return model.clip_grad_norm_(max_norm, norm_type)
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """
+        Raises:
+            NotImplementedError: with several ranks: each forward is collective.
+        """
+        if self.num_processes > 1:
+            raise NotImplementedError(
+                "FlatAccelerator cannot do join_uneven_inputs: each forward is collective, and all ranks "
+                "need as many batches; leave it out, Accelerate's data loaders see to that"
+            )
+        return super().join_uneven_inputs(joinables, even_batches)
+
+    # ---- whole parameters -------------------------------------------------------------------------------
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """As Accelerator's: whole tensors, on all ranks; of a sharded model in host memory.  Collective."""
+        if is_unit(model):
+            meet(world_of(model)[0], "get_state_dict")
+            return apart(checkpoint.full_state_dict(model, cpu_offload=True))
+        return apart(super().get_state_dict(model, unwrap))
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """As Accelerator's; tensors that were gathered together are not taken for tied ones."""
+        super().save(apart(obj) if safe_serialization else obj, f, safe_serialization)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        **options: Any,
+    ) -> Any:
+        """As Accelerator's; sharded models and their optimizers by `flatfsdp.checkpoint`.  Collective.
+
+        Any number of ranks loads them; random numbers are those of as many ranks as have saved.
+
+        Args:
+            output_dir: the same on all ranks, which see the same files.
+
+        Raises:
+            ValueError: if ranks pass different folders; if a model has several optimizers, or one optimizer
+                several models.
+            CheckpointError: if a rank could not write.
+            All of them on every rank.
+        """
+        saved = self._saved()
+        if not saved:
+            return super().save_state(output_dir, safe_serialization, **options)
+        self._require_same_folder(output_dir, "save_state")
+        with raising_on_all(saved[0].model):
+            if output_dir is not None and self.is_main_process:
+                states.unmark(Path(output_dir))
+        with raising_on_all(saved[0].model), self._without_sharded():
+            folder = Path(super().save_state(output_dir, safe_serialization, **options))
+        for number, (model, optimizer) in enumerate(saved):
+            checkpoint.save(states.checkpoint_of(folder, number), model, optimizer, overwrite=True)
+        with raising_on_all(saved[0].model):
+            if self.is_main_process:
+                states.mark(folder, states.Mark(len(saved), self.num_processes, self.step))
+        return folder
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        """Loads what `save_state` has written, after `prepare`.  Collective.
+
+        Args:
+            input_dir: the same on all ranks; None: the newest that is complete, with automatic names.
+
+        Raises:
+            ValueError: if the folder was not completed, or holds something else than what was prepared.
+            DamagedCheckpoint: if it does not hold what was written there.
+            All of them on every rank.
+        """
+        saved = self._saved()
+        if not saved:
+            super().load_state(input_dir, load_kwargs, **options)
+            return
+        self._require_same_folder(input_dir, "load_state")
+        with raising_on_all(saved[0].model):
+            folder = self._folder_to_load(input_dir)
+            mark = states.mark_of(folder, len(saved))
+        if mark.ranks != self.num_processes and self.is_main_process:
+            warnings.warn(
+                f"{folder} was saved by {mark.ranks} ranks, and {self.num_processes} load it: random numbers "
+                "are not those of then",
+                stacklevel=2,
+            )
+        for number, (model, optimizer) in enumerate(saved):
+            checkpoint.load(states.checkpoint_of(folder, number), model, optimizer)
+        with raising_on_all(saved[0].model), self._without_sharded():
+            super().load_state(str(folder), load_kwargs, **options)
+        # Ranks that there were not then have no file that says so.
+        self.step = mark.step
+
+    def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
+        """
+        Raises:
+            NotImplementedError: such hooks save models, of which there are only parts.
+        """
+        raise NotImplementedError(
+            "FlatAccelerator has no hooks for models in save_state and load_state: flatfsdp.checkpoint saves "
+            "them. For another format call unwrap_model(model).save_pretrained(folder), or save_model, on "
+            "all ranks after save_state; what else is to be saved takes register_for_checkpointing"
+        )
+
+    register_load_state_pre_hook = register_save_state_pre_hook
+
+    @property
+    def _sharded(self) -> list[Any]:
+        return [model for model in self._models if is_unit(model)]
+
+    def _saved(self) -> list[states.Saved]:
+        return states.pairs(self._sharded, self._plain_optimizers(self._optimizers))
+
+    @contextmanager
+    def _without_sharded(self) -> Iterator[None]:
+        """Inside, Accelerator knows of other models and optimizers only."""
+        models, optimizers = self._models, self._optimizers
+        ours = [saved.optimizer for saved in self._saved()]
+        self._models = [model for model in models if not is_unit(model)]
+        self._optimizers = [
+            each for each in optimizers if not any(states.plain_optimizer(each) is own for own in ours)
+        ]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+    def _folder_to_load(self, input_dir: str | os.PathLike[str] | None) -> Path:
+        if input_dir is not None:
+            return Path(input_dir).expanduser()
+        if not self.project_configuration.automatic_checkpoint_naming:
+            raise ValueError("load_state needs input_dir, as automatic_checkpoint_naming is off")
+        return states.newest(Path(self.project_dir) / "checkpoints")
+
+    def _require_same_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> None:
+        """
+        Raises:
+            ValueError: if ranks have different ones; on all ranks.
+            RuntimeError: if other ranks are not about to do the same.
+        """
+        world, device = world_of(self._sharded[0])
+        meet(world, doing)
+        said = all_gather_object(None if folder is None else os.fspath(folder), world, device)
+        if any(each != said[0] for each in said):
+            raise ValueError(
+                f"ranks have different folders, {', '.join(map(str, dict.fromkeys(said)))}; pass one"
+            )
+
+
+def _warn_of_batch_norm(model: nn.Module, ranks: int) -> None:
+    """DistributedDataParallel gives all ranks the first one's buffers in each forward."""
+    kinds = (module for module in model.modules() if not isinstance(module, nn.SyncBatchNorm))
+    if ranks > 1 and any(isinstance(each, _BatchNorm) and each.track_running_stats for each in kinds):
+        warnings.warn(
+            f"{type(model).__name__} has BatchNorm, whose running statistics are each rank's own here, and "
+            "the first rank's under DistributedDataParallel: evaluations differ; convert it before, by "
+            "nn.SyncBatchNorm.convert_sync_batchnorm(model)",
+            stacklevel=2,
+        )
