@@ -91,7 +91,7 @@ class UnitMethods(UnitModule):
             The norm over all ranks before scaling, 0-dim, in FP32 at least.
 
         Raises:
-            RuntimeError: if gradients are accumulated and not yet reduced; if the norm is not finite and
+            RuntimeError: if all gradients are accumulated and not yet reduced; if the norm is not finite and
                 `error_if_nonfinite`, on all ranks.
             ValueError: if max_norm is negative or norm_type not positive; if some units are spread over fewer
                 ranks than others; if this is a stage of a pipeline.

@@ -142,11 +142,11 @@ def gradients_of(model: Model) -> list[tuple[FlatShard, Sequence[Tensor]]]:
     """All flat shards of `model` that are trained, each with the reduced gradients that it has now.
 
     Raises:
-        RuntimeError: if gradients are accumulated and not yet reduced.
+        RuntimeError: if there are none, and others are accumulated and not yet reduced.
     """
     groups = [group for _, group in named_groups(model) if group.main_grad is not None]
     unreduced = next((group.name for group in groups if group.has_unreduced), None)
-    if unreduced is not None:
+    if unreduced is not None and not any(group.master.grads for group in groups):
         raise RuntimeError(
             f"gradients of unit {unreduced} are accumulated and not yet reduced, and a norm would be without "
             "them; take it after the last backward of the step, outside of no_sync()"

@@ -131,7 +131,8 @@ def test_a_step_before_the_last_backward_raises(rank: int, flag: bool) -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         with pytest.raises(ValueError, match="there are gradients already"):
             param_groups(model, [])
-        assert model.clip_grad_norm_(1.0) == 0
+        with pytest.raises(RuntimeError, match="accumulated and not yet reduced"):
+            model.clip_grad_norm_(1.0)
         model.state_dict()
         checkpoint.full_optimizer_state_dict(model, optimizer)
         assert "not yet reduced" in repr(model.flat_param.grad)
