@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -114,6 +115,12 @@ class EMA:
                 "the weights were written to inside EMA.averaged(), by an optimizer's step or a load; the "
                 "trained ones are back, and what was written is lost: train, and load, outside of it"
             )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "an EMA cannot be copied or pickled, because it has this rank's shards alone; save it by "
+            "flatfsdp.checkpoint.save(path, model, optimizer, ema=ema)"
+        )
 
     @property
     def _versions(self) -> list[int]:

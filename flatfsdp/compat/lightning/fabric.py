@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from flatfsdp.checkpoint.loading import load_opened
 from flatfsdp.compat.lightning.shared import open_folder, require_current, require_place, save_folder
+from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.methods import UnitMethods
 
 try:
@@ -146,7 +147,7 @@ class FlatFSDPStrategy(DDPStrategy):
 
         Raises:
             NotImplementedError: with storage_options or a filter.
-            ValueError: unless `state` has one model, and no more than one optimizer.
+            ValueError: unless `state` has one model, and no more than one optimizer and one EMA.
             FileExistsError: if the folder holds a checkpoint, and the strategy is not to overwrite.
             TypeError: if something in `state` cannot be pickled.
             CheckpointError: if one of the ranks could not write.
@@ -157,9 +158,9 @@ class FlatFSDPStrategy(DDPStrategy):
                 "FlatFSDPStrategy saves whole models, to a folder; for parts of one, or other storage, take "
                 "flatfsdp.checkpoint.full_state_dict(model.module)"
             )
-        model, optimizer, rest = _parts(state)
+        model, optimizer, ema, rest = _parts(state)
         extra = {key: each.state_dict() if _is_stateful(each) else each for key, each in rest.items()}
-        save_folder(self.broadcast(path), model, optimizer, extra, overwrite=self._overwrite)
+        save_folder(self.broadcast(path), model, optimizer, ema, extra, overwrite=self._overwrite)
 
     def load_checkpoint(
         self,
@@ -192,12 +193,12 @@ class FlatFSDPStrategy(DDPStrategy):
             saved = torch.load(folder, map_location="cpu", mmap=True, weights_only=weights_only)
             state.load_state_dict(saved, strict)
             return {}
-        model, optimizer, rest = _parts(state)
+        model, optimizer, ema, rest = _parts(state)
         opened, saved = open_folder(folder, model, weights_only)
         missing = rest.keys() - saved.keys()
         if strict and missing:
             raise KeyError(f"the checkpoint {folder} has no {', '.join(sorted(missing))}; it has {[*saved]}")
-        load_opened(opened, model, optimizer)
+        load_opened(opened, model, optimizer, ema=ema)
         for key in rest.keys() - missing:
             value = saved.pop(key)
             if _is_stateful(state[key]):
@@ -214,23 +215,24 @@ class _BackwardSync:
         return module.no_sync() if enabled else nullcontext()
 
 
-def _parts(state: Any) -> tuple[UnitMethods, Optimizer | None, dict[str, Any]]:
-    """The model, the optimizer, and everything else by its key.
+def _parts(state: Any) -> tuple[UnitMethods, Optimizer | None, EMA | None, dict[str, Any]]:
+    """The model, the optimizer, the average of the weights, and everything else by its key.
 
     Raises:
-        ValueError: unless there is one model, and no more than one optimizer.
+        ValueError: unless there is one model, and no more than one of each of the others.
     """
     state = state if isinstance(state, dict) else {}
     models = [each for each in state.values() if isinstance(each, UnitMethods)]
     optimizers = [each for each in state.values() if isinstance(each, Optimizer)]
-    if len(models) != 1 or len(optimizers) > 1:
+    averages = [each for each in state.values() if isinstance(each, EMA)]
+    if len(models) != 1 or len(optimizers) > 1 or len(averages) > 1:
         raise ValueError(
-            f"a checkpoint is of one sharded model and at most one optimizer, and the state has "
-            f"{len(models)} and {len(optimizers)}; pass a dict such as "
+            "a checkpoint is of one sharded model and at most one optimizer and one EMA, and the state has "
+            f"{len(models)}, {len(optimizers)} and {len(averages)}; pass a dict such as "
             '{"model": model, "optimizer": optimizer, "step": step}'
         )
-    rest = {key: each for key, each in state.items() if not isinstance(each, UnitMethods | Optimizer)}
-    return models[0], next(iter(optimizers), None), rest
+    rest = {key: each for key, each in state.items() if not isinstance(each, UnitMethods | Optimizer | EMA)}
+    return models[0], next(iter(optimizers), None), next(iter(averages), None), rest
 
 
 def _is_stateful(value: object) -> bool:

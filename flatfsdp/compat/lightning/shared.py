@@ -16,6 +16,7 @@ from flatfsdp.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from flatfsdp.checkpoint.saving import write
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.contract.claimed import TAKEN_AS
+from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.units import UnitModule
 
 Path = str | os.PathLike[str]
@@ -56,7 +57,13 @@ def require_current(optimizer: Optimizer) -> None:
 
 
 def save_folder(
-    path: Path, model: UnitModule, optimizer: Optimizer | None, extra: dict[str, Any], *, overwrite: bool
+    path: Path,
+    model: UnitModule,
+    optimizer: Optimizer | None,
+    ema: EMA | None,
+    extra: dict[str, Any],
+    *,
+    overwrite: bool,
 ) -> None:
     """Writes a folder, each rank its part.  Collective.
 
@@ -67,7 +74,7 @@ def save_folder(
         What `flatfsdp.checkpoint.save` raises, on every rank.
     """
     writer = checkpoint.Writer(path, overwrite=overwrite, extra=extra, weights_only=False)
-    write(writer, model, optimizer)
+    write(writer, model, optimizer, ema)
 
 
 def open_folder(

@@ -21,6 +21,7 @@ from typing_extensions import Unpack
 from flatfsdp.checkpoint.loading import load_opened
 from flatfsdp.compat.lightning.shared import open_folder, require_current, require_place, save_folder
 from flatfsdp.contract.claimed import is_unit
+from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.in_place.classes import FlatFSDPModule
 from flatfsdp.engine.in_place.options import ShardOptions, require_known
 from flatfsdp.engine.in_place.shard import register_forward_method, shard
@@ -71,6 +72,10 @@ class FlatFSDPStrategy(DDPStrategy):
         process_group_backend, timeout, start_method: as of Lightning's DDPStrategy.
         options: of `shard`, such as `precision`; but no `device`, which is the Trainer's.
 
+    Attributes:
+        ema: an average of the module's weights, which checkpoints hold, too, and `fit` takes over from one;
+            set by a callback in `on_fit_start`.
+
     Raises:
         TypeError: for other options.
     """
@@ -94,6 +99,7 @@ class FlatFSDPStrategy(DDPStrategy):
                 "FlatFSDPStrategy has no option device; the Trainer has accelerator= and devices="
             )
         self._policy, self._overwrite, self._options = policy, overwrite, options
+        self.ema: EMA | None = None
 
     # ---- setup ------------------------------------------------------------------------------------------
 
@@ -220,7 +226,8 @@ class FlatFSDPStrategy(DDPStrategy):
             )
         optimizer = self.optimizers[0] if len(states) > 1 else None
         extra = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
-        save_folder(self.broadcast(filepath), self._module, optimizer, extra, overwrite=self._overwrite)
+        path = self.broadcast(filepath)
+        save_folder(path, self._module, optimizer, self.ema, extra, overwrite=self._overwrite)
 
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
@@ -240,7 +247,8 @@ class FlatFSDPStrategy(DDPStrategy):
         if path.is_file():
             return self._load_file(path, weights_only)
         opened, extra = open_folder(path, module, weights_only)
-        load_opened(opened, module, self.optimizers[0] if self._is_fitting and self.optimizers else None)
+        optimizer = self.optimizers[0] if self._is_fitting and self.optimizers else None
+        load_opened(opened, module, optimizer, ema=self.ema if self._is_fitting else None)
         return extra
 
     def _load_file(self, path: Path, weights_only: bool | None) -> dict[str, Any]:

@@ -249,11 +249,11 @@ def test_misuse_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
         fabric.setup(auto_wrap(plain, by_class(Block)), optimizer)
 
     model = build()
-    with pytest.raises(ValueError, match="the state has 0 and 0"):
+    with pytest.raises(ValueError, match="the state has 0, 0 and 0"):
         fabric.save(tmp_path, {"step": 1})
-    with pytest.raises(ValueError, match="the state has 2 and 0"):
+    with pytest.raises(ValueError, match="the state has 2, 0 and 0"):
         fabric.save(tmp_path, {"model": model, "other": build()})
-    with pytest.raises(ValueError, match="the state has 0 and 0"):
+    with pytest.raises(ValueError, match="the state has 0, 0 and 0"):
         fabric.load(tmp_path)
     with pytest.raises(NotImplementedError, match="saves whole models"):
         fabric.save(tmp_path, {"model": model}, filter={"model": lambda name, value: True})

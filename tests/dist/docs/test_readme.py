@@ -28,11 +28,16 @@ from tests.unit.docs.pages import PAGES
 LARGE = {"4096, 16384, 32": "32, 64, 4"}
 
 
+PROGRAMS = {"docs/lightning.md"}
+"""Pages whose blocks are one program."""
+
+
 def blocks() -> dict[str, str]:
     """By page and position."""
     found = {}
     for name, page in PAGES.items():
-        for index, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+        texts = re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        for index, block in enumerate(["".join(texts)] if name in PROGRAMS else texts):
             for large, small in LARGE.items():
                 block = block.replace(large, small)
             found[f"{name} {index}"] = block
@@ -205,6 +210,23 @@ def fairscale_shards(name: str, _: pytest.CaptureFixture[str]) -> None:
         assert torch.equal(model.state_dict()[key], value), key
 
 
+def lightning_guide(name: str, _: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lightning")
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, lightning_of_one_rank, BLOCKS[name].replace('"out/', f'"{folder}/'))
+
+
+def lightning_of_one_rank(rank: int, world_size: int, block: str) -> None:
+    """As Lightning starts it."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("LOCAL_RANK", str(rank))
+        patch.chdir(folder)
+        found = run_alone(block)
+        assert found["weights"]["head.weight"].isfinite().all()
+        assert found["further"].current_epoch == 4
+        assert [ema.updates for ema in (found["trainer"].strategy.ema, found["ema"])] == [4, 3]
+
+
 RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "text = Sampler(load_corpus(None)": in_20_lines,
     "model = auto_wrap(\n    GPT(config), by_class(Block), precision": a_wrapped_model,
@@ -218,15 +240,21 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "dcp.async_save": async_save,
     "from flatfsdp.compat.fairscale import": fairscale_imports,
     "consolidate_shard_weights": fairscale_shards,
+    "docs/lightning.md": lightning_guide,
 }
-"""What runs the block that contains a text, and looks at what it has done."""
+"""What runs the block that contains a text, or a whole page, and looks at what it has done."""
+
+
+def is_of(text: str, name: str) -> bool:
+    page, _ = name.split()
+    return text == page if page in PROGRAMS else text in BLOCKS[name]
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (test,) = (test for text, test in RUNS.items() if text in BLOCKS[name])
+    (test,) = (test for text, test in RUNS.items() if is_of(text, name))
     test(name, capsys)
 
 
 def test_every_run_has_a_block() -> None:
-    assert [text for text in RUNS if not any(text in block for block in BLOCKS.values())] == []
+    assert [text for text in RUNS if not any(is_of(text, name) for name in BLOCKS)] == []
