@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from flatfsdp import fp8
@@ -54,6 +55,17 @@ def torchs_reentrant(block: nn.Module, *args: Any) -> Tensor:
     return torch_checkpoint(block, *args, use_reentrant=True)
 
 
+def selective(block: nn.Module, *args: Any) -> Tensor:
+    """Asks for results of GEMMs, and of operators of ours, to be kept."""
+
+    def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = "mm" in str(operator) or "flatfsdp" in str(operator)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    kept = partial(create_selective_checkpoint_contexts, policy)
+    return torch_checkpoint(block, *args, use_reentrant=False, context_fn=kept)
+
+
 def whole(call: Call, block: nn.Module, *args: Any, recipe: Any = None) -> Tensor:
     """A block in one checkpoint; with a recipe, autocast is inside it."""
 
@@ -84,6 +96,7 @@ WAYS = {
     "reentrant-twice": partial(nested, reentrant, reentrant),
     "torch": partial(whole, torchs),
     "torch-reentrant": partial(whole, torchs_reentrant),
+    "torch-selective": partial(whole, selective),
     "torch-nested": partial(nested, torchs, torchs),
     "torch-reentrant-inside": partial(nested, torchs, torchs_reentrant),
     "torch-reentrant-outside": partial(nested, torchs_reentrant, torchs),
