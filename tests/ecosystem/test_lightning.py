@@ -17,7 +17,11 @@ from tests.support.ranks import on_ranks
 
 L = pytest.importorskip("lightning", reason="needs Lightning")
 
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
+from lightning.pytorch.callbacks import (  # noqa: E402
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
 
 from flatfsdp.compat.lightning.trainer import FlatFSDPStrategy  # noqa: E402
 
@@ -203,6 +207,9 @@ def test_what_cannot_be_right_is_named(rank: int, world_size: int, tmp_path: Pat
     ):
         with pytest.raises(error, match=message):
             fit(module)
+    for callback in (WeightAveraging(), StochasticWeightAveraging(0.1)):
+        with pytest.raises(NotImplementedError, match=r"averages a copy .* keep a flatfsdp\.EMA"):
+            fit(Program(), callbacks=[callback])
     for precision, plugin in (("bf16-true", "HalfPrecision"), ("64-true", "DoublePrecision")):
         with pytest.raises(ValueError, match=f"{plugin} with precision='{precision}'.*Precision"):
             fit(Program(), precision=precision)

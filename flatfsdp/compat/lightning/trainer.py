@@ -49,6 +49,9 @@ __all__ = ["FlatFSDPStrategy"]
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 """Methods of a LightningModule that the Trainer calls in place of its forward."""
 
+_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
+"""Lightning's callbacks; versions have one or both."""
+
 
 class FlatFSDPStrategy(DDPStrategy):
     """The Trainer with FlatFSDP as its engine: one process for each device.
@@ -124,7 +127,14 @@ class FlatFSDPStrategy(DDPStrategy):
         Raises:
             ValueError: if something inside of it is sharded, or the module itself in another place.
             TypeError: if it cannot be sharded in place.
+            NotImplementedError: with a callback that averages weights of its own copy of the module.
         """
+        for callback in trainer.callbacks:
+            if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
+                raise NotImplementedError(
+                    f"{type(callback).__name__} averages a copy of the whole module, and FlatFSDPStrategy "
+                    "shards it; keep a flatfsdp.EMA in a callback"
+                )
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
         if not is_unit(self.lightning_module):
