@@ -402,17 +402,23 @@ class Unknown(torch.autograd.Function):
         return None, x.grad
 
 
+def reentrant_in_eval(function: Any, x: Tensor) -> Tensor:
+    """Its forward looks like an evaluation."""
+    return torchs_reentrant(function, x)
+
+
+@pytest.mark.parametrize("call", [Unknown.apply, reentrant_in_eval], ids=["unknown", "eval"])
 @pytest.mark.parametrize("inside", [False, True], ids=["autocast-outside", "autocast-inside"])
 @pytest.mark.parametrize("layer", [Linear, LayerNormMLP])
-def test_a_checkpoint_that_nobody_knows_is_refused(layer: type, inside: bool) -> None:
-    module = layer(WIDTH, FFN)
+def test_a_checkpoint_that_nobody_knows_is_refused(layer: type, inside: bool, call: Any) -> None:
+    module = layer(WIDTH, FFN).train(call is not reentrant_in_eval)
     x = torch.randn(TOKENS, WIDTH).requires_grad_()
     if inside:
-        out = whole(Unknown.apply, module, x, recipe=SHORT)
+        out = whole(call, module, x, recipe=SHORT)
     else:
         with autocast(recipe=SHORT):
-            out = Unknown.apply(module, x)
-    with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint or flatfsdp\.fp8\.checkpoint"):
+            out = call(module, x)
+    with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint or .* use_reentrant=False"):
         out.sum().backward()
 
 
