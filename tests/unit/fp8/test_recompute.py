@@ -98,12 +98,9 @@ WAYS = {
     "torch-reentrant": partial(whole, torchs_reentrant),
     "torch-selective": partial(whole, selective),
     "torch-nested": partial(nested, torchs, torchs),
-    "torch-reentrant-inside": partial(nested, torchs, torchs_reentrant),
     "torch-reentrant-outside": partial(nested, torchs_reentrant, torchs),
-    "torch-around-ours": partial(nested, torchs, checkpointed),
     "torch-inside-ours": partial(nested, checkpointed, torchs),
     "torch-reentrant-around-ours": partial(nested, torchs_reentrant, checkpointed),
-    "torch-reentrant-inside-ours": partial(nested, reentrant, torchs_reentrant),
 }
 RECIPES = {
     "delayed": SHORT,
