@@ -2,6 +2,7 @@
 
 from flatfsdp.compat.torch_state_dicts.connect import connect_state_dicts
 from flatfsdp.contract.whole_shape import whole_shape
+from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.fsdp import FlatFSDP
 from flatfsdp.engine.in_place.shard import register_forward_method, shard
 from flatfsdp.engine.param_groups import param_groups
@@ -13,6 +14,7 @@ from flatfsdp.microbatch import microbatches
 from flatfsdp.policy import Precision, Prefetch
 
 __all__ = [
+    "EMA",
     "Align",
     "FlatFSDP",
     "FlatLayout",

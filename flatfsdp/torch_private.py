@@ -94,12 +94,12 @@ class CheckpointRun(NamedTuple):
 
     Attributes:
         owner: what the checkpoint keeps for backward, of which there is one a call.
-        recomputation: another number for each run in backward; None in the forward.
+        recomputation: something else for each run in backward; None in the forward.
         trains: whether a backward may follow; a reentrant checkpoint runs its function without gradients.
     """
 
     owner: object
-    recomputation: int | None
+    recomputation: object
     trains: bool
 
 
@@ -126,7 +126,8 @@ def running_checkpoints(until: CodeType) -> Iterator[CheckpointRun | None]:
         if code is until:
             yield None
             return
-        if code in _CHECKPOINT_CODES:
+        # Code objects are hashed by all that is in them.
+        if id(code) in _CHECKPOINT_CODES:
             run = _run_in(code, frame.f_locals)
             if run is not None:
                 yield run
@@ -160,7 +161,9 @@ _UNPACK = next(
     for code in checkpoints._checkpoint_hook.__init__.__code__.co_consts
     if isinstance(code, CodeType) and code.co_name == "unpack_hook"
 )
-_CHECKPOINT_CODES = frozenset({_CHECKPOINT, _UNPACK, _REENTRANT_FORWARD, _REENTRANT_BACKWARD})
+_CHECKPOINT_CODES = frozenset(
+    id(code) for code in (_CHECKPOINT, _UNPACK, _REENTRANT_FORWARD, _REENTRANT_BACKWARD)
+)
 
 
 def receives_gradient(tensor: Tensor, node: Node | None = None) -> bool:

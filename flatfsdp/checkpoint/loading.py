@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from flatfsdp.checkpoint.averages import check_average_fits, fill_average, sharded_average
 from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason
 from flatfsdp.checkpoint.fit import (
     Accepted,
@@ -36,6 +37,7 @@ from flatfsdp.checkpoint.reader import Reader
 from flatfsdp.checkpoint.sharded import owners_of, sharded_slot, sharded_state_dict
 from flatfsdp.checkpoint.stages import check_names, raising_on_all, world_of
 from flatfsdp.checkpoint.verification import Verification
+from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.units import Model, named_groups, stages_of
 
@@ -45,6 +47,7 @@ def load(
     model: Model,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    ema: EMA | None = None,
     accept: Collection[Accepted] = (),
     verify: bool = True,
 ) -> dict[str, Any]:
@@ -55,6 +58,7 @@ def load(
     Args:
         model: or the stages of a pipeline that this rank has.
         optimizer: over all parameters of `model`.
+        ema: an average of the weights of `model`, which takes over the one that was saved.
         accept: what may differ.  "dtype": values are converted to the model's dtypes.  "surplus": what the
             checkpoint has and no stage of the model is left out.  "optimizer": the state may be that of
             another class of optimizer.
@@ -77,7 +81,7 @@ def load(
     opened = open_checkpoint(path, *world_of(model))
     with raising_on_all(model):
         extra = opened.extra()
-    load_opened(opened, model, optimizer, accept, verify=verify)
+    load_opened(opened, model, optimizer, accept, ema=ema, verify=verify)
     return extra
 
 
@@ -87,17 +91,23 @@ def load_opened(
     optimizer: torch.optim.Optimizer | None,
     accept: Collection[str] = (),
     *,
+    ema: EMA | None = None,
     verify: bool = True,
 ) -> None:
     """Loads a checkpoint of which all but data files has been read; raises what `load` raises."""
     names = check_names(model)
     check_model_fits(opened.metadata, model, accept)
+    if ema is not None:
+        with raising_on_all(model):
+            check_average_fits(opened.metadata, ema)
     groups = _saved_groups(opened.metadata) if optimizer is not None else {}
-    kept = None
+    kept = average = None
     with Verification(opened, *world_of(model), compares_digests=verify) as verification:
         try:
             if optimizer is not None:
                 kept = _read_optimizer(opened, model, optimizer, names, groups, accept)
+            if ema is not None:
+                average = _read_average(opened, ema)
         except (Exception, dcp.CheckpointException):
             # What is damaged has a name; what torch makes of it has not.
             verification.verdict()
@@ -106,6 +116,8 @@ def load_opened(
     if optimizer is not None and kept is not None:
         check_optimizer_fits(kept.saved_class, optimizer, accept, model)
         _fill_optimizer(kept, model, optimizer)
+    if ema is not None and average is not None:
+        fill_average(ema, *average)
     saved = saved_shapes(opened.metadata)
     with raising_on_all(model):
         absent = {name for stage in stages_of(model) for name in adopt_late_buffers(stage, saved)}
@@ -132,6 +144,14 @@ def _read(opened: OpenCheckpoint, state: dict[str, Any], **options: bool) -> Non
         raise CheckpointError(
             f"the checkpoint {opened.folder} cannot be read: rank {rank}: {reason(error)}"
         ) from None
+
+
+def _read_average(opened: OpenCheckpoint, ema: EMA) -> tuple[list[Tensor], int]:
+    """The shards of the average that was saved, and how often it was updated."""
+    shards = [torch.zeros_like(shard) for shard in ema.shards]
+    target = {"ema": sharded_average(ema, shards)}
+    _read(opened, target, flatten_sharded_tensors=False)
+    return shards, target["ema"]["updates"]
 
 
 class _Kept(NamedTuple):

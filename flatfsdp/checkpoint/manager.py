@@ -33,6 +33,8 @@ from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.comm.ranks import Ranks, default_group
+from flatfsdp.engine.ema import EMA
+from flatfsdp.engine.storage.shard_grad import plain
 from flatfsdp.engine.units import Model, named_groups, stages_of
 from flatfsdp.fp8.delayed_scaling import buffer_names
 
@@ -88,6 +90,8 @@ class CheckpointManager:
         model: Model,
         optimizer: torch.optim.Optimizer | None = None,
         extra: Mapping[str, Any] | None = None,
+        *,
+        ema: EMA | None = None,
     ) -> bool:
         """Writes the checkpoint of one step, and removes those before the newest `keep`.
 
@@ -96,7 +100,7 @@ class CheckpointManager:
 
         Args:
             step: optimizer steps so far; a checkpoint of the same step is replaced.
-            extra: as `checkpoint.save` takes it.
+            extra, ema: as `checkpoint.save` takes them.
 
         Returns:
             Whether it was saved; if not, a warning says why.
@@ -107,7 +111,7 @@ class CheckpointManager:
                 "the checkpoints before it stay"
             )
             return False
-        save(self.path(step), model, optimizer, extra=extra, overwrite=True)
+        save(self.path(step), model, optimizer, ema=ema, extra=extra, overwrite=True)
         if _is_first():
             with _never_fatal():
                 older = [each for each in self._complete() if each < step]
@@ -120,6 +124,7 @@ class CheckpointManager:
         model: Model,
         optimizer: torch.optim.Optimizer | None = None,
         *,
+        ema: EMA | None = None,
         accept: Collection[Accepted] = (),
         verify: bool = True,
     ) -> Resumed | None:
@@ -130,7 +135,7 @@ class CheckpointManager:
         files in them are left alone.
 
         Args:
-            accept, verify: as `checkpoint.load` takes them.
+            ema, accept, verify: as `checkpoint.load` takes them.
 
         Raises:
             DamagedCheckpoint: if there are checkpoints and all of them are damaged.
@@ -145,7 +150,7 @@ class CheckpointManager:
         damage: list[DamagedCheckpoint] = []
         for step in reversed(steps):
             try:
-                extra = load(self.path(step), model, optimizer, accept=accept, verify=verify)
+                extra = load(self.path(step), model, optimizer, ema=ema, accept=accept, verify=verify)
             except DamagedCheckpoint as error:
                 damage.append(error)
                 continue
@@ -239,7 +244,8 @@ def is_finite(model: Model, optimizer: torch.optim.Optimizer | None = None) -> b
     ]
     if optimizer is not None:
         states = (value for state in optimizer.state.values() for value in state.values())
-        values += [each for each in states if isinstance(each, Tensor) and each.is_floating_point()]
+        # A momentum that began as a gradient would take norms over all ranks.
+        values += [plain(each) for each in states if isinstance(each, Tensor) and each.is_floating_point()]
     world, device = world_of(model)
     # The largest magnitude is not finite if any number is not, and takes no memory.
     values = [each for each in values if each.numel()]

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from flatfsdp.checkpoint.averages import sharded_average
 from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason
 from flatfsdp.checkpoint.optimizer_state import merged_groups
 from flatfsdp.checkpoint.sharded import numbered, sharded_optimizer_state_dict, sharded_state_dict
 from flatfsdp.checkpoint.stages import check_names, of_each_stage, raising_on_all
 from flatfsdp.checkpoint.writer import Writer, pickled
+from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.units import Model
 
 
@@ -27,6 +29,7 @@ def save(
     model: Model,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    ema: EMA | None = None,
     extra: Mapping[str, Any] | None = None,
     overwrite: bool = False,
 ) -> None:
@@ -38,6 +41,7 @@ def save(
     Args:
         model: or the stages of a pipeline that this rank has.
         optimizer: over all parameters of `model`.
+        ema: an average of the weights of `model`.
         extra: what else belongs to it, such as the step, for `load` to return: tensors, numbers, strings, and
             lists and dicts of them.  The first rank's is written.
         overwrite: whether to replace a checkpoint that the folder holds; that one can be loaded until the new
@@ -50,12 +54,14 @@ def save(
         CheckpointError: if a rank could not write, with the system's reason.
         All of them on every rank, and what the folder held before can still be loaded.
     """
-    write(Writer(path, overwrite=overwrite, extra=extra), model, optimizer)
+    write(Writer(path, overwrite=overwrite, extra=extra), model, optimizer, ema)
 
 
-def write(writer: Writer, model: Model, optimizer: torch.optim.Optimizer | None) -> None:
+def write(
+    writer: Writer, model: Model, optimizer: torch.optim.Optimizer | None, ema: EMA | None = None
+) -> None:
     """Saves with this writer, which has been given `extra`; otherwise raises what `save` raises."""
-    state = sharded_training_state(model, optimizer)
+    state = sharded_training_state(model, optimizer, ema)
     try:
         dcp.save(state, storage_writer=writer)
     except dcp.CheckpointException as failed:
@@ -69,7 +75,9 @@ def write(writer: Writer, model: Model, optimizer: torch.optim.Optimizer | None)
         ) from None
 
 
-def sharded_training_state(model: Model, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+def sharded_training_state(
+    model: Model, optimizer: torch.optim.Optimizer | None = None, ema: EMA | None = None
+) -> dict[str, Any]:
     """What `save` writes of model and optimizer, for `dcp.async_save`.  Collective over all ranks.
 
         state = sharded_training_state(model, optimizer)
@@ -78,12 +86,14 @@ def sharded_training_state(model: Model, optimizer: torch.optim.Optimizer | None
 
     Returns:
         {"model": `sharded_state_dict`, "optimizer": `sharded_optimizer_state_dict`, but with the parameter
-        groups of all stages}.
+        groups of all stages, and "ema" if there is an average}.
 
     Args and raises: as `save`.
     """
     check_names(model)
     state: dict[str, Any] = {"model": sharded_state_dict(model)}
+    if ema is not None:
+        state["ema"] = sharded_average(ema, ema.shards)
     if optimizer is None:
         return state
     with raising_on_all(model):

@@ -82,25 +82,28 @@ class Tape:
         """The tape of one more run of the same."""
         return Tape(None, self.uses, self.trains, self._tracker)
 
-    def next_use(self, layer: nn.Module) -> Use:
-        """The next use of `layer`: a new one, or that of the run that is repeated.
+    def next_use(self, layer: nn.Module) -> Use | None:
+        """The next use of `layer`: a new one, or that of the run that is repeated; None if that had none.
 
         Raises:
             RuntimeError: if the run that is repeated did not use the layer so often.
         """
-        if self._recorded is not None:
-            position = self._position.get(layer, 0)
-            self._position[layer] = position + 1
-            recorded = self._recorded.get(layer, ())
-            if position >= len(recorded):
-                raise RuntimeError(
-                    f"a recomputation runs {type(layer).__name__} more often than the forward did; a "
-                    "checkpointed function has to do the same both times"
-                )
-            return recorded[position]
-        use = Use(current_region()) if self._outer is None else self._outer.next_use(layer)
-        self.uses.setdefault(layer, []).append(use)
-        return use
+        if self._recorded is None:
+            use = Use(current_region()) if self._outer is None else self._outer.next_use(layer)
+            if use is not None:
+                self.uses.setdefault(layer, []).append(use)
+            return use
+        recorded = self._recorded.get(layer)
+        if recorded is None:
+            return None
+        position = self._position.get(layer, 0)
+        self._position[layer] = position + 1
+        if position >= len(recorded):
+            raise RuntimeError(
+                f"a recomputation runs {type(layer).__name__} more often than the forward did; a "
+                "checkpointed function has to do the same both times"
+            )
+        return recorded[position]
 
 
 _tape: ContextVar[Tape | None] = ContextVar("flatfsdp_tape", default=None)
@@ -240,6 +243,7 @@ def records_amax(tape: Tape | None) -> bool:
 
 def raise_recomputed() -> NoReturn:
     raise RuntimeError(
-        "an FP8 layer is recomputed in backward by something that FlatFSDP does not know; its scales have "
-        "moved on by then, and its autocast is over: use torch.utils.checkpoint or flatfsdp.fp8.checkpoint"
+        "an FP8 layer is recomputed in backward by something that FlatFSDP does not know, or in eval() mode "
+        "by a reentrant checkpoint; its scales have moved on by then, and its autocast is over: use "
+        "torch.utils.checkpoint or flatfsdp.fp8.checkpoint, with use_reentrant=False"
     )

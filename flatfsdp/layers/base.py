@@ -149,7 +149,9 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         """
         if not self.allows_fp8:
             return [WITHOUT_FP8] * len(self.linear_maps)
-        tape = current_tape()
+        # Nobody computes gradients of an evaluation, and to look for checkpoints takes the host some time.
+        is_evaluation = not (self.training or torch.is_grad_enabled())
+        tape = None if is_evaluation else current_tape()
         use = None if tape is None else tape.next_use(self)
         region = current_region() if use is None else use.region
         is_unknown = use is None and in_backward()

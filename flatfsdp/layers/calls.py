@@ -154,7 +154,7 @@ def norm_linear(
     operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, sources)
     spec = NormLinearSpec(norm.kind, call, keep)
     results = NormLinearNode.apply(x, added, norm.weight, norm.bias, of.weight, of.bias, operand, spec)
-    return _called(ready, *results, leading)
+    return _called(ready, results, leading)
 
 
 def norm_mlp(
@@ -199,12 +199,13 @@ def norm_mlp(
         fc2_weight,
         NormMLPSpec(norm.kind, activation, checkpoint, keep, fc1_call, fc2_call),
     )
-    return _called(ready, *results, inp.shape[:-1])
+    return _called(ready, results, inp.shape[:-1])
 
 
 def _called(
-    ready: CallInput, out: Tensor, normalized: Tensor | None, summed: Tensor, leading: Sequence[int]
+    ready: CallInput, results: tuple[Tensor, Tensor | None, Tensor], leading: Sequence[int]
 ) -> Called:
+    out, normalized, summed = results
     out = ready.unpadded(out)
     kept = None if normalized is None else ready.unpadded(normalized)
     return Called(out.view(*leading, out.shape[1]), kept, ready.unpadded(summed))

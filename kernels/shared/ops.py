@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, library
 from torch._C import _len_torch_dispatch_stack
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 from torch.utils.flop_counter import register_flop_formula
 
 _library = library.Library("flatfsdp", "FRAGMENT")
@@ -38,6 +39,8 @@ def operator(
     _library.impl(name, launch, "CUDA")
     library.register_fake(f"flatfsdp::{name}", lambda *args, **kwargs: None, lib=_library)
     registered = getattr(torch.ops.flatfsdp, name).default
+    # Selective checkpointing keeps what operators return, and that is nothing: always run them again.
+    SAC_IGNORED_OPS.add(registered)
     if flops is not None:
         register_flop_formula(getattr(torch.ops.flatfsdp, name))(flops)
 

@@ -83,7 +83,7 @@ def _backends(query: Tensor, mask: Tensor | None) -> AbstractContextManager[obje
     if not query.is_cuda:
         return nullcontext()
     if not torch.compiler.is_compiling():
-        _let_torch_choose_once()
+        _let_torch_choose_once(query.device)
     if mask is not None:
         order = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     elif torch.cuda.get_device_capability(query.device) == _HOPPER:
@@ -96,12 +96,12 @@ def _backends(query: Tensor, mask: Tensor | None) -> AbstractContextManager[obje
 
 
 @functools.cache
-def _let_torch_choose_once() -> None:
+def _let_torch_choose_once(device: torch.device) -> None:
     """PyTorch finds its own order when it first chooses a backend, not before.
 
     Until then the order to go back to would not be the one that other attention of the process should have.
     """
-    query = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device="cuda")
+    query = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device=device)
     torch._fused_sdp_choice(query, query, query)
 
 

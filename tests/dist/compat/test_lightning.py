@@ -241,19 +241,19 @@ def test_misuse_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
         fabric.setup(auto_wrap(GPT(CONFIG), by_class(Block), process_group=alone))
     elsewhere = auto_wrap(GPT(CONFIG), by_class(Block))
     elsewhere.fsdp_state.device = torch.device("cuda", 0)
-    with pytest.raises(ValueError, match="model is on cuda:0, and Fabric's device is cpu"):
+    with pytest.raises(ValueError, match="model is on cuda:0, and Lightning's device is cpu"):
         fabric.setup(elsewhere)
     plain = GPT(CONFIG)
     optimizer = adamw(plain)
-    with pytest.raises(ValueError, match=r"has parameter tokens\.weight.*make it after the model is wrapped"):
+    with pytest.raises(ValueError, match=r"has parameter tokens\.weight.*make it after the model is sharded"):
         fabric.setup(auto_wrap(plain, by_class(Block)), optimizer)
 
     model = build()
-    with pytest.raises(ValueError, match="the state has 0 and 0"):
+    with pytest.raises(ValueError, match="the state has 0, 0 and 0"):
         fabric.save(tmp_path, {"step": 1})
-    with pytest.raises(ValueError, match="the state has 2 and 0"):
+    with pytest.raises(ValueError, match="the state has 2, 0 and 0"):
         fabric.save(tmp_path, {"model": model, "other": build()})
-    with pytest.raises(ValueError, match="the state has 0 and 0"):
+    with pytest.raises(ValueError, match="the state has 0, 0 and 0"):
         fabric.load(tmp_path)
     with pytest.raises(NotImplementedError, match="saves whole models"):
         fabric.save(tmp_path, {"model": model}, filter={"model": lambda name, value: True})

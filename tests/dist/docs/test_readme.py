@@ -29,7 +29,7 @@ from tests.unit.docs.pages import PAGES
 LARGE = {"4096, 16384, 32": "32, 64, 4"}
 
 
-PROGRAMS = {"docs/huggingface.md", "docs/peft.md"}
+PROGRAMS = {"docs/huggingface.md", "docs/lightning.md", "docs/peft.md"}
 """Pages whose blocks are one program."""
 
 
@@ -236,6 +236,23 @@ def peft_guide(name: str, _: pytest.CaptureFixture[str]) -> None:
     assert torch.equal(trained[f"base_model.model.{weight}"], whole[weight])
 
 
+def lightning_guide(name: str, _: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lightning")
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(2, lightning_of_one_rank, BLOCKS[name].replace('"out/', f'"{folder}/'))
+
+
+def lightning_of_one_rank(rank: int, world_size: int, block: str) -> None:
+    """As Lightning starts it."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        patch.setenv("LOCAL_RANK", str(rank))
+        patch.chdir(folder)
+        found = run_alone(block)
+        assert found["weights"]["head.weight"].isfinite().all()
+        assert found["further"].current_epoch == 4
+        assert [ema.updates for ema in (found["trainer"].strategy.ema, found["ema"])] == [4, 3]
+
+
 RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "text = Sampler(load_corpus(None)": in_20_lines,
     "model = auto_wrap(\n    GPT(config), by_class(Block), precision": a_wrapped_model,
@@ -251,6 +268,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "consolidate_shard_weights": fairscale_shards,
     "docs/huggingface.md": huggingface_guide,
     "docs/peft.md": peft_guide,
+    "docs/lightning.md": lightning_guide,
 }
 """What runs the block that contains a text, or a whole page, and looks at what it has done."""
 

@@ -1,4 +1,4 @@
-"""Without Lightning Fabric."""
+"""Without Lightning, or without its Trainer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,22 @@ import sys
 import pytest
 
 
-def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "flatfsdp.compat.lightning", raising=False)
-    for name in ("lightning", "lightning.fabric", "lightning_fabric"):
+@pytest.mark.parametrize(("module", "package"), [("fabric", "lightning-fabric"), ("trainer", "lightning$")])
+def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch, module: str, package: str) -> None:
+    face = "flatfsdp.compat.lightning"
+    if module == "trainer":
+        pytest.importorskip(face)
+    for name in [name for name in sys.modules if name.startswith(f"{face}.{module}")]:
+        monkeypatch.delitem(sys.modules, name)
+    if module == "fabric":
+        monkeypatch.delitem(sys.modules, face, raising=False)
+    for name in (
+        "lightning",
+        "lightning.fabric",
+        "lightning.pytorch",
+        "lightning_fabric",
+        "pytorch_lightning",
+    ):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ModuleNotFoundError, match=r"lightning_fabric.*pip install lightning-fabric"):
-        importlib.import_module("flatfsdp.compat.lightning")
+    with pytest.raises(ModuleNotFoundError, match=f"pip install {package}"):
+        importlib.import_module(f"{face}.{module}")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from flatfsdp import fp8
@@ -54,6 +55,17 @@ def torchs_reentrant(block: nn.Module, *args: Any) -> Tensor:
     return torch_checkpoint(block, *args, use_reentrant=True)
 
 
+def selective(block: nn.Module, *args: Any) -> Tensor:
+    """Asks for results of GEMMs, and of operators of ours, to be kept."""
+
+    def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_kept = "mm" in str(operator) or "flatfsdp" in str(operator)
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    kept = partial(create_selective_checkpoint_contexts, policy)
+    return torch_checkpoint(block, *args, use_reentrant=False, context_fn=kept)
+
+
 def whole(call: Call, block: nn.Module, *args: Any, recipe: Any = None) -> Tensor:
     """A block in one checkpoint; with a recipe, autocast is inside it."""
 
@@ -84,13 +96,11 @@ WAYS = {
     "reentrant-twice": partial(nested, reentrant, reentrant),
     "torch": partial(whole, torchs),
     "torch-reentrant": partial(whole, torchs_reentrant),
+    "torch-selective": partial(whole, selective),
     "torch-nested": partial(nested, torchs, torchs),
-    "torch-reentrant-inside": partial(nested, torchs, torchs_reentrant),
     "torch-reentrant-outside": partial(nested, torchs_reentrant, torchs),
-    "torch-around-ours": partial(nested, torchs, checkpointed),
     "torch-inside-ours": partial(nested, checkpointed, torchs),
     "torch-reentrant-around-ours": partial(nested, torchs_reentrant, checkpointed),
-    "torch-reentrant-inside-ours": partial(nested, reentrant, torchs_reentrant),
 }
 RECIPES = {
     "delayed": SHORT,
@@ -389,17 +399,23 @@ class Unknown(torch.autograd.Function):
         return None, x.grad
 
 
+def reentrant_in_eval(function: Any, x: Tensor) -> Tensor:
+    """Its forward looks like an evaluation."""
+    return torchs_reentrant(function, x)
+
+
+@pytest.mark.parametrize("call", [Unknown.apply, reentrant_in_eval], ids=["unknown", "eval"])
 @pytest.mark.parametrize("inside", [False, True], ids=["autocast-outside", "autocast-inside"])
 @pytest.mark.parametrize("layer", [Linear, LayerNormMLP])
-def test_a_checkpoint_that_nobody_knows_is_refused(layer: type, inside: bool) -> None:
-    module = layer(WIDTH, FFN)
+def test_a_checkpoint_that_nobody_knows_is_refused(layer: type, inside: bool, call: Any) -> None:
+    module = layer(WIDTH, FFN).train(call is not reentrant_in_eval)
     x = torch.randn(TOKENS, WIDTH).requires_grad_()
     if inside:
-        out = whole(Unknown.apply, module, x, recipe=SHORT)
+        out = whole(call, module, x, recipe=SHORT)
     else:
         with autocast(recipe=SHORT):
-            out = Unknown.apply(module, x)
-    with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint or flatfsdp\.fp8\.checkpoint"):
+            out = call(module, x)
+    with pytest.raises(RuntimeError, match=r"torch\.utils\.checkpoint or .* use_reentrant=False"):
         out.sum().backward()
 
 

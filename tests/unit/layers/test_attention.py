@@ -260,7 +260,8 @@ def test_order_of_backends_on_gpus(
     capability: tuple[int, int], has_mask: bool, off: SDPBackend | None, expected: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    query = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0))
+    # What stands for a query on a GPU is nowhere.
+    query = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
     with sdpa_kernel([b for b in (FLASH, EFFICIENT, MATH, CUDNN) if b is not off], set_priority=True):
         before = _backends_in_order()
         with sdpa._backends(query, torch.ones(1) if has_mask else None):

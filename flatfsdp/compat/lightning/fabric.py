@@ -1,6 +1,6 @@
 """Lightning Fabric's interface: `from flatfsdp.compat.lightning import Fabric, FlatFSDPStrategy`.
 
-In:   Fabric's calls, on a model that FlatFSDP has wrapped.
+In:   Fabric's calls, on a model that FlatFSDP has wrapped, or sharded in place.
 Out:  the engine's; nothing is sharded, gathered or reduced here.
 
 Fabric comes in two distributions, `lightning` and the smaller `lightning-fabric`, which know nothing of each
@@ -18,13 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from flatfsdp import checkpoint
 from flatfsdp.checkpoint.loading import load_opened
-from flatfsdp.checkpoint.opening import open_checkpoint
-from flatfsdp.checkpoint.saving import write
-from flatfsdp.checkpoint.stages import raising_on_all, world_of
-from flatfsdp.contract.claimed import TAKEN_AS
-from flatfsdp.engine.fsdp import FlatFSDP
+from flatfsdp.compat.lightning.shared import open_folder, require_current, require_place, save_folder
+from flatfsdp.engine.ema import EMA
+from flatfsdp.engine.methods import UnitMethods
 
 try:
     from lightning.fabric import Fabric
@@ -96,29 +93,19 @@ class FlatFSDPStrategy(DDPStrategy):
             )
         super().setup_environment()
 
-    def setup_module(self, module: nn.Module) -> FlatFSDP:
+    def setup_module(self, module: nn.Module) -> UnitMethods:
         """
         Raises:
             TypeError: if FlatFSDP has not wrapped the model.
             ValueError: if it has, but on another device, or over other ranks.
         """
-        if not isinstance(module, FlatFSDP):
+        if not isinstance(module, UnitMethods):
             raise TypeError(
                 f"FlatFSDPStrategy runs a FlatFSDP module, not a {type(module).__name__}; wrap it before "
-                "fabric.setup: auto_wrap(model, by_class(Block), device=fabric.device)"
+                "fabric.setup: auto_wrap(model, by_class(Block), device=fabric.device), or shard in place"
             )
-        device, ranks = module.fsdp_state.device, module.fsdp_state.grid.num_ranks
-        if device != self.root_device:
-            raise ValueError(
-                f"the model is on {device}, and Fabric's device is {self.root_device}; wrap it with "
-                "device=fabric.device"
-            )
-        if ranks != self.world_size:
-            raise ValueError(
-                f"the model is data parallel over {ranks} of {self.world_size} ranks, and "
-                "Fabric gives each of them other data; wrap it after fabric.launch(), over all ranks and "
-                "without tp_group"
-            )
+        way_out = "wrap it after fabric.launch(), with device=fabric.device, over all ranks, without tp_group"
+        require_place(module, self.root_device, self.world_size, way_out)
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -126,25 +113,19 @@ class FlatFSDPStrategy(DDPStrategy):
         Raises:
             ValueError: if it was made before the model was wrapped.
         """
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            name = TAKEN_AS.of(parameter)
-            if name is not None:
-                raise ValueError(
-                    f"the optimizer has parameter {name}, which is in a flat buffer by now; make it after "
-                    "the model is wrapped, of model.parameters() or flatfsdp.param_groups"
-                )
+        require_current(optimizer)
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
         """A FlatFSDP module is where it computes, even if its shards are in host memory."""
-        if not isinstance(module, FlatFSDP):
+        if not isinstance(module, UnitMethods):
             super().module_to_device(module)
 
     # ---- training ---------------------------------------------------------------------------------------
 
     def clip_gradients_norm(
         self,
-        module: FlatFSDP,
+        module: UnitMethods,
         optimizer: Optimizer,
         max_norm: float,
         norm_type: float = 2.0,
@@ -166,7 +147,7 @@ class FlatFSDPStrategy(DDPStrategy):
 
         Raises:
             NotImplementedError: with storage_options or a filter.
-            ValueError: unless `state` has one model, and no more than one optimizer.
+            ValueError: unless `state` has one model, and no more than one optimizer and one EMA.
             FileExistsError: if the folder holds a checkpoint, and the strategy is not to overwrite.
             TypeError: if something in `state` cannot be pickled.
             CheckpointError: if one of the ranks could not write.
@@ -177,13 +158,9 @@ class FlatFSDPStrategy(DDPStrategy):
                 "FlatFSDPStrategy saves whole models, to a folder; for parts of one, or other storage, take "
                 "flatfsdp.checkpoint.full_state_dict(model.module)"
             )
-        model, optimizer, rest = _parts(state)
+        model, optimizer, ema, rest = _parts(state)
         extra = {key: each.state_dict() if _is_stateful(each) else each for key, each in rest.items()}
-        # Objects of any class: who loads them says weights_only=False.
-        writer = checkpoint.Writer(
-            self.broadcast(path), overwrite=self._overwrite, extra=extra, weights_only=False
-        )
-        write(writer, model, optimizer)
+        save_folder(self.broadcast(path), model, optimizer, ema, extra, overwrite=self._overwrite)
 
     def load_checkpoint(
         self,
@@ -212,18 +189,16 @@ class FlatFSDPStrategy(DDPStrategy):
             Nothing has changed then.
         """
         folder = Path(self.broadcast(path))
-        if isinstance(state, FlatFSDP):
+        if isinstance(state, UnitMethods):
             saved = torch.load(folder, map_location="cpu", mmap=True, weights_only=weights_only)
             state.load_state_dict(saved, strict)
             return {}
-        model, optimizer, rest = _parts(state)
-        opened = open_checkpoint(folder, *world_of(model))
-        with raising_on_all(model):
-            saved = opened.extra(weights_only is not False)
+        model, optimizer, ema, rest = _parts(state)
+        opened, saved = open_folder(folder, model, weights_only)
         missing = rest.keys() - saved.keys()
         if strict and missing:
             raise KeyError(f"the checkpoint {folder} has no {', '.join(sorted(missing))}; it has {[*saved]}")
-        load_opened(opened, model, optimizer)
+        load_opened(opened, model, optimizer, ema=ema)
         for key in rest.keys() - missing:
             value = saved.pop(key)
             if _is_stateful(state[key]):
@@ -236,27 +211,28 @@ class FlatFSDPStrategy(DDPStrategy):
 class _BackwardSync:
     """What `fabric.no_backward_sync` asks for."""
 
-    def no_backward_sync(self, module: FlatFSDP, enabled: bool) -> AbstractContextManager[None]:
+    def no_backward_sync(self, module: UnitMethods, enabled: bool) -> AbstractContextManager[None]:
         return module.no_sync() if enabled else nullcontext()
 
 
-def _parts(state: Any) -> tuple[FlatFSDP, Optimizer | None, dict[str, Any]]:
-    """The model, the optimizer, and everything else by its key.
+def _parts(state: Any) -> tuple[UnitMethods, Optimizer | None, EMA | None, dict[str, Any]]:
+    """The model, the optimizer, the average of the weights, and everything else by its key.
 
     Raises:
-        ValueError: unless there is one model, and no more than one optimizer.
+        ValueError: unless there is one model, and no more than one of each of the others.
     """
     state = state if isinstance(state, dict) else {}
-    models = [each for each in state.values() if isinstance(each, FlatFSDP)]
+    models = [each for each in state.values() if isinstance(each, UnitMethods)]
     optimizers = [each for each in state.values() if isinstance(each, Optimizer)]
-    if len(models) != 1 or len(optimizers) > 1:
+    averages = [each for each in state.values() if isinstance(each, EMA)]
+    if len(models) != 1 or len(optimizers) > 1 or len(averages) > 1:
         raise ValueError(
-            f"a checkpoint is of one FlatFSDP module and at most one optimizer, and the state has "
-            f"{len(models)} and {len(optimizers)}; pass a dict such as "
+            "a checkpoint is of one sharded model and at most one optimizer and one EMA, and the state has "
+            f"{len(models)}, {len(optimizers)} and {len(averages)}; pass a dict such as "
             '{"model": model, "optimizer": optimizer, "step": step}'
         )
-    rest = {key: each for key, each in state.items() if not isinstance(each, FlatFSDP | Optimizer)}
-    return models[0], next(iter(optimizers), None), rest
+    rest = {key: each for key, each in state.items() if not isinstance(each, UnitMethods | Optimizer | EMA)}
+    return models[0], next(iter(optimizers), None), next(iter(averages), None), rest
 
 
 def _is_stateful(value: object) -> bool:

@@ -1,0 +1,94 @@
+"""What Fabric's strategy and the Trainer's have in common: checks, and folders with checkpoints.
+
+Next: `flatfsdp.checkpoint` writes and reads them.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from flatfsdp import checkpoint
+from flatfsdp.checkpoint.opening import OpenCheckpoint, open_checkpoint
+from flatfsdp.checkpoint.saving import write
+from flatfsdp.checkpoint.stages import raising_on_all, world_of
+from flatfsdp.contract.claimed import TAKEN_AS
+from flatfsdp.engine.ema import EMA
+from flatfsdp.engine.units import UnitModule
+
+Path = str | os.PathLike[str]
+
+
+def require_place(model: UnitModule, device: torch.device, world_size: int, way_out: str) -> None:
+    """Checks that a model is where Lightning expects it.
+
+    Args:
+        way_out: how to shard it there.
+
+    Raises:
+        ValueError: if it is on another device, or over other ranks.
+    """
+    found, ranks = model.fsdp_state.device, model.fsdp_state.grid.num_ranks
+    if found != device:
+        raise ValueError(f"the model is on {found}, and Lightning's device is {device}; {way_out}")
+    if ranks != world_size:
+        raise ValueError(
+            f"the model is data parallel over {ranks} of {world_size} ranks, and Lightning gives each of "
+            f"them other data; {way_out}"
+        )
+
+
+def require_current(optimizer: Optimizer) -> None:
+    """Checks that an optimizer has the parameters that are trained.
+
+    Raises:
+        ValueError: if it was made before the model was sharded.
+    """
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        name = TAKEN_AS.of(parameter)
+        if name is not None:
+            raise ValueError(
+                f"the optimizer has parameter {name}, which is in a flat buffer by now; make it after the "
+                "model is sharded, of model.parameters() or flatfsdp.param_groups"
+            )
+
+
+def save_folder(
+    path: Path,
+    model: UnitModule,
+    optimizer: Optimizer | None,
+    ema: EMA | None,
+    extra: dict[str, Any],
+    *,
+    overwrite: bool,
+) -> None:
+    """Writes a folder, each rank its part.  Collective.
+
+    Args:
+        extra: objects of any class: who loads them says weights_only=False.
+
+    Raises:
+        What `flatfsdp.checkpoint.save` raises, on every rank.
+    """
+    writer = checkpoint.Writer(path, overwrite=overwrite, extra=extra, weights_only=False)
+    write(writer, model, optimizer, ema)
+
+
+def open_folder(
+    path: Path, model: UnitModule, weights_only: bool | None
+) -> tuple[OpenCheckpoint, dict[str, Any]]:
+    """A checkpoint, and what it has beside model and optimizer.  Collective.
+
+    Args:
+        weights_only: as of `torch.load`; None is True.
+
+    Raises:
+        What `flatfsdp.checkpoint.load` raises before it changes anything, on every rank.
+    """
+    opened = open_checkpoint(path, *world_of(model))
+    with raising_on_all(model):
+        extra = opened.extra(weights_only is not False)
+    return opened, extra

@@ -1,0 +1,297 @@
+"""The Trainer's interface: `from flatfsdp.compat.lightning.trainer import FlatFSDPStrategy`.
+
+In:   a LightningModule, as it was written for DDP.
+Out:  the same object, sharded in place; the Trainer's loop calls it as before.
+Next: `engine/in_place` shards, `shared.py` writes and reads checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from typing_extensions import Unpack
+
+from flatfsdp.checkpoint.loading import load_opened
+from flatfsdp.compat.lightning.shared import open_folder, require_current, require_place, save_folder
+from flatfsdp.contract.claimed import is_unit
+from flatfsdp.engine.ema import EMA
+from flatfsdp.engine.in_place.classes import FlatFSDPModule
+from flatfsdp.engine.in_place.options import ShardOptions, require_known
+from flatfsdp.engine.in_place.shard import register_forward_method, shard
+from flatfsdp.engine.units import units_in
+from flatfsdp.engine.wrap import WrapPolicy
+
+try:
+    from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins import MixedPrecision, Precision
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.trainer.states import TrainerFn
+except ModuleNotFoundError:
+    try:
+        from pytorch_lightning import LightningModule, Trainer
+        from pytorch_lightning.plugins import MixedPrecision, Precision
+        from pytorch_lightning.strategies import DDPStrategy
+        from pytorch_lightning.trainer.states import TrainerFn
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"flatfsdp.compat.lightning.trainer needs Lightning's Trainer ({error}): pip install lightning"
+        ) from error
+
+__all__ = ["FlatFSDPStrategy"]
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+"""Methods of a LightningModule that the Trainer calls in place of its forward."""
+
+_AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
+"""Lightning's callbacks; versions have one or both."""
+
+
+class FlatFSDPStrategy(DDPStrategy):
+    """The Trainer with FlatFSDP as its engine: one process for each device.
+
+        trainer = Trainer(devices=2, strategy=FlatFSDPStrategy(by_class(Block)))
+        trainer.fit(Module(), loader)
+
+    A LightningModule that was written for DDP runs as it is, with DDP's losses and gradient norms: gradient
+    clipping, accumulation, validation, callbacks, schedulers and manual optimization work.  It is sharded in
+    place when `fit`, `validate`, `test` or `predict` begins, from the first rank's values, and stays so.
+    `configure_optimizers` is called after that.
+
+    A checkpoint is a folder, each rank its part, that `flatfsdp.checkpoint.load` reads, too, on any number of
+    ranks; what is neither model nor optimizer is its `extra`.
+
+    Args:
+        policy: see `shard`.  None: the module is one unit, whole on each device while it computes; its
+            gradients and optimizer state are spread over ranks all the same.
+        overwrite: whether a checkpoint replaces another one in its folder, which can be loaded until the new
+            one is complete.
+        process_group_backend, timeout, start_method: as of Lightning's DDPStrategy.
+        options: of `shard`, such as `precision`; but no `device`, which is the Trainer's.
+
+    Attributes:
+        ema: an average of the module's weights, which checkpoints hold, too, and `fit` takes over from one;
+            set by a callback in `on_fit_start`.
+
+    Raises:
+        TypeError: for other options.
+    """
+
+    def __init__(
+        self,
+        policy: WrapPolicy | None = None,
+        *,
+        overwrite: bool = True,
+        process_group_backend: str | None = None,
+        timeout: timedelta = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **options: Unpack[ShardOptions],
+    ) -> None:
+        super().__init__(
+            process_group_backend=process_group_backend, timeout=timeout, start_method=start_method
+        )
+        require_known(options)
+        if "device" in options:
+            raise TypeError(
+                "FlatFSDPStrategy has no option device; the Trainer has accelerator= and devices="
+            )
+        self._policy, self._overwrite, self._options = policy, overwrite, options
+        self.ema: EMA | None = None
+
+    # ---- setup ------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """
+        Raises:
+            ValueError: if the Trainer is to cast in a way that is not known to give DDP's numbers.
+        """
+        plugin = self.precision_plugin
+        is_plain = type(plugin) is Precision
+        if not is_plain and not (type(plugin) is MixedPrecision and plugin.precision == "bf16-mixed"):
+            raise ValueError(
+                f"the Trainer has {type(plugin).__name__} with precision={plugin.precision!r}, which "
+                "FlatFSDPStrategy does not support; leave it out and pass "
+                "FlatFSDPStrategy(precision=flatfsdp.Precision(compute=...)), or take 'bf16-mixed'"
+            )
+        super().setup_environment()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shards the module, unless that was done before, and makes the optimizer.
+
+        Raises:
+            ValueError: if something inside of it is sharded, or the module itself in another place.
+            TypeError: if it cannot be sharded in place.
+            NotImplementedError: with a callback that averages weights of its own copy of the module.
+        """
+        for callback in trainer.callbacks:
+            if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
+                raise NotImplementedError(
+                    f"{type(callback).__name__} averages a copy of the whole module, and FlatFSDPStrategy "
+                    "shards it; keep a flatfsdp.EMA in a callback"
+                )
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        if not is_unit(self.lightning_module):
+            self._shard(self.lightning_module)
+        module = self._module
+        require_place(
+            module,
+            self.root_device,
+            self.world_size,
+            "leave it to the strategy: FlatFSDPStrategy(policy, precision=...)",
+        )
+        self.model = module
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _shard(self, module: LightningModule) -> None:
+        for name, _ in units_in(module):
+            raise ValueError(
+                f"{name} is sharded already, and the optimizer, clipping and checkpoints are the whole "
+                f"{type(module).__name__}'s; leave it to the strategy: FlatFSDPStrategy(policy, ...)"
+            )
+        if self._layer_sync is not None:
+            module = self._layer_sync.apply(module)
+        if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            module.to(self.root_device)
+            for tensor in (*module.parameters(), *module.buffers()):
+                # As DDP does: programs need not seed all ranks alike.
+                dist.broadcast(tensor.detach(), 0)
+        shard(module, self._policy, **{**self._options, "device": self.root_device})
+        for name in _STEPS:
+            register_forward_method(module, name)
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """
+        Raises:
+            NotImplementedError: if there are several, whose states one checkpoint cannot hold yet.
+            ValueError: if it was made before the module was sharded.
+        """
+        self._reset_optimizers_and_schedulers()
+        super().setup_optimizers(trainer)
+        if len(self.optimizers) > 1:
+            raise NotImplementedError(
+                f"configure_optimizers returned {len(self.optimizers)} optimizers, and FlatFSDPStrategy "
+                "takes one; give it several parameter groups"
+            )
+        for optimizer in self.optimizers:
+            require_current(optimizer)
+
+    @property
+    def _module(self) -> FlatFSDPModule:
+        module = self.lightning_module
+        assert isinstance(module, FlatFSDPModule)
+        return module
+
+    # ---- training ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulates: gradients that land inside are not reduced yet."""
+        with self._module.no_sync():
+            yield
+
+    # ---- checkpoints ------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Stands for the model in what the Trainer hands to `save_checkpoint`, which writes its shards."""
+        return _Elsewhere()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Stands for the optimizer's state, likewise."""
+        return _Elsewhere()
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Writes a folder, each rank its part, as `flatfsdp.checkpoint.save`.
+
+        Raises:
+            NotImplementedError: with storage_options; if a hook or callback has put another state dict into
+                `checkpoint`, such as averaged weights.
+            Else what `flatfsdp.checkpoint.save` raises, on every rank.
+        """
+        if storage_options is not None:
+            raise NotImplementedError("FlatFSDPStrategy saves to a folder, without storage_options")
+        states = [checkpoint.get("state_dict"), *checkpoint.get("optimizer_states", [])]
+        if not all(type(state) is _Elsewhere and not state for state in states):
+            raise NotImplementedError(
+                "a hook or callback has changed state_dict or optimizer_states of the checkpoint, which "
+                "FlatFSDPStrategy writes from the shards; put what else is to be saved under another key"
+            )
+        optimizer = self.optimizers[0] if len(states) > 1 else None
+        extra = {k: v for k, v in checkpoint.items() if k not in ("state_dict", "optimizer_states")}
+        path = self.broadcast(filepath)
+        save_folder(path, self._module, optimizer, self.ema, extra, overwrite=self._overwrite)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | Path, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Loads a folder, on any number of ranks; into the optimizer, too, if the Trainer is to fit.
+
+        For `validate`, `test` and `predict` it may be a file that another strategy has written.
+
+        Args:
+            weights_only: as of `torch.load`, for what is neither model nor optimizer; None is True.
+
+        Raises:
+            ValueError: for a file, in `fit`; if model or optimizer is not what was saved.
+            Else what `flatfsdp.checkpoint.load` raises, on every rank; nothing has changed then.
+        """
+        path, module = Path(self.broadcast(checkpoint_path)), self._module
+        if path.is_file():
+            return self._load_file(path, weights_only)
+        opened, extra = open_folder(path, module, weights_only)
+        optimizer = self.optimizers[0] if self._is_fitting and self.optimizers else None
+        load_opened(opened, module, optimizer, ema=self.ema if self._is_fitting else None)
+        return extra
+
+    def _load_file(self, path: Path, weights_only: bool | None) -> dict[str, Any]:
+        if self._is_fitting:
+            raise ValueError(
+                f"{path} is a file that another strategy has written, with an optimizer's state that is not "
+                'sharded; begin from its weights: module.load_state_dict(torch.load(path)["state_dict"]) '
+                "before fit, without ckpt_path"
+            )
+        saved: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        self._module.load_state_dict(saved["state_dict"], strict=self.lightning_module.strict_loading)
+        return saved
+
+    @property
+    def _is_fitting(self) -> bool:
+        return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: `load_checkpoint` has loaded it."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: `load_checkpoint` has loaded it."""
+
+    # ---- the end ----------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Leaves the module and the optimizer where they are; a sharded module cannot be moved."""
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+
+class _Elsewhere(dict[str, Any]):
+    """An empty state dict, whose values are saved from the shards."""

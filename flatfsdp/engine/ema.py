@@ -1,0 +1,150 @@
+"""`EMA`: an exponential moving average of a model's weights, as shards like the weights themselves.
+
+In:   a sharded or wrapped model, whose optimizer has stepped.
+Out:  the model with the averaged weights, for a while: to evaluate it, or to save it under its own names.
+Next: `checkpoint/averages.py` writes and reads the shards of the average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from flatfsdp.comm.checking.identity import Action
+from flatfsdp.comm.checking.journal import declare
+from flatfsdp.engine.units import Model, named_groups
+
+
+class EMA:
+    """An exponential moving average of the trained weights: average = decay * average + (1 - decay) * weight.
+
+        ema = EMA(model, decay=0.999)
+        for batch in loader:
+            ...
+            optimizer.step()
+            ema.update()
+        with ema.averaged():
+            evaluate(model)
+            model.save_pretrained("average")
+        checkpoint.save(path, model, optimizer, ema=ema)
+
+    Each rank has the part of the average that it has of the weights.  Weights that are frozen when this is
+    made are not copied, and buffers are not averaged.
+
+    Args:
+        model: or the stages of a pipeline that this rank has; sharded or wrapped.  The average begins with
+            what its weights are now.
+        decay: from 0 to 1.
+        dtype: of the average.  16 bits lose what `1 - decay` makes smaller than their rounding.
+
+    Attributes:
+        decay: of the next updates.
+        updates: how many there have been.
+
+    Raises:
+        ValueError: if the model is not sharded, all of it is frozen, or decay is out of range.
+    """
+
+    def __init__(self, model: Model, decay: float = 0.999, *, dtype: torch.dtype = torch.float32) -> None:
+        self.decay, self.updates = _checked(decay), 0
+        self.groups = [(prefix, group) for prefix, group in named_groups(model) if group.trains]
+        if not self.groups:
+            raise ValueError("EMA: all weights of the model are frozen, so that there is nothing to average")
+        self.shards = [weights.to(dtype, copy=True) for weights in self._weights]
+        self._frozen = [group for _, group in named_groups(model) if not group.trains]
+        self._is_inside = False
+
+    @property
+    def _weights(self) -> list[Tensor]:
+        return [group.master.flat.detach() for _, group in self.groups]
+
+    @torch.no_grad()
+    def update(self, decay: float | None = None) -> None:
+        """Takes the weights as they are now into the average: a few launches for the whole model.
+
+        Args:
+            decay: of this update alone, for a warm-up.
+
+        Raises:
+            RuntimeError: inside `averaged`; if weights are trained by now that were frozen.
+            ValueError: if decay is out of range.
+        """
+        self._require_outside("update")
+        if any(group.trains for group in self._frozen):
+            raise RuntimeError(
+                "weights are trained that were frozen when the EMA was made, and it has no average of them; "
+                "make it after they are unfrozen"
+            )
+        share = 1 - (self.decay if decay is None else _checked(decay))
+        weights, dtype = self._weights, self.shards[0].dtype
+        if all(each.dtype == dtype for each in weights):
+            torch._foreach_lerp_(self.shards, weights, share)
+        else:
+            for average, weight in zip(self.shards, weights, strict=True):
+                # In the wider of the two.
+                wide = torch.promote_types(dtype, weight.dtype)
+                average.copy_(average.to(wide).lerp_(weight.to(wide), share))
+        self.updates += 1
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model has the averaged weights; afterwards the trained ones again, with the same bits.
+
+        Collective: all ranks enter and leave together.  It may be evaluated and saved inside, not trained.
+        A copy of this rank's shards of the trained weights is kept meanwhile.
+
+        Raises:
+            RuntimeError: inside of itself; at the end, if the weights were written to, which is dropped.
+        """
+        self._require_outside("averaged")
+        trained = [weights.clone() for weights in self._weights]
+        versions = self._write(self.shards)
+        self._is_inside = True
+        try:
+            yield
+        finally:
+            self._is_inside = False
+            is_written = versions != self._versions
+            self._write(trained)
+        if is_written:
+            raise RuntimeError(
+                "the weights were written to inside EMA.averaged(), by an optimizer's step or a load; the "
+                "trained ones are back, and what was written is lost: train, and load, outside of it"
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "an EMA cannot be copied or pickled, because it has this rank's shards alone; save it by "
+            "flatfsdp.checkpoint.save(path, model, optimizer, ema=ema)"
+        )
+
+    @property
+    def _versions(self) -> list[int]:
+        # Not the generations, which a save counts up, too.
+        return [weights._version for weights in self._weights]
+
+    @torch.no_grad()
+    def _write(self, values: list[Tensor]) -> list[int]:
+        """Gives the weights these values, on all ranks; returns the versions that they have then."""
+        _, first = self.groups[0]
+        # Ranks that evaluate different weights would gather a mixture.
+        declare(first.master.grid.shard, first.master.identify(Action.STORE), first.master.device)
+        for weights, value in zip(self._weights, values, strict=True):
+            weights.copy_(value)
+        return self._versions
+
+    def _require_outside(self, what: str) -> None:
+        if self._is_inside:
+            raise RuntimeError(
+                f"EMA.{what} was called inside EMA.averaged(), where the model has the averaged weights"
+            )
+
+
+def _checked(decay: float) -> float:
+    if not 0 <= decay <= 1:
+        raise ValueError(f"EMA: decay is {decay}; it has to be from 0 to 1, such as 0.999")
+    return decay

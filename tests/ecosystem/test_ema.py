@@ -1,0 +1,175 @@
+"""Moving averages of sharded weights: evaluated, saved as Hugging Face does, and kept in checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel
+
+from flatfsdp import EMA, Precision, by_class, checkpoint
+from tests.support.both_forms import WAYS, sharded
+from tests.support.ecosystem.families import FAMILIES, needs_transformers
+from tests.support.ecosystem.folders import shared_folder
+from tests.support.models import Block, Net, data
+from tests.support.ranks import on_ranks, run_ranks
+
+DECAYS = (0.5, 0.9, 0.9)
+
+
+def net(way: str = "in place", **options: Any) -> Any:
+    torch.manual_seed(0)
+    return sharded(way, Net(), by_class(Block), **options)
+
+
+def trained(model: Any, rank: int, steps: int = 3, **options: Any) -> tuple[EMA, torch.optim.Optimizer]:
+    """After so many steps, with an average of each."""
+    ema, optimizer = EMA(model, 0.9, **options), torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for decay, (tokens,) in zip(DECAYS, data(rank, steps, 1), strict=False):
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update(decay)
+    return ema, optimizer
+
+
+def by_hand(way: str, rank: int) -> dict[str, Tensor]:
+    """The same average of whole tensors."""
+    model = net(way)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    average = copy.deepcopy(model.state_dict())
+    for decay, (tokens,) in zip(DECAYS, data(rank, 3, 1), strict=True):
+        model(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, value in model.state_dict().items():
+            average[name].lerp_(value, 1 - decay)
+    return average
+
+
+def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@on_ranks(2)
+def test_a_model_is_evaluated_with_its_average_and_trains_on(rank: int, way: str) -> None:
+    model, (held_out,) = net(way, reshard_after_forward=False), next(data(99, 1, 1))
+    ema, optimizer = trained(model, rank)
+    before, expected = model.state_dict(), by_hand(way, rank)
+    plain = Net()
+    plain.load_state_dict(expected)
+    with ema.averaged():
+        assert same(model.state_dict(), expected)
+        with torch.no_grad():
+            assert torch.equal(model(held_out), plain(held_out))
+        with pytest.raises(RuntimeError, match=r"EMA\.update was called inside"):
+            ema.update()
+    assert same(model.state_dict(), before) and ema.updates == 3
+
+    def train_inside() -> None:
+        with ema.averaged():
+            model(held_out).backward()
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"written to inside .* train, and load, outside"):
+        train_inside()
+    optimizer.zero_grad()
+    assert same(model.state_dict(), before)
+    with pytest.raises(KeyError), ema.averaged():
+        raise KeyError
+    assert same(model.state_dict(), before)
+
+
+@on_ranks(2)
+def test_what_cannot_be_averaged_is_named(rank: int) -> None:
+    model = net()
+    with pytest.raises(ValueError, match=r"decay is 1\.5"):
+        EMA(model, 1.5)
+    with pytest.raises(ValueError, match="contains no unit"):
+        EMA(Net())
+    with pytest.raises(TypeError):
+        AveragedModel(model)
+    model.blocks[0].requires_grad_(False)
+    ema = EMA(model)
+    model.blocks[0].requires_grad_(True)
+    with pytest.raises(RuntimeError, match="were frozen when the EMA was made"):
+        ema.update()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@on_ranks(2)
+def test_dtypes(rank: int, dtype: torch.dtype) -> None:
+    """An average is computed in the wider dtype, and the weights come back from it rounded once."""
+    model = net(precision=Precision(param=torch.bfloat16, grad=torch.bfloat16))
+    before = model.state_dict()
+    ema = EMA(model, 0.5, dtype=dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    expected = {name: value.to(torch.promote_types(dtype, torch.bfloat16)) for name, value in before.items()}
+    now = model.state_dict()
+    ema.update()
+    with ema.averaged():
+        for name, value in model.state_dict().items():
+            wide = expected[name].lerp(now[name].to(expected[name].dtype), 0.5)
+            assert torch.equal(value, wide.to(dtype).bfloat16())
+    assert same(model.state_dict(), now)
+
+
+def saved(rank: int, world_size: int, folder: Path) -> dict[str, Tensor]:
+    model = net()
+    ema, optimizer = trained(model, rank)
+    checkpoint.save(folder / "with", model, optimizer, ema=ema)
+    checkpoint.save(folder / "without", model, optimizer)
+    manager = checkpoint.CheckpointManager(folder / "run")
+    manager.save(3, model, optimizer, ema=ema)
+    with ema.averaged():
+        return model.state_dict()
+
+
+def loaded(rank: int, world_size: int, folder: Path) -> list[dict[str, Tensor]]:
+    found = []
+    for resumes in (False, True):
+        model = net("wrapped")
+        ema = EMA(model)
+        before = model.state_dict()
+        if resumes:
+            checkpoint.CheckpointManager(folder / "run").resume(model, ema=ema)
+        else:
+            with pytest.raises(ValueError, match="the checkpoint has no average; save it with"):
+                checkpoint.load(folder / "without", model, ema=ema)
+            with pytest.raises(ValueError, match=r"average is not of these weights: .*float16"):
+                checkpoint.load(folder / "with", model, ema=EMA(model, dtype=torch.float16))
+            assert same(model.state_dict(), before)
+            checkpoint.load(folder / "with", model, ema=ema)
+        assert ema.updates == 3
+        with ema.averaged():
+            found.append(model.state_dict())
+    return found
+
+
+def test_checkpoints_have_the_average_for_any_number_of_ranks(tmp_path: Path) -> None:
+    expected = run_ranks(2, saved, tmp_path)[0]
+    assert all(same(each, expected) for world in (1, 3) for each in run_ranks(world, loaded, tmp_path)[0])
+
+
+@needs_transformers
+@on_ranks(2)
+def test_save_pretrained_writes_the_average(rank: int) -> None:
+    family = FAMILIES["Llama"]
+    model = sharded("in place", family.build(), family.is_unit)
+    before, ema = model.state_dict(), EMA(model, 0.5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    ema.update()
+    with shared_folder() as folder:
+        with ema.averaged():
+            model.save_pretrained(folder)
+        read = type(family.build()).from_pretrained(folder).state_dict()
+    torch.testing.assert_close(read, {name: value + 0.5 for name, value in before.items()})

@@ -1,0 +1,234 @@
+"""Lightning's Trainer and Fabric: programs that were written for DDP, with one line changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from flatfsdp import by_class, checkpoint, shard
+from tests.support.ranks import on_ranks
+
+L = pytest.importorskip("lightning", reason="needs Lightning")
+
+from lightning.pytorch.callbacks import (  # noqa: E402
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+    WeightAveraging,
+)
+
+from flatfsdp.compat.lightning.trainer import FlatFSDPStrategy  # noqa: E402
+
+WIDTH, COUNT = 8, 24
+
+
+class Program(L.LightningModule):
+    """As one writes it for DDP."""
+
+    def __init__(self, rate: float = 0.05, manual: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.automatic_optimization = not manual
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = x + block(x)
+        return x * self.scale
+
+    def loss(self, x: Tensor) -> Tensor:
+        return (self(x) - x.roll(1, 1)).square().mean() + 1e-2 * self.scale.square().sum()
+
+    def training_step(self, batch: Tensor, index: int) -> Tensor | None:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        self.seen.append(loss.detach())
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        if index % 2:
+            optimizer = self.optimizers()
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+        return None
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        norms = [p.grad.norm() for p in self.parameters()]
+        self.seen.append(torch.stack([torch.as_tensor(norm) for norm in norms]).norm())
+
+    def validation_step(self, batch: Tensor, index: int) -> None:
+        loss = self.loss(batch)
+        self.log("validation", loss, sync_dist=True)
+        self.seen.append(loss)
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=self.hparams.rate)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+def data(seed: int = 0) -> DataLoader[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return DataLoader(list(torch.randn(COUNT, WIDTH, generator=generator)), batch_size=2)
+
+
+def trainer(rank: int, world_size: int, folder: Path, strategy: Any, **options: Any) -> Any:
+    """Of a rank that is there already."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    return L.Trainer(
+        accelerator="cpu",
+        devices=world_size,
+        strategy=strategy,
+        default_root_dir=folder,
+        **{"max_epochs": 2, "enable_checkpointing": False, **quiet, **options},
+    )
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "ddp": lambda: "ddp",
+    "one unit": FlatFSDPStrategy,
+    "units": lambda: FlatFSDPStrategy(by_class(nn.Sequential)),
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
+        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value", "precision": "bf16-mixed"},
+        {"manual": True},
+    ],
+    ids=["accumulate", "mixed", "manual"],
+)
+@on_ranks(2)
+def test_a_program_for_ddp_has_its_losses_and_norms(
+    rank: int, world_size: int, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    options = dict(options)
+    manual, found = options.pop("manual", False), {}
+    for name, strategy in STRATEGIES.items():
+        torch.manual_seed(rank)  # The first rank's values count.
+        module = Program(manual=manual)
+        run = trainer(rank, world_size, tmp_path, strategy(), **options)
+        run.fit(module, data(), data(1))
+        run.test(module, data(2), verbose=False)
+        found[name] = module.seen
+        assert module.device.type == "cpu"
+    assert len(found["ddp"]) > 30
+    rounding = 1e-2 if "precision" in options else 1e-5
+    for each in ("one unit", "units"):
+        torch.testing.assert_close(found[each], found["ddp"], rtol=rounding, atol=1e-6)
+
+
+@on_ranks(2)
+def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(
+    rank: int, world_size: int, tmp_path: Path
+) -> None:
+    """From what the checkpoint callback has written; the folder is one of `flatfsdp.checkpoint`, too."""
+    units = STRATEGIES["units"]
+
+    def run(*, epochs: int, folder: Path, resumed: str | None = None) -> tuple[Program, Any]:
+        torch.manual_seed(rank if resumed is None else 7)
+        saving = ModelCheckpoint(folder, monitor="validation", save_top_k=1, save_last=True)
+        options = {"enable_checkpointing": True, "callbacks": [saving], "accumulate_grad_batches": 2}
+        fitted = trainer(rank, world_size, folder, units(), max_epochs=epochs, **options)
+        module = Program()
+        fitted.fit(module, data(), data(1), ckpt_path=resumed)
+        return module, fitted
+
+    through, _ = run(epochs=4, folder=tmp_path / "through")
+    first, fitted = run(epochs=2, folder=tmp_path / "first")
+    last = fitted.checkpoint_callback.last_model_path
+    second, _ = run(epochs=4, folder=tmp_path / "second", resumed=last)
+    values = through.state_dict()
+    assert all(torch.equal(value, values[name]) for name, value in second.state_dict().items())
+    assert len(second.seen) > 30
+    assert all(map(torch.equal, second.seen[-30:], through.seen[-30:]))
+
+    alone = shard(Program(), by_class(nn.Sequential))
+    extra = checkpoint.load(last, alone)
+    assert extra["epoch"] == 1 and extra["hyper_parameters"]["rate"] == 0.05
+    values = first.state_dict()
+    assert all(torch.equal(value, values[name]) for name, value in alone.state_dict().items())
+    evaluated = Program()
+    trainer(rank, world_size, tmp_path, units()).validate(evaluated, data(1), ckpt_path=last, verbose=False)
+    assert all(torch.equal(value, values[name]) for name, value in evaluated.state_dict().items())
+
+
+class Edited(Program):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = {"first.weight": torch.zeros(1)}
+
+
+class Two(Program):
+    def configure_optimizers(self) -> Any:
+        parameters = list(self.parameters())
+        return [torch.optim.SGD(parameters[:2], 0.1), torch.optim.SGD(parameters[2:], 0.1)]
+
+
+class Early(Program):
+    def __init__(self) -> None:
+        super().__init__()
+        self.optimizer = torch.optim.SGD(self.parameters(), 0.1)
+
+    def configure_optimizers(self) -> Any:
+        return self.optimizer
+
+
+class Inside(Program):
+    def configure_model(self) -> None:
+        shard(self.blocks[0])
+
+
+@on_ranks(2)
+def test_what_cannot_be_right_is_named(rank: int, world_size: int, tmp_path: Path) -> None:
+    def fit(module: Program, strategy: Any = None, **options: Any) -> Any:
+        run = trainer(rank, world_size, tmp_path, strategy or FlatFSDPStrategy(), max_epochs=1, **options)
+        run.fit(module, data())
+        return run
+
+    for module, error, message in (
+        (Two(manual=True), NotImplementedError, "2 optimizers, .* several parameter groups"),
+        (Early(), ValueError, r"has parameter .*make it after the model is sharded"),
+        (Inside(), ValueError, r"blocks\.0\. is sharded already.*leave it to the strategy"),
+    ):
+        with pytest.raises(error, match=message):
+            fit(module)
+    for callback in (WeightAveraging(), StochasticWeightAveraging(0.1)):
+        with pytest.raises(NotImplementedError, match=r"averages a copy .* keep a flatfsdp\.EMA"):
+            fit(Program(), callbacks=[callback])
+    for precision, plugin in (("bf16-true", "HalfPrecision"), ("64-true", "DoublePrecision")):
+        with pytest.raises(ValueError, match=f"{plugin} with precision='{precision}'.*Precision"):
+            fit(Program(), precision=precision)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'find_unused_parameters'"):
+        FlatFSDPStrategy(find_unused_parameters=True)
+    with pytest.raises(TypeError, match="no option device; the Trainer has"):
+        FlatFSDPStrategy(device="cpu")
+
+    saved = fit(Edited())
+    with pytest.raises(NotImplementedError, match=r"has changed state_dict .* under another key"):
+        saved.save_checkpoint(tmp_path / "edited")
+    run = fit(Program(), "ddp")
+    run.save_checkpoint(tmp_path / "ddp.ckpt")
+    plain = torch.load(tmp_path / "ddp.ckpt")["state_dict"]
+    module = Program()
+    with pytest.raises(ValueError, match="is a file that another strategy has written"):
+        trainer(rank, world_size, tmp_path, FlatFSDPStrategy()).fit(
+            module, data(), ckpt_path=tmp_path / "ddp.ckpt"
+        )
+    evaluated = trainer(rank, world_size, tmp_path, FlatFSDPStrategy())
+    evaluated.test(module, data(), ckpt_path=tmp_path / "ddp.ckpt", verbose=False)
+    assert all(torch.equal(value, plain[name]) for name, value in module.state_dict().items())
