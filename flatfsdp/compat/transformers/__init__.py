@@ -1,8 +1,14 @@
-"""Hugging Face transformers: at the speed of our own layers, and its files for models that are sharded."""
+"""Hugging Face transformers on FlatFSDP.
+
+policy, initialise   which modules become units; values for models from the meta device
+fused                models that our kernels compute: `fuse`, `unfuse`
+files                safetensors, read and written part by part: `load_hf`, `save_hf`
+trainer              `FlatTrainer` in the place of `Trainer`; imported by itself, as it imports transformers
+"""
 
 from flatfsdp.compat.transformers.files.load import load_hf
 from flatfsdp.compat.transformers.files.save import save_hf
-from flatfsdp.compat.transformers.fuse import fuse, unfuse
+from flatfsdp.compat.transformers.fused.fuse import fuse, unfuse
 from flatfsdp.compat.transformers.initialise import init_weights_of
 from flatfsdp.compat.transformers.policy import policy_of
 

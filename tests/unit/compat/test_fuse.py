@@ -16,9 +16,9 @@ from torch import nn
 
 from flatfsdp import FlatFSDP, fp8
 from flatfsdp.compat.transformers import fuse, unfuse
-from flatfsdp.compat.transformers.fused_part import is_fused
-from flatfsdp.compat.transformers.small import tables_of
-from flatfsdp.compat.transformers.why_not import no_linear
+from flatfsdp.compat.transformers.fused.fused_part import is_fused
+from flatfsdp.compat.transformers.fused.small import tables_of
+from flatfsdp.compat.transformers.fused.why_not import no_linear
 from flatfsdp.layers import Linear, TransformerLayer, convert
 from tests.support.ecosystem.families import VOCAB, generated, needs_peft, needs_transformers
 from tests.support.ecosystem.fused import FUSED, assert_near, batch, build, loss_and_grads

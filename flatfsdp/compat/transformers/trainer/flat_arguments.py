@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatfsdp.compat.transformers.fuse import fuse
+from flatfsdp.compat.transformers.fused.fuse import fuse
 from flatfsdp.compat.transformers.initialise import init_weights_of
 from flatfsdp.compat.transformers.policy import policy_of
 from flatfsdp.engine.in_place.shard import shard

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers import lora
+from flatfsdp.compat.transformers.fused import lora
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.contract.joint import Joint
 from flatfsdp.contract.mixed import innermost

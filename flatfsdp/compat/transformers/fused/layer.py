@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers.attention import FusedAttention
-from flatfsdp.compat.transformers.families import Part
-from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
-from flatfsdp.compat.transformers.mlp import FusedMLP
-from flatfsdp.compat.transformers.small import FusedNorm
+from flatfsdp.compat.transformers.fused.attention import FusedAttention
+from flatfsdp.compat.transformers.fused.families import Part
+from flatfsdp.compat.transformers.fused.fused_part import FusedPart, name_of
+from flatfsdp.compat.transformers.fused.mlp import FusedMLP
+from flatfsdp.compat.transformers.fused.small import FusedNorm
 from flatfsdp.contract.joint import is_joined
 from flatfsdp.contract.mixed import About
 from flatfsdp.layers.dropout import bias_dropout_add

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from flatfsdp.compat.transformers import lora
-from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
-from flatfsdp.compat.transformers.operands import require_readable, stored_in_fp8
-from flatfsdp.compat.transformers.why_not import Checked, facts_of, no_dropout, skipping
+from flatfsdp.compat.transformers.fused import lora
+from flatfsdp.compat.transformers.fused.fused_part import FusedPart, name_of
+from flatfsdp.compat.transformers.fused.operands import require_readable, stored_in_fp8
+from flatfsdp.compat.transformers.fused.why_not import Checked, facts_of, no_dropout, skipping
 from flatfsdp.contract.joint import Joint
 from flatfsdp.layers.base import MatmulLayer
 

@@ -12,15 +12,15 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from flatfsdp.compat.transformers.attention import FusedAttention
-from flatfsdp.compat.transformers.families import FAMILIES, Family, Part, family_of
-from flatfsdp.compat.transformers.fused_part import FusedPart, Fusion, become, is_fused, name_of, resign
-from flatfsdp.compat.transformers.head import FusedCausalLM, FusedHead
-from flatfsdp.compat.transformers.layer import FusedLayer
-from flatfsdp.compat.transformers.mlp import FusedMLP
-from flatfsdp.compat.transformers.model import FusedModel
-from flatfsdp.compat.transformers.probe import differing
-from flatfsdp.compat.transformers.small import (
+from flatfsdp.compat.transformers.fused.attention import FusedAttention
+from flatfsdp.compat.transformers.fused.families import FAMILIES, Family, Part, family_of
+from flatfsdp.compat.transformers.fused.fused_part import FusedPart, Fusion, become, is_fused, name_of, resign
+from flatfsdp.compat.transformers.fused.head import FusedCausalLM, FusedHead
+from flatfsdp.compat.transformers.fused.layer import FusedLayer
+from flatfsdp.compat.transformers.fused.mlp import FusedMLP
+from flatfsdp.compat.transformers.fused.model import FusedModel
+from flatfsdp.compat.transformers.fused.probe import differing
+from flatfsdp.compat.transformers.fused.small import (
     FusedEmbedding,
     FusedNorm,
     FusedRotary,

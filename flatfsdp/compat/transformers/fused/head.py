@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers.fused_part import FusedPart, name_of
-from flatfsdp.compat.transformers.why_not import changed, no_tensor
+from flatfsdp.compat.transformers.fused.fused_part import FusedPart, name_of
+from flatfsdp.compat.transformers.fused.why_not import changed, no_tensor
 from flatfsdp.contract.late_buffers import LATE_BUFFERS
 from flatfsdp.contract.mixed import About
 from flatfsdp.layers.base import MapOf, MatmulLayer

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from flatfsdp.compat.transformers.fused_part import FusedPart
-from flatfsdp.compat.transformers.layer import FusedLayer, no_mask
+from flatfsdp.compat.transformers.fused.fused_part import FusedPart
+from flatfsdp.compat.transformers.fused.layer import FusedLayer, no_mask
 from flatfsdp.contract.mixed import About
 from flatfsdp.flat.module_wrapper import ModuleWrapper
 

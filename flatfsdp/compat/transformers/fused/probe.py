@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers.families import Family, Part
+from flatfsdp.compat.transformers.fused.families import Family, Part
 
 TOLERANCE = 1e-5
 """Of results and gradients, by Frobenius norms; in FP32 kernels differ by 1e-6."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from flatfsdp.compat.transformers.families import Family, Part
+from flatfsdp.compat.transformers.fused.families import Family, Part
 from flatfsdp.contract.mixed import Mixed, innermost, made_again, mix, unmix
 from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.matmul.linear_map import FuseWgrad

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers.fused_part import FusedPart
-from flatfsdp.compat.transformers.why_not import no_tensor
+from flatfsdp.compat.transformers.fused.fused_part import FusedPart
+from flatfsdp.compat.transformers.fused.why_not import no_tensor
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.mixed import innermost
 from flatfsdp.layers.calls import NormOf

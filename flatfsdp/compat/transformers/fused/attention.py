@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from flatfsdp.compat.transformers import lora
-from flatfsdp.compat.transformers.half import FusedHalf
-from flatfsdp.compat.transformers.operands import joints_of, operands_of
-from flatfsdp.compat.transformers.small import norm_of, tables_of
-from flatfsdp.compat.transformers.why_not import (
+from flatfsdp.compat.transformers.fused import lora
+from flatfsdp.compat.transformers.fused.half import FusedHalf
+from flatfsdp.compat.transformers.fused.operands import joints_of, operands_of
+from flatfsdp.compat.transformers.fused.small import norm_of, tables_of
+from flatfsdp.compat.transformers.fused.why_not import (
     NOT_SIDE_BY_SIDE,
     captures_attentions,
     different,
