@@ -21,7 +21,7 @@ from flatfsdp.checkpoint.sharded import numbered, sharded_optimizer_state_dict, 
 from flatfsdp.checkpoint.stages import check_names, of_each_stage, raising_on_all
 from flatfsdp.checkpoint.writer import Writer, pickled
 from flatfsdp.engine.ema import EMA
-from flatfsdp.engine.units import Model
+from flatfsdp.engine.units import Model, named_groups
 
 
 def save(
@@ -49,6 +49,7 @@ def save(
 
     Raises:
         FileExistsError: if the folder holds a checkpoint and is not to be overwritten.
+        RuntimeError: with an optimizer or an average, inside of `EMA.averaged`.
         ValueError: as `sharded_state_dict`; if two stages have parameters of the same name.
         TypeError: if `extra`, or an option of the optimizer, is such that `load` would refuse it.
         CheckpointError: if a rank could not write, with the system's reason.
@@ -91,6 +92,12 @@ def sharded_training_state(
     Args and raises: as `save`.
     """
     check_names(model)
+    goes_on = optimizer is not None or ema is not None
+    if goes_on and any(group.master.is_average for _, group in named_groups(model)):
+        raise RuntimeError(
+            "inside EMA.averaged() the model has the averaged weights, and a checkpoint from which training "
+            "goes on needs the trained ones: save it outside, or the model alone inside"
+        )
     state: dict[str, Any] = {"model": sharded_state_dict(model)}
     if ema is not None:
         state["ema"] = sharded_average(ema, ema.shards)

@@ -103,11 +103,11 @@ class EMA:
         self._require_outside("averaged")
         trained = [weights.clone() for weights in self._weights]
         versions = self._write(self.shards)
-        self._is_inside = True
+        self._mark(is_inside=True)
         try:
             yield
         finally:
-            self._is_inside = False
+            self._mark(is_inside=False)
             is_written = versions != self._versions
             self._write(trained)
         if is_written:
@@ -136,6 +136,11 @@ class EMA:
         for weights, value in zip(self._weights, values, strict=True):
             weights.copy_(value)
         return self._versions
+
+    def _mark(self, *, is_inside: bool) -> None:
+        self._is_inside = is_inside
+        for _, group in self.groups:
+            group.master.is_average = is_inside
 
     def _require_outside(self, what: str) -> None:
         if self._is_inside:

@@ -69,6 +69,9 @@ def test_a_model_is_evaluated_with_its_average_and_trains_on(rank: int, way: str
             assert torch.equal(model(held_out), plain(held_out))
         with pytest.raises(RuntimeError, match=r"EMA\.update was called inside"):
             ema.update()
+        for goes_on in ({"optimizer": optimizer}, {"ema": ema}):
+            with pytest.raises(RuntimeError, match="needs the trained ones: save it outside"):
+                checkpoint.save("nowhere", model, **goes_on)
     assert same(model.state_dict(), before) and ema.updates == 3
 
     def train_inside() -> None:

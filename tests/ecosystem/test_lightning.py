@@ -134,6 +134,19 @@ def test_a_program_for_ddp_has_its_losses_and_norms(
 
 
 @on_ranks(2)
+def test_ranks_predict_another_number_of_batches(rank: int, world_size: int, tmp_path: Path) -> None:
+    """Lightning does not pad predictions: of 25 rows the first rank has 7 batches, the other one 6."""
+    inputs = torch.randn(25, WIDTH, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    module = Program()
+    expected = module(inputs).detach()
+    rows = DataLoader(list(inputs), batch_size=2)
+    found = trainer(rank, world_size, tmp_path, STRATEGIES["units"]()).predict(module, rows)
+    assert len(found) == 7 - rank
+    torch.testing.assert_close(torch.cat(found), expected[rank::2])
+
+
+@on_ranks(2)
 def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:

@@ -100,7 +100,11 @@ def test_losses_and_gradient_norms_are_those_of_ddp(
         args = arguments(tmp_path, **options)
         ddp = transformers.Trainer(FAMILIES[family].build(), args, train_dataset=Text())
         ddp.train()
-        ours = flat_trainer(FAMILIES[family].build(), args, flat=flat_arguments(**flat))
+        model = FAMILIES[family].build()
+        if rank:
+            # The first rank's values count.
+            torch.nn.init.normal_(next(model.parameters()))
+        ours = flat_trainer(model, args, flat=flat_arguments(**flat))
         ours.train()
         torch.testing.assert_close(history(ours), history(ddp), rtol=1e-5, atol=0)
         # AdamW moves a bias whose gradient is nothing but rounding, GPT-2's of keys, by what is not the same.
@@ -238,7 +242,10 @@ def test_what_cannot_be_done_is_named_before_anything_changes(
         model = shard(FAMILIES["Llama"].build(), policy_of(FAMILIES["Llama"].build()))
         with pytest.raises(ValueError, match="sharded already, and FlatArguments has fuse, precision"):
             flat_trainer(model, arguments(tmp_path), flat=flat_arguments(fuse=True, precision=Precision()))
+        (tmp_path / "optimizer.pt").touch()
         trainer = flat_trainer(model, arguments(tmp_path, max_steps=1))
+        with pytest.raises(ValueError, match="a checkpoint of plain Trainer"):
+            trainer.train(resume_from_checkpoint=str(tmp_path))
         trainer.train()
         halved = flat_trainer(FAMILIES["Llama"].build().bfloat16(), arguments(tmp_path)).model
         assert halved.dtype == torch.bfloat16 and next(halved.parameters()).dtype == torch.float32

@@ -33,9 +33,9 @@ from flatfsdp.comm.meeting import meet
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.compat.accelerate import states
 from flatfsdp.compat.accelerate.apart import apart
-from flatfsdp.compat.accelerate.first_rank import take_from_first_rank
 from flatfsdp.compat.accelerate.options import precision_of, require_possible, require_shardable
 from flatfsdp.compat.accelerate.renamed import Renamed, require_without_state
+from flatfsdp.compat.first_rank import take_from_first_rank
 from flatfsdp.compat.transformers.policy import policy_of
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.claim import parameters_to_take

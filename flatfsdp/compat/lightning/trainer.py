@@ -8,17 +8,17 @@ Next: `engine/in_place` shards, `shared.py` writes and reads checkpoints.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from flatfsdp.checkpoint.loading import load_opened
+from flatfsdp.compat.first_rank import take_from_first_rank
 from flatfsdp.compat.lightning.shared import open_folder, require_current, require_place, save_folder
 from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.ema import EMA
@@ -103,6 +103,7 @@ class FlatFSDPStrategy(DDPStrategy):
             )
         self._policy, self._overwrite, self._options = policy, overwrite, options
         self.ema: EMA | None = None
+        self._gathered = ExitStack()
 
     # ---- setup ------------------------------------------------------------------------------------------
 
@@ -161,9 +162,8 @@ class FlatFSDPStrategy(DDPStrategy):
             module = self._layer_sync.apply(module)
         if not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             module.to(self.root_device)
-            for tensor in (*module.parameters(), *module.buffers()):
-                # As DDP does: programs need not seed all ranks alike.
-                dist.broadcast(tensor.detach(), 0)
+        # As DDP does: programs need not seed all ranks alike.
+        take_from_first_rank(module, self.root_device)
         shard(module, self._policy, **{**self._options, "device": self.root_device})
         for name in _STEPS:
             register_forward_method(module, name)
@@ -189,6 +189,23 @@ class FlatFSDPStrategy(DDPStrategy):
         module = self.lightning_module
         assert isinstance(module, FlatFSDPModule)
         return module
+
+    # ---- predictions ------------------------------------------------------------------------------------
+
+    def on_predict_start(self) -> None:
+        """Gathers the whole module until the end: some ranks may have one batch more than others."""
+        super().on_predict_start()
+        self._gathered.enter_context(self._module.unsharded())
+
+    def on_predict_end(self) -> None:
+        """Frees what `on_predict_start` has gathered."""
+        self._gathered.close()
+        super().on_predict_end()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Frees it, too."""
+        self._gathered.close()
+        super().on_exception(exception)
 
     # ---- training ---------------------------------------------------------------------------------------
 

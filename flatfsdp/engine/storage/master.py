@@ -96,6 +96,7 @@ class MasterShard:
         stages: ranks of the pipeline that this is in, if any; gradients of other stages count in a norm, too.
         identify: what a collective for it carries; None before the model is used.
         generation: counts loads, and what replicas take over.  A write by anyone else raises `flat._version`.
+        is_average: whether it holds an average for a while, inside of `EMA.averaged`.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class MasterShard:
         self._address = self.flat.data_ptr()
         self.stages = ALONE
         self.generation = 0
+        self.is_average = False
         self.identify: Callable[[Action], Identity | None] = lambda _action: None
 
     @property

@@ -12,11 +12,15 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
+from flatfsdp.compat.first_rank import take_from_first_rank
 from flatfsdp.compat.transformers.fused.fuse import fuse
 from flatfsdp.compat.transformers.initialise import init_weights_of
 from flatfsdp.compat.transformers.policy import policy_of
+from flatfsdp.contract.claimed import is_unit
 from flatfsdp.engine.in_place.shard import shard
 from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.fp8 import CurrentScaling, Recipe
@@ -64,15 +68,21 @@ class FlatArguments:
     def prepare(self, model: Any, arguments: Any) -> nn.Module:
         """The model, fused or converted and sharded in place on the device of these TrainingArguments.
 
+        It begins with the first rank's values.  Collective.
+
         Raises:
+            RuntimeError: if ranks have different models.
             ValueError: if it is sharded already, and was to be sharded in another way; as `policy_of`, `fuse`
                 and `shard`.
         """
-        if hasattr(model, "fsdp_state"):
+        if is_unit(model):
             self._require_only_of_training()
             return model
         policy = policy_of(model) if self.policy is None else self.policy
         is_on_meta = any(parameter.is_meta for parameter in model.parameters())
+        if dist.is_initialized():
+            # As under DistributedDataParallel: programs need not seed all ranks alike.
+            take_from_first_rank(model, arguments.device)
         if self.fuse:
             fuse(model, fp8=self.fp8 is not None)
         elif self.fp8 is not None:
@@ -108,18 +118,19 @@ class FlatArguments:
             )
 
 
-def require_possible(arguments: Any, flat: FlatArguments) -> None:
+def require_possible(model: Any, arguments: Any, flat: FlatArguments) -> None:
     """Checks that FlatTrainer can do what these TrainingArguments ask for.
 
     Raises:
         ValueError: if not: what, and what to do instead.
     """
-    reasons = [f"{what}: {instead}" for what, is_asked, instead in _impossible(arguments, flat) if is_asked]
+    found = _impossible(model, arguments, flat)
+    reasons = [f"{what}: {instead}" for what, is_asked, instead in found if is_asked]
     if reasons:
         raise ValueError("FlatTrainer cannot do what TrainingArguments ask for:\n" + "\n".join(reasons))
 
 
-def _impossible(given: Any, flat: FlatArguments) -> Iterator[tuple[str, bool, str]]:
+def _impossible(model: Any, given: Any, flat: FlatArguments) -> Iterator[tuple[str, bool, str]]:
     """What cannot be done, whether it is asked for, and the way out."""
     accelerator = given.accelerator_config
     accumulation = accelerator.gradient_accumulation_kwargs or {}
@@ -168,6 +179,11 @@ def _impossible(given: Any, flat: FlatArguments) -> Iterator[tuple[str, bool, st
         optim not in OPTIMIZERS,
         f"choose one of {', '.join(OPTIMIZERS)}, or pass optimizer_cls_and_kwargs=(a class that computes "
         "element by element, {...})",
+    )
+    yield (
+        "load_best_model_at_end with save_only_model",
+        given.load_best_model_at_end and given.save_only_model and not isinstance(model, PreTrainedModel),
+        f"what is saved of a {type(model).__name__} alone is not read back; save the optimizer, too",
     )
     if flat.fuse:
         yield "use_liger_kernel", given.use_liger_kernel, "FlatArguments(fuse=True) has its own kernels"

@@ -15,6 +15,7 @@ Everything else is `Trainer`'s own code.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Generator
 from pathlib import Path
@@ -24,7 +25,7 @@ import safetensors.torch
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import flatfsdp.optim
 from flatfsdp import checkpoint
@@ -35,6 +36,8 @@ from flatfsdp.contract.claimed import TAKEN_AS
 from flatfsdp.engine.replay.replayed import replayed
 from flatfsdp.fp8 import autocast
 from flatfsdp.microbatch import microbatches
+
+logger = logging.getLogger(__name__)
 
 STATE = "flatfsdp"
 """Folder in a checkpoint: shards and optimizer, as `flatfsdp.checkpoint` writes them."""
@@ -73,7 +76,7 @@ class FlatTrainer(transformers.Trainer):
             raise ValueError("FlatTrainer shards one model: pass model, and no model_init")
         args = transformers.TrainingArguments("tmp_trainer") if args is None else args
         self._flat = FlatArguments() if flat is None else flat
-        require_possible(args, self._flat)
+        require_possible(model, args, self._flat)
         model = self._flat.prepare(model, args)
         super().__init__(model, args, *rest, **options)
         if self.optimizer is not None:
@@ -124,14 +127,17 @@ class FlatTrainer(transformers.Trainer):
             next(self._places)
         if isinstance(num_items_in_batch, int):
             num_items_in_batch = torch.tensor(num_items_in_batch, device=self.args.device)
-        inputs = dict(self._prepare_inputs(inputs))
+        inputs = self._prepare_inputs(inputs)
+        if self._flat.replay:
+            # What tokenizers return is a dict that nobody can look into.
+            inputs = dict(inputs)
         loss = self._microbatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
         self._left -= 1
         if not self._left:
             self._end_step()
         return loss
 
-    def _run(self, inputs: dict[str, Any], num_items_in_batch: Tensor | None, _accumulated: int) -> Tensor:
+    def _run(self, inputs: Any, num_items_in_batch: Tensor | None, _accumulated: int) -> Tensor:
         """
         Args:
             _accumulated: by which `Trainer` divides: another number is another recording.
@@ -185,9 +191,20 @@ class FlatTrainer(transformers.Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights alone; of a checkpoint to go on from, they come with the optimizer."""
-        if not _goes_on(resume_from_checkpoint):
-            self._load_weights(resume_from_checkpoint)
+        """Weights alone; of a checkpoint to go on from, they come with the optimizer.
+
+        Raises:
+            ValueError: for a checkpoint of plain Trainer, whose optimizer would be left out.
+        """
+        if _goes_on(resume_from_checkpoint):
+            return
+        if os.path.exists(Path(resume_from_checkpoint) / OPTIMIZER_NAME):
+            raise ValueError(
+                f"{resume_from_checkpoint} is a checkpoint of plain Trainer, whose optimizer FlatTrainer does "
+                "not read; begin a new run from its weights: from_pretrained(that folder), without resuming"
+            )
+        logger.warning("%s holds weights alone: optimizer and schedule begin anew", resume_from_checkpoint)
+        self._load_weights(resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint_folder: str | None) -> None:
         if checkpoint_folder is None or not _goes_on(checkpoint_folder):
