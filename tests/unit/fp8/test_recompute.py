@@ -111,8 +111,11 @@ RECIPES = {
 }
 
 
-@pytest.mark.parametrize("caches", [False, True], ids=["", "cached-weights"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("recipe", "caches"),
+    [*((recipe, False) for recipe in RECIPES), ("delayed", True)],
+    ids=[*RECIPES, "cached-weights"],
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_autocast_outside(way: str, recipe: str, caches: bool) -> None:
     runs = [
@@ -122,8 +125,11 @@ def test_autocast_outside(way: str, recipe: str, caches: bool) -> None:
     assert_same(*runs)
 
 
-@pytest.mark.parametrize("caches", [False, True], ids=["", "cached-weights"])
-@pytest.mark.parametrize("recipe", ["delayed", "current", "block"])
+@pytest.mark.parametrize(
+    ("recipe", "caches"),
+    [("delayed", False), ("current", False), ("block", False), ("delayed", True)],
+    ids=["delayed", "current", "block", "cached-weights"],
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_autocast_inside(way: str, recipe: str, caches: bool) -> None:
     runs = [

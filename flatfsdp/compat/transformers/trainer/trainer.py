@@ -200,8 +200,8 @@ class FlatTrainer(transformers.Trainer):
             return
         if os.path.exists(Path(resume_from_checkpoint) / OPTIMIZER_NAME):
             raise ValueError(
-                f"{resume_from_checkpoint} is a checkpoint of plain Trainer, whose optimizer FlatTrainer does "
-                "not read; begin a new run from its weights: from_pretrained(that folder), without resuming"
+                f"{resume_from_checkpoint} is a checkpoint of plain Trainer, whose optimizer FlatTrainer "
+                "does not read; begin a new run from its weights, with from_pretrained(that folder)"
             )
         logger.warning("%s holds weights alone: optimizer and schedule begin anew", resume_from_checkpoint)
         self._load_weights(resume_from_checkpoint)
