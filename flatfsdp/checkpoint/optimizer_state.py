@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -78,13 +79,16 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
         optimizer.raise_if_nonfinite()
     group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
     owned = {portion.parameter for _, master in masters for portion in master.portions}
+    problem: Exception | None = None
     # `model.parameters()` lists frozen ones, too, for which an optimizer keeps nothing.
     if {p for p in group_of if p.requires_grad or p in owned} != owned:
-        raise ValueError(
+        problem = ValueError(
             "the optimizer's parameters are not the shards of this model; build it from "
-            "model.parameters(), or from flatfsdp.param_groups(model, ...), once it is sharded"
+            "model.parameters(), or from flatfsdp.param_groups(model, ...), once it is sharded, and give it "
+            "parts without elements, too, which all look alike"
         )
-    problem = next(filter(None, (_misfit(optimizer, parameter) for parameter in owned)), None)
+    elif (misfit := next(filter(None, map(partial(_misfit, optimizer), owned)), None)) is not None:
+        problem = TypeError(misfit)
     states: dict[str, SlotState] = {}
     portions: list[list[str]] = []
     for prefix, master in masters:
@@ -93,11 +97,11 @@ def described(masters: Sequence[tuple[str, MasterShard]], optimizer: torch.optim
                 prefix + slot.name: _slot_state(optimizer, group_of, portion)
                 for slot in _slots(master, portion)
             }
-            for portion in master.portions
+            for portion in (master.portions if problem is None else ())
         ]
         for their_problem, theirs in all_gather_object((problem, own), master.grid.shard, master.device):
             if their_problem is not None:
-                raise TypeError(their_problem)
+                raise their_problem
             for of_portion in theirs:
                 portions.append(list(of_portion))
                 for name, state in of_portion.items():

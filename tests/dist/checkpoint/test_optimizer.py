@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import nn
 
 import flatfsdp
-from flatfsdp import FlatFSDP, Precision, checkpoint
+from flatfsdp import FlatFSDP, Precision, by_class, checkpoint
+from tests.support.both_forms import sharded
 from tests.support.checkpoints import FORMS, Model, adamw, equal, full_state, load_form, step, wrapped
-from tests.support.models import Block
+from tests.support.models import Block, Net
 from tests.support.ranks import on_ranks
 
 
@@ -196,3 +197,13 @@ def test_ranks_with_padding_only_resume_as_the_others(rank: int, tmp_path: Path)
         states = (o.state_dict()["state"][0] for o in (optimizer, its_optimizer))
         ours, theirs = (dict(sorted(state.items())) for state in states)
         assert equal(ours, theirs), form
+
+
+@on_ranks(2)
+def test_an_optimizer_that_lacks_a_part_on_one_rank_raises_on_all(rank: int, tmp_path: Path) -> None:
+    """Some programs drop parameters that equal another one, as all parts without elements do."""
+    model = sharded("in place", Net(), by_class(Block))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters[rank:], lr=0.1)
+    with pytest.raises(ValueError, match="parts without elements"):
+        checkpoint.save(tmp_path, model, optimizer)
