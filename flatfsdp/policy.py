@@ -99,8 +99,11 @@ class Policy:
     cpu_offload: bool
     check_collectives: bool
     poison_on_free: bool
+    rank_timeout: float
 
     def __post_init__(self) -> None:
+        if not isinstance(self.rank_timeout, (int, float)) or not self.rank_timeout > 0:
+            raise ValueError(f"rank_timeout is {self.rank_timeout!r}; it must be seconds, above 0")
         if not isinstance(self.precision, Precision):
             raise TypeError(f"precision is {self.precision!r}; pass Precision(compute=...)")
         if not isinstance(self.prefetch, Prefetch):

@@ -12,6 +12,7 @@ import atexit
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from types import CodeType, FrameType
@@ -35,10 +36,19 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def timeout_of(store: dist.Store) -> float:
-    """Seconds that a rank waits for what others write; of `default_store()`, those of its process group."""
-    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
-    return timeout.total_seconds()
+@contextmanager
+def time_limit(group: dist.ProcessGroup | None, seconds: float | None) -> Iterator[None]:
+    """Collectives that begin inside over gloo wait for other ranks that long; None: as long as ever."""
+    if group is None or seconds is None:
+        yield
+        return
+    backend: Any = group._get_backend(torch.device("cpu"))
+    before = backend.options._timeout
+    backend._set_default_timeout(timedelta(seconds=seconds))
+    try:
+        yield
+    finally:
+        backend._set_default_timeout(before)
 
 
 def call_before_shutdown(group: dist.ProcessGroup, method: Callable[[], None]) -> None:

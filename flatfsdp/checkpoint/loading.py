@@ -35,7 +35,7 @@ from flatfsdp.checkpoint.opening import OpenCheckpoint, open_checkpoint
 from flatfsdp.checkpoint.optimizer_state import SlotState, loadable_state, trained_masters
 from flatfsdp.checkpoint.reader import Reader
 from flatfsdp.checkpoint.sharded import owners_of, sharded_slot, sharded_state_dict
-from flatfsdp.checkpoint.stages import check_names, raising_on_all, world_of
+from flatfsdp.checkpoint.stages import begin, check_names, raising_on_all, world_of
 from flatfsdp.checkpoint.verification import Verification
 from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.storage.master import MasterShard
@@ -78,6 +78,7 @@ def load(
         read any more after they were verified, model and optimizer may be loaded in part.
     """
     check_accepted(accept)
+    begin(model)
     opened = open_checkpoint(path, *world_of(model))
     with raising_on_all(model):
         extra = opened.extra()

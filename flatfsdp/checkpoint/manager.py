@@ -30,6 +30,8 @@ from flatfsdp.checkpoint.local import persistent_buffers
 from flatfsdp.checkpoint.manifest import METADATA, TEMPORARY, is_ours, save_id_of_manifest
 from flatfsdp.checkpoint.saving import save
 from flatfsdp.checkpoint.stages import raising_on_all, world_of
+from flatfsdp.comm.checking.identity import Action, Identity
+from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.objects import broadcast_object
 from flatfsdp.comm.ranks import Ranks, default_group
@@ -253,7 +255,8 @@ def is_finite(model: Model, optimizer: torch.optim.Optimizer | None = None) -> b
     flags = [norm.isfinite().logical_not().to(device) for norm in norms]
     bad = torch.stack(flags).any().float() if flags else torch.zeros((), device=device)
     if world.size > 1:
-        raise_to_largest(bad, world)
+        with launch(world, Identity(Action.NORM), device):
+            raise_to_largest(bad, world)
     return not bad.item()
 
 

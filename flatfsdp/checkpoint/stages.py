@@ -15,6 +15,8 @@ from typing import Any
 import torch
 
 from flatfsdp.checkpoint.errors import CheckpointError, reason
+from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
+from flatfsdp.comm.checking.journal import declare
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import Ranks, default_group
 from flatfsdp.engine.storage.master import require_same_ranks
@@ -24,6 +26,18 @@ from flatfsdp.engine.units import Model, named_groups
 def world_of(model: Model) -> tuple[Ranks, torch.device]:
     """All ranks, and where they communicate."""
     return Ranks.of(default_group()), named_groups(model)[0][1].master.device
+
+
+def begin(model: Model) -> None:
+    """All ranks are about to save or load a checkpoint.  Collective over all ranks.
+
+    Raises:
+        RuntimeError: if some rank does something else, or does not come.
+    """
+    world, device = world_of(model)
+    groups = [group for _, group in named_groups(model)]
+    doing = Identity(Action.CHECKPOINT, ModelIdentity(rank_timeout=groups[0].policy.rank_timeout))
+    declare(world, doing, device)
 
 
 def of_each_stage(value: Any, model: Model) -> list[Any]:
@@ -41,6 +55,7 @@ def check_names(model: Model) -> set[str]:
         ValueError: if two stages have one name; one of the two would be lost.
     """
     groups = named_groups(model)
+    begin(model)
     require_same_ranks((group.master for _, group in groups), "a sharded checkpoint")
     own = [prefix + slot.name for prefix, group in groups for slot in group.layout.slots]
     names = Counter(name for of_stage in of_each_stage(own, model) for name in of_stage)

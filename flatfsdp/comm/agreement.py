@@ -14,19 +14,25 @@ from itertools import zip_longest
 import torch
 import torch.distributed as dist
 
-from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
+from flatfsdp.comm.checking.identity import RANK_TIMEOUT, Action, Identity, ModelIdentity
 from flatfsdp.comm.checking.journal import launch
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import Ranks
 
 
-def check_same_on_all_ranks(lines: Sequence[str], dimensions: Sequence[Ranks], device: torch.device) -> int:
+def check_same_on_all_ranks(
+    lines: Sequence[str],
+    dimensions: Sequence[Ranks],
+    device: torch.device,
+    rank_timeout: float | None = RANK_TIMEOUT,
+) -> int:
     """Raises RuntimeError on every rank, naming the first difference, unless all ranks pass equal `lines`.
 
-    Costs one all-reduce of three integers a dimension where the ranks agree.
+    So it does if ranks do not come.  Costs one all-reduce of three integers a dimension where they agree.
 
     Args:
         dimensions: of a grid of ranks; all ranks of the grid raise, or none.
+        rank_timeout: as of `FlatFSDP`.
 
     Returns:
         A random number of 31 bits that all ranks of the grid have in common.
@@ -37,7 +43,7 @@ def check_same_on_all_ranks(lines: Sequence[str], dimensions: Sequence[Ranks], d
         return chance
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest, chance], dtype=torch.int64, device=device)
-    build = Identity(Action.BUILD, ModelIdentity(communicators=dimensions))
+    build = Identity(Action.BUILD, ModelIdentity(communicators=dimensions, rank_timeout=rank_timeout))
     for ranks in dimensions:
         with launch(ranks, build, device):
             dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=ranks.group)

@@ -3,29 +3,28 @@
 In:   what a rank is about to do, such as "save_pretrained".
 Out:  all ranks are there, or RuntimeError on those that are, with the missing ones.
 
-Without it, a rank that calls a collective method by itself waits in its first collective for the timeout of
-the process group.  Ranks meet in the store of the process group, so that nothing is launched.
+Without it, a rank that calls a collective method by itself would meet whatever the others do next.  Ranks
+meet in the store of the process group, so that nothing is launched.
 """
 
 from __future__ import annotations
 
 import time
-import warnings
 
 import torch.distributed as dist
 
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.torch_private import default_store, timeout_of
+from flatfsdp.torch_private import default_store
 
-WARNS_AFTER = 60.0
-"""Seconds after which a rank that waits says for whom."""
 _LONGEST_PAUSE = 0.1
 _MET = "met"
 
 
-def meet(ranks: Ranks, doing: str) -> None:
-    """Waits until all of these ranks are about to do the same, as long as a collective would: for the timeout
-    of the default process group.
+def meet(ranks: Ranks, doing: str, rank_timeout: float) -> None:
+    """Waits until all of these ranks are about to do the same.
+
+    Args:
+        rank_timeout: seconds to wait for the others; that of `FlatFSDP`.
 
     Raises:
         RuntimeError: on all ranks that have come, if some have not by then.
@@ -41,15 +40,12 @@ def meet(ranks: Ranks, doing: str) -> None:
     own = store.add(keys[ranks.rank], 1)
     # Whoever is the first to decide decides for all, so that none goes on alone.
     decision, give_up = f"{meeting}/{own}-th", f"given up by {ranks.rank}"
-    begin, pause, is_warned = time.monotonic(), 0.001, False
+    begin, pause = time.monotonic(), 0.001
     while missing := [rank for rank, key in enumerate(keys) if store.add(key, 0) < own]:
         waited = time.monotonic() - begin
-        if waited > timeout_of(store) or store.check([decision]):
+        if waited > rank_timeout or store.check([decision]):
             decided = store.compare_set(decision, "", give_up).decode()
             break
-        if waited > WARNS_AFTER and not is_warned:
-            warnings.warn(f"{_absent(ranks, missing, doing, waited)}; it waits", stacklevel=2)
-            is_warned = True
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
     else:

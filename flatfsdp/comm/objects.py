@@ -8,6 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from flatfsdp.comm.checking.identity import Action, Identity
+from flatfsdp.comm.checking.journal import declare
 from flatfsdp.comm.device import on_device
 from flatfsdp.comm.ranks import Ranks
 
@@ -19,15 +21,17 @@ def broadcast_object(value: Any, dimensions: Sequence[Ranks], device: torch.devi
         # Along the first rank's line, then from each rank of that.
         for ranks in dimensions:
             if ranks.size > 1:
+                declare(ranks, Identity(Action.OBJECTS), device)
                 dist.broadcast_object_list(box, group=ranks.group, group_src=0)
     return box[0]
 
 
 def all_gather_object(value: Any, ranks: Ranks, device: torch.device) -> list[Any]:
-    """What each rank passes, which has to be picklable, in rank order."""
+    """What each rank passes, which has to be picklable, in rank order.  Collective."""
     if ranks.size == 1:
         return [value]
     found: list[Any] = [None] * ranks.size
     with on_device(device):
+        declare(ranks, Identity(Action.OBJECTS), device)
         dist.all_gather_object(found, value, group=ranks.group)
     return found

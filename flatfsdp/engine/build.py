@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.byte_ledger import ByteLedger
+from flatfsdp.comm.checking.identity import RANK_TIMEOUT
 from flatfsdp.comm.grid import Grid
 from flatfsdp.contract.placement import check_marks, check_placement
 from flatfsdp.engine.claim import (
@@ -52,6 +53,7 @@ def build_unit(
     tp_group: dist.ProcessGroup | None = None,
     param_init_fn: ParamInit | None = None,
     check_collectives: bool = True,
+    rank_timeout: float = RANK_TIMEOUT,
     poison_on_free: bool = False,
 ) -> UnitState:
     """Shards the parameters below `module` that no unit has taken.
@@ -72,6 +74,7 @@ def build_unit(
         cpu_offload,
         check_collectives,
         poison_on_free,
+        rank_timeout,
     )
     grid = Grid.of(process_group, mesh, shard, tp_group)
     parameters = parameters_to_take(module)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.byte_ledger import ByteLedger
+from flatfsdp.comm.checking.identity import RANK_TIMEOUT
 from flatfsdp.engine.build import build_unit
 from flatfsdp.engine.call import call_unit
 from flatfsdp.engine.full_params import state_dict_gathering
@@ -69,6 +70,9 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
             `reset_parameters()`.  Seed all ranks alike.
         check_collectives: every gather and reduction carries which unit it is for and why; ranks that do
             different things raise, all of them, instead of computing with a mix of units.
+        rank_timeout: seconds that a rank waits for the others in such a gather or reduction before it raises
+            and names those that are missing; five times as long until the first step has ended.  Choose it
+            longer than what one rank ever does by itself, such as saving.
         poison_on_free: debug mode: freed buffers read as NaN.  Costs the memory that freeing would save.
 
     Attributes:
@@ -100,6 +104,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
         tp_group: dist.ProcessGroup | None = None,
         param_init_fn: ParamInit | None = None,
         check_collectives: bool = True,
+        rank_timeout: float = RANK_TIMEOUT,
         poison_on_free: bool = False,
     ) -> None:
         if not isinstance(module, nn.Module):
@@ -121,6 +126,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
             tp_group=tp_group,
             param_init_fn=param_init_fn,
             check_collectives=check_collectives,
+            rank_timeout=rank_timeout,
             poison_on_free=poison_on_free,
         )
         for group in self.fsdp_state.unit.groups:

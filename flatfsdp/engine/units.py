@@ -102,7 +102,8 @@ def root_of(wrapped: UnitModule) -> Root:
             group.prefix = prefix
     groups = [group for unit in inside for group in unit.fsdp_state.unit.groups]
     lines = [line for group in groups for line in group.describe()]
-    number = check_same_on_all_ranks(lines, state.grid.dimensions, state.device)
+    timeout = state.policy.rank_timeout
+    number = check_same_on_all_ranks(lines, state.grid.dimensions, state.device, timeout)
     if any(group.grid.num_ranks > state.grid.num_ranks for group in groups):
         # Ranks of other roots share units inside, and have agreed on another number.
         number = 0
@@ -123,6 +124,7 @@ def root_of(wrapped: UnitModule) -> Root:
         state.microbatch,
         state.ledger,
         number,
+        timeout,
     )
     for unit in inside:
         unit._join(root, wrapped)
@@ -143,7 +145,7 @@ def _require_same_settings(inner: UnitState, outer: UnitState, name: str) -> Non
         raise ValueError(f"unit {name} is on {inner.device}, but its root on {outer.device}")
     if inner.grid.tensor != outer.grid.tensor:
         raise ValueError(f"unit {name} has another tp_group than its root; pass the same one to both")
-    for what in ("grad_sync", "prefetch"):
+    for what in ("grad_sync", "prefetch", "rank_timeout"):
         ours, theirs = getattr(outer.policy, what), getattr(inner.policy, what)
         if theirs != ours:
             raise ValueError(f"unit {name} has {what}={theirs!r}, but its root {ours!r}; make them equal")

@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp.comm.agreement import check_same_on_all_ranks
+from flatfsdp.comm.checking.identity import Action, Identity
+from flatfsdp.comm.checking.journal import launch_on_host
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.fp8.recipe import DelayedScaling
@@ -117,7 +119,9 @@ class Arena:
                 "cast with the scales of the capture; use CurrentScaling"
             )
         if group is not None:
-            raise_to_largest(self.history[0], Ranks.of(group))
+            ranks, amaxes = Ranks.of(group), self.history[0]
+            with launch_on_host(ranks, Identity.counting(Action.AMAX, amaxes.numel()), amaxes.device):
+                raise_to_largest(amaxes, ranks)
         for observer in self.observers:
             observer.before_update(self)
         self._advance(self.history, recipe)

@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from flatfsdp.comm.checking.identity import Action, Identity
+from flatfsdp.comm.checking.journal import launch_on_host
 from flatfsdp.comm.collectives import raise_to_largest
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.operand import Operand
@@ -169,7 +171,8 @@ class Current:
     ) -> Quantized:
         amax = max_abs(x)
         if self.ranks is not None:
-            raise_to_largest(amax, self.ranks)
+            with launch_on_host(self.ranks, Identity.counting(Action.AMAX, amax.numel()), amax.device):
+                raise_to_largest(amax, self.ranks)
         scale, scale_inv = current_scales(
             amax,
             _fp8_max(self.dtype, x.device),

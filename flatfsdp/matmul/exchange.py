@@ -8,10 +8,13 @@ Next: `linear_map.py` multiplies before, during and after.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from flatfsdp.comm.checking.identity import Action, Identity
+from flatfsdp.comm.checking.journal import launch_on_host
 from flatfsdp.comm.collectives import Pending, start_all_gather, start_all_reduce, start_reduce_scatter
 from flatfsdp.comm.ranks import ALONE, Ranks
 from flatfsdp.contract.tensor_parallel import Mode, TensorParallel
@@ -63,12 +66,18 @@ class Exchange:
 
     def start_gather(self, part: Tensor) -> Pending:
         """All ranks' rows."""
-        return start_all_gather(part, self.ranks)
+        with self._checked(part):
+            return start_all_gather(part, self.ranks)
 
     def start_sum(self, addend: Tensor) -> Pending:
         """The sum over ranks; of this rank's rows where the sequence is split."""
         start = start_reduce_scatter if self.sequence_parallel else start_all_reduce
-        return start(addend, self.ranks)
+        with self._checked(addend):
+            return start(addend, self.ranks)
+
+    def _checked(self, sent: Tensor) -> AbstractContextManager[None]:
+        """Ranks whose batches differ raise."""
+        return launch_on_host(self.ranks, Identity.counting(Action.EXCHANGE, sent.numel()), sent.device)
 
     @property
     def splits_rows(self) -> bool:

@@ -35,6 +35,10 @@ from torch.distributed.pipelining.schedules import (
 )
 from torch.utils._pytree import tree_map_only
 
+from flatfsdp.comm.agreement import check_same_on_all_ranks
+from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
+from flatfsdp.comm.checking.journal import launch_on_host
+from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.attribute import Attribute
 from flatfsdp.contract.flat_shard import FLAT_SHARD
@@ -83,11 +87,16 @@ class FlatStage(PipelineStage):
         cache_fp8_weights: tell `submodule`, by `is_first_microbatch`, whether a forward is the first of a
             step, so that its layers cast FP8 weights once a step and keep them.
 
+    Attributes:
+        ends: what the stage takes and gives, in words, if that was said.
+
     Raises:
         ValueError: if there is no FlatFSDP in `submodule`, or one that is part of a larger one; for a trained
             parameter that is in none, whose gradient nobody would reduce; for only one of `input_args` and
             `output_args`; for a stage that belongs on another rank of `group`; if ranks of the same stage
             have built different modules.
+        RuntimeError: in a step, on all ranks of `group`, if they have different schedules, numbers of
+            microbatches or shapes between stages, or a rank skips a step.
         NotImplementedError: in the constructor of a zero-bubble schedule, on every rank; in the first `step`
             of one that was changed to split backwards.
     """
@@ -115,6 +124,7 @@ class FlatStage(PipelineStage):
             input_args = _exchanged(input_args)
         if stage_index < num_stages - 1:
             output_args = _exchanged(output_args)
+        self.ends = _described(input_args), _described(output_args)
         super().__init__(
             submodule,
             stage_index,
@@ -131,6 +141,9 @@ class FlatStage(PipelineStage):
         pipeline = Ranks.of(dist.group.WORLD if self.group is None else self.group)
         for flat_group in self._groups:
             flat_group.master.stages = pipeline
+        self._pipeline = pipeline
+        self._identity = ModelIdentity(rank_timeout=outermost[0].fsdp_state.policy.rank_timeout)
+        self._steps = 0
         self._stage_ranks = _stage_ranks(outermost[0], self.group)
         self._cache_fp8_weights = cache_fp8_weights
         self._is_under_way = False
@@ -186,6 +199,7 @@ class FlatStage(PipelineStage):
         schedule = _calling_schedule()
         if schedule is not None:
             self._meet(schedule)
+            self._begin_step_together()
         if self._is_under_way:
             for root in self._roots:
                 root.abandon_step()
@@ -197,10 +211,45 @@ class FlatStage(PipelineStage):
         """Checks a schedule that is new here, and clears what a step of it that failed has left."""
         if self._known_schedule is None or self._known_schedule() is not schedule:
             _refuse_splits(schedule)
+            if self.stage_index < self.group_size:
+                self._compare(schedule)
             self._known_schedule = weakref.ref(schedule)
         # Losses of a failed step would be taken for those of the next.
         for name in ("_internal_losses", "fwd_recv_ops", "bwd_recv_ops"):
             getattr(schedule, name, []).clear()
+
+    def _compare(self, schedule: Schedule) -> None:
+        """Compares a schedule, and what neighbouring stages exchange.  Collective over the pipeline's ranks.
+
+        Raises:
+            RuntimeError: on all of them, if ranks have made different schedules or pipelines.
+        """
+        lines = [
+            f"a {type(schedule).__name__}",
+            f"{schedule._n_microbatches} microbatches in it",
+            f"{self.num_stages} stages in it",
+        ]
+        check_same_on_all_ranks(lines, [self._pipeline], self.device, self._identity.rank_timeout)
+        stages = [schedule._stage] if isinstance(schedule, PipelineScheduleSingle) else schedule._stages
+        own = {stage.stage_index: stage.ends for stage in stages if isinstance(stage, FlatStage)}
+        ends: dict[int, tuple[str, str]] = {}
+        for theirs in all_gather_object(own, self._pipeline, self.device):
+            ends |= theirs
+        for index, (_, gives) in sorted(ends.items()):
+            takes = ends.get(index + 1, ("", ""))[0]
+            if gives and takes and gives != takes:
+                raise RuntimeError(
+                    f"stage {index} gives {gives}, and stage {index + 1} takes {takes}; build all stages "
+                    "from the same configuration, batch and sequence"
+                )
+
+    def _begin_step_together(self) -> None:
+        """Ranks that skip a step, or begin one too many, raise; once a rank."""
+        if self.stage_index < self.group_size:
+            step = Identity.counting(Action.SCHEDULE, self._steps, self._identity)
+            self._steps += 1
+            with launch_on_host(self._pipeline, step, self.device):
+                pass
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Forward of one microbatch."""
@@ -356,6 +405,12 @@ class _EarlierGrads:
 def _exchanged(like: Tensors | None) -> Tensors | None:
     """What stages exchange has a gradient, if it is floating-point; torch 2.13 asks the example for that."""
     return tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), like)
+
+
+def _described(tensors: Tensors | None) -> str:
+    """Shapes and dtypes; empty if they are not known."""
+    parts = [tensors] if isinstance(tensors, Tensor) else tensors or []
+    return ", ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
 
 
 def _stage_ranks(wrapped: UnitModule, pipeline: dist.ProcessGroup | None) -> StageRanks:

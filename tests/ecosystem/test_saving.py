@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp import Precision
-from flatfsdp.torch_private import default_store, timeout_of
 from tests.support.both_forms import WAYS, sharded
 from tests.support.ecosystem.families import FAMILIES, Family, batches_of, needs_transformers
 from tests.support.ecosystem.folders import shared_folder
@@ -81,28 +77,18 @@ def test_all_ranks_call_save_pretrained_and_one_writes(rank: int, name: str) -> 
 @on_ranks(2)
 def test_one_rank_that_saves_alone_is_told_so(rank: int) -> None:
     family = FAMILIES["Llama"]
-    model = sharded("in place", family.build(), family.is_unit)
+    model = sharded("in place", family.build(), family.is_unit, rank_timeout=1.0)
     train_sharded(model, rank, steps=1)
     with shared_folder() as folder:
         if rank == 0:
             alone = "save_pretrained is collective, and rank 1 did not call it"
-            with patience(seconds=1), pytest.raises(RuntimeError, match=alone):
+            with pytest.raises(RuntimeError, match=alone):
                 model.save_pretrained(folder)
         assert list(folder.iterdir()) == []
         dist.barrier()
         # Nothing is left behind: together they save.
         model.save_pretrained(folder)
         assert list(folder.iterdir()) != []
-
-
-@contextmanager
-def patience(seconds: float) -> Iterator[None]:
-    """Inside, the process group's timeout."""
-    store = default_store()
-    before = timeout_of(store)
-    store.set_timeout(timedelta(seconds=seconds))
-    yield
-    store.set_timeout(timedelta(seconds=before))
 
 
 @on_ranks(2)

@@ -19,6 +19,7 @@ def make_policy(**changes: Any) -> Policy:
         "prefetch": Prefetch(),
         "cpu_offload": False,
         "check_collectives": True,
+        "rank_timeout": 60.0,
         "poison_on_free": False,
     }
     return Policy(**{**choices, **changes})

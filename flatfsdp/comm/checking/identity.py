@@ -5,7 +5,7 @@ Out:  a number that all ranks of one launch have to have in common, and the word
 Next: `journal.py` sends the numbers along and compares them.
 
     bit 62                                            0
-    | action 4 | model 16 | unit 12 | step 16 || microbatch 15 |
+    | action 5 | model 16 | unit 12 | step 15 || microbatch 15 |
       compared                                  told
 
 The microbatch is told and not compared: ranks that run different numbers of microbatches under ZeRO-2 add up
@@ -21,7 +21,13 @@ from typing import NamedTuple
 
 from flatfsdp.comm.ranks import Ranks
 
-_MODELS, _UNITS, _STEPS, _MICROBATCHES = 1 << 16, 1 << 12, 1 << 16, 1 << 15
+_MODELS, _UNITS, _STEPS, _MICROBATCHES = 1 << 16, 1 << 12, 1 << 15, 1 << 15
+
+RANK_TIMEOUT = 60.0
+"""Seconds that a rank waits for others, if nobody says otherwise."""
+
+FIRST_STEP = 5
+"""How many times as long it waits before the first step has ended, while ranks read data and compile."""
 
 
 class Action(IntEnum):
@@ -41,6 +47,11 @@ class Action(IntEnum):
     BUILD = 12
     MICROBATCH = 13
     REPLAY = 14
+    CHECKPOINT = 15
+    OBJECTS = 16
+    EXCHANGE = 17
+    AMAX = 18
+    SCHEDULE = 19
 
 
 _WORDS = {
@@ -58,7 +69,21 @@ _WORDS = {
     Action.BUILD: "compares what it has built",
     Action.MICROBATCH: "runs a microbatch of a replayed model eagerly",
     Action.REPLAY: "replays a recorded microbatch",
+    Action.CHECKPOINT: "saves or loads a checkpoint",
+    Action.OBJECTS: "exchanges Python objects (for a checkpoint, or whole state)",
+    Action.EXCHANGE: "exchanges {elements} elements between the ranks that share a layer",
+    Action.AMAX: "takes the largest amax of {elements} FP8 tensors",
+    Action.SCHEDULE: "runs step {elements} of a pipeline's schedule",
 }
+
+OF_LAYERS = (Action.EXCHANGE, Action.AMAX)
+"""What is sent for layers, which know no model."""
+
+_COUNTS = {*OF_LAYERS, Action.SCHEDULE}
+"""What travels in the place of unit and step is a number of their own."""
+
+_BETWEEN_STEPS = _COUNTS | {Action.BUILD, Action.CHECKPOINT, Action.OBJECTS}
+"""Not part of a microbatch."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,12 +95,14 @@ class ModelIdentity:
         units: names, in registration order.
         data_parallel: communicators over which nothing is sent for layers.
         communicators: all that the engine uses for this model.
+        rank_timeout: seconds that a rank waits for others; None: as long as the process group has it.
     """
 
     number: int = 0
     units: Sequence[str] = ()
     data_parallel: Sequence[Ranks] = ()
     communicators: Sequence[Ranks] = ()
+    rank_timeout: float | None = None
 
 
 class Identity(NamedTuple):
@@ -92,6 +119,18 @@ class Identity(NamedTuple):
     unit: int = 0
     step: int = 0
     microbatch: int = 0
+
+    @staticmethod
+    def counting(action: Action, count: int, model: ModelIdentity = ModelIdentity()) -> Identity:
+        """What is no unit's, and has a number of its own: of elements, say."""
+        return Identity(action, model, count // _STEPS, count)
+
+    @property
+    def limit(self) -> float | None:
+        """Seconds that a rank waits for the others; None: as long as the process group has it."""
+        limit = self.model.rank_timeout
+        is_early = self.step == 0 and self.action not in (Action.CHECKPOINT, Action.OBJECTS)
+        return limit * FIRST_STEP if limit is not None and is_early else limit
 
     @property
     def number(self) -> int:
@@ -139,7 +178,7 @@ class Difference(NamedTuple):
         Args:
             model: whose units have names here.
         """
-        what, other = (_described(number, model) for number in (self.number, self.other_number))
+        what, other = (described(number, model) for number in (self.number, self.other_number))
         return (
             f"ranks do not do the same: rank {self.rank} {what}, while rank {self.other_rank} {other}. "
             "All ranks have to use the same units in the same order, and to call together whatever is "
@@ -148,7 +187,12 @@ class Difference(NamedTuple):
         )
 
 
-def _described(number: int, model: ModelIdentity) -> str:
+def described(number: int, model: ModelIdentity) -> str:
+    """A number that has travelled, in words.
+
+    Args:
+        model: whose units have names here.
+    """
     rest, microbatch = divmod(number, _MICROBATCHES)
     rest, step = divmod(rest, _STEPS)
     rest, unit = divmod(rest, _UNITS)
@@ -158,5 +202,5 @@ def _described(number: int, model: ModelIdentity) -> str:
         return "does something of another size"
     names = model.units if model_number == model.number % _MODELS else ()
     name = f"unit {names[unit]}" if unit < len(names) else f"unit {unit} of another model"
-    words = _WORDS[Action(action)].format(unit=name)
-    return f"{words} (step {step}, microbatch {microbatch})"
+    words = _WORDS[Action(action)].format(unit=name, elements=unit * _STEPS + step)
+    return words if action in _BETWEEN_STEPS else f"{words} (step {step}, microbatch {microbatch})"

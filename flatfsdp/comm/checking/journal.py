@@ -7,13 +7,14 @@ Next: `comm/collectives.py` has the collectives inside.
 Without it, two collectives of equal size that meet are computed without a word: ranks that run their layers
 in another order train with a mix of two layers.
 
-    gloo   the numbers travel first, and the host compares them before the payload starts
+    gloo   the numbers travel first, and the host compares them before the payload starts; it waits for other
+           ranks as long as `Identity.limit` says, and `absence.py` finds out who did not come
     NCCL   they travel in the same launch, straight into pinned host memory, where the host looks whenever it
            is in the engine anyway; nothing waits for the device
 
 With NCCL the collectives that met have run by then, so the communicators are aborted before the error is
 raised: no rank is left waiting in one, now or at exit.  A rank that waits for the device cannot look;
-`watch.py` does that for it.
+`watch.py` does that for it, and notices ranks that do not come.
 """
 
 from __future__ import annotations
@@ -22,9 +23,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -33,13 +33,15 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from flatfsdp.comm.checking.abort import abort
-from flatfsdp.comm.checking.identity import Difference, Identity, ModelIdentity, compared
-from flatfsdp.comm.checking.launches import Launches
+from flatfsdp.comm.checking.absence import why_in_vain
+from flatfsdp.comm.checking.identity import OF_LAYERS, Difference, Identity, ModelIdentity, compared
+from flatfsdp.comm.checking.launches import Launches, UnderWay
 from flatfsdp.comm.checking.pinned import on_gpu
 from flatfsdp.comm.checking.watch import announce, watch
 from flatfsdp.comm.collectives import all_gather_numbers, one_launch, uses_nccl
 from flatfsdp.comm.device import indexed, on_device
 from flatfsdp.comm.ranks import Ranks
+from flatfsdp.torch_private import time_limit
 
 ROWS = 1024
 """Launches with NCCL that may be under way before the host waits for the device."""
@@ -63,17 +65,28 @@ def launch(
         collectives: how many there are.
 
     Raises:
-        RuntimeError: if another rank's launch is for something else; with NCCL, some launches later.
+        RuntimeError: if another rank's launch is for something else, or a rank does not come; with NCCL, some
+            launches later.
     """
     if identity is None or ranks.group is None or ranks.size == 1:
         return one_launch(ranks, device, collectives)
-    return _journal_of(ranks, device).launch(identity)
+    return _journal_of(ranks, device).launch(identity, ranks)
 
 
 def declare(ranks: Ranks, identity: Identity | None, device: torch.device) -> None:
     """Says what the next collective is for in a launch before it: for broadcasts, sends and receives."""
     with launch(ranks, identity, device, collectives=0):
         pass
+
+
+def launch_on_host(ranks: Ranks, identity: Identity, device: torch.device) -> AbstractContextManager[None]:
+    """As `launch` with gloo, and nothing with NCCL: for what layers exchange, which is frequent.
+
+    Payloads of different sizes that meet end the process with gloo, without a traceback.
+    """
+    if ranks.group is None or ranks.size == 1 or uses_nccl(ranks, device):
+        return nullcontext()
+    return _journal_of(ranks, device).launch(identity, ranks)
 
 
 def look(model: ModelIdentity, *, wait: bool = False) -> None:
@@ -125,17 +138,29 @@ class HostJournal:
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
         self._ranks = ranks
         self._device = device
+        self._made = 0
+        self._limit: float | None = None
+        self._stopped: str | None = None
         self._alarms: list[tuple[dist.Work, Tensor, Tensor]] = []
 
     def look(self, *, wait: bool) -> None:
         """Nothing: a difference is raised at once."""
 
     @contextmanager
-    def launch(self, identity: Identity) -> Iterator[None]:
+    def launch(self, identity: Identity, ranks: Ranks) -> Iterator[None]:
+        """Collectives inside are one launch.
+
+        Args:
+            ranks: of these collectives; they may be over the second communicator.
+        """
         # In place of the number, a rank that has stopped sends an alarm and the difference that it knows of.
         own = torch.tensor([identity.number, 0, 0, 0, 0], device="cpu")
         everyones = own.new_empty(self._ranks.size, 5)
-        all_gather_numbers(everyones.view(-1), own, self._ranks)
+        self._made += 1
+        if identity.limit is not None:
+            self._limit = identity.limit
+        with self._waiting(identity, self._ranks):
+            all_gather_numbers(everyones.view(-1), own, self._ranks)
         rows = everyones.tolist()
         difference = _alarm_in(rows) or Difference.among([row[0] for row in rows], self._ranks)
         if difference is not None:
@@ -143,7 +168,30 @@ class HostJournal:
                 if isinstance(journal, HostJournal) and journal is not self:
                     journal.warn(difference)
             raise RuntimeError(difference.message(identity.model))
-        yield
+        with self._waiting(identity, ranks):
+            yield
+
+    @contextmanager
+    def _waiting(self, identity: Identity, ranks: Ranks) -> Iterator[None]:
+        """Collectives inside wait as long as `identity` says.
+
+        Raises:
+            RuntimeError: with the ranks that did not come; from then on, always.
+        """
+        if self._stopped is not None:
+            raise RuntimeError(self._stopped)
+        # Layers do not know how long; the model that they are in has said so.
+        limit = self._limit if identity.action in OF_LAYERS else identity.limit
+        begin = time.monotonic()
+        try:
+            with time_limit(ranks.group, limit):
+                yield
+        except RuntimeError as error:
+            if "gloo" not in str(error):
+                raise
+            waited = time.monotonic() - begin
+            self._stopped = why_in_vain(self._ranks, self._made, identity, waited, limit, error)
+            raise RuntimeError(self._stopped) from error
 
     def warn(self, difference: Difference) -> None:
         """Answers the other ranks' next launch over this communicator; does not wait for them.
@@ -163,23 +211,6 @@ class HostJournal:
 
 def _alarm_in(rows: Sequence[Sequence[int]]) -> Difference | None:
     return next((Difference(*row[1:]) for row in rows if row[0] == HostJournal._ALARM), None)
-
-
-class UnderWay(NamedTuple):
-    """A launch under way, and where its numbers arrive.
-
-    Attributes:
-        number: of the row of host memory.
-        launch: its place among all launches of these ranks.
-        alike: the row's bytes once all ranks have sent the same number.
-        since: on the monotonic clock, in seconds.
-    """
-
-    number: int
-    launch: int
-    alike: bytes
-    model: ModelIdentity
-    since: float
 
 
 class DeviceJournal:
@@ -208,7 +239,8 @@ class DeviceJournal:
         watch(self)
 
     @contextmanager
-    def launch(self, identity: Identity) -> Iterator[None]:
+    def launch(self, identity: Identity, ranks: Ranks) -> Iterator[None]:
+        """Collectives inside, over the communicator of this journal, are one launch."""
         self.look(wait=len(self._under_way) >= ROWS)
         index, number = self._made % ROWS, identity.number
         self._numbers[index] = 0
@@ -224,7 +256,8 @@ class DeviceJournal:
         self._made += 1
         launch = self.launches.begin(number)
         alike = number.to_bytes(8, sys.byteorder) * self._ranks.size
-        self._under_way.append(UnderWay(index, launch, alike, identity.model, time.monotonic()))
+        since = time.monotonic()
+        self._under_way.append(UnderWay(index, launch, alike, identity.model, since, identity.limit))
 
     def look(self, *, wait: bool) -> None:
         """Forgets launches that were alike on all ranks; raises RuntimeError for one that was not."""
@@ -253,11 +286,11 @@ class DeviceJournal:
                 return difference, row.model
         return None
 
-    def late(self, seconds: float) -> ModelIdentity | None:
-        """The model of a launch that has been under way for longer than that; for any thread."""
+    def late(self, seconds: float) -> UnderWay | None:
+        """The first launch that has not ended, if it has been under way for longer; for any thread."""
         for row in tuple(self._under_way):
             if not self._has_arrived(row):
-                return row.model if time.monotonic() - row.since > seconds else None
+                return row if time.monotonic() - row.since > seconds else None
         return None
 
     def _has_arrived(self, row: UnderWay) -> bool:

@@ -1,7 +1,7 @@
 """Launches under way over all communicators of the same ranks, in the order in which the host makes them.
 
 In:   what each launch is for (`identity.py`), from the journals of these communicators (`journal.py`).
-Out:  two ranks whose launches differ although no number arrives, for `watch.py`.
+Out:  two ranks whose launches differ although no number arrives, and ranks that do not come, for `watch.py`.
 
 Collectives over two communicators can wait for each other.  One rank takes a norm, say, and behind it waits a
 gather that the others need before they come to the norm; or one leaves out a gather, behind which the others'
@@ -12,11 +12,38 @@ what the next rank has.
 from __future__ import annotations
 
 import json
+import time
+from typing import NamedTuple
 
 import torch.distributed as dist
 
-from flatfsdp.comm.checking.identity import Difference
+from flatfsdp.comm.checking.absence import words_for
+from flatfsdp.comm.checking.identity import Difference, ModelIdentity
 from flatfsdp.comm.ranks import Ranks
+
+
+class UnderWay(NamedTuple):
+    """A launch under way, and where its numbers arrive.
+
+    Attributes:
+        number: of the row of host memory.
+        launch: its place among all launches of these ranks.
+        alike: the row's bytes once all ranks have sent the same number.
+        since: on the monotonic clock, in seconds.
+        limit: seconds that it may take; None: as long as the process group has it.
+    """
+
+    number: int
+    launch: int
+    alike: bytes
+    model: ModelIdentity
+    since: float
+    limit: float | None = None
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its time limit has passed."""
+        return self.limit is not None and time.monotonic() - self.since > self.limit
 
 
 class Launches:
@@ -48,11 +75,8 @@ class Launches:
         """
         own = dict(self._under_way)
         rank, following = self._ranks.rank, (self._ranks.rank + 1) % self._ranks.size
-        key = f"flatfsdp/under way/{self._ranks.name}"
-        store.set(f"{key}/{rank}", json.dumps(own))
-        if not store.check([f"{key}/{following}"]):
-            return None
-        theirs = json.loads(store.get(f"{key}/{following}"))
+        store.set(self._key(rank), json.dumps(own))
+        theirs = self._under_way_on(following, store)
         numbers = [0] * self._ranks.size
         for launch, number in sorted(own.items()):
             numbers[rank], numbers[following] = number, theirs.get(str(launch), 0)
@@ -60,3 +84,24 @@ class Launches:
             if difference is not None:
                 return difference
         return None
+
+    def missing_from(self, late: UnderWay, store: dist.Store) -> str | None:
+        """Words for the ranks that have not come to a launch that is overdue; None if all have.
+
+        Those that have come have written so, by `difference_to_next`.
+        """
+        if not late.is_overdue:
+            return None
+        under_way = [self._under_way_on(rank, store) for rank in range(self._ranks.size)]
+        everyone = dict(zip(self._ranks.global_ranks, under_way, strict=True))
+        here = {rank: each[str(late.launch)] for rank, each in everyone.items() if str(late.launch) in each}
+        missing = [rank for rank in everyone if rank not in here]
+        return words_for(missing, here, late.model, late.limit) if missing else None
+
+    def _under_way_on(self, rank: int, store: dist.Store) -> dict[str, int]:
+        """What a rank has written last: what its launches under way are for."""
+        key = self._key(rank)
+        return json.loads(store.get(key)) if store.check([key]) else {}
+
+    def _key(self, rank: int) -> str:
+        return f"flatfsdp/under way/{self._ranks.name}/{rank}"

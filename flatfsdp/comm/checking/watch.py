@@ -3,11 +3,11 @@
 In:   the journals of this process (`journal.py`).
 Out:  communicators that are aborted, so that the main thread goes on and raises.
 
-Three situations need it.  A rank that sees a difference raises, and another rank waits on its device for
+Four situations need it.  A rank that sees a difference raises, and another rank waits on its device for
 collectives that the first one will not launch any more: that rank's own journal says why, but nobody looks.
 In a grid of ranks, ranks of another row wait for a row that has stopped: they hear of it from the store of
 the process group.  And collectives over two communicators can wait for each other, so that no number arrives
-(`launches.py`).  The store is asked only when a launch does not end.
+(`launches.py`).  And a rank may not come at all.  The store is asked only when a launch does not end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from flatfsdp.comm.checking.identity import Difference, ModelIdentity
-from flatfsdp.comm.checking.launches import Launches
+from flatfsdp.comm.checking.launches import Launches, UnderWay
 from flatfsdp.torch_private import default_store
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,8 @@ class Watched(Protocol):
     launches: Launches
     stopped: str | None
 
-    def late(self, seconds: float) -> ModelIdentity | None:
-        """The model of a launch that has been under way for longer than that."""
+    def late(self, seconds: float) -> UnderWay | None:
+        """The first launch that has not ended, if it has been under way for longer than that."""
 
     def difference(self) -> tuple[Difference, ModelIdentity] | None:
         """Two ranks that do not do the same, and of which model; None if none are known."""
@@ -119,9 +119,17 @@ def _look(journal: Watched, seen: float | None) -> float | None:
             journal.stop(*found)
             logger.error("%s", journal.stopped)
         return seen or now
-    model = journal.late(PATIENCE)
-    why = None if model is None else _announced(model) or journal.launches.difference_to_next(default_store())
-    if model is not None and why is not None:
-        journal.stop(why, model)
+    late = journal.late(PATIENCE)
+    why = None if late is None else _why_late(late, journal.launches)
+    if late is not None and why is not None:
+        journal.stop(why, late.model)
         logger.error("%s", journal.stopped)
     return None
+
+
+def _why_late(late: UnderWay, launches: Launches) -> Difference | str | None:
+    announced = _announced(late.model)
+    if announced is not None:
+        return announced
+    store = default_store()
+    return launches.difference_to_next(store) or launches.missing_from(late, store)

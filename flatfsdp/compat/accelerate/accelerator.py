@@ -31,6 +31,7 @@ from flatfsdp.checkpoint.stages import raising_on_all, world_of
 from flatfsdp.comm.device import indexed
 from flatfsdp.comm.meeting import meet
 from flatfsdp.comm.objects import all_gather_object
+from flatfsdp.comm.ranks import Ranks
 from flatfsdp.compat.accelerate import states
 from flatfsdp.compat.accelerate.apart import apart
 from flatfsdp.compat.accelerate.options import precision_of, require_possible, require_shardable
@@ -240,7 +241,7 @@ class FlatAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
         """As Accelerator's: whole tensors, on all ranks; of a sharded model in host memory.  Collective."""
         if is_unit(model):
-            meet(world_of(model)[0], "get_state_dict")
+            self._meet(model, "get_state_dict")
             return apart(checkpoint.full_state_dict(model, cpu_offload=True))
         return apart(super().get_state_dict(model, unwrap))
 
@@ -363,14 +364,19 @@ class FlatAccelerator(Accelerator):
             raise ValueError("load_state needs input_dir, as automatic_checkpoint_naming is off")
         return states.newest(Path(self.project_dir) / "checkpoints")
 
+    def _meet(self, model: Any, doing: str) -> tuple[Ranks, torch.device]:
+        """Waits until all ranks do this; returns them, and where they communicate."""
+        world, device = world_of(model)
+        meet(world, doing, model.fsdp_state.policy.rank_timeout)
+        return world, device
+
     def _require_same_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> None:
         """
         Raises:
             ValueError: if ranks have different ones; on all ranks.
             RuntimeError: if other ranks are not about to do the same.
         """
-        world, device = world_of(self._sharded[0])
-        meet(world, doing)
+        world, device = self._meet(self._sharded[0], doing)
         said = all_gather_object(None if folder is None else os.fspath(folder), world, device)
         if any(each != said[0] for each in said):
             raise ValueError(

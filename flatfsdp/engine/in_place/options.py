@@ -28,6 +28,7 @@ class ShardOptions(TypedDict, total=False):
     tp_group: dist.ProcessGroup | None
     param_init_fn: ParamInit | None
     check_collectives: bool
+    rank_timeout: float
     poison_on_free: bool
 
 

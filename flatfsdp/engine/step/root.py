@@ -50,6 +50,7 @@ class Root:
 
     Args:
         number: the model's, the same on all ranks.
+        rank_timeout: as of `FlatFSDP`.
 
     Attributes:
         units: in registration order; the root module's own comes first.
@@ -69,6 +70,7 @@ class Root:
         microbatch: Microbatch,
         ledger: ByteLedger,
         number: int,
+        rank_timeout: float,
     ) -> None:
         self.units = units
         self.groups = [group for unit in units for group in unit.groups]
@@ -86,9 +88,9 @@ class Root:
         self.backward = Backward(self.end_backward)
         self.forward_action = Action.FORWARD
         self.pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
-        self._model = self._join(number)
+        self._model = self._join(number, rank_timeout)
 
-    def _join(self, number: int) -> ModelIdentity:
+    def _join(self, number: int, rank_timeout: float) -> ModelIdentity:
         """All groups get what they share.  Collective: what is the same on several ranks becomes equal."""
         for group in self.groups:
             group.attach(self.microbatch, self.ledger, self.scales)
@@ -98,6 +100,7 @@ class Root:
             units=[next((group.name for group in unit.groups), "") for unit in self.units],
             data_parallel=_several(ranks for grid in grids for ranks in (grid.shard, grid.replicate)),
             communicators=_several(ranks for grid in grids for ranks in grid.dimensions),
+            rank_timeout=rank_timeout,
         )
         for index, unit in enumerate(self.units):
             for group in unit.groups:

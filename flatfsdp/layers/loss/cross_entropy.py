@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from flatfsdp.comm.checking.identity import Action, Identity
+from flatfsdp.comm.checking.journal import launch_on_host
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
 from flatfsdp.torch_private import once_differentiable
@@ -105,7 +107,9 @@ def joined(statistics: Tensor, ranks: Ranks) -> Statistics:
     found = Statistics(*statistics)
     if ranks.size > 1:
         largest = found.max.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.group)
+        exchange = Identity.counting(Action.EXCHANGE, largest.numel())
+        with launch_on_host(ranks, exchange, largest.device):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.group)
         found.sum.mul_((found.max - largest).exp_())
         found.max.copy_(largest)
         # Sum and target, which lie side by side.

@@ -50,7 +50,7 @@ def under_way(of: journal.DeviceJournal) -> int:
 
 
 def start(of: journal.DeviceJournal, identity: Identity) -> None:
-    with of.launch(identity):
+    with of.launch(identity, of._ranks):
         pass
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from flatfsdp.comm.checking import watch
 from flatfsdp.comm.checking.identity import Difference, ModelIdentity
-from flatfsdp.comm.checking.launches import Launches
+from flatfsdp.comm.checking.launches import Launches, UnderWay
 from flatfsdp.comm.ranks import ALONE
 
 MODEL = ModelIdentity(7)
@@ -24,9 +24,10 @@ class Journal:
         self._difference = difference
         self._since = None if age is None else time.monotonic() - age
 
-    def late(self, seconds: float) -> ModelIdentity | None:
-        is_late = self._since is not None and time.monotonic() - self._since > seconds
-        return MODEL if is_late else None
+    def late(self, seconds: float) -> UnderWay | None:
+        if self._since is None or time.monotonic() - self._since <= seconds:
+            return None
+        return UnderWay(0, 0, b"", MODEL, self._since)
 
     def difference(self) -> tuple[Difference, ModelIdentity] | None:
         return None if self._difference is None else (self._difference, MODEL)
@@ -88,7 +89,7 @@ def test_one_thread_looks_at_all_journals_and_ends_with_them(monkeypatch: pytest
 
 def test_a_journal_that_fails_stops_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(Journal):
-        def late(self, seconds: float) -> ModelIdentity | None:
+        def late(self, seconds: float) -> UnderWay | None:
             raise RuntimeError("the process group is gone")
 
     broken, other = Broken(), Journal(DIFFERENCE)

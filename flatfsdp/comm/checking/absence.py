@@ -1,0 +1,125 @@
+"""Who did not come to a launch, once waiting for them has failed.
+
+In:   the launch in which this rank has waited in vain.
+Out:  words: who is missing, and what those that came are in.
+
+A backend says that an address timed out, or closed its connection.  So the ranks whose launch has failed
+write what they are in into the store of the process group; those that have written nothing a moment later are
+missing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from flatfsdp.comm.checking.identity import Identity, ModelIdentity, described
+from flatfsdp.comm.ranks import Ranks
+from flatfsdp.torch_private import default_store
+
+SETTLING = 2.0
+"""Seconds in which all ranks that have waited together hear that it was in vain."""
+
+_PAUSE = 0.01
+_SHOWN = 4
+
+
+class Waited(NamedTuple):
+    """What a rank has written that has waited in vain.
+
+    Attributes:
+        number: of what it waited in (`identity.py`).
+        gave_up: whether its time limit had passed; otherwise a connection was closed.
+    """
+
+    number: int
+    gave_up: bool
+
+
+def why_in_vain(
+    ranks: Ranks, launch: int, identity: Identity, seconds: float, limit: float | None, error: Exception
+) -> str:
+    """Words for a launch that has failed on this rank, as its backend could not reach another one.
+
+    Args:
+        launch: how many there were before over these ranks.
+        seconds: that this rank has waited.
+        limit: that it would have waited at most; None: as long as the process group has it.
+        error: of the backend.
+    """
+    gave_up = limit is not None and seconds >= limit
+    try:
+        everyone = _tell_and_hear(default_store(), ranks, launch, Waited(identity.number, gave_up))
+    except RuntimeError:
+        # The store has gone with the rank that had it, which most often is the first.
+        return f"this rank {described(identity.number, identity.model)}, and lost the other ranks: {error}"
+    missing = [rank for index, rank in enumerate(ranks.global_ranks) if index not in everyone]
+    here = {ranks.global_ranks[index]: each for index, each in everyone.items()}
+    impatient = [rank for rank, each in here.items() if each.gave_up]
+    numbers = {rank: each.number for rank, each in here.items()}
+    if missing:
+        return words_for(missing, numbers, identity.model, limit if impatient else None)
+    late = {rank: numbers.pop(rank) for rank in list(here) if rank not in impatient}
+    if late and gave_up:
+        return words_for(list(late), numbers, identity.model, limit)
+    if late and impatient:
+        too_late = f"{_in_words(late, identity.model)} too late"
+        return f"{_named(impatient)} had given up waiting: {too_late}. {_WAYS_OUT}"
+    return f"this rank {described(identity.number, identity.model)}, and lost the other ranks: {error}"
+
+
+def words_for(
+    missing: Sequence[int], here: Mapping[int, int], model: ModelIdentity, limit: float | None
+) -> str:
+    """Who is missing, and what the others are in.
+
+    Args:
+        missing: ranks, by their number in the default process group.
+        here: what the others are in, by rank.
+        limit: seconds that they have waited; None: somebody's connection has closed before.
+    """
+    what = _in_words(here, model)
+    if limit is None:
+        has = "have" if len(missing) > 1 else "has"
+        return f"{_named(missing)} {has} ended, or left a collective: {what}. Its own output says why."
+    return f"{_named(missing)} did not come within {limit:.0f} s: {what}. {_WAYS_OUT}"
+
+
+def _in_words(here: Mapping[int, int], model: ModelIdentity) -> str:
+    by_words: dict[str, list[int]] = {}
+    for rank, number in sorted(here.items()):
+        by_words.setdefault(described(number, model), []).append(rank)
+    parts = []
+    for words, (first, *others) in list(by_words.items())[:_SHOWN]:
+        so_does = f", as {'do' if len(others) > 1 else 'does'} {_named(others)}" if others else ""
+        parts.append(f"rank {first} {words}{so_does}")
+    return "; ".join(parts)
+
+
+_WAYS_OUT = (
+    "Either it did something else (skipped a microbatch, caught an exception, ended), or it was only slow "
+    "(it saves, loads data or compiles): then pass a larger rank_timeout= to FlatFSDP or shard, in seconds. "
+    "The process group cannot be used any more; start again from the last checkpoint."
+)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+def _tell_and_hear(store: dist.Store, ranks: Ranks, launch: int, own: Waited) -> dict[int, Waited]:
+    """What all ranks write that have waited in this launch, by their number among `ranks`."""
+    keys = [f"flatfsdp/in vain/{ranks.name}/{launch}/{rank}" for rank in range(ranks.size)]
+    store.set(keys[ranks.rank], json.dumps(own))
+    found = {ranks.rank: own}
+    deadline = time.monotonic() + SETTLING
+    while len(found) < ranks.size and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+        for rank, key in enumerate(keys):
+            if rank not in found and store.check([key]):
+                found[rank] = Waited(*json.loads(store.get(key)))
+    return found
