@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from flatfsdp.comm.checking.identity import Action, Difference, Identity, ModelIdentity, compared
+from flatfsdp.comm.checking.identity import FIRST_STEP, Action, Difference, Identity, ModelIdentity, compared
 from flatfsdp.comm.ranks import ALONE, Ranks
 
 MODEL = ModelIdentity(7, ["embedding", "blocks.0", "blocks.1"])
@@ -78,3 +78,18 @@ def test_the_message_knows_other_models_and_garbled_numbers() -> None:
 
 def test_one_rank_alone_never_differs() -> None:
     assert Difference.among([HERE.number], ALONE) is None
+
+
+def test_ranks_wait_longer_before_the_first_step_has_ended() -> None:
+    model = ModelIdentity(rank_timeout=2.0)
+    assert Identity(Action.FORWARD, model, step=1).limit == 2.0
+    assert Identity(Action.FORWARD, model).limit == Identity(Action.BUILD, model).limit == 2.0 * FIRST_STEP
+    assert Identity(Action.CHECKPOINT, model).limit == 2.0
+    assert Identity(Action.OBJECTS).limit is None
+
+
+def test_what_is_no_units_has_a_number_of_its_own() -> None:
+    one, other = (Identity.counting(Action.EXCHANGE, elements) for elements in (2**20, 2**20 + 1))
+    message = Difference(0, one.number, 1, other.number).message(MODEL)
+    assert "rank 0 exchanges 1048576 elements between the ranks that share a layer, while rank 1" in message
+    assert compared(one.number) != compared(other.number)

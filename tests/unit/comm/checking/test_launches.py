@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
 
-from flatfsdp.comm.checking.identity import Action, Identity
-from flatfsdp.comm.checking.launches import Launches
+from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
+from flatfsdp.comm.checking.launches import Launches, UnderWay
 
 GATHER, NORM, REDUCE = (Identity(action).number for action in (Action.BACKWARD, Action.NORM, Action.REDUCE))
 
@@ -41,3 +42,31 @@ def test_what_has_ended_on_one_rank_is_not_compared() -> None:
     for _ in range(2):
         assert ahead.difference_to_next(store) is None
         assert behind.difference_to_next(store) is None
+
+
+def overdue(launch: int, limit: float = 2.0) -> UnderWay:
+    """A launch that has been under way for 10 s."""
+    return UnderWay(0, launch, b"", ModelIdentity(rank_timeout=limit), time.monotonic() - 10.0, limit)
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    """The third one has written what was under way in an earlier step."""
+    store = dist.HashStore()
+    first, second = launches(0, GATHER, GATHER, NORM), launches(1, GATHER, GATHER, NORM)
+    launches(2, GATHER, GATHER).difference_to_next(store)
+    for each in (first, second):
+        each.end(1)
+        assert each.difference_to_next(store) is None
+        assert each.missing_from(overdue(2, limit=20.0), store) is None, "there is time left"
+    for each in (first, second):
+        words = each.missing_from(overdue(2), store)
+        assert words is not None
+        assert words.startswith("rank 6 did not come within 2 s: rank 4 takes the norm of the gradients")
+
+
+def test_nobody_is_missing_where_all_have_come() -> None:
+    store = dist.HashStore()
+    everyone = [launches(rank, GATHER, NORM) for rank in range(3)]
+    for each in everyone:
+        each.difference_to_next(store)
+    assert everyone[0].missing_from(overdue(1), store) is None
