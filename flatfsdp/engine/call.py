@@ -33,7 +33,7 @@ def call_unit(
     """
     if unit.fsdp_state.uses:
         return compute(*args, **kwargs)
-    root = _begin(unit)
+    root = _begin(unit, (args, kwargs))
     if root is None:
         return _around(unit.fsdp_state, compute, args, kwargs)
     try:
@@ -47,14 +47,14 @@ def call_unit(
 
 
 @never_traced
-def _begin(unit: UnitMethods) -> Root | None:
+def _begin(unit: UnitMethods, inputs: object) -> Root | None:
     """The root, if this is the outermost forward; None inside one, or in a recomputation."""
     root = root_of(unit)
     if unit.fsdp_state.is_whole:
         raise RuntimeError("a sharded module cannot compute inside summon_full_params; leave it first")
     if root.in_forward or in_backward():
         return None
-    root.begin_forward()
+    root.begin_forward(inputs)
     return root
 
 

@@ -171,6 +171,7 @@ class LlamaPipeline:
         if mesh.pp_size > 1:
             length = config.seq // mesh.tp_size if sequence_parallel else config.seq
             stages = self._flat_stages(len(layers), length, precision.compute)
+            self._first = stages[0]
             some: Any = stages if schedule == "interleaved" else stages[0]
             self._schedule = SCHEDULES[schedule](some, microbatches, loss_fn=self.stages[-1].loss)
 
@@ -271,12 +272,13 @@ class LlamaPipeline:
     ) -> None:
         """All microbatches through the schedule; the last stage's losses go to `losses`."""
         tokens_bs, targets_bs = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        run(
-            *([tokens_bs] if self.has_first else []),
-            target=targets_bs if self.has_last else None,
-            losses=losses,
-            return_outputs=False,
-        )
+        with self._first.explained_step():
+            run(
+                *([tokens_bs] if self.has_first else []),
+                target=targets_bs if self.has_last else None,
+                losses=losses,
+                return_outputs=False,
+            )
 
 
 def _check_same(config: LlamaConfig, mesh: ParallelMesh, **arguments: Any) -> None:

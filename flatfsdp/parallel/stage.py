@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_map_only
 
 from flatfsdp.comm.agreement import check_same_on_all_ranks
 from flatfsdp.comm.checking.identity import Action, Identity, ModelIdentity
-from flatfsdp.comm.checking.journal import launch_on_host
+from flatfsdp.comm.checking.journal import explained, launch_on_host
 from flatfsdp.comm.objects import all_gather_object
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.contract.attribute import Attribute
@@ -246,10 +246,16 @@ class FlatStage(PipelineStage):
     def _begin_step_together(self) -> None:
         """Ranks that skip a step, or begin one too many, raise; once a rank."""
         if self.stage_index < self.group_size:
-            step = Identity.counting(Action.SCHEDULE, self._steps, self._identity)
-            self._steps += 1
-            with launch_on_host(self._pipeline, step, self.device):
-                pass
+            with launch_on_host(self._pipeline, self._step, self.device):
+                self._steps += 1
+
+    @property
+    def _step(self) -> Identity:
+        return Identity.counting(Action.SCHEDULE, self._steps, self._identity)
+
+    def explained_step(self) -> AbstractContextManager[None]:
+        """A step of the schedule inside, which fails because of another rank, says which one with gloo."""
+        return explained(self._pipeline, self._step, self.device)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Forward of one microbatch."""

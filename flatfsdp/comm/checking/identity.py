@@ -52,6 +52,7 @@ class Action(IntEnum):
     EXCHANGE = 17
     AMAX = 18
     SCHEDULE = 19
+    INPUTS = 20
 
 
 _WORDS = {
@@ -73,13 +74,14 @@ _WORDS = {
     Action.OBJECTS: "exchanges Python objects (for a checkpoint, or whole state)",
     Action.EXCHANGE: "exchanges {elements} elements between the ranks that share a layer",
     Action.AMAX: "takes the largest amax of {elements} FP8 tensors",
+    Action.INPUTS: "takes inputs of {elements} elements for a forward of layers that ranks share",
     Action.SCHEDULE: "runs step {elements} of a pipeline's schedule",
 }
 
 OF_LAYERS = (Action.EXCHANGE, Action.AMAX)
 """What is sent for layers, which know no model."""
 
-_COUNTS = {*OF_LAYERS, Action.SCHEDULE}
+_COUNTS = {*OF_LAYERS, Action.SCHEDULE, Action.INPUTS}
 """What travels in the place of unit and step is a number of their own."""
 
 _BETWEEN_STEPS = _COUNTS | {Action.BUILD, Action.CHECKPOINT, Action.OBJECTS}

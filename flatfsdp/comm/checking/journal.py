@@ -89,6 +89,14 @@ def launch_on_host(ranks: Ranks, identity: Identity, device: torch.device) -> Ab
     return _journal_of(ranks, device).launch(identity, ranks)
 
 
+def explained(ranks: Ranks, identity: Identity, device: torch.device) -> AbstractContextManager[None]:
+    """Sends and receives inside that fail with gloo say who is missing; nothing with NCCL."""
+    if ranks.group is None or ranks.size == 1:
+        return nullcontext()
+    journal = _journal_of(ranks, device)
+    return journal.explained(identity) if isinstance(journal, HostJournal) else nullcontext()
+
+
 def look(model: ModelIdentity, *, wait: bool = False) -> None:
     """Raises RuntimeError if a launch of this model has met another rank's for something else.
 
@@ -173,19 +181,27 @@ class HostJournal:
 
     @contextmanager
     def _waiting(self, identity: Identity, ranks: Ranks) -> Iterator[None]:
-        """Collectives inside wait as long as `identity` says.
+        """Collectives inside wait as long as `identity` says."""
+        # Layers do not know how long; the model that they are in has said so.
+        limit = self._limit if identity.action in OF_LAYERS else identity.limit
+        with self.explained(identity, limit), time_limit(ranks.group, limit):
+            yield
+
+    @contextmanager
+    def explained(self, identity: Identity, limit: float | None = None) -> Iterator[None]:
+        """What is sent inside over these ranks, and fails, raises with words.
+
+        Args:
+            limit: seconds that it waits; None: as long as the process group has it.
 
         Raises:
             RuntimeError: with the ranks that did not come; from then on, always.
         """
         if self._stopped is not None:
             raise RuntimeError(self._stopped)
-        # Layers do not know how long; the model that they are in has said so.
-        limit = self._limit if identity.action in OF_LAYERS else identity.limit
         begin = time.monotonic()
         try:
-            with time_limit(ranks.group, limit):
-                yield
+            yield
         except RuntimeError as error:
             if "gloo" not in str(error):
                 raise

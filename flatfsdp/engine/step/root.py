@@ -28,6 +28,7 @@ from flatfsdp.engine.step.unit import Unit
 from flatfsdp.engine.step.weight_scales import weight_scales
 from flatfsdp.engine.storage.group import FlatGroup, Passage
 from flatfsdp.engine.storage.master import Version
+from flatfsdp.flat.nested import tensors_in
 from flatfsdp.fp8.delayed_scaling import Scaling
 from flatfsdp.fp8.recompute import current_tape
 from flatfsdp.fp8.step_scales import StepScales
@@ -81,6 +82,7 @@ class Root:
         self.gather_stream = SideStream(device)
         self.reducer = Reducer([unit.groups for unit in units if unit.groups], device, ledger)
         self._gather_ranks = _several(group.grid.shard for group in self.groups)
+        self._tensor_ranks = _several(group.grid.tensor for group in self.groups)
         self._weight_scales = weight_scales(self.groups, ledger)
         self._reduce_every = reduce_every
         self._device = device
@@ -125,9 +127,14 @@ class Root:
         """Whether gradients that land now are to be reduced in this backward."""
         return self._reduce_every or self.microbatch.is_last
 
-    def begin_forward(self) -> None:
-        """Called before the outermost forward of any unit; the inner ones run inside it."""
+    def begin_forward(self, inputs: object) -> None:
+        """Called before the outermost forward of any unit; the inner ones run inside it.
+
+        Args:
+            inputs: what it is called with.
+        """
         self._look_at_user()
+        self._compare_inputs(inputs)
         self.forward_action = Action.FORWARD if torch.is_grad_enabled() else Action.EVALUATION
         if not torch.is_grad_enabled():
             # Evaluations often run on other weights, an average, say, written through `.data`: not counted.
@@ -140,6 +147,13 @@ class Root:
         if torch.is_grad_enabled() or (tape is not None and tape.trains):
             self.scales.begin_forward(self._versions)
         self.in_forward = True
+
+    def _compare_inputs(self, inputs: object) -> None:
+        """Ranks that share layers say how much they put in, and then exchange parts of equal size."""
+        if self._tensor_ranks and any(group.model is not None for group in self.groups):
+            elements = sum(tensor.numel() for tensor in tensors_in(inputs))
+            for ranks in self._tensor_ranks:
+                declare(ranks, Identity.counting(Action.INPUTS, elements, self._model), self._device)
 
     def _look_at_user(self) -> None:
         """Raises what can be known before anything is gathered."""
