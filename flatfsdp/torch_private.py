@@ -39,10 +39,10 @@ def default_store() -> dist.Store:
 @contextmanager
 def time_limit(group: dist.ProcessGroup | None, seconds: float | None) -> Iterator[None]:
     """Collectives that begin inside over gloo wait for other ranks that long; None: as long as ever."""
-    if group is None or seconds is None:
+    backend: Any = None if group is None else group._get_backend(torch.device("cpu"))
+    if seconds is None or not isinstance(backend, dist.ProcessGroupGloo):
         yield
         return
-    backend: Any = group._get_backend(torch.device("cpu"))
     before = backend.options._timeout
     backend._set_default_timeout(timedelta(seconds=seconds))
     try:

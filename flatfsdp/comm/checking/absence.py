@@ -41,35 +41,43 @@ class Waited(NamedTuple):
 
 
 def why_in_vain(
-    ranks: Ranks, launch: int, identity: Identity, seconds: float, limit: float | None, error: Exception
+    ranks: Ranks,
+    launch: int,
+    identity: Identity,
+    model: ModelIdentity,
+    seconds: float,
+    limit: float | None,
+    error: Exception,
 ) -> str:
     """Words for a launch that has failed on this rank, as its backend could not reach another one.
 
     Args:
         launch: how many there were before over these ranks.
+        model: whose units have names.
         seconds: that this rank has waited.
         limit: that it would have waited at most; None: as long as the process group has it.
         error: of the backend.
     """
     gave_up = limit is not None and seconds >= limit
+    lost = f"this rank {described(identity.number, model)}, and lost the other ranks: {error}"
     try:
         everyone = _tell_and_hear(default_store(), ranks, launch, Waited(identity.number, gave_up))
     except RuntimeError:
         # The store has gone with the rank that had it, which most often is the first.
-        return f"this rank {described(identity.number, identity.model)}, and lost the other ranks: {error}"
+        return lost
     missing = [rank for index, rank in enumerate(ranks.global_ranks) if index not in everyone]
     here = {ranks.global_ranks[index]: each for index, each in everyone.items()}
     impatient = [rank for rank, each in here.items() if each.gave_up]
     numbers = {rank: each.number for rank, each in here.items()}
     if missing:
-        return words_for(missing, numbers, identity.model, limit if impatient else None)
+        return words_for(missing, numbers, model, limit if impatient else None)
     late = {rank: numbers.pop(rank) for rank in list(here) if rank not in impatient}
     if late and gave_up:
-        return words_for(list(late), numbers, identity.model, limit)
+        return words_for(list(late), numbers, model, limit)
     if late and impatient:
-        too_late = f"{_in_words(late, identity.model)} too late"
+        too_late = f"{_in_words(late, model)} too late"
         return f"{_named(impatient)} had given up waiting: {too_late}. {_WAYS_OUT}"
-    return f"this rank {described(identity.number, identity.model)}, and lost the other ranks: {error}"
+    return lost
 
 
 def words_for(

@@ -147,6 +147,7 @@ class HostJournal:
         self._ranks = ranks
         self._device = device
         self._made = 0
+        self._model = ModelIdentity()
         self._limit: float | None = None
         self._stopped: str | None = None
         self._alarms: list[tuple[dist.Work, Tensor, Tensor]] = []
@@ -167,6 +168,8 @@ class HostJournal:
         self._made += 1
         if identity.limit is not None:
             self._limit = identity.limit
+        if identity.model.units:
+            self._model = identity.model
         with self._waiting(identity, self._ranks):
             all_gather_numbers(everyones.view(-1), own, self._ranks)
         rows = everyones.tolist()
@@ -175,7 +178,7 @@ class HostJournal:
             for journal in {_journal_of(ranks, self._device) for ranks in identity.model.data_parallel}:
                 if isinstance(journal, HostJournal) and journal is not self:
                     journal.warn(difference)
-            raise RuntimeError(difference.message(identity.model))
+            raise RuntimeError(difference.message(self._model))
         with self._waiting(identity, ranks):
             yield
 
@@ -206,7 +209,7 @@ class HostJournal:
             if "gloo" not in str(error):
                 raise
             waited = time.monotonic() - begin
-            self._stopped = why_in_vain(self._ranks, self._made, identity, waited, limit, error)
+            self._stopped = why_in_vain(self._ranks, self._made, identity, self._model, waited, limit, error)
             raise RuntimeError(self._stopped) from error
 
     def warn(self, difference: Difference) -> None:

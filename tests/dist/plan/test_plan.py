@@ -212,6 +212,9 @@ def watch_step(job: Job, mesh: ParallelMesh) -> Watched:
     batches = [tuple(torch.randint(0, job.model.vocab, (2, *shape))) for _ in range(job.microbatches)]
     for stage in pipeline.stages:
         stage.memory_report()  # replicas become equal, which is sent once
+    if job.ranks.pp > 1:
+        pipeline.evaluate(batches)  # a new schedule is compared, which is sent once
+    before = sum((stage.ledger.bytes for stage in pipeline.stages), Counter[str]())
     sent, held, largest = 0, Counter[int](), list[int]()
 
     def sending(operations: Callable[..., list[dist.P2POp]]) -> Callable[..., list[dist.P2POp]]:
@@ -245,7 +248,7 @@ def watch_step(job: Job, mesh: ParallelMesh) -> Watched:
             stack.enter_context(mock.patch.object(FlatStage, name, replacement))
         counter = stack.enter_context(CopyCounter(min_numel=0))
         pipeline.forward_backward(batches)
-    ledger = sum((stage.ledger.bytes for stage in pipeline.stages), Counter[str]())
+    ledger = sum((stage.ledger.bytes for stage in pipeline.stages), Counter[str]()) - before
     return Watched(
         ledger, sum(each.wire for each in counter.collectives if each.name != "identity"), sent, largest
     )

@@ -4,6 +4,7 @@
     python -m tests.support.faults kills --way plain --every 40
     python -m tests.support.faults random-kills --count 200 --seed 7
     python -m tests.support.faults damage --count 200
+    python -m tests.support.faults mismatches
 
 Each prints what it counts, ends with what was wrong, and fails if anything was.
 """
@@ -19,6 +20,7 @@ import typer
 from tests.support.faults.damage import random_damage
 from tests.support.faults.kills import ALL, Kill, Kills, enumerated
 from tests.support.faults.kills import random_kills as killed_at_random
+from tests.support.faults.ranks.mismatches import MISMATCHES
 from tests.support.faults.training import WAYS
 
 app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
@@ -79,6 +81,31 @@ def damage(
     progress.show(
         f"{kinds.total()} files damaged, {len(wrong)} wrong: {dict(kinds)}" if kinds else "", at_once=True
     )
+    _end(wrong)
+
+
+@app.command()
+def mismatches(
+    only: Annotated[str, typer.Option(help="Those whose name contains this.")] = "",
+    markdown: Annotated[bool, typer.Option(help="Rows for the documentation.")] = False,
+) -> None:
+    """Run two ranks that differ in each of 51 ways, and tell how each of them ends."""
+    wrong: list[str] = []
+    start = time.monotonic()
+    for name, mismatch in MISMATCHES.items():
+        if only.lower() not in name.lower():
+            continue
+        found, verdict = mismatch.run()
+        if markdown:
+            hows = " | ".join(each.how for each in found)
+            typer.echo(f"| {name} | {hows} | {max(each.seconds for each in found):.0f} s |")
+        else:
+            hows = ", ".join(f"{each.how} ({each.seconds:.1f} s)" for each in found)
+            typer.echo(f"{name:64} {verdict:16} {hows}")
+        if verdict not in ("right", "named"):
+            said = "; ".join(f"rank {rank}: {each.message}" for rank, each in enumerate(found))
+            wrong.append(f"{name}: {verdict}: {said}")
+    typer.echo(f"{len(wrong)} of them wrong  ({time.monotonic() - start:.0f} s)")
     _end(wrong)
 
 

@@ -40,7 +40,7 @@ def said(*waited: tuple[int, Identity, float]) -> list[str]:
     """
 
     def of(rank: int, identity: Identity, seconds: float) -> str:
-        return why_in_vain(Three(None, 3, rank), 8, identity, seconds, MODEL.rank_timeout, BACKEND)
+        return why_in_vain(Three(None, 3, rank), 8, identity, MODEL, seconds, MODEL.rank_timeout, BACKEND)
 
     with ThreadPoolExecutor(3) as threads:
         return list(threads.map(lambda each: of(*each), waited))

@@ -1,0 +1,162 @@
+"""Ranks as processes of their own, and how each of them ends.
+
+In:   what each rank runs: a function that is importable by name, and its arguments.
+Out:  an `Ending` for each rank; `judged` says what is wrong with them, if anything is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from flatfsdp.launch import fork_server
+from tests.support.faults.ranks.program import OwnError
+
+How = Literal["finished", "named", "backend's words", "own error", "as told", "aborted", "hung"]
+
+WORDS = re.compile(
+    r"ranks do not do the same|is not the same on all ranks|did not come within|had given up waiting|"
+    r"(has|have) ended, or left a collective|and lost the other ranks|cannot be on rank|takes .*; build all"
+)
+"""What this project says of ranks that differ."""
+
+GROUP_TIMEOUT = timedelta(seconds=25)
+"""What a rank waits that nobody has told otherwise."""
+
+LIMIT = 20.0
+"""Seconds after which a rank hangs."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank has ended.
+
+    Attributes:
+        seconds: since all ranks began.
+        message: of the exception, if there was one.
+        losses: until then.
+    """
+
+    how: How
+    seconds: float
+    message: str = ""
+    losses: tuple[float, ...] = ()
+
+
+def endings(world_size: int, function: Callable[..., None], *args: Any, limit: float = LIMIT) -> list[Ending]:
+    """Calls `function(rank, *args, losses)` on each of these ranks.
+
+    Args:
+        limit: seconds that they have.
+    """
+    context = fork_server()
+    with tempfile.TemporaryDirectory(prefix="flatfsdp-faults-") as folder:
+        ours: list[Connection] = []
+        processes = []
+        for rank in range(world_size):
+            mine, theirs = context.Pipe()
+            arguments = (theirs, f"{folder}/store", rank, world_size, function, args)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            ours.append(mine)
+            processes.append(process)
+        start, found = time.monotonic(), dict[int, Ending]()
+        while len(found) < world_size and (left := limit - (time.monotonic() - start)) > 0:
+            waiting = [pipe for rank, pipe in enumerate(ours) if rank not in found]
+            for pipe in wait(waiting, left):
+                rank = ours.index(pipe)  # type: ignore[arg-type]
+                seconds = time.monotonic() - start
+                try:
+                    how, message, losses = pipe.recv()  # type: ignore[union-attr]
+                    found[rank] = Ending(how, seconds, message, losses)
+                except (EOFError, ConnectionError):
+                    processes[rank].join()
+                    code = processes[rank].exitcode
+                    told = code in (0, -signal.SIGKILL)
+                    found[rank] = Ending("as told" if told else "aborted", seconds, f"exit code {code}")
+        for rank, process in enumerate(processes):
+            if rank not in found:
+                is_stopped = _is_stopped(process.pid)
+                found[rank] = Ending("as told" if is_stopped else "hung", time.monotonic() - start)
+            process.kill()
+            process.join()
+    return [found[rank] for rank in range(world_size)]
+
+
+def _is_stopped(pid: int | None) -> bool:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0] == "T"
+
+
+def _serve(
+    pipe: Connection,
+    store: str,
+    rank: int,
+    world_size: int,
+    function: Callable[..., None],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    # Warnings, and what the engine logs of failed steps, are expected here by the dozen.
+    with open(os.devnull, "w") as nothing:
+        os.dup2(nothing.fileno(), 2)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
+    )
+    dist.distributed_c10d.default_pg_timeout = GROUP_TIMEOUT
+    losses: list[float] = []
+    how: How = "finished"
+    message = ""
+    try:
+        function(rank, *args, losses)
+    except BaseException as error:
+        how, message = _kind_of(error), "".join(traceback.format_exception_only(error))
+    pipe.send((how, message, tuple(losses)))
+    with suppress(RuntimeError):
+        dist.destroy_process_group()
+
+
+def _kind_of(error: BaseException) -> How:
+    if WORDS.search(str(error)):
+        return "named"
+    chain: BaseException | None = error
+    while chain is not None:
+        if isinstance(chain, OwnError):
+            return "own error"
+        chain = chain.__cause__ or chain.__context__
+    return "backend's words" if "gloo" in str(error) else "own error"
+
+
+Verdict = Literal["right", "named", "silent", "hung", "aborted", "backend's words"]
+
+TOLERANCE = 1e-4
+
+
+def judged(found: Sequence[Ending], expected: Sequence[Sequence[float]] | None) -> Verdict:
+    """The worst of what these ranks have come to.
+
+    Args:
+        expected: losses of each rank, as far as they are known; None if none are.
+    """
+    for verdict in ("hung", "aborted", "backend's words"):
+        if any(each.how == verdict for each in found):
+            return verdict  # type: ignore[return-value]
+    for rank, each in enumerate(found):
+        for loss, right in zip(each.losses, expected[rank] if expected else (), strict=False):
+            if not abs(loss - right) <= TOLERANCE * max(1.0, abs(right)):
+                return "silent"
+    return "right" if all(each.how in ("finished", "as told") for each in found) else "named"
