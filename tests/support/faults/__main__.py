@@ -1,6 +1,8 @@
-"""Faults on purpose, from the command line.
+"""Faults on purpose, from the command line: of ranks and disks at random, or of one kind.
 
 \b
+    python -m tests.support.faults --minutes 60
+    python -m tests.support.faults --seed 3 --trial 141
     python -m tests.support.faults kills --way plain --every 40
     python -m tests.support.faults random-kills --count 200 --seed 7
     python -m tests.support.faults damage --count 200
@@ -12,23 +14,93 @@ Each prints what it counts, ends with what was wrong, and fails if anything was.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from importlib.util import find_spec
 from typing import Annotated
 
 import typer
 
-from tests.support.faults.damage import random_damage
+from tests.support.faults.damage import KINDS, random_damage
 from tests.support.faults.kills import ALL, Kill, Kills, enumerated
 from tests.support.faults.kills import random_kills as killed_at_random
+from tests.support.faults.ranks.at_random import FAULTS
+from tests.support.faults.ranks.at_random import trial as random_trial
 from tests.support.faults.ranks.mismatches import MISMATCHES
 from tests.support.faults.training import WAYS
+from tests.support.progress import Progress
 
-app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, help=__doc__, rich_markup_mode=None, invoke_without_command=True)
 
 Ranks = Annotated[int, typer.Option(help="Ranks that save, and that load.")]
 Seed = Annotated[int, typer.Option(help="Another one makes other choices.")]
-SECONDS = 5.0
-"""Between two lines of progress."""
+
+
+@app.callback()
+def at_random(
+    context: typer.Context,
+    minutes: Annotated[float, typer.Option(help="How long.")] = 1.0,
+    seed: Seed = 0,
+    trial: Annotated[int, typer.Option(help="Repeat this one; -1 for all.")] = -1,
+) -> None:
+    if context.invoked_subcommand is None:
+        if trial >= 0:
+            _repeat(seed, trial)
+        else:
+            _run_at_random(minutes, seed)
+
+
+def _repeat(seed: int, number: int) -> None:
+    one = random_trial(seed, number)
+    typer.echo(f"{one.fault}: {one}")
+    found, verdict = one.run()
+    for rank, each in enumerate(found):
+        typer.echo(f"rank {rank}: {each.how} after {each.seconds:.1f} s {each.losses}\n{each.message}")
+    typer.echo(verdict)
+    _end([] if verdict in GOOD else [verdict])
+
+
+def _run_at_random(minutes: float, seed: int) -> None:
+    """Ranks and, after each of their faults once, disks."""
+    progress, counts, wrong = Progress("faults"), Counter[str](), list[str]()
+    deadline, number = time.monotonic() + 60 * minutes, 0
+
+    def line() -> str:
+        return f"tried {counts.total()}, " + ", ".join(f"{counts[each]} {each}" for each in SHOWN)
+
+    while time.monotonic() < deadline:
+        one = random_trial(seed, number)
+        found, verdict = one.run()
+        counts[verdict] += 1
+        if verdict not in GOOD:
+            said = "; ".join(f"rank {rank} {each.how}: {each.message}" for rank, each in enumerate(found))
+            wrong.append(f"--seed {seed} --trial {number}, {one.fault}, is {verdict}: {said}")
+            typer.echo(wrong[-1])
+        progress.show(line())
+        number += 1
+        if number % len(FAULTS) == 0:
+            before = len(wrong)
+            wrong += _disks(seed + number, counts)
+            for each in wrong[before:]:
+                typer.echo(each)
+    progress.show(line(), at_once=True)
+    _end(wrong)
+
+
+def _disks(seed: int, counts: Counter[str]) -> list[str]:
+    """A file damaged in each way, and some saves that are killed; returns what was wrong."""
+    *_, (damaged, wrong) = random_damage(len(KINDS), seed)
+    with Kills(2) as trials:
+        for _ in killed_at_random(trials, 2, seed, ["plain", "manager"]):
+            pass
+        wrong += trials.count.wrong
+        counts["right"] += trials.count.tried - len(trials.count.wrong)
+    counts["named"] += damaged.total()
+    counts["silent"] += len(wrong)
+    return wrong
+
+
+GOOD = ("right", "named")
+SHOWN = ("named", "right", "silent", "false alarm", "hung", "aborted", "backend's words")
 
 
 @app.command()
@@ -107,20 +179,6 @@ def mismatches(
             wrong.append(f"{name}: {verdict}: {said}")
     typer.echo(f"{len(wrong)} of them wrong  ({time.monotonic() - start:.0f} s)")
     _end(wrong)
-
-
-class Progress:
-    """A line now and then."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._start = self._last = time.monotonic()
-
-    def show(self, count: object, at_once: bool = False) -> None:
-        now = time.monotonic()
-        if at_once or now - self._last > SECONDS:
-            self._last = now
-            typer.echo(f"{self._what}: {count}  ({now - self._start:.0f} s)")
 
 
 def _available() -> list[str]:

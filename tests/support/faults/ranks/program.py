@@ -167,11 +167,10 @@ def run(rank: int, setup: Setup, program: list[Operation], losses: list[float]) 
     """Runs a program on this rank; its losses come one by one."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2)) if setup.hybrid else None
     net = build(setup)
+    units = [f"blocks.{index}" for index in range(setup.blocks if setup.units == "all" else 1)]
     model: FlatFSDP = auto_wrap(
         net,
-        lambda name, module, numel: (
-            isinstance(module, nn.Linear) and (setup.units == "all" or name[-1] == "0")
-        ),
+        lambda name, module, numel: name in units,
         mesh=mesh,
         precision=Precision(compute=setup.compute),
         reshard_after_forward=setup.reshard,
