@@ -1,0 +1,75 @@
+"""Two ranks that differ in one of 51 ways: both are told, in words that name them, or all is right."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.support.faults.ranks.at_random import FAULTS, trial
+from tests.support.faults.ranks.mismatches import MISMATCHES, USUAL, Mismatch
+from tests.support.faults.ranks.processes import Ending, endings, judged
+from tests.support.faults.ranks.program import Do, Operation, Setup, run
+from tests.support.faults.ranks.reference import reference
+
+LATE = ("state_dict, and the other is idle", "is stopped")
+"""Of those that wait for their time limit; the others by hand."""
+
+
+def test_there_are_51() -> None:
+    assert len(MISMATCHES) == 51
+
+
+@pytest.mark.parametrize("name", [each.name for each in MISMATCHES.values() if not each.is_slow] + [*LATE])
+def test_ranks_that_differ_are_named_or_right(name: str) -> None:
+    mismatch = MISMATCHES[name]
+    found, verdict = mismatch.run()
+    assert verdict == "named", found
+    # The other rank did what it was told to, or was told.
+    assert found[0].how == "named" or "not saved" in found[0].message or mismatch.is_slow, found
+
+
+def test_ranks_that_do_the_same_are_right() -> None:
+    found, verdict = Mismatch("none", Setup(), None, USUAL).run()
+    assert verdict == "right" and all(each.how == "finished" and len(each.losses) == 6 for each in found)
+
+
+def test_a_rank_that_is_late_within_the_time_limit_changes_nothing() -> None:
+    late = (*USUAL[:4], Do("sleep", 0.3), Do("slow gather", 0.3), *USUAL[4:])
+    both = (*USUAL[:4], Do("slow gather"), *USUAL[4:])
+    found, verdict = Mismatch("late", Setup(), None, both, late).run()
+    assert verdict == "right" and len(found[0].losses) == 6, found
+
+
+@pytest.mark.parametrize("number", range(0, len(FAULTS), 5))
+def test_random_faults_are_named_or_right(number: int) -> None:
+    found, verdict = trial(5, number).run()
+    assert verdict in ("right", "named"), found
+
+
+# ---- the judge itself -----------------------------------------------------------------------------------
+
+
+def test_wrong_numbers_are_silent() -> None:
+    programs: list[list[Operation]] = [list(USUAL), list(USUAL)]
+    right = reference(Setup(), programs)
+    good = [Ending("finished", 1.0, "", tuple(losses)) for losses in right]
+    bad = Ending("finished", 1.0, "", (*right[1][:3], right[1][3] + 0.01))
+    assert judged(good, right) == "right"
+    assert judged([good[0], bad], right) == "silent"
+
+
+def hangs(rank: int, losses: list[float]) -> None:
+    run(rank, Setup(), [Do("sleep", 60.0 if rank else 0.0)], losses)
+
+
+def dies(rank: int, losses: list[float]) -> None:
+    if rank:
+        os.abort()
+
+
+def test_a_rank_that_does_not_end_hangs_and_one_that_dies_is_aborted() -> None:
+    found = endings(2, hangs, limit=4.0)
+    assert [each.how for each in found] == ["finished", "hung"] and judged(found, None) == "hung"
+    found = endings(2, dies)
+    assert found[1].how == "aborted" and judged(found, None) == "aborted"
