@@ -12,6 +12,8 @@ import torch.distributed as dist
 # arguments; see `Ranks`.
 from torch.distributed.device_mesh import DeviceMesh
 
+from flatfsdp.torch_private import call_before_shutdown, new_group, timeout_of
+
 
 @dataclass(frozen=True, init=False)
 class Ranks:
@@ -77,7 +79,8 @@ class Ranks:
         assert everyone is not None
         known = _by_numbers.setdefault(everyone, {})
         if global_ranks not in known:
-            known[global_ranks] = dist.new_group(list(global_ranks), use_local_synchronization=True)
+            name = f"flatfsdp ranks {','.join(map(str, global_ranks))}"
+            known[global_ranks] = new_group(global_ranks, name, timeout=timeout_of(everyone))
         return Ranks.of(known[global_ranks])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
@@ -129,21 +132,45 @@ class Ranks:
         if self.group is None or self.size == 1:
             return self
         if self.group not in _second_communicators:
-            second = dist.new_group(
-                dist.get_process_group_ranks(self.group),
-                backend=dist.get_backend(self.group),
-                use_local_synchronization=True,
-            )
-            _second_communicators[self.group] = second
-            _first_communicators[second] = self
-        return Ranks(_second_communicators[self.group], self.size, self.rank)
+            _second_communicators[self.group] = _SecondCommunicator(self)
+        return _second_communicators[self.group].ranks
 
     def first_communicator(self) -> Ranks:
         """The communicator that `own_communicator` has made this one beside, or this one."""
         return self if self.group is None else _first_communicators.get(self.group, self)
 
 
-_second_communicators: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+class _SecondCommunicator:
+    """A communicator beside another one, and destroyed just before that one is.
+
+    Not when that one is collected as garbage: this happens on each rank at another time, and with NCCL ranks
+    wait for each other in the end of a communicator.
+    """
+
+    def __init__(self, first: Ranks) -> None:
+        group = first.group
+        assert group is not None
+        # Named behind the first one: when all groups are destroyed, PyTorch goes by their names, backwards.
+        self._group: dist.ProcessGroup | None = new_group(
+            first.global_ranks,
+            f"{first.name} second",
+            backend=dist.get_backend(group),
+            timeout=timeout_of(group),
+        )
+        self.ranks = Ranks(self._group, first.size, first.rank)
+        _first_communicators[self._group] = first
+        call_before_shutdown(group, self._destroy, also_at_exit=False)
+        call_before_shutdown(self._group, self._forget, also_at_exit=False)
+
+    def _destroy(self) -> None:
+        if self._group is not None:  # otherwise all groups are being destroyed
+            dist.destroy_process_group(self._group)
+
+    def _forget(self) -> None:
+        self._group = None
+
+
+_second_communicators: WeakKeyDictionary[dist.ProcessGroup, _SecondCommunicator] = WeakKeyDictionary()
 """Shared by all models over a group: NCCL takes seconds and hundreds of megabytes to make one, and frees none
 before the group is destroyed."""
 
