@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Annotated
 
 import torch
@@ -124,7 +125,7 @@ def main(
     if on_gpu:
         torch.cuda.set_device(place)
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=300))
     hidden = hidden or (4096 if on_gpu else 128)
     heads = heads or (32 if on_gpu else 4)
     seq = seq or (2048 if on_gpu else 64)

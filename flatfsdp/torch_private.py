@@ -36,6 +36,11 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def process_groups() -> list[dist.ProcessGroup]:
+    """All that this process is in and that are not destroyed."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 @contextmanager
 def time_limit(group: dist.ProcessGroup | None, seconds: float | None) -> Iterator[None]:
     """Collectives that begin inside over gloo wait for other ranks that long; None: as long as ever."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import weakref
 from datetime import timedelta
 
@@ -12,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import nn
 
-from flatfsdp import FlatFSDP
+from flatfsdp import FlatFSDP, set_timeout
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.fp8 import autocast
@@ -88,3 +89,31 @@ def test_the_second_communicator_waits_as_long_as_the_first(world_size: int) -> 
     assert second is not None
     assert timeout_of(second) == timedelta(seconds=17)
     dist.destroy_process_group(group)
+
+
+@on_ranks(2, patience=25.0)  # of its own: collectives that end by themselves break the groups
+def test_a_timeout_that_was_set_later_ends_collectives_over_all_groups(rank: int, world_size: int) -> None:
+    group = dist.new_group(range(world_size))
+    second = Ranks.of(group).own_communicator().group
+    set_timeout(1.0)
+    if rank == 1:
+        # One rank alone does not change it.
+        with pytest.raises(RuntimeError, match="set_timeout is collective, and rank 0 did not call it"):
+            set_timeout(60.0)
+        time.sleep(3.0)
+        return
+    for each in (group, second):
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
+            dist.all_reduce(torch.ones(1), group=each)
+        assert 0.9 < time.monotonic() - begin < 10.0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_timeout_is_a_positive_number_of_seconds(seconds: float) -> None:
+    with pytest.raises(ValueError, match="a timeout is a finite number"):
+        set_timeout(seconds)
+
+
+def test_without_ranks_there_is_no_timeout() -> None:
+    set_timeout(100.0)
