@@ -119,7 +119,14 @@ def main(
     accumulation: Annotated[int, typer.Option("--microbatches", min=1, help="In one step.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps to average over.")] = 5,
 ) -> None:
-    """What fused weight gradients and cached FP8 weights give, under FlatFSDP."""
+    """What fused weight gradients and cached FP8 weights give, under FlatFSDP.
+
+    Examples:
+
+    python examples/performance.py --device cpu
+
+    torchrun --nproc-per-node 4 examples/performance.py
+    """
     on_gpu = (device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu:
