@@ -9,6 +9,7 @@ would be recompiled.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -69,7 +70,7 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 def new_group(
     global_ranks: Sequence[int], name: str, backend: str | None = None, timeout: timedelta | None = None
 ) -> dist.ProcessGroup:
-    """A process group of some ranks, under a name that they know.  Collective over these ranks only.
+    """A process group of some ranks, which is shut down before others.  Collective over these ranks only.
 
     `dist.new_group(use_local_synchronization=True)` makes the name from the ranks and from the number of
     groups that this process is in.  Ranks that are in unequally many wait for each other in vain then.  And a
@@ -77,13 +78,16 @@ def new_group(
     the ranks of that one listened.
 
     Args:
-        name: no other group of these ranks has it, or has had it.
+        name: the same on all of them; no other group of theirs from here has it, or has had it.
         backend: None takes that of the default process group.
         timeout: of its collectives; None takes PyTorch's default for the backend.
     """
     c10d = dist.distributed_c10d
     from_ranks = c10d._process_group_name
-    c10d._process_group_name = lambda ranks, use_hashed_name: name  # type: ignore[assignment, return-value]
+    digest = hashlib.sha256(repr(tuple(global_ranks)).encode()).hexdigest()
+    # A tilde, because PyTorch destroys all groups backwards by name.
+    full = f"~flatfsdp {name} {digest[:16]}"
+    c10d._process_group_name = lambda ranks, use_hashed_name: full  # type: ignore[assignment, return-value]
     try:
         return dist.new_group(
             list(global_ranks), backend=backend, timeout=timeout, use_local_synchronization=True

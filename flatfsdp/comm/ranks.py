@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -79,8 +80,7 @@ class Ranks:
         assert everyone is not None
         known = _by_numbers.setdefault(everyone, {})
         if global_ranks not in known:
-            name = f"flatfsdp ranks {','.join(map(str, global_ranks))}"
-            known[global_ranks] = new_group(global_ranks, name, timeout=timeout_of(everyone))
+            known[global_ranks] = new_group(global_ranks, "by numbers", timeout=timeout_of(everyone))
         return Ranks.of(known[global_ranks])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
@@ -148,12 +148,15 @@ class _SecondCommunicator:
     """
 
     def __init__(self, first: Ranks) -> None:
-        group = first.group
-        assert group is not None
-        # Named behind the first one: when all groups are destroyed, PyTorch goes by their names, backwards.
+        group, everyone = first.group, default_group()
+        assert group is not None and everyone is not None
+        made, ranks = _second_ones_made.setdefault(everyone, Counter()), tuple(first.global_ranks)
+        made[ranks] += 1
         self._group: dist.ProcessGroup | None = new_group(
-            first.global_ranks,
-            f"{first.name} second",
+            ranks,
+            # Counted, as all these ranks come here; a group that NCCL has split off another one may not have
+            # the same name on all of its ranks.
+            f"second {made[ranks]}",
             backend=dist.get_backend(group),
             timeout=timeout_of(group),
         )
@@ -174,6 +177,9 @@ _second_communicators: WeakKeyDictionary[dist.ProcessGroup, _SecondCommunicator]
 """Shared by all models over a group: NCCL takes seconds and hundreds of megabytes to make one, and frees none
 before the group is destroyed."""
 
+
+_second_ones_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""Of each default group: how many second communicators there have been, by their ranks."""
 
 _first_communicators: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
 
