@@ -10,7 +10,9 @@ from setuptools import find_packages, setup
 
 # `python -m flatfsdp`, examples and benchmarks; typer takes Literals as options since 0.19.
 CLI = ["typer>=0.19", "rich>=13.7", "matplotlib>=3.8"]
+FABRIC = "lightning-fabric>=2.5"
 
+# Lower bounds are versions with which tests have run; nothing older was tried.
 setup(
     name="flatfsdp",
     version="0.1.0",
@@ -25,18 +27,17 @@ setup(
     install_requires=["torch>=2.11,<2.14", "numpy>=1.26"],
     extras_require={
         "cli": CLI,
-        "cuda": ["triton", "nvmath-python"],
+        "cuda": ["triton>=3.6", "nvmath-python>=1.0"],
         "test": [
             *CLI,
-            "pytest",
-            "pytest-timeout",
-            "pytest-xdist",
-            "hypothesis",
-            "ruff",
-            "mypy",
-            "lightning-fabric",
+            "pytest>=9.2",
+            "pytest-timeout>=2.4",
+            "pytest-xdist>=3.8",
+            "hypothesis>=6.170",
+            "ruff>=0.17",
+            "mypy>=2.4",
+            FABRIC,
         ],
-        "docs": ["mkdocs-material", "mkdocstrings[python]"],
         # The libraries with which tests/ecosystem runs, by exact version: they are what the tests are about.
         # lightning brings a copy of lightning-fabric, in the same place, so both are of one version.
         "ecosystem": [
@@ -47,6 +48,6 @@ setup(
             "lightning-fabric==2.6.6",
         ],
         "baseline": ["fairscale==0.4.13"],
-        "lightning": ["lightning-fabric"],
+        "lightning": [FABRIC],
     },
 )

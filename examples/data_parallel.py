@@ -267,7 +267,14 @@ def main(
     device: options.OnDevice = Device.auto,
     as_json: options.Json = False,
 ) -> None:
-    """Trains one small GPT by data parallel, ZeRO-2, ZeRO-3 and hybrid sharding, and compares them."""
+    """Trains one small GPT by data parallel, ZeRO-2, ZeRO-3 and hybrid sharding, and compares them.
+
+    Examples:
+
+    python examples/data_parallel.py --layers 6 --hidden 256 --steps 20 --json
+
+    torchrun --nproc-per-node 4 examples/data_parallel.py
+    """
     try:
         settings = Settings(GPTConfig(layers, hidden, heads, seq), batch, steps, lr, seed)
         launch = Launch(None if under_torchrun() else ranks, device)

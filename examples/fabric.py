@@ -37,7 +37,14 @@ def main(
     accumulation: Annotated[int, typer.Option("--microbatches", min=1, help="In one step.")] = 4,
     out: Annotated[Path, typer.Option(help="Folder of the checkpoint.")] = Path("out/fabric"),
 ) -> None:
-    """Train a small GPT on this Python's own source code with Lightning Fabric, in FP8, sharded."""
+    """Train a small GPT on this Python's own source code with Lightning Fabric, in FP8, sharded.
+
+    Examples:
+
+    python examples/fabric.py --accelerator cpu --devices 2
+
+    python examples/fabric.py --devices 4 --hidden 4096 --heads 32 --lr 3e-4 --compile
+    """
     fabric = Fabric(accelerator=accelerator, devices=devices, strategy=FlatFSDPStrategy())
     fabric.launch()
     config = GPTConfig(layers, hidden, heads, seq=64)

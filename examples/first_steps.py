@@ -5,11 +5,12 @@ torchrun --nproc-per-node 2 examples/first_steps.py     # two ranks, on GPUs if 
 """
 
 import os
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from flatfsdp import Precision, auto_wrap, by_class, microbatches
+from flatfsdp import Precision, auto_wrap, by_class, microbatches, set_timeout
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
 
@@ -17,7 +18,7 @@ ENVIRONMENT = {"RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}  # torchrun se
 rank, local_rank, local_size = (int(os.environ.get(name, default)) for name, default in ENVIRONMENT.items())
 device = torch.device("cuda", local_rank) if local_size <= torch.cuda.device_count() else torch.device("cpu")
 if "RANK" in os.environ:
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=300))
 
 config = GPTConfig(layers=2, hidden=64, heads=4, seq=64)
 model = auto_wrap(
@@ -38,6 +39,8 @@ for step in range(20):
     norm = model.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
+    if step == 0:
+        set_timeout(100)  # ranks have compiled and read data, and now wait for none so long
     if rank == 0 and step % 5 == 4:
         print(f"step {step + 1:3d}  loss {loss.item():.3f}  gradient norm {norm.item():.2f}")
 

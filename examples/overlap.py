@@ -252,7 +252,14 @@ def main(
     device: Annotated[Device, typer.Option(help="auto takes the GPU if there is one.")] = Device.auto,
     out: Annotated[Path, typer.Option(help="Folder for overlap.png.")] = Path("out"),
 ) -> None:
-    """Times compute and copy alone, in sequence and overlapped, and draws both from a trace."""
+    """Times compute and copy alone, in sequence and overlapped, and draws both from a trace.
+
+    Examples:
+
+    python examples/overlap.py --device cpu
+
+    python examples/overlap.py --mib 512 --width 4096 --out out/overlap
+    """
     if device is Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda needs a GPU; leave it out to see two threads instead")
     on_gpu = device is not Device.cpu and torch.cuda.is_available()

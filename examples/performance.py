@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Annotated
 
 import torch
@@ -118,13 +119,20 @@ def main(
     accumulation: Annotated[int, typer.Option("--microbatches", min=1, help="In one step.")] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Steps to average over.")] = 5,
 ) -> None:
-    """What fused weight gradients and cached FP8 weights give, under FlatFSDP."""
+    """What fused weight gradients and cached FP8 weights give, under FlatFSDP.
+
+    Examples:
+
+    python examples/performance.py --device cpu
+
+    torchrun --nproc-per-node 4 examples/performance.py
+    """
     on_gpu = (device or ("cuda" if torch.cuda.is_available() else "cpu")) == "cuda"
     place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(place)
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if on_gpu else "gloo")
+        dist.init_process_group("nccl" if on_gpu else "gloo", timeout=timedelta(seconds=300))
     hidden = hidden or (4096 if on_gpu else 128)
     heads = heads or (32 if on_gpu else 4)
     seq = seq or (2048 if on_gpu else 64)

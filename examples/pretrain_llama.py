@@ -18,6 +18,7 @@ import resource
 import signal
 import time
 from dataclasses import asdict, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp import param_groups
+from flatfsdp import param_groups, set_timeout
 from flatfsdp.checkpoint import CheckpointManager
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
 from flatfsdp.models.text import Sampler, load_corpus
@@ -114,7 +115,8 @@ def start_ranks(deterministic: bool) -> torch.device:
     if on_gpu:
         torch.cuda.set_device(device)
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None, **alone)
+    backend, bound = ("nccl", device) if on_gpu else ("gloo", None)
+    dist.init_process_group(backend, timeout=timedelta(seconds=300), device_id=bound, **alone)
     return device
 
 
@@ -297,6 +299,8 @@ def main(
             run = traced if is_drawn else train
             loss, is_asked_to_end = run(step)
             per_s = tokens / (time.perf_counter() - start)
+            if step == first:
+                set_timeout(100)  # ranks have compiled and read data, and now wait for none so long
             report.step(
                 step=step + 1,
                 loss=loss,

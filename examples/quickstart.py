@@ -164,7 +164,14 @@ def main(
     batch: Annotated[int, typer.Option(help="Sequences.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Steps to average over.")] = 10,
 ) -> None:
-    """One GPT layer from plain PyTorch to FP8: the same weights, outputs compared, times printed."""
+    """One GPT layer from plain PyTorch to FP8: the same weights, outputs compared, times printed.
+
+    Examples:
+
+    python examples/quickstart.py --device cpu
+
+    python examples/quickstart.py --hidden 1024 --seq 512
+    """
     on_gpu = device == "cuda"
     hidden = hidden or (4096 if on_gpu else 128)
     heads = heads or (32 if on_gpu else 4)

@@ -1,5 +1,6 @@
 """FlatFSDP: an FSDP-integrated flat-parameter engine."""
 
+from flatfsdp.comm.timeout import set_timeout
 from flatfsdp.compat.torch_state_dicts.connect import connect_state_dicts
 from flatfsdp.contract.whole_shape import whole_shape
 from flatfsdp.engine.ema import EMA
@@ -30,6 +31,7 @@ __all__ = [
     "param_groups",
     "register_forward_method",
     "replayed",
+    "set_timeout",
     "shard",
     "whole_shape",
 ]

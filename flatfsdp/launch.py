@@ -30,8 +30,8 @@ import torch.multiprocessing as mp
 Payload = TypeVar("Payload")
 Result = TypeVar("Result")
 
-# A rank that waits longer than this for another one has lost it.
-TIMEOUT = timedelta(minutes=10)
+# Long enough for a first step, in which each rank reads data and compiles; `set_timeout` shortens it.
+TIMEOUT = timedelta(seconds=300)
 
 
 class Device(str, Enum):

@@ -9,10 +9,11 @@ would be recompiled.
 from __future__ import annotations
 
 import atexit
+import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
 from types import CodeType, FrameType
@@ -36,6 +37,11 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def process_groups() -> list[dist.ProcessGroup]:
+    """All that this process is in and that are not destroyed."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
 @contextmanager
 def time_limit(group: dist.ProcessGroup | None, seconds: float | None) -> Iterator[None]:
     """Collectives that begin inside over gloo wait for other ranks that long; None: as long as ever."""
@@ -51,42 +57,87 @@ def time_limit(group: dist.ProcessGroup | None, seconds: float | None) -> Iterat
         backend._set_default_timeout(before)
 
 
-def call_before_shutdown(group: dist.ProcessGroup, method: Callable[[], None]) -> None:
-    """Calls a bound method, if its object still lives, before a process group is destroyed or Python ends.
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long collectives over a process group wait for other ranks; None for backends that do not say."""
+    for device in group._device_types:
+        # Of the classes of backends, some have no options, and some raise.
+        with suppress(AttributeError, RuntimeError):
+            timeout: timedelta = group._get_backend(device).options._timeout
+            return timeout
+    return None
 
-    PyTorch has no hook for that.  A communicator of NCCL waits for the CUDA graphs that launch its
-    collectives, and `destroy_process_group()` with it, for good if nobody frees them.
+
+def new_group(
+    global_ranks: Sequence[int], name: str, backend: str | None = None, timeout: timedelta | None = None
+) -> dist.ProcessGroup:
+    """A process group of some ranks, which is shut down before others.  Collective over these ranks only.
+
+    `dist.new_group(use_local_synchronization=True)` makes the name from the ranks and from the number of
+    groups that this process is in.  Ranks that are in unequally many wait for each other in vain then.  And a
+    group that is made after another one has ended can have its name, under which the store still says where
+    the ranks of that one listened.
+
+    Args:
+        name: the same on all of them; no other group of theirs from here has it, or has had it.
+        backend: None takes that of the default process group.
+        timeout: of its collectives; None takes PyTorch's default for the backend.
+    """
+    c10d = dist.distributed_c10d
+    from_ranks = c10d._process_group_name
+    digest = hashlib.sha256(repr(tuple(global_ranks)).encode()).hexdigest()
+    # A tilde, because PyTorch destroys all groups backwards by name.
+    full = f"~flatfsdp {name} {digest[:16]}"
+    c10d._process_group_name = lambda ranks, use_hashed_name: full  # type: ignore[assignment, return-value]
+    try:
+        return dist.new_group(
+            list(global_ranks), backend=backend, timeout=timeout, use_local_synchronization=True
+        )
+    finally:
+        c10d._process_group_name = from_ranks
+
+
+def call_before_shutdown(group: dist.ProcessGroup, method: Callable[[], None], *, also_at_exit: bool) -> None:
+    """Calls a bound method, if its object still lives, before a process group is destroyed.
+
+    PyTorch has no hook for that.
+
+    Args:
+        also_at_exit: or before Python ends without destroying it, perhaps on this rank alone.
     """
     if not hasattr(dist.ProcessGroup.shutdown, "__wrapped__"):
         dist.ProcessGroup.shutdown = _calling_first(  # type: ignore[method-assign, assignment]
             dist.ProcessGroup.shutdown
         )
-        atexit.register(_call_all_before_shutdown)
-    _before_shutdown.setdefault(group, []).append(WeakMethod(method))
+        atexit.register(_call_all_at_exit)
+    _before_shutdown.setdefault(group, []).append(_Call(WeakMethod(method), also_at_exit))
+
+
+class _Call(NamedTuple):
+    method: WeakMethod[Callable[[], None]]
+    also_at_exit: bool
 
 
 def _calling_first(shutdown: Callable[[dist.ProcessGroup], None]) -> Callable[[dist.ProcessGroup], None]:
     @wraps(shutdown)
     def calls_and_shuts_down(group: dist.ProcessGroup) -> None:
-        _call_before_shutdown(group)
+        _call(_before_shutdown.pop(group, ()))
         shutdown(group)
 
     return calls_and_shuts_down
 
 
-def _call_all_before_shutdown() -> None:
-    for group in list(_before_shutdown):
-        _call_before_shutdown(group)
+def _call_all_at_exit() -> None:
+    for calls in list(_before_shutdown.values()):
+        _call(call for call in calls if call.also_at_exit)
 
 
-def _call_before_shutdown(group: dist.ProcessGroup) -> None:
-    for reference in _before_shutdown.pop(group, ()):
-        if (method := reference()) is not None:
+def _call(calls: Iterable[_Call]) -> None:
+    for call in calls:
+        if (method := call.method()) is not None:
             method()
 
 
-_before_shutdown: WeakKeyDictionary[dist.ProcessGroup, list[WeakMethod[Callable[[], None]]]]
-_before_shutdown = WeakKeyDictionary()
+_before_shutdown: WeakKeyDictionary[dist.ProcessGroup, list[_Call]] = WeakKeyDictionary()
 
 
 def running_backward() -> int:

@@ -9,6 +9,7 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,7 +61,8 @@ def _rank_main(
     torch.set_num_threads(1)
     # A file, not a port: benchmarks that run at the same time do not meet.
     store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    limit = timedelta(seconds=300)
+    dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=world_size)
     try:
         (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(fn(rank, world_size, *args)))
         dist.barrier()

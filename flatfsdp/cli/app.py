@@ -16,6 +16,7 @@ from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from flatfsdp.cli.console import results_console, usage_errors
 from flatfsdp.cli.matrix import MatrixPlan, MatrixReport, run_matrix
+from flatfsdp.cli.needs import require
 from flatfsdp.cli.plan import plan
 from flatfsdp.cli.train import train_on_rank
 from flatfsdp.cli.verify import Report, Switch, VerifyJob, verify_on_rank
@@ -141,6 +142,7 @@ def verify(
         with reported_failures():
             matrix_report = run_matrix(plan, out)
         conclude(matrix_report, out, json, plan.left_out_lines())
+    require("matplotlib")
     with usage_errors():
         if only:
             raise ValueError(
@@ -241,6 +243,7 @@ def train(
 
     [green]torchrun --nproc-per-node 4 -m flatfsdp train --hidden 1024 --heads 16 --layers 12[/green]
     """
+    require("matplotlib")
     with usage_errors():
         settings = TrainSettings(
             model=GPTConfig(layers, hidden, heads, seq),

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
 from flatfsdp.cli.summary import RunSummary
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
 def verdict(good: bool, yes: str, no: str) -> Text:
@@ -66,6 +67,9 @@ def plot_losses(path: Path, title: str, panels: Mapping[str, Mapping[str, list[f
     The first curve of a panel is broad and pale and the second a dark dashed line on top of it, so that
     both are visible where they are equal.
     """
+    # Not with the module: it takes half a second, of every command and every rank.
+    from matplotlib.figure import Figure
+
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure = Figure(figsize=(5.5 * columns, 3.2 * rows + 0.6), layout="constrained")
@@ -77,6 +81,8 @@ def plot_losses(path: Path, title: str, panels: Mapping[str, Mapping[str, list[f
 
 
 def _draw(axes: Axes, name: str, curves: Mapping[str, list[float]]) -> None:
+    from matplotlib.ticker import MaxNLocator
+
     styles = ({"linewidth": 6, "color": "#f2b880"}, {"linewidth": 1.5, "color": "#1f3a68", "linestyle": "--"})
     for (label, losses), style in zip(curves.items(), styles, strict=False):
         axes.plot(range(len(losses)), losses, label=label, **style)  # type: ignore[arg-type]

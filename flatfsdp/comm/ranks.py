@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 from weakref import ReferenceType, WeakKeyDictionary, ref
@@ -11,6 +12,8 @@ import torch.distributed as dist
 # Every optimizer imports it, and for good it keeps the default group, if there is one by then, in default
 # arguments; see `Ranks`.
 from torch.distributed.device_mesh import DeviceMesh
+
+from flatfsdp.torch_private import call_before_shutdown, new_group, timeout_of
 
 
 @dataclass(frozen=True, init=False)
@@ -77,7 +80,7 @@ class Ranks:
         assert everyone is not None
         known = _by_numbers.setdefault(everyone, {})
         if global_ranks not in known:
-            known[global_ranks] = dist.new_group(list(global_ranks), use_local_synchronization=True)
+            known[global_ranks] = new_group(global_ranks, "by numbers", timeout=timeout_of(everyone))
         return Ranks.of(known[global_ranks])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
@@ -129,24 +132,54 @@ class Ranks:
         if self.group is None or self.size == 1:
             return self
         if self.group not in _second_communicators:
-            second = dist.new_group(
-                dist.get_process_group_ranks(self.group),
-                backend=dist.get_backend(self.group),
-                use_local_synchronization=True,
-            )
-            _second_communicators[self.group] = second
-            _first_communicators[second] = self
-        return Ranks(_second_communicators[self.group], self.size, self.rank)
+            _second_communicators[self.group] = _SecondCommunicator(self)
+        return _second_communicators[self.group].ranks
 
     def first_communicator(self) -> Ranks:
         """The communicator that `own_communicator` has made this one beside, or this one."""
         return self if self.group is None else _first_communicators.get(self.group, self)
 
 
-_second_communicators: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+class _SecondCommunicator:
+    """A communicator beside another one, and destroyed just before that one is.
+
+    Not when that one is collected as garbage: this happens on each rank at another time, and with NCCL ranks
+    wait for each other in the end of a communicator.
+    """
+
+    def __init__(self, first: Ranks) -> None:
+        group, everyone = first.group, default_group()
+        assert group is not None and everyone is not None
+        made, ranks = _second_ones_made.setdefault(everyone, Counter()), tuple(first.global_ranks)
+        made[ranks] += 1
+        self._group: dist.ProcessGroup | None = new_group(
+            ranks,
+            # Counted, as all these ranks come here; a group that NCCL has split off another one may not have
+            # the same name on all of its ranks.
+            f"second {made[ranks]}",
+            backend=dist.get_backend(group),
+            timeout=timeout_of(group),
+        )
+        self.ranks = Ranks(self._group, first.size, first.rank)
+        _first_communicators[self._group] = first
+        call_before_shutdown(group, self._destroy, also_at_exit=False)
+        call_before_shutdown(self._group, self._forget, also_at_exit=False)
+
+    def _destroy(self) -> None:
+        if self._group is not None:  # otherwise all groups are being destroyed
+            dist.destroy_process_group(self._group)
+
+    def _forget(self) -> None:
+        self._group = None
+
+
+_second_communicators: WeakKeyDictionary[dist.ProcessGroup, _SecondCommunicator] = WeakKeyDictionary()
 """Shared by all models over a group: NCCL takes seconds and hundreds of megabytes to make one, and frees none
 before the group is destroyed."""
 
+
+_second_ones_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
+"""Of each default group: how many second communicators there have been, by their ranks."""
 
 _first_communicators: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
 

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from flatfsdp.contract.claimed import taken_from
@@ -24,6 +23,7 @@ from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 from flatfsdp.layers.base import MapOf, MatmulLayer
 from flatfsdp.layers.calls import linear, prepare
 from flatfsdp.matmul.linear_map import FuseWgrad
+from flatfsdp.torch_private import never_traced
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ConvertedLinear(Mixed, MatmulLayer):
     def about(cls, plain: type[nn.Module]) -> About:
         return {"is_transposed": plain is not nn.Linear}
 
-    @torch.compiler.disable
+    @never_traced
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
         """[..., in_features] to [..., out_features].
 

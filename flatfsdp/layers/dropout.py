@@ -17,7 +17,7 @@ from flatfsdp.comm.rng import GetTracker, RNGTracker
 from flatfsdp.fp8.recompute import require_repeatable
 from flatfsdp.kernels.cast.column_sum import column_sum
 from flatfsdp.kernels.dropout import draw_seed, dropout_backward, dropout_forward
-from flatfsdp.torch_private import once_differentiable
+from flatfsdp.torch_private import never_traced, once_differentiable
 
 
 class OwnNumbers:
@@ -76,7 +76,7 @@ def bias_dropout_add(
 
 
 # torch.compile would draw other seeds than eager calls do.
-@torch.compiler.disable
+@never_traced
 def _drop(x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float) -> Tensor:
     return _BiasDropoutAdd.apply(x, bias, residual, p, draw_seed(x.device))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -18,6 +17,7 @@ from flatfsdp.layers.norm_first import NormFirst
 from flatfsdp.layers.normalized import NormKind
 from flatfsdp.layers.options import LinearOptions
 from flatfsdp.layers.projection import Projection
+from flatfsdp.torch_private import never_traced
 
 
 class LayerNormLinear(NormFirst, Projection):
@@ -61,7 +61,7 @@ class LayerNormLinear(NormFirst, Projection):
         super().reset_parameters()
         self._reset_norm()
 
-    @torch.compiler.disable
+    @never_traced
     def forward(
         self,
         inp: Tensor,

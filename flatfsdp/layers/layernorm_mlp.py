@@ -22,6 +22,7 @@ from flatfsdp.layers.options import MatmulOptions
 from flatfsdp.layers.parameters import InitMethod, normal_init
 from flatfsdp.layers.shared import initialize
 from flatfsdp.matmul.exchange import Exchange
+from flatfsdp.torch_private import never_traced
 
 
 class LayerNormMLP(NormFirst):
@@ -125,7 +126,7 @@ class LayerNormMLP(NormFirst):
                 if bias is not None:
                     bias.zero_()
 
-    @torch.compiler.disable
+    @never_traced
     def forward(
         self,
         inp: Tensor,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -16,6 +15,7 @@ from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import linear, prepare
 from flatfsdp.layers.options import LinearOptions
 from flatfsdp.layers.projection import Projection
+from flatfsdp.torch_private import never_traced
 
 
 class Linear(Projection):
@@ -42,7 +42,7 @@ class Linear(Projection):
         super().__init__(in_features, out_features, bias, **options)
         self.reset_parameters()
 
-    @torch.compiler.disable
+    @never_traced
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         """[..., in_features] to [..., out_features], of this rank's part; with `return_bias`, (that, bias).
 

@@ -23,8 +23,8 @@ ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 """Before a program: two ranks, each with an interpreter of its own; `run_program(ranks=2)` is quicker."""
 
-PRELOAD = ("flatfsdp.cli.app",)
-"""Modules that nearly all programs need; this brings rich and matplotlib, too."""
+PRELOAD = ("flatfsdp.cli.app", "matplotlib.figure")
+"""Modules that nearly all programs need; the first brings rich, too."""
 
 
 def run_program(

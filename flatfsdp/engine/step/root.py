@@ -112,10 +112,14 @@ class Root:
         return model
 
     def call_before_shutdown(self, method: Callable[[], None]) -> None:
-        """Calls a bound method before any process group is destroyed over which this model communicates."""
+        """Calls a bound method before any process group is destroyed over which this model communicates.
+
+        Or before Python ends: a communicator of NCCL waits for the CUDA graphs that launch its collectives,
+        and `destroy_process_group()` with it, for good if nobody frees them.
+        """
         for ranks in self._model.communicators:
             if ranks.group is not None:
-                call_before_shutdown(ranks.group, method)
+                call_before_shutdown(ranks.group, method, also_at_exit=True)
 
     @property
     def unit(self) -> Unit:

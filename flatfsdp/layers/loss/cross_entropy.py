@@ -26,12 +26,12 @@ from flatfsdp.comm.checking.identity import Action, Identity
 from flatfsdp.comm.checking.journal import launch_on_host
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.kernels.cross_entropy import Statistics, cross_entropy_grad, cross_entropy_statistics
-from flatfsdp.torch_private import once_differentiable
+from flatfsdp.torch_private import never_traced, once_differentiable
 
 ReductionKind = Literal["mean", "sum", "none"]
 
 
-@torch.compiler.disable
+@never_traced
 def cross_entropy(
     logits: Tensor,
     targets: Tensor,

@@ -32,7 +32,7 @@ from flatfsdp.layers.loss.cross_entropy import Reduction, ReductionKind, ids_of,
 from flatfsdp.layers.options import LinearOptions
 from flatfsdp.matmul import gemms
 from flatfsdp.matmul.linear_map import LinearCall, LinearGrads, LinearSaved, linear_backward, linear_forward
-from flatfsdp.torch_private import once_differentiable, receives_gradient
+from flatfsdp.torch_private import never_traced, once_differentiable, receives_gradient
 
 
 class LinearCrossEntropy(Linear):
@@ -91,8 +91,8 @@ class LinearCrossEntropy(Linear):
         self.how = how
         self.chunk_tokens = chunk_tokens
 
-    @torch.compiler.disable
-    def forward(  # targets come second, as in any loss
+    @never_traced
+    def forward(  # type: ignore[override]  # targets come second, as in any loss
         self, inp: Tensor, targets: Tensor | None = None, is_first_microbatch: bool | None = None
     ) -> Tensor:
         """Logits [..., out_features], of this rank's part, without targets; with them the loss.

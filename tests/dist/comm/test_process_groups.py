@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import time
 import weakref
+from datetime import timedelta
 
 import pytest
 import torch
@@ -10,10 +13,12 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as differentiable
 from torch import nn
 
-from flatfsdp import FlatFSDP
+from flatfsdp import FlatFSDP, set_timeout
+from flatfsdp.comm.ranks import Ranks
 from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.fp8 import autocast
 from flatfsdp.layers import Linear
+from flatfsdp.torch_private import timeout_of
 from tests.support.ranks import on_ranks
 
 
@@ -42,3 +47,73 @@ def test_a_process_group_ends_when_it_is_destroyed_though_a_model_has_it(rank: i
     dist.destroy_process_group(group)
     del group
     assert model.clip_grad_norm_(1.0) > 1.0
+
+
+@on_ranks(2)
+def test_groups_that_are_made_and_destroyed_leave_nothing_behind(world_size: int) -> None:
+    """A model has a second communicator beside each of its groups, which nobody else knows."""
+
+    def threads_and_files() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    seen = []
+    for _ in range(20):
+        group = dist.new_group(range(world_size))
+        model = FlatFSDP(nn.Linear(2, 2), process_group=group)
+        model(torch.ones(2, 2)).sum().backward()
+        second = weakref.ref(Ranks.of(group).own_communicator().group)
+        dist.destroy_process_group(group)
+        # Destroyed with the first one, not when that is forgotten, which ranks do at different times.
+        assert len(dist.distributed_c10d._world.pg_map) == 1
+        assert second() is None
+        del group
+        seen.append(threads_and_files())
+    assert len(set(seen[5:])) == 1
+
+
+@on_ranks(4)
+def test_ranks_that_are_in_unequally_many_groups(rank: int, world_size: int) -> None:
+    """Ranks that called a new group by how many they are in would wait for each other in vain."""
+    pair = dist.new_group([0, 1])
+    model = FlatFSDP(nn.Linear(2, 2), process_group=dist.group.WORLD)
+    model(torch.ones(2, 2)).sum().backward()
+    assert Ranks.among(tuple(range(world_size))).size == world_size
+    if rank < 2:
+        dist.destroy_process_group(pair)
+
+
+@on_ranks(2)
+def test_the_second_communicator_waits_as_long_as_the_first(world_size: int) -> None:
+    group = dist.new_group(range(world_size), timeout=timedelta(seconds=17))
+    second = Ranks.of(group).own_communicator().group
+    assert second is not None
+    assert timeout_of(second) == timedelta(seconds=17)
+    dist.destroy_process_group(group)
+
+
+@on_ranks(2, patience=25.0)  # of its own: collectives that end by themselves break the groups
+def test_a_timeout_that_was_set_later_ends_collectives_over_all_groups(rank: int, world_size: int) -> None:
+    group = dist.new_group(range(world_size))
+    second = Ranks.of(group).own_communicator().group
+    set_timeout(1.0)
+    if rank == 1:
+        # One rank alone does not change it.
+        with pytest.raises(RuntimeError, match="set_timeout is collective, and rank 0 did not call it"):
+            set_timeout(60.0)
+        time.sleep(3.0)
+        return
+    for each in (group, second):
+        begin = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
+            dist.all_reduce(torch.ones(1), group=each)
+        assert 0.9 < time.monotonic() - begin < 10.0
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_timeout_is_a_positive_number_of_seconds(seconds: float) -> None:
+    with pytest.raises(ValueError, match="a timeout is a finite number"):
+        set_timeout(seconds)
+
+
+def test_without_ranks_there_is_no_timeout() -> None:
+    set_timeout(100.0)

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.programs import run_program
 from tests.support.stress.search import Judge, search
 
 
 @pytest.mark.parametrize(("ranks", "examples"), [(1, 10), (2, 20), (3, 8), (4, 8)])
 def test_flag_off_flag_on_and_plain_agree(ranks: int, examples: int) -> None:
     search(ranks, examples, Judge())
+
+
+def test_a_search_by_hand_says_how_far_it_is_without_a_terminal() -> None:
+    done = run_program("-m", "tests.support.stress", "--examples", "2", "--ranks", "1", "--seed", "1")
+    begin, last, verdict = done.stdout.splitlines()
+    assert begin == "--examples 2 --ranks 1 --seed 1"
+    assert last.startswith("plans: 2 of 2 begun  (")
+    assert verdict == "All plans agree."

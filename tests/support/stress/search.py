@@ -15,14 +15,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Annotated
 
 import hypothesis
 import typer
 from hypothesis import HealthCheck, given, settings
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tests.support.progress import Progress
 from tests.support.ranks import RankFailure, run_ranks
 from tests.support.stress.plans import Plan, plans
 from tests.support.stress.training import Verdict, check_on_rank
@@ -121,6 +121,30 @@ def search(
 # ---- by hand --------------------------------------------------------------------------------------------
 
 
+@dataclass
+class Counts:
+    """How many plans have begun.
+
+    Attributes:
+        wanted: random ones, unless one fails.
+        smaller: tried after the first failure.
+    """
+
+    wanted: int
+    random: int = 0
+    smaller: int = 0
+
+    def add(self, is_smaller_one: bool) -> None:
+        self.smaller += is_smaller_one
+        self.random += not is_smaller_one
+
+    def __str__(self) -> str:
+        begun = f"{self.random} of {self.wanted} begun"
+        if self.smaller:
+            begun += f"; one failed, and {self.smaller} more in search of a smaller one"
+        return begun
+
+
 def main(
     examples: Annotated[int, typer.Option(min=1, help="Random plans to run.")] = 200,
     ranks: Annotated[int, typer.Option(min=1, max=8, help="Processes; 1 runs in this one.")] = 2,
@@ -136,19 +160,17 @@ def main(
     Example: python -m tests.support.stress --examples 5000 --ranks 2 --seed 1
     """
     seed = random.randrange(2**32) if seed is None else seed
-    console, judge = Console(stderr=True), Judge(max_hangs)
-    console.print(f"--examples {examples} --ranks {ranks} --seed {seed}", highlight=False)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("plans", total=examples)
+    print(f"--examples {examples} --ranks {ranks} --seed {seed}", flush=True)
+    judge, progress, counts = Judge(max_hangs), Progress("plans"), Counts(examples)
 
-        def advance() -> None:
-            progress.update(task, advance=1, description="plans" if judge.failed is None else "shrinking")
+    def begin() -> None:
+        progress.show(counts)
+        counts.add(is_smaller_one=judge.failed is not None)
 
-        with suppress(AssertionError):
-            search(ranks, examples, judge, seed, advance)
+    with suppress(AssertionError):
+        search(ranks, examples, judge, seed, begin)
+    progress.show(counts, at_once=True)
     if judge.failed is not None:
-        plan, problem = judge.failed
-        console.print(f"{plan}\n\n{problem}", style="red", highlight=False, markup=False, soft_wrap=True)
+        print("", *judge.failed, sep="\n")
         raise typer.Exit(1)
-    console.print("All plans agree.", style="green")
+    print("All plans agree.")

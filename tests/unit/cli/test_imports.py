@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,13 +38,36 @@ def test_the_core_imports_nothing_that_draws() -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
-@pytest.mark.parametrize("missing", PRESENTATION)
-def test_the_command_line_says_what_to_install(missing: str) -> None:
+def command_line_without(missing: str, *words: str) -> subprocess.CompletedProcess[str]:
     start = "runpy.run_module('flatfsdp', run_name='__main__', alter_sys=True)"
-    done = python("-c", f"import runpy, sys; sys.modules[{missing!r}] = None; {start}")
+    return python("-c", f"import runpy, sys; sys.modules[{missing!r}] = None; {start}", *words)
+
+
+def test_layers_do_not_import_the_compiler() -> None:
+    """It takes twice as long as all of the library; the first training step imports it."""
+    done = python("-c", "import sys, flatfsdp.layers; print('torch._dynamo' in sys.modules)")
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("missing", "command"),
+    [("rich", "plan"), ("typer", "plan"), ("matplotlib", "train"), ("matplotlib", "verify")],
+)
+def test_the_command_line_says_what_to_install(missing: str, command: str) -> None:
+    """Before it trains, not when it comes to draw."""
+    done = command_line_without(missing, command)
     assert done.returncode == 1
     assert f"the command line needs {missing}" in done.stderr
     assert done.stderr.endswith("run: pip install 'flatfsdp[cli]'\n")
+
+
+def test_commands_that_draw_nothing_run_without_matplotlib() -> None:
+    """Importing it takes as long as all of the library."""
+    done = python("-c", "import sys, flatfsdp.cli.app; print('matplotlib' in sys.modules)")
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+    done = command_line_without("matplotlib", "plan", "--preset", "8b", "--gpus", "4", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["fits"] is True
 
 
 def imported(path: Path) -> Iterator[str]:

@@ -46,12 +46,12 @@ def reference(setup: Setup, programs: Sequence[list[Operation]]) -> list[list[fl
 
 
 def _steps(program: list[Operation]) -> Iterator[list[Microbatch]]:
-    """The microbatches of each step; one without any changes nothing."""
+    """The microbatches of each step that reduces gradients: one in which the model is used."""
     part: list[Microbatch] = []
     for operation in program:
         if isinstance(operation, Microbatch):
             part.append(operation)
-        elif isinstance(operation, Step) and part:
+        elif isinstance(operation, Step) and any(microbatch.is_used for microbatch in part):
             yield part
             part = []
 
