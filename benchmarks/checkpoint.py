@@ -40,7 +40,7 @@ from rich.table import Table
 from torch import Tensor
 
 from flatfsdp import checkpoint
-from flatfsdp.launch import Device, Rank, is_main, run_on_ranks
+from flatfsdp.comm.launch import Device, Rank, is_main, run_on_ranks
 from flatfsdp.models import PRESETS, LlamaPipeline
 from flatfsdp.models.config import PresetName
 from flatfsdp.optim import AdamW

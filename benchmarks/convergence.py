@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.launch import Device, Rank, is_main, run_on_ranks
+from flatfsdp.comm.launch import Device, Rank, is_main, run_on_ranks
 from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.training.choices import PrecisionName
 from flatfsdp.training.gpt import TrainSettings, train

@@ -28,7 +28,7 @@ from lib.llama import flops_per_token
 from lib.measuring import Job, VariantRuns, measure_all
 from lib.step_report import Row, console_of, draw, show, summary, time_against, title_of
 
-from flatfsdp.launch import Device, is_main, run_on_ranks
+from flatfsdp.comm.launch import Device, is_main, run_on_ranks
 
 RATIOS = {"FSDP2": "time_vs_fsdp2", "torchao": "time_vs_fsdp2_float8"}
 """Whom times are relative to, and the key of a row that says so."""

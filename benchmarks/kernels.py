@@ -39,7 +39,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.launch import Device
+from flatfsdp.comm.launch import Device
 
 
 def show(payload: dict[str, Any]) -> None:

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from flatfsdp.launch import Device
+from flatfsdp.comm.launch import Device
 
 BEST_OF_TORCHAO = (Mode.ao_tensorwise, Mode.ao_rowwise)
 MAIN = Mode.delayed_fused

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flatfsdp import Precision
+from flatfsdp.comm.launch import Device, Rank, is_main, run_on_ranks
 from flatfsdp.fp8 import BlockScaling, CurrentScaling, DelayedScaling
-from flatfsdp.launch import Device, Rank, is_main, run_on_ranks
 from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import make_mesh

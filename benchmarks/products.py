@@ -30,9 +30,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from flatfsdp.comm.launch import Device
 from flatfsdp.kernels.gemm import cublas_lt
 from flatfsdp.kernels.gemm.gemm import scaled_mm
-from flatfsdp.launch import Device
 
 LAYERS = {
     # columns of the input, of the output

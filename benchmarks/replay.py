@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.launch import Device, is_main, run_on_ranks
+from flatfsdp.comm.launch import Device, is_main, run_on_ranks
 
 COLORS = {Engine.flat_fused_replay: "#1b3a5c", Engine.flat_fused_fp8_replay: "#2d5a27"}
 MARKERS = {"first": "<", "middle": "o", "last": ">"}

@@ -32,7 +32,7 @@ from lib.llama import SHAPES, flops_per_token
 from lib.measuring import Job, VariantRuns, measure_all
 from lib.step_report import Row, console_of, draw, show, summary, time_against, title_of
 
-from flatfsdp.launch import Device, is_main, run_on_ranks
+from flatfsdp.comm.launch import Device, is_main, run_on_ranks
 
 FLOAT8 = Variant.first_of(Engine.fsdp2_float8)
 

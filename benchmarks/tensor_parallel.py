@@ -43,7 +43,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.launch import Device, is_main, run_on_ranks
+from flatfsdp.comm.launch import Device, is_main, run_on_ranks
 from flatfsdp.profiling.trace import COMMUNICATION
 
 

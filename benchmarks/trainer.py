@@ -27,7 +27,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from flatfsdp.launch import Device, is_main, run_on_ranks
+from flatfsdp.comm.launch import Device, is_main, run_on_ranks
 
 COLORS = {Engine.fsdp2: "#f28e2b", Engine.flat: "#a0cbe8"}
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from flatfsdp.launch import Launch, Rank, is_main, run_on_ranks, under_torchrun
+from flatfsdp.comm.launch import Launch, Rank, is_main, run_on_ranks, under_torchrun
 
 # ---- the operations: this rank's tensor in, this rank's result out (None if it gets none) ----------------
 

@@ -28,12 +28,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatfsdp import FlatFSDP, auto_wrap, by_class
-from flatfsdp.launch import Device, Launch, Rank, is_main, run_on_ranks, under_torchrun
+from flatfsdp.comm.launch import Device, Launch, Rank, is_main, run_on_ranks, under_torchrun
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.profiling.environment import environment
+from flatfsdp.profiling.figures import to_json
 from flatfsdp.training import options
-from flatfsdp.training.figures import to_json
 
 GROUPS = 2
 """Of the hybrid."""

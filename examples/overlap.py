@@ -32,7 +32,7 @@ from rich.table import Table
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from flatfsdp.launch import Device
+from flatfsdp.comm.launch import Device
 
 MIB = 2**20
 

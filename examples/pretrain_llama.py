@@ -36,11 +36,11 @@ from flatfsdp.models import PRESETS, LlamaConfig, LlamaPipeline, flops_per_token
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.optim import AdamW, NonFinite
 from flatfsdp.parallel import make_mesh
+from flatfsdp.profiling.figures import to_json
 from flatfsdp.profiling.timeline import redraw, save_spans
 from flatfsdp.profiling.trace import cpu_spans_of, spans_in
 from flatfsdp.training import options
 from flatfsdp.training.choices import PrecisionName
-from flatfsdp.training.figures import to_json
 
 ENDED_BY_SIGTERM = 128 + signal.SIGTERM
 """What a shell reports for a process that the signal has ended."""

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp.comm.collectives import all_gather, all_reduce, reduce_scatter
+from flatfsdp.comm.launch import Rank
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.flat.layout import ELEMENT_ALIGNMENT
-from flatfsdp.launch import Rank
 from lib.common import progress_bar
 from lib.device import Clock
 

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flatfsdp.launch import Device, Launch, Rank, start_and_join, under_torchrun
+from flatfsdp.comm.launch import Device, Launch, Rank, start_and_join, under_torchrun
 from lib.device import free_memory
 
 RESULTS = Path(__file__).parent / "results"

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import flatfsdp
 import flatfsdp.optim
 from flatfsdp import Precision, auto_wrap, by_class
+from flatfsdp.comm.launch import Rank
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
-from flatfsdp.launch import Rank
 from flatfsdp.layers import Embedding, TransformerLayer
 from lib.fp8_llama import FusedLlama
 from lib.llama import SHAPES, Layer, Llama, LlamaConfig

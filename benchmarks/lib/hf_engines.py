@@ -24,8 +24,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import flatfsdp
 import flatfsdp.optim
 from flatfsdp import Precision, by_class
+from flatfsdp.comm.launch import Rank
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, autocast
-from flatfsdp.launch import Rank
 from flatfsdp.layers import convert
 from lib.hf_models import MODELING, build, layer_class
 from lib.llama import LlamaConfig

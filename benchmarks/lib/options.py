@@ -8,7 +8,7 @@ from typing import Annotated
 import torch
 import typer
 
-from flatfsdp.launch import Device
+from flatfsdp.comm.launch import Device
 from flatfsdp.training.options import (
     Batch,
     Heads,

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from flatfsdp import microbatches, replayed
-from flatfsdp.launch import Rank
+from flatfsdp.comm.launch import Rank
 from lib.device import free_memory
 from lib.hf_engines import Engine, TrainedHFLlama, Variant
 from lib.hf_models import SIZES

@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from flatfsdp.comm.launch import Rank
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.launch import Rank
 from flatfsdp.profiling.trace import Breakdown, breakdown, spans_of
 from lib.common import on_all_ranks
 from lib.device import allocated_gib, host_ms, peak_gib, start_together, timed

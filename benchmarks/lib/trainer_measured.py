@@ -25,10 +25,10 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from flatfsdp.comm.launch import Rank
 from flatfsdp.compat.transformers.trainer import FlatArguments, FlatTrainer
 from flatfsdp.engine.units import named_groups
 from flatfsdp.fp8 import DelayedScaling
-from flatfsdp.launch import Rank
 from flatfsdp.models.text import Sampler, load_corpus
 from lib.common import on_all_ranks
 from lib.device import Clock, free_memory, peak_gib, start_together

@@ -14,13 +14,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
+from flatfsdp.cli.any_model import ModelReport, model_job, verify_model_on_rank
 from flatfsdp.cli.console import results_console, usage_errors
 from flatfsdp.cli.matrix import MatrixPlan, MatrixReport, run_matrix
 from flatfsdp.cli.needs import require
 from flatfsdp.cli.plan import plan
 from flatfsdp.cli.train import train_on_rank
 from flatfsdp.cli.verify import Report, Switch, VerifyJob, verify_on_rank
-from flatfsdp.launch import Device, Launch, is_main, run_on_ranks
+from flatfsdp.comm.launch import Device, Launch, is_main, run_on_ranks
 from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.training import options
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
@@ -101,6 +102,13 @@ def verify(
         list[str] | None,
         typer.Option(help="With --matrix: rows whose name has this, such as 1f1b; repeat for several."),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Verify your own model: package.module:build or file.py:build, with --batches."),
+    ] = None,
+    batches: Annotated[
+        str | None, typer.Option(help="With --model: a function of rank and world size that yields batches.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Folder for verify.json and losses.png.")] = Path("out/verify"),
     json: options.Json = False,
 ) -> None:
@@ -117,9 +125,15 @@ def verify(
     GPUs. Sizes and steps that are left out are smaller there, and --precision, --strategy and --fusion choose
     rows.
 
+    With [bold]--model[/bold] and [bold]--batches[/bold] it is a model of yours, in one --precision; of the
+    other options, --switch, --ranks, --steps (4), --microbatches (2), --lr (1e-3), --seed, --device and
+    --self-test apply.
+
     [bold]Examples[/bold]
 
     [green]python -m flatfsdp verify[/green]
+
+    [green]python -m flatfsdp verify --model my_model.py:build --batches my_model.py:batches[/green]
 
     [green]python -m flatfsdp verify --precision bf16 --strategy dp --strategy zero3 --ranks 4[/green]
 
@@ -135,6 +149,13 @@ def verify(
 
     [green]torchrun --nproc-per-node 8 -m flatfsdp verify --matrix[/green]
     """
+    if model is not None or batches is not None:
+        with usage_errors():
+            job = model_job(given(context))
+            launch = Launch(ranks, device, deterministic=True)
+        with reported_failures():
+            model_report = run_on_ranks(verify_model_on_rank, job, launch)
+        conclude(model_report, out, json, model_report.left_out_lines())
     if matrix:
         with usage_errors():
             plan = MatrixPlan.of(device, ranks, given(context))
@@ -159,10 +180,10 @@ def verify(
         )
         launch = Launch(ranks, device, deterministic=True)
         switches = _switches_on(launch, switch, is_given="switch" in given(context))
-        job = VerifyJob(settings, tuple(precision), tuple(strategy), switches, tuple(fusion), self_test)
+        own_job = VerifyJob(settings, tuple(precision), tuple(strategy), switches, tuple(fusion), self_test)
         check_input_and_output(settings, out)
     with reported_failures():
-        report = run_on_ranks(verify_on_rank, job, launch)
+        report = run_on_ranks(verify_on_rank, own_job, launch)
     conclude(report, out, json)
 
 
@@ -192,7 +213,9 @@ def given(context: typer.Context) -> dict[str, Any]:
     }
 
 
-def conclude(report: Report | MatrixReport, out: Path, json: bool, remarks: Sequence[str] = ()) -> NoReturn:
+def conclude(
+    report: Report | MatrixReport | ModelReport, out: Path, json: bool, remarks: Sequence[str] = ()
+) -> NoReturn:
     """Writes and prints what came of `verify`; ends with its exit code."""
     if is_main():
         written = report.write(out)

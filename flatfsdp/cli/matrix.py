@@ -16,19 +16,19 @@ from typing import Any, get_args
 import torch
 from rich.table import Table
 
-from flatfsdp.cli.evidence import KINDS, differences_on_all_ranks, observed
 from flatfsdp.cli.progress import StepBar
 from flatfsdp.cli.report import compared_cells, comparison_table, difference_lines
-from flatfsdp.cli.summary import RunSummary
 from flatfsdp.cli.verify import Switch
+from flatfsdp.comm.launch import Device, Launch, Rank, run_on_ranks, under_torchrun
 from flatfsdp.comm.parallelism import Parallelism
-from flatfsdp.launch import Device, Launch, Rank, run_on_ranks, under_torchrun
 from flatfsdp.models import LlamaConfig
 from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.models.text import Sampler
+from flatfsdp.parity.evidence import KINDS, differences_on_all_ranks, observed
+from flatfsdp.parity.summary import RunSummary
 from flatfsdp.profiling.environment import environment
+from flatfsdp.profiling.figures import to_json
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
-from flatfsdp.training.figures import to_json
 from flatfsdp.training.llama import Meshes, ParallelSettings, train_parallel
 
 ON_CPU = ParallelSettings(LlamaConfig(4, 64, 128, heads=4, kv_heads=2, vocab=256, seq=32), steps=4)

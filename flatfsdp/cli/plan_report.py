@@ -14,7 +14,7 @@ from flatfsdp.engine.memory import GIB
 from flatfsdp.plan import Candidate, Job, Machine, MemoryPlan, Sent, TimePlan, memory_plan, time_plan
 from flatfsdp.plan.parts import parts_of
 from flatfsdp.plan.traffic import named, sent_by_rank
-from flatfsdp.training.figures import to_json
+from flatfsdp.profiling.figures import to_json
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from flatfsdp.cli.summary import RunSummary
+from flatfsdp.parity.summary import RunSummary
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -12,11 +12,11 @@ from typing import Any
 
 from flatfsdp.cli.progress import StepBar
 from flatfsdp.cli.report import plot_losses
-from flatfsdp.cli.summary import RunSummary
+from flatfsdp.comm.launch import Rank
 from flatfsdp.comm.timeout import set_timeout
-from flatfsdp.launch import Rank
+from flatfsdp.parity.summary import RunSummary
 from flatfsdp.profiling.environment import environment
-from flatfsdp.training.figures import to_json
+from flatfsdp.profiling.figures import to_json
 from flatfsdp.training.gpt import TrainSettings, train
 
 LATER_STEPS = 100.0

@@ -14,7 +14,6 @@ from typing import Any
 
 from rich.table import Table
 
-from flatfsdp.cli.evidence import KINDS, differences_on_all_ranks, observed
 from flatfsdp.cli.progress import StepBar
 from flatfsdp.cli.report import (
     compared_cells,
@@ -23,14 +22,15 @@ from flatfsdp.cli.report import (
     plot_losses,
     verdict,
 )
-from flatfsdp.cli.summary import RunSummary
-from flatfsdp.launch import Rank
+from flatfsdp.comm.launch import Rank
 from flatfsdp.models.text import Sampler
+from flatfsdp.parity.evidence import KINDS, differences_on_all_ranks, observed
+from flatfsdp.parity.summary import RunSummary
+from flatfsdp.parity.trained import AfterBackward, Trained
 from flatfsdp.profiling.environment import environment
+from flatfsdp.profiling.figures import to_json
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
-from flatfsdp.training.figures import to_json
 from flatfsdp.training.gpt import TrainSettings, train
-from flatfsdp.training.run import AfterBackward, Trained
 
 
 class Switch(str, Enum):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from flatfsdp.launch import Rank
+from flatfsdp.comm.launch import Rank
 
 
 def environment(rank: Rank) -> dict[str, Any]:

@@ -18,16 +18,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import Precision, auto_wrap, by_class, microbatches, replayed, shard
+from flatfsdp.comm.launch import Rank
 from flatfsdp.fp8 import autocast
 from flatfsdp.kernels.gemm.gemm import ALIGNMENT
-from flatfsdp.launch import Rank
 from flatfsdp.layers import TransformerLayer
 from flatfsdp.models.fused_gpt import FusedGPT
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
+from flatfsdp.parity.trained import AfterBackward, OnStep, Step, Trained, ignore, now, require_positive
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
 from flatfsdp.training.interruptions import Interruptions
-from flatfsdp.training.run import AfterBackward, OnStep, Step, Trained, ignore, now, require_positive
 
 
 @dataclass(frozen=True)

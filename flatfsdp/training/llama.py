@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from flatfsdp.comm.launch import Rank
 from flatfsdp.comm.parallelism import Parallelism
-from flatfsdp.launch import Rank
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import ScheduleName, pipeline_stages
 from flatfsdp.models.text import Sampler, load_corpus
 from flatfsdp.optim import AdamW
 from flatfsdp.parallel import ParallelMesh, make_mesh
+from flatfsdp.parity.trained import AfterBackward, OnStep, Step, Trained, ignore, now, require_positive
 from flatfsdp.training.choices import Fusion, PrecisionName
-from flatfsdp.training.run import AfterBackward, OnStep, Step, Trained, ignore, now, require_positive
 
 STAGES_PER_RANK = 2
 """With the interleaved schedule."""

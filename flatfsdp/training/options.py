@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from flatfsdp.launch import Device
+from flatfsdp.comm.launch import Device
 from flatfsdp.models.config import PresetName
 from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.training.choices import PrecisionName

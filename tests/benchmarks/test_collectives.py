@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatfsdp.launch import Rank
+from flatfsdp.comm.launch import Rank
 from tests.support.programs import ROOT, run_program
 
 KIB, MIB = 2**10, 2**20

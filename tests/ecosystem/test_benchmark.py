@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from flatfsdp.launch import Rank
+from flatfsdp.comm.launch import Rank
 from tests.support.ecosystem.families import needs_transformers
 from tests.support.ranks import on_ranks
 

@@ -17,7 +17,7 @@ from types import ModuleType
 
 from torch.distributed import TCPStore
 
-from flatfsdp.launch import fork_server
+from flatfsdp.comm.launch import fork_server
 
 ROOT = Path(__file__).parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")

@@ -37,7 +37,7 @@ import torch.distributed as dist
 from _pytest.assertion import install_importhook
 from _pytest.config import get_config
 
-from flatfsdp.launch import fork_server
+from flatfsdp.comm.launch import fork_server
 
 _POOLS: dict[tuple[int, str, float], Pool] = {}
 

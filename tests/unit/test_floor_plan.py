@@ -18,7 +18,6 @@ from flatfsdp.engine.units import UnitModule
 
 PACKAGE = Path(flatfsdp.__file__).parent
 ORDER = (
-    "launch",
     "torch_private",
     "kernels",
     "comm",
@@ -40,6 +39,7 @@ ORDER = (
     "plan",
     "compat",
     "profiling",
+    "parity",
     "training",
     "cli",
 )

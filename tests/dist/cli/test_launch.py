@@ -11,7 +11,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from flatfsdp.cli.app import app
-from flatfsdp.launch import Device, Launch, Rank, run_on_ranks
+from flatfsdp.comm.launch import Device, Launch, Rank, run_on_ranks
 
 
 def add_up(rank: Rank, payload: float) -> tuple[int, float, bool]:

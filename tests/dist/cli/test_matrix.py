@@ -24,9 +24,9 @@ from flatfsdp.cli.matrix import (
     matrix_on_rank,
 )
 from flatfsdp.cli.verify import Switch
+from flatfsdp.comm.launch import Device, Rank
 from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.fp8 import BlockScaling, CurrentScaling
-from flatfsdp.launch import Device, Rank
 from flatfsdp.models import LlamaConfig, LlamaPipeline
 from flatfsdp.models.pipeline import SCHEDULES
 from flatfsdp.parallel import make_mesh

@@ -23,7 +23,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import _Action
 
 from flatfsdp import FlatFSDP, Precision, auto_wrap, by_class
-from flatfsdp.launch import fork_server
+from flatfsdp.comm.launch import fork_server
 from flatfsdp.models import LlamaPipeline
 from flatfsdp.parallel import FlatStage
 from tests.support.llamas import CONFIG

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from flatfsdp.launch import Rank
+from flatfsdp.comm.launch import Rank
 from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.training.choices import PrecisionName
 from flatfsdp.training.gpt import TrainSettings, train

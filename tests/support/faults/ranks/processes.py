@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from flatfsdp.launch import fork_server
+from flatfsdp.comm.launch import fork_server
 from tests.support.faults.ranks.program import OwnError
 
 How = Literal["finished", "named", "backend's words", "own error", "as told", "aborted", "hung"]

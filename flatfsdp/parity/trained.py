@@ -2,7 +2,7 @@
 
 In:   nothing.
 Out:  a `Trained`, which both loops return.
-Next: `gpt.py` and `llama.py` fill it.
+Next: `training/gpt.py`, `training/llama.py` and `any_model.py` fill it.
 """
 
 from __future__ import annotations

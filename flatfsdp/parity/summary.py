@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from flatfsdp.training.run import Trained
+from flatfsdp.parity.trained import Trained
 
 LOCAL_COPIES = ("cast", "concat", "accumulate")
 """The ledger's counters of bytes that move within one rank's memory; the others travel."""

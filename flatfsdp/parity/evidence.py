@@ -1,28 +1,57 @@
-"""What `verify` compares: every loss, gradient, parameter and optimizer state of two runs, bit for bit.
+"""What is compared: every loss, gradient, parameter and optimizer state of two runs, bit for bit.
 
 In:   a run's `Trained` and the reduced gradients that a `GradientRecorder` kept.
 Out:  for each kind of evidence the first place on each rank where two runs differ, or nothing.
-Next: `verify.py` and `matrix.py` make rows of it.
+Next: `verify.py`, `cli/verify.py` and `cli/matrix.py` make rows of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from flatfsdp.cli.summary import RunSummary
+from flatfsdp.comm.launch import Rank
+from flatfsdp.contract.transparent import prefixed_modules
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.units import named_groups
-from flatfsdp.launch import Rank
-from flatfsdp.training.run import AfterBackward, Trained
+from flatfsdp.parity.summary import RunSummary
+from flatfsdp.parity.trained import AfterBackward, Trained
 
 KINDS = ("losses", "gradients", "parameters", "optimizer state")
 
-NamedTensors = dict[str, Tensor]
+
+class Kept(NamedTuple):
+    """What a run has left behind, on the CPU.
+
+    Attributes:
+        tensor: 1-D, if it is of a shard.
+        parameters: of which parameter the elements are, in order; empty if of none.
+    """
+
+    tensor: Tensor
+    parameters: tuple[Elements, ...] = ()
+
+
+class Elements(NamedTuple):
+    """The elements [start, stop) of a shard, which belong to one parameter.
+
+    Attributes:
+        first: the number of the first of them in the parameter, flattened.
+    """
+
+    start: int
+    stop: int
+    name: str
+    shape: tuple[int, ...]
+    first: int
+
+
+NamedTensors = dict[str, Kept]
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,10 +65,11 @@ class GradientRecorder:
     gradients: NamedTensors = field(default_factory=dict)
 
     def __call__(self, step: int, model: nn.Module) -> None:
-        for name, master in _shards(model).items():
-            grads = [parameter.grad for parameter, _, _ in master.portions]
+        for name, shard in _shards(model).items():
+            grads = [parameter.grad for parameter, _, _ in shard.master.portions]
             if any(grad is not None for grad in grads):
-                self.gradients[f"step {step}, {name}"] = _joined(master, grads)
+                joined = _joined(shard.master, grads)
+                self.gradients[f"step {step}, {name}"] = Kept(joined, shard.parameters)
 
 
 @dataclass(frozen=True)
@@ -69,24 +99,54 @@ def evidence(trained: Trained, gradients: NamedTensors) -> dict[str, NamedTensor
     """All that one rank saw of a run, for each of `KINDS`, on the CPU."""
     shards = _shards(trained.model)
     state: NamedTensors = {}
-    for name, master in shards.items():
-        if not master.layout.pieces(master.grid.shard.rank, master.grid.shard.size):
+    for name, (master, elements) in shards.items():
+        if not elements:
             # All padding: an optimizer has a state for a flat parameter of it, and none for empty parts.
             continue
         of_portions = [trained.optimizer.state.get(parameter, {}) for parameter, _, _ in master.portions]
         for key in dict.fromkeys(key for each in of_portions for key in each):
-            state[f"{name}.{key}"] = _joined(master, [each.get(key) for each in of_portions])
+            state[f"{name}.{key}"] = Kept(_joined(master, [each.get(key) for each in of_portions]), elements)
+    parameters = {
+        name: Kept(master.flat.detach().cpu(), elements) for name, (master, elements) in shards.items()
+    }
+    buffers = {f"buffer {name}": Kept(buffer.detach().cpu()) for name, buffer in _buffers(trained.model)}
     return {
-        "losses": {f"step {step}": losses_m for step, losses_m in enumerate(trained.local_losses)},
+        "losses": {f"step {step}": Kept(losses_m) for step, losses_m in enumerate(trained.local_losses)},
         "gradients": gradients,
-        "parameters": {name: master.flat.detach().cpu() for name, master in shards.items()},
+        "parameters": {**parameters, **buffers},
         "optimizer state": state,
     }
 
 
-def _shards(model: nn.Module) -> dict[str, MasterShard]:
+class _Shard(NamedTuple):
+    master: MasterShard
+    parameters: tuple[Elements, ...]
+
+
+def _shards(model: nn.Module) -> dict[str, _Shard]:
     """This rank's flat shards by the name of unit and group, wrapped or in place."""
-    return {prefix + group.flat_name: group.master for prefix, group in named_groups(model)}
+    found = {}
+    for prefix, group in named_groups(model):
+        ranks = group.master.grid.shard
+        elements = tuple(
+            Elements(
+                piece.shard_offset,
+                piece.shard_offset + piece.stop - piece.start,
+                prefix + piece.slot.name,
+                tuple(piece.slot.shape),
+                piece.start,
+            )
+            for piece in group.layout.pieces(ranks.rank, ranks.size)
+        )
+        found[prefix + group.flat_name] = _Shard(group.master, elements)
+    return found
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All buffers of the model's own, such as running statistics, under their names in the plain model."""
+    for prefix, module in prefixed_modules(model):
+        for name, buffer in module.named_buffers(recurse=False):
+            yield prefix + name, buffer
 
 
 def _joined(master: MasterShard, of_portions: Sequence[Tensor | None]) -> Tensor:
@@ -140,15 +200,19 @@ def first_difference(off: NamedTensors, on: NamedTensors) -> str | None:
     """Names the first tensor that is not the same in both, and says how much of it; None if all are."""
     if off.keys() != on.keys():
         return f"only one run has {sorted(off.keys() ^ on.keys())[0]}"
-    for name, tensor in off.items():
-        note = _difference(tensor, on[name])
+    for name, kept in off.items():
+        note = _difference(kept.tensor, on[name].tensor, kept.parameters)
         if note is not None:
             return f"{name}: {note}"
     return None
 
 
-def _difference(off: Tensor, on: Tensor) -> str | None:
-    """None if there are the same bits in both."""
+def _difference(off: Tensor, on: Tensor, parameters: Sequence[Elements]) -> str | None:
+    """None if there are the same bits in both.
+
+    Args:
+        parameters: of which the elements are.
+    """
     if off.shape != on.shape or off.dtype != on.dtype:
         return f"{off.dtype} {tuple(off.shape)} and {on.dtype} {tuple(on.shape)}"
     # A NaN is not equal to itself: two broken runs prove nothing about each other.
@@ -156,7 +220,22 @@ def _difference(off: Tensor, on: Tensor) -> str | None:
         return f"{int(off.isnan().sum())} NaN with the switch off, {int(on.isnan().sum())} with it on"
     if torch.equal(_bits(off), _bits(on)):
         return None
-    return f"{int((_bits(off) != _bits(on)).sum())} of {off.numel()} elements"
+    differs = _bits(off) != _bits(on)
+    first = int(differs.int().argmax())
+    values = f"{off.flatten()[first].item()!r} and {on.flatten()[first].item()!r}"
+    return f"{int(differs.sum())} of {off.numel()} elements, the first {_place(first, parameters)}{values}"
+
+
+def _place(element: int, parameters: Sequence[Elements]) -> str:
+    """The parameter, and which of its elements this element of a shard is."""
+    for each in parameters:
+        if each.start <= element < each.stop:
+            rest, indices = each.first + element - each.start, []
+            for size in reversed(each.shape):
+                rest, index = divmod(rest, size)
+                indices.append(index)
+            return f"{each.name}[{', '.join(map(str, reversed(indices)))}]: "
+    return ""
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

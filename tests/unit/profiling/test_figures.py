@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flatfsdp.training.figures import to_json
+from flatfsdp.profiling.figures import to_json
 
 
 def refuse(constant: str) -> None:

@@ -1,0 +1,194 @@
+"""`verify --model`: anybody's model with each switch off and on, by `flatfsdp.parity.verify`.
+
+In:   the names of two functions, and options of `verify`.
+Out:  a `ModelReport`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import runpy
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from torch import nn
+
+from flatfsdp.cli.report import compared_cells, comparison_table
+from flatfsdp.comm.launch import Rank
+from flatfsdp.kernels.gemm.gemm import ALIGNMENT
+from flatfsdp.layers import convert
+from flatfsdp.parity import ModelSwitch, Parity, verify
+from flatfsdp.parity.evidence import KINDS
+from flatfsdp.profiling.environment import environment
+from flatfsdp.profiling.figures import to_json
+from flatfsdp.training.choices import PrecisionName
+
+
+@dataclass(frozen=True)
+class ModelVerifyJob:
+    """What to verify.
+
+    Attributes:
+        model, batches: "package.module:function" or "path/to/file.py:function"; what they return, see
+            `flatfsdp.parity.verify`.
+        precision: for bf16-fused and FP8, `convert` lets our layers compute the products.
+        switches: None for all that make a difference.
+    """
+
+    model: str
+    batches: str
+    precision: PrecisionName = PrecisionName.fp32
+    switches: tuple[ModelSwitch, ...] | None = None
+    steps: int = 4
+    microbatches: int = 2
+    lr: float = 1e-3
+    seed: int = 0
+    self_test: bool = False
+
+
+OPTIONS = {"model", "batches", "steps", "microbatches", "lr", "seed", "self_test"}
+"""Of `verify`, with the same names here."""
+WITH_OTHERS = {*OPTIONS, "precision", "switch", "ranks", "device", "out", "json"}
+
+
+def model_job(given: dict[str, Any]) -> ModelVerifyJob:
+    """The job that these options of `verify` describe.
+
+    Raises:
+        ValueError: if one does not apply to a model of the user's, or a function is not there.
+    """
+    if {"model", "batches"} - given.keys():
+        raise ValueError("--model and --batches go together: one builds the model, one yields batches")
+    useless = [f"--{name.replace('_', '-')}" for name in given if name not in WITH_OTHERS]
+    if useless:
+        raise ValueError(f"{useless[0]} does not apply to a model of your own; leave it out")
+    precisions = list(given.get("precision", [PrecisionName.fp32]))
+    if len(precisions) > 1:
+        raise ValueError(f"--model takes one --precision, not {len(precisions)}")
+    switches = None
+    if "switch" in given:
+        names = [switch.value for switch in given["switch"]]
+        known = [each.value for each in ModelSwitch]
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise ValueError(f"--switch {unknown[0]} needs a model of this project; choose among {known}")
+        switches = tuple(ModelSwitch(name) for name in names)
+    for name in (given["model"], given["batches"]):
+        function_named(name)
+    chosen = {name: value for name, value in given.items() if name in OPTIONS}
+    return ModelVerifyJob(precision=precisions[0], switches=switches, **chosen)
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What was found."""
+
+    parity: Parity
+    environment: dict[str, Any]
+    job: ModelVerifyJob = field(repr=False)
+
+    @property
+    def equal(self) -> bool:
+        return self.parity.equal
+
+    def json(self) -> str:
+        rows = [{**asdict(row), "equal": row.equal} for row in self.parity.rows]
+        about = {"environment": self.environment, "options": asdict(self.job)}
+        left_out = self.parity.left_out
+        return to_json({"equal": self.equal, **about, "rows": rows, "left_out": left_out}, indent=2)
+
+    def write(self, folder: Path) -> list[Path]:
+        """Returns what it has written."""
+        folder.mkdir(parents=True, exist_ok=True)
+        text = folder / "verify-model.json"
+        text.write_text(self.json() + "\n")
+        return [text]
+
+    def table(self) -> Table:
+        """One row a switch; off above on within a cell."""
+        result = comparison_table(
+            f"{self.job.model}, {self.job.precision.value}: the same bits?", ("switch", "final loss"), KINDS
+        )
+        for row in self.parity.rows:
+            result.add_row(
+                "\n".join(row.ends),
+                *compared_cells(row.off, row.on, row.differences),
+                end_section=row is not self.parity.rows[-1],
+            )
+        return result
+
+    def verdict_lines(self) -> list[str]:
+        """Lines that say where the runs differ, or one that says that they do not."""
+        if self.equal:
+            return [
+                f"On equals off, bit for bit, at world size {self.parity.world_size}: "
+                f"{len(self.parity.rows)} switches, {self.job.steps} steps each."
+            ]
+        return self.parity.differences()
+
+    def left_out_lines(self) -> list[str]:
+        """Switches that make no difference to the model, and why."""
+        return [f"Left out: {name}, as {why}." for name, why in self.parity.left_out.items()]
+
+
+def verify_model_on_rank(rank: Rank, job: ModelVerifyJob) -> ModelReport:
+    """Runs all of it; every rank must call it, and all get the same verdict."""
+    build, batches = function_named(job.model), function_named(job.batches)
+    parity = verify(
+        partial(_converted, build, job.precision),
+        batches,
+        switches=job.switches,
+        precision=job.precision.dtypes(),
+        recipe=job.precision.recipe,
+        steps=job.steps,
+        microbatches=job.microbatches,
+        lr=job.lr,
+        seed=job.seed,
+        device=rank.device,
+        self_test=job.self_test,
+    )
+    return ModelReport(parity, environment(rank), job)
+
+
+def _converted(build: Callable[[], nn.Module], precision: PrecisionName) -> nn.Module:
+    model = build()
+    if not precision.has_own_layers:
+        return model
+    return convert(model, _is_aligned, fp8=precision.recipe is not None)
+
+
+def _is_aligned(layer: nn.Module, name: str) -> bool:
+    """Small ones, too: it is not about speed."""
+    return all(size % ALIGNMENT == 0 for size in layer.get_parameter("weight").shape)
+
+
+def function_named(name: str) -> Callable[..., Any]:
+    """The function that "package.module:function" or "path/to/file.py:function" names.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    module, _, attribute = name.rpartition(":")
+    if not module:
+        raise ValueError(f"{name!r} names no function; write package.module:function, or file.py:function")
+    if module.endswith(".py"):
+        if not Path(module).is_file():
+            raise ValueError(f"{name!r}: there is no file {module}")
+        found = runpy.run_path(module).get(attribute)
+    else:
+        # As `python -m` does.
+        sys.path.insert(0, "")
+        try:
+            found = getattr(importlib.import_module(module), attribute, None)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{name!r}: {error}") from None
+        finally:
+            sys.path.remove("")
+    if not callable(found):
+        raise ValueError(f"{name!r}: {module} has no function {attribute!r}")
+    return found

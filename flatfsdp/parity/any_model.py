@@ -1,0 +1,171 @@
+"""Trains anybody's model for a few steps, sharded in one way.
+
+In:   a function that builds a model, one that yields batches, and a `Sharding`.
+Out:  a `Trained`.
+Next: `evidence.py` keeps what two of them leave behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from flatfsdp import auto_wrap, microbatches, replayed, shard
+from flatfsdp.comm.launch import Rank
+from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.flat.nested import map_tensors
+from flatfsdp.fp8 import autocast
+from flatfsdp.parity.switches import Sharding, fusing
+from flatfsdp.parity.trained import AfterBackward, Step, Trained, now
+
+BuildModel = Callable[[], nn.Module]
+"""Builds the model, which is not sharded; PyTorch's generators are seeded before."""
+
+Batches = Callable[[int, int], Iterable[Any]]
+"""(rank, world size) -> batches, one a microbatch: the same ones each time that it is called."""
+
+Loss = Callable[[nn.Module, Any], Tensor]
+"""(model, batch) -> loss, 0-dim."""
+
+
+@dataclass(frozen=True)
+class ModelJob:
+    """What to train.
+
+    Attributes:
+        policy: which modules are units; None takes the items of the outermost lists of modules.
+        loss: None takes what the model returns: see `loss_of`.
+        seed: of parameters, which all ranks share, and of dropout.
+    """
+
+    build_model: BuildModel
+    batches: Batches
+    policy: WrapPolicy | None = None
+    loss: Loss | None = None
+    steps: int = 4
+    microbatches: int = 2
+    lr: float = 1e-3
+    max_norm: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "microbatches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be at least 1")
+
+
+def train(job: ModelJob, sharding: Sharding, rank: Rank, after_backward: AfterBackward) -> Trained:
+    """Trains a fresh model; the same arguments give the same bits wherever the kernels repeat theirs.
+
+    Raises:
+        ValueError: if there are too few batches, or no loss.
+    """
+    torch.manual_seed(job.seed)
+    built = job.build_model()
+    if sharding.fuses is not None:
+        for layer in fusing(built):
+            layer.fuse_wgrad_accumulation = sharding.fuses
+    model: Any = (shard if sharding.in_place else auto_wrap)(
+        built,
+        job.policy or _layers_of(built),
+        device=rank.device,
+        precision=sharding.precision,
+        reshard_after_forward=sharding.reshard,
+        optimize_backward_concat=sharding.flag,
+    )
+    torch.manual_seed(job.seed + 1 + rank.index)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=job.lr)
+    loss_of_batch = job.loss or loss_of
+
+    def run(batch: Any) -> Tensor:
+        loss = loss_of_batch(model, batch)
+        (loss / job.microbatches).backward()
+        return loss.detach()
+
+    microbatch = replayed(model, run) if sharding.replays else run
+    steps: list[Step] = []
+    local_losses = torch.empty(job.steps, job.microbatches)
+    batches = iter(job.batches(rank.index, rank.world))
+    for index in range(job.steps):
+        of_step = [_moved(batch, rank.device) for batch in islice(batches, job.microbatches)]
+        if len(of_step) < job.microbatches:
+            raise ValueError(
+                f"batches ended in step {index} on rank {rank.index}; {job.steps} steps of "
+                f"{job.microbatches} microbatches need {job.steps * job.microbatches} of them"
+            )
+        model.fsdp_state.ledger.reset()
+        start = now(rank.device)
+        with autocast(recipe=sharding.recipe) if sharding.recipe is not None else nullcontext():
+            losses_m = torch.stack([microbatch(batch) for batch in microbatches(model, of_step)]).float()
+        after_backward(index, model)
+        norm = model.clip_grad_norm_(job.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        local_losses[index] = losses_m.cpu()
+        mean = _mean_over_ranks(losses_m, rank.world)
+        steps.append(Step(mean, float(norm), 1e3 * (now(rank.device) - start)))
+    return Trained(steps, local_losses, model.fsdp_state.ledger.bytes_per_parameter(), model, optimizer)
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """The loss that a model returns for a batch: by itself, as `.loss` or as `["loss"]`.
+
+    Args:
+        batch: a dict is passed as keyword arguments, a tuple or list as positional ones, all else as one.
+
+    Raises:
+        ValueError: if it returns none.
+    """
+    if isinstance(batch, Mapping):
+        output = model(**batch)
+    elif isinstance(batch, (tuple, list)):
+        output = model(*batch)
+    else:
+        output = model(batch)
+    found = getattr(output, "loss", None)
+    if found is None and isinstance(output, Mapping):
+        found = output.get("loss")
+    if found is None and isinstance(output, Tensor) and output.dim() == 0:
+        found = output
+    if found is None:
+        raise ValueError(
+            f"{type(model).__name__} returns {type(output).__name__} without a loss; pass loss=, a function "
+            "of model and batch, or give it labels"
+        )
+    return found
+
+
+def _layers_of(model: nn.Module) -> WrapPolicy:
+    """The items of the outermost nn.ModuleList and nn.Sequential."""
+    lists = [name for name, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)]
+    outermost = [name for name in lists if not any(_is_below(name, other) for other in lists)]
+    layers = {
+        _joined(name, child) for name in outermost for child, _ in model.get_submodule(name).named_children()
+    }
+    return lambda name, module, numel: name in layers and numel > 0
+
+
+def _is_below(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
+
+
+def _joined(name: str, child: str) -> str:
+    return f"{name}.{child}" if name else child
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    return map_tensors(lambda tensor: tensor.to(device), batch)
+
+
+def _mean_over_ranks(losses_m: Tensor, world: int) -> float:
+    """The mean of [world, microbatches] losses, added up in one fixed order on every rank."""
+    gathered = [torch.empty_like(losses_m) for _ in range(world)]
+    dist.all_gather(gathered, losses_m)
+    return float(torch.stack(gathered).cpu().mean())

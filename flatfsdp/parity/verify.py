@@ -1,0 +1,179 @@
+"""Verifies for anybody's model that switches change no bit.
+
+In:   functions that build a model and yield batches.
+Out:  a `Parity` with one row a switch, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from flatfsdp.comm.device import indexed
+from flatfsdp.comm.launch import Rank
+from flatfsdp.comm.text_table import plain_table
+from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.fp8 import Recipe
+from flatfsdp.parity.any_model import Batches, BuildModel, Loss, ModelJob, train
+from flatfsdp.parity.evidence import KINDS, differences_on_all_ranks, observed
+from flatfsdp.parity.summary import RunSummary
+from flatfsdp.parity.switches import ModelSwitch, Sharding
+from flatfsdp.policy import Precision
+from flatfsdp.profiling.figures import to_json
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """A model with one switch off and on.
+
+    Attributes:
+        differences: for each kind of evidence, the first difference on each rank that has one: the step, the
+            unit, and the element of a parameter.
+    """
+
+    switch: str
+    off: RunSummary
+    on: RunSummary
+    differences: dict[str, list[str]]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all bits are."""
+        return not any(self.differences.values())
+
+    @property
+    def ends(self) -> tuple[str, str]:
+        """What the two runs are called."""
+        return ModelSwitch(self.switch).ends
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What `verify` has found.
+
+    Attributes:
+        left_out: switches that make no difference to the model, and why.
+    """
+
+    rows: list[ParityRow]
+    left_out: dict[str, str]
+    world_size: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether no switch has changed a bit."""
+        return all(row.equal for row in self.rows)
+
+    def differences(self) -> list[str]:
+        """One line for each difference."""
+        return [
+            f"{' / '.join(row.ends)}, {kind}: first difference on {place}"
+            for row in self.rows
+            for kind, places in row.differences.items()
+            for place in places
+        ]
+
+    def require(self) -> None:
+        """Raises AssertionError, with all differences, unless everything is equal."""
+        if not self.equal:
+            raise AssertionError("\n".join(self.differences()))
+
+    def json(self) -> str:
+        """All of it, as JSON."""
+        rows = [{**asdict(row), "equal": row.equal} for row in self.rows]
+        about = {"world_size": self.world_size, "left_out": self.left_out}
+        return to_json({"equal": self.equal, **about, "rows": rows}, indent=2)
+
+    def __str__(self) -> str:
+        lines: list[tuple[str, ...]] = [("off", "on", "final loss", *KINDS)]
+        for row in self.rows:
+            verdicts = ("DIFFER" if places else "equal" for places in row.differences.values())
+            lines.append((*row.ends, f"{row.off.losses[-1]:.6f}", *verdicts))
+        return "\n".join([plain_table(lines, right={2}), *self.differences()])
+
+
+def verify(
+    build_model: BuildModel,
+    batches: Batches,
+    *,
+    switches: Iterable[ModelSwitch | str] | None = None,
+    precision: Precision | None = None,
+    recipe: Recipe | None = None,
+    policy: WrapPolicy | None = None,
+    loss: Loss | None = None,
+    steps: int = 4,
+    microbatches: int = 2,
+    lr: float = 1e-3,
+    max_norm: float = 1.0,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+    self_test: bool = False,
+) -> Parity:
+    """Trains a model with each switch off and on, and compares all bits.
+
+        parity = verify(build_model, batches, switches=["flag", "in-place"])
+        parity.require()
+
+    Collective over all ranks.  The model is built anew for each run; losses, reduced gradients of every step,
+    parameters, buffers and optimizer state are compared on every rank, and kept in host memory for that.
+    On GPUs, call `torch.use_deterministic_algorithms(True)` before: attention does not repeat its bits
+    otherwise.
+
+    Args:
+        build_model: returns the model, which is not sharded.
+        batches: called with rank and world size; yields a batch for each microbatch, the same ones each time.
+        switches: names of `ModelSwitch`; default: all that make a difference to the model.
+        precision, policy: as of `FlatFSDP` and `auto_wrap`.  By default the items of the outermost lists of
+            modules are units, such as the layers of a Hugging Face model.
+        recipe: of `fp8.autocast`, in which the steps run; default: none.
+        loss: called with model and batch; default: what the model returns, `.loss` or `["loss"]` of it.
+        max_norm: gradients are clipped to it.
+        device: default: the current GPU with NCCL, otherwise the CPU.
+        self_test: damage one bit of one gradient in the runs with the switch on, which has to be found.
+
+    Raises:
+        ValueError: for a switch that is unknown or makes no difference to the model; if batches end early, or
+            there is no loss.
+    """
+    job = ModelJob(build_model, batches, policy, loss, steps, microbatches, lr, max_norm, seed)
+    rank = Rank(dist.get_rank(), dist.get_world_size(), _device(device))
+    usual = Sharding(precision or Precision(), recipe)
+    torch.manual_seed(seed)
+    chosen, left_out = _chosen(switches, build_model(), usual, rank.device.type == "cuda")
+    rows = [_compare(job, switch, usual, rank, self_test) for switch in chosen]
+    return Parity(rows, left_out, rank.world)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return indexed(torch.device(device))
+
+
+def _chosen(
+    switches: Iterable[ModelSwitch | str] | None, model: nn.Module, usual: Sharding, on_gpus: bool
+) -> tuple[list[ModelSwitch], dict[str, str]]:
+    """Those that make a difference, and why others do not.
+
+    Raises:
+        ValueError: if one was asked for that makes none.
+    """
+    wanted = list(ModelSwitch) if switches is None else [ModelSwitch(switch) for switch in switches]
+    why_not = {switch: switch.why_not(model, usual, on_gpus) for switch in wanted}
+    left_out = {switch.value: why for switch, why in why_not.items() if why is not None}
+    if switches is not None and left_out:
+        raise ValueError("; ".join(f"switch {name!r}: {why}" for name, why in left_out.items()))
+    return [switch for switch in wanted if why_not[switch] is None], left_out
+
+
+def _compare(job: ModelJob, switch: ModelSwitch, usual: Sharding, rank: Rank, self_test: bool) -> ParityRow:
+    (off, off_evidence), (on, on_evidence) = (
+        observed(partial(train, job, sharding, rank), rank, job.steps, sabotage=sabotage)
+        for sharding, sabotage in zip(switch.applied(usual), (False, self_test), strict=True)
+    )
+    return ParityRow(switch.value, off, on, differences_on_all_ranks(off_evidence, on_evidence, rank))
