@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from flatfsdp.models import PRESETS
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
 from tests.support.ecosystem.launched import launched
+from tests.support.programs import run_program
 from tests.support.ranks import run_ranks
 from tests.unit.docs.pages import PAGES
 
@@ -253,6 +256,20 @@ def lightning_of_one_rank(rank: int, world_size: int, block: str) -> None:
         assert [ema.updates for ema in (found["trainer"].strategy.ema, found["ema"])] == [4, 3]
 
 
+def own_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The command that stands below the block."""
+    lines = PAGES["docs/numerics.md"].read_text().splitlines()
+    command = next(line for line in lines if "--model my_model.py" in line)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "my_model.py").write_text(BLOCKS[name])
+        arguments = command.replace("my_model.py", f"{folder}/my_model.py").split()[1:]
+        done = run_program(*arguments, "--device", "cpu", "--out", folder)
+        assert done.returncode == 0, done.stdout + done.stderr
+        report = json.loads(Path(folder, "verify-model.json").read_text())
+    assert report["equal"] and [row["switch"] for row in report["rows"]] == ["flag", "in-place", "reshard"]
+    assert report["rows"][0]["on"]["losses"][0] != report["rows"][0]["on"]["losses"][-1]
+
+
 RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "text = Sampler(load_corpus(None)": in_20_lines,
     "model = auto_wrap(\n    GPT(config), by_class(Block), precision": a_wrapped_model,
@@ -266,6 +283,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "dcp.async_save": async_save,
     "from flatfsdp.compat.fairscale import": fairscale_imports,
     "consolidate_shard_weights": fairscale_shards,
+    "# my_model.py": own_model,
     "docs/huggingface.md": huggingface_guide,
     "docs/peft.md": peft_guide,
     "docs/lightning.md": lightning_guide,
