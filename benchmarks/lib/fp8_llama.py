@@ -39,7 +39,7 @@ class FusedLlama(nn.Module):
         config = plain.config
         self.config = config
         self.recipe = recipe
-        self.rotary = RotaryPositionEmbedding(config.head_dim, config.rope_theta)
+        self.rotary = RotaryPositionEmbedding(config.head_dim, rotary_base=config.rope_theta)
         sizes = config.vocab, config.hidden
         # First, as in the forward: units are reduced in the reverse of their registration.
         self.tokens: Embedding | None = None

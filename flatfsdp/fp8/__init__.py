@@ -5,10 +5,15 @@ from flatfsdp.fp8.overflows import Overflows, count_overflows
 from flatfsdp.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, Format, Recipe, SplitAccumulator
 from flatfsdp.fp8.recompute import checkpoint
 
+Float8CurrentScaling, Float8BlockScaling = CurrentScaling, BlockScaling
+"""Transformer Engine's names."""
+
 __all__ = [
     "BlockScaling",
     "CurrentScaling",
     "DelayedScaling",
+    "Float8BlockScaling",
+    "Float8CurrentScaling",
     "Format",
     "Overflows",
     "Recipe",

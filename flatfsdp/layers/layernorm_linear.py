@@ -17,6 +17,7 @@ from flatfsdp.layers.norm_first import NormFirst
 from flatfsdp.layers.normalized import NormKind
 from flatfsdp.layers.options import LinearOptions
 from flatfsdp.layers.projection import Projection
+from flatfsdp.layers.te_arguments import takes_te_arguments
 from flatfsdp.torch_private import never_traced
 
 
@@ -38,13 +39,14 @@ class LayerNormLinear(NormFirst, Projection):
         ValueError: as `Linear`.
     """
 
+    @takes_te_arguments
     def __init__(
         self,
         in_features: int,
         out_features: int,
         eps: float = 1e-5,
-        bias: bool = True,
         *,
+        bias: bool = True,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
         return_layernorm_output: bool = False,

@@ -21,6 +21,7 @@ from flatfsdp.layers.normalized import NormKind
 from flatfsdp.layers.options import MatmulOptions
 from flatfsdp.layers.parameters import InitMethod, normal_init
 from flatfsdp.layers.shared import initialize
+from flatfsdp.layers.te_arguments import takes_te_arguments
 from flatfsdp.matmul.exchange import Exchange
 from flatfsdp.torch_private import never_traced
 
@@ -57,6 +58,7 @@ class LayerNormMLP(NormFirst):
     fc2_weight: nn.Parameter
     fc2_bias: nn.Parameter | None
 
+    @takes_te_arguments
     def __init__(
         self,
         hidden_size: int,

@@ -15,6 +15,7 @@ from flatfsdp.layers.base import MapOf
 from flatfsdp.layers.calls import linear, prepare
 from flatfsdp.layers.options import LinearOptions
 from flatfsdp.layers.projection import Projection
+from flatfsdp.layers.te_arguments import takes_te_arguments
 from flatfsdp.torch_private import never_traced
 
 
@@ -36,8 +37,9 @@ class Linear(Projection):
         ValueError: if options contradict each other, or ranks cannot share a size equally.
     """
 
+    @takes_te_arguments
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, **options: Unpack[LinearOptions]
+        self, in_features: int, out_features: int, *, bias: bool = True, **options: Unpack[LinearOptions]
     ) -> None:
         super().__init__(in_features, out_features, bias, **options)
         self.reset_parameters()

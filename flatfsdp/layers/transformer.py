@@ -26,6 +26,7 @@ from flatfsdp.layers.norm import LayerNorm, RMSNorm
 from flatfsdp.layers.options import AttentionOptions, BlockOptions, only, require_known, shared_by
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.shared import Shared
+from flatfsdp.layers.te_arguments import takes_te_arguments
 
 
 class TransformerLayer(Shared):
@@ -55,6 +56,7 @@ class TransformerLayer(Shared):
         ValueError: if options contradict each other, or ranks cannot share a size equally.
     """
 
+    @takes_te_arguments
     def __init__(
         self,
         hidden_size: int,

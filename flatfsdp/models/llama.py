@@ -98,7 +98,7 @@ class Llama(nn.Module):
         self.parallel = TensorParallel.of("Llama", tp_group, tp_size, sequence_parallel, tp_overlap)
         # Stages without embedding and head raise with the others, and do not wait for them.
         self.parallel.share("Llama", "vocab", config.vocab)
-        self.rotary = RotaryPositionEmbedding(config.head_dim, config.rope_theta)
+        self.rotary = RotaryPositionEmbedding(config.head_dim, rotary_base=config.rope_theta)
         options: MatmulOptions = {
             "fuse_wgrad_accumulation": fuse_wgrad_accumulation,
             "params_dtype": params_dtype,

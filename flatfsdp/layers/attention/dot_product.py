@@ -26,6 +26,7 @@ from flatfsdp.layers.attention.masks import (
 from flatfsdp.layers.attention.sdpa import attention
 from flatfsdp.layers.dropout import OwnNumbers
 from flatfsdp.layers.shared import Shared
+from flatfsdp.layers.te_arguments import takes_te_arguments
 
 _FORMATS = ("sbhd", "bshd")
 
@@ -58,6 +59,7 @@ class DotProductAttention(WithoutExtraState, Shared):
         ValueError: if options contradict each other, or ranks cannot share heads or groups equally.
     """
 
+    @takes_te_arguments
     def __init__(
         self,
         num_attention_heads: int,
@@ -67,8 +69,8 @@ class DotProductAttention(WithoutExtraState, Shared):
         qkv_format: str = "sbhd",
         attn_mask_type: str = "causal",
         window_size: Window | None = None,
-        softmax_scale: float | None = None,
         *,
+        softmax_scale: float | None = None,
         layer_number: int | None = None,
         tp_group: dist.ProcessGroup | None = None,
         tp_size: int = 1,

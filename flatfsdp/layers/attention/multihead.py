@@ -33,6 +33,7 @@ from flatfsdp.layers.options import (
 )
 from flatfsdp.layers.parameters import InitMethod
 from flatfsdp.layers.shared import Shared
+from flatfsdp.layers.te_arguments import takes_te_arguments
 
 Tables = RotaryTables | tuple[Tensor, Tensor]
 
@@ -61,6 +62,7 @@ class MultiheadAttention(Shared):
         ValueError: if options contradict each other, or ranks cannot share heads or groups equally.
     """
 
+    @takes_te_arguments
     def __init__(
         self,
         hidden_size: int,
@@ -119,7 +121,9 @@ class MultiheadAttention(Shared):
         self.rotary = None
         base = options.get("rotary_base")
         if base is not None:
-            self.rotary = RotaryPositionEmbedding(kv_channels, base, self.rotary_pos_interleaved)
+            self.rotary = RotaryPositionEmbedding(
+                kv_channels, rotary_base=base, interleaved=self.rotary_pos_interleaved
+            )
         splits_norms = is_split and self._parallel.ranks.size > 1
         self.q_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
         self.k_norm = make_qk_norm(kv_channels, options, is_split=splits_norms)
@@ -129,7 +133,7 @@ class MultiheadAttention(Shared):
             "init_method": output_layer_init_method,
             "parallel_mode": "row" if is_split else None,
         }
-        self.proj = Linear(query_size, hidden_size, options.get("bias", True), **back)
+        self.proj = Linear(query_size, hidden_size, bias=options.get("bias", True), **back)
 
     def _add_qkv(
         self,
@@ -151,13 +155,13 @@ class MultiheadAttention(Shared):
         }
         width, bias = sum(sizes.values()), options.get("bias", True)
         if not self.input_layernorm:
-            self.qkv = Linear(hidden_size, width, bias, **joint)
+            self.qkv = Linear(hidden_size, width, bias=bias, **joint)
             return
         self.layernorm_qkv = LayerNormLinear(
             hidden_size,
             width,
             eps,
-            bias,
+            bias=bias,
             return_layernorm_output=self.return_layernorm_output,
             **only(NormOptions, options),
             **joint,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from flatfsdp.kernels.attention.rope import rope
+from flatfsdp.layers.te_arguments import takes_te_arguments
 from flatfsdp.torch_private import once_differentiable
 
 
@@ -39,7 +40,8 @@ class RotaryPositionEmbedding(nn.Module):
         ValueError: if dim is odd or too small.
     """
 
-    def __init__(self, dim: int, rotary_base: float = 10000.0, interleaved: bool = False) -> None:
+    @takes_te_arguments
+    def __init__(self, dim: int, *, rotary_base: float = 10000.0, interleaved: bool = False) -> None:
         super().__init__()
         if dim < 2 or dim % 2:
             raise ValueError(f"dim is {dim}; elements turn in pairs, so it has to be even and at least 2")

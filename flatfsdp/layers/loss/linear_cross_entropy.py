@@ -87,7 +87,7 @@ class LinearCrossEntropy(Linear):
                 f"LinearCrossEntropy: chunk_tokens is {chunk_tokens}; it must be positive, or None"
             )
         how = Reduction(ignore_index, reduction)
-        super().__init__(in_features, out_features, False, **options)
+        super().__init__(in_features, out_features, bias=False, **options)
         self.how = how
         self.chunk_tokens = chunk_tokens
 

@@ -156,8 +156,8 @@ def test_if_claimed_needs_no_engine() -> None:
 @pytest.mark.parametrize("recipe", [None, SHORT], ids=["high", "delayed"])
 def test_parameters_that_an_engine_has_joined(bias: bool, fused: Any, recipe: Any) -> None:
     """One GEMM reads the engine's tensor, and writes to its buffer; nothing is concatenated."""
-    split = Linear(WIDTH, FFN, bias, parameters_split=["q", "k", "v"], fuse_wgrad_accumulation=fused)
-    whole = Linear(WIDTH, FFN, bias)
+    split = Linear(WIDTH, FFN, bias=bias, parameters_split=["q", "k", "v"], fuse_wgrad_accumulation=fused)
+    whole = Linear(WIDTH, FFN, bias=bias)
     joints = split.declared_joints()
     assert [joint.name for joint in joints] == (["weight", "bias"] if bias else ["weight"])
     with torch.no_grad():

@@ -41,7 +41,7 @@ def test_against_float64(
     dtype: torch.dtype, normalization: str, zero_centered: bool, bias: bool, eps: float
 ) -> None:
     options = {"normalization": normalization, "zero_centered_gamma": zero_centered}
-    layer = trained(LayerNormLinear(19, 7, eps, bias, params_dtype=dtype, **options))
+    layer = trained(LayerNormLinear(19, 7, eps, bias=bias, params_dtype=dtype, **options))
     plain.same_gradients(
         lambda x, *_: layer(x),
         lambda *tensors: expected(layer, *tensors)[0],

@@ -89,7 +89,10 @@ def test_tables_may_come_from_outside() -> None:
     own = trained(MultiheadAttention(HIDDEN, HEADS, rotary_base=500.0, **options))
     other = MultiheadAttention(HIDDEN, HEADS, **options)
     other.load_state_dict(own.state_dict())
-    x, tables = torch.randn(BATCH, SEQ, HIDDEN), RotaryPositionEmbedding(HIDDEN // HEADS, 500.0)(SEQ)
+    x, tables = (
+        torch.randn(BATCH, SEQ, HIDDEN),
+        RotaryPositionEmbedding(HIDDEN // HEADS, rotary_base=500.0)(SEQ),
+    )
     assert torch.equal(own(x), other(x, rotary_pos_emb=tables))
     assert torch.equal(own(x), other(x, rotary_pos_emb=(tables.cos, tables.sin)))
     assert not torch.allclose(own(x), other(x))

@@ -12,7 +12,7 @@ from tests.support import plain_layers as plain
 
 
 def test_tables_are_exact_at_far_positions() -> None:
-    tables = RotaryPositionEmbedding(8, 500000.0)(100_001)
+    tables = RotaryPositionEmbedding(8, rotary_base=500000.0)(100_001)
     for pair in range(4):
         angle = 100_000 * 500000.0 ** (-2 * pair / 8)
         assert tables.cos[-1, pair].item() == pytest.approx(math.cos(angle), abs=1e-7)

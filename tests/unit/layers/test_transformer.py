@@ -134,7 +134,7 @@ def test_masks_windows_and_tables_are_passed_on() -> None:
         "self_attn_mask_type": "padding_causal",
         "window_size": (2, 0),
         "checkpoint_core_attention": True,
-        "rotary_pos_emb": RotaryPositionEmbedding(HIDDEN // HEADS, 50.0)(SEQ),
+        "rotary_pos_emb": RotaryPositionEmbedding(HIDDEN // HEADS, rotary_base=50.0)(SEQ),
     }
     against_plain(make(), arguments, ~mask & plain.window(SEQ, SEQ, 2, 0), base=50.0)
     by_constructor = make(window_size=(2, 0))

@@ -1,0 +1,181 @@
+"""Transformer Engine's constructors: the order of their arguments, and those that have no counterpart here.
+
+In:   what a program for Transformer Engine passes.
+Out:  keyword arguments of our constructors.
+
+Positional arguments have Transformer Engine's order (version 2.x).  What we do not have is accepted with the
+value that changes nothing, and otherwise refused by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, ParamSpec
+
+import torch.distributed as dist
+
+P = ParamSpec("P")
+
+
+class _Neutral(NamedTuple):
+    """Values of an argument that change nothing.
+
+    Attributes:
+        values: empty for all values.
+        instead: what to do with others.
+    """
+
+    values: tuple[Any, ...] = ()
+    instead: str = "leave it out"
+
+    def accepts(self, value: Any) -> bool:
+        if not self.values:
+            return True
+        if isinstance(value, dist.ProcessGroup):
+            # Of one rank: nothing is shared.
+            return None in self.values and value.size() == 1
+        return any(value is each or value == each for each in self.values)
+
+
+_ANY = _Neutral()
+_NONE = _Neutral((None,))
+_FALSE = _Neutral((False,), "use tp_overlap=True, which needs no buffers of its own, or leave it out")
+_OVERLAPS = ("ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad")
+
+_OF_ALL = {"name": _ANY}
+_OF_LINEAR = {
+    **_OF_ALL,
+    **dict.fromkeys(_OVERLAPS, _FALSE),
+    "ub_name": _ANY,
+    "rng_tracker_name": _ANY,
+    "symmetric_ar_type": _NONE,
+}
+_GATHERED = {
+    "return_layernorm_output_gathered": _Neutral((False,), "gather it, or leave sequence parallelism out")
+}
+_HINTS = {"seq_length": _ANY, "micro_batch_size": _ANY}
+_OF_ATTENTION = {
+    **_OF_ALL,
+    "bottom_right_diagonal": _NONE,
+    "softmax_type": _Neutral(("vanilla",)),
+}
+
+_NEUTRAL: Mapping[str, Mapping[str, _Neutral]] = {
+    "Linear": {**_OF_LINEAR, "save_original_input": _Neutral((False,))},
+    "LayerNormLinear": {**_OF_LINEAR, **_GATHERED},
+    "LayerNormMLP": {**_OF_LINEAR, **_GATHERED, **_HINTS, "activation_params": _NONE},
+    "DotProductAttention": {
+        **_OF_ATTENTION,
+        "attention_type": _Neutral(("self",)),
+        "cp_group": _Neutral((None,), "context parallelism is not supported: leave it out"),
+        "cp_global_ranks": _ANY,
+        "cp_stream": _ANY,
+        "cp_comm_type": _ANY,
+        "return_max_logit": _Neutral((False,)),
+    },
+    "MultiheadAttention": {**_OF_ATTENTION, **dict.fromkeys(_OVERLAPS, _FALSE), **_HINTS},
+    "TransformerLayer": {
+        **_OF_ATTENTION,
+        # Without effect unless ub_tp_comm_overlap is True.
+        **dict.fromkeys(_OVERLAPS, _ANY),
+        **_HINTS,
+        "ub_tp_comm_overlap": _FALSE,
+        "activation_params": _NONE,
+        # Of decoder layers.
+        "enc_dec_attn_mask_type": _ANY,
+        "enc_dec_window_size": _ANY,
+        "enc_dec_bottom_right_diagonal": _ANY,
+    },
+    "RotaryPositionEmbedding": {
+        "rotary_percent": _Neutral((1.0,)),
+        "seq_len_interpolation_factor": _NONE,
+        "pretrained_max_position_embeddings": _NONE,
+    },
+}
+"""By class: arguments that we do not have."""
+
+_PARALLEL = "sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker"
+_ORDER: Mapping[str, tuple[str, ...]] = {
+    "Linear": tuple(
+        f"in_features out_features {_PARALLEL} rng_tracker_name init_method bias return_bias params_dtype "
+        "parallel_mode parameters_split device".split()
+    ),
+    "LayerNormLinear": tuple(
+        f"in_features out_features eps {_PARALLEL} init_method bias normalization return_bias params_dtype "
+        "parallel_mode return_layernorm_output return_layernorm_output_gathered parameters_split "
+        "zero_centered_gamma device".split()
+    ),
+    "LayerNormMLP": (
+        *("hidden_size", "ffn_hidden_size", "eps", "sequence_parallel", "return_bias"),
+        *(
+            "get_rng_state_tracker",
+            "tp_group",
+            "tp_size",
+            "init_method",
+            "bias",
+            "normalization",
+            "activation",
+        ),
+        *("activation_params", "output_layer_init_method", "fuse_wgrad_accumulation"),
+        *("params_dtype", "return_layernorm_output", "return_layernorm_output_gathered", "seq_length"),
+        *("micro_batch_size", "set_parallel_mode", "zero_centered_gamma", "device"),
+    ),
+    "DotProductAttention": (
+        *("num_attention_heads", "kv_channels", "num_gqa_groups", "attention_dropout", "qkv_format"),
+        *("attn_mask_type", "window_size", "bottom_right_diagonal", "sequence_parallel", "tp_size"),
+        *("get_rng_state_tracker", "tp_group", "layer_number", "attention_type", "cp_group"),
+        *("cp_global_ranks", "cp_stream", "cp_comm_type", "softmax_scale", "softmax_type"),
+    ),
+    "MultiheadAttention": (
+        *("hidden_size", "num_attention_heads", "kv_channels", "attention_dropout", "layernorm_epsilon"),
+        *("init_method", "output_layer_init_method", "layer_number", "attn_mask_type", "window_size"),
+        *("bottom_right_diagonal", "tp_group", "tp_size", "num_gqa_groups", "fuse_wgrad_accumulation"),
+        *("get_rng_state_tracker", "sequence_parallel", "params_dtype", "return_bias"),
+    ),
+    "TransformerLayer": (
+        *("hidden_size", "ffn_hidden_size", "num_attention_heads", "num_gqa_groups", "layernorm_epsilon"),
+        *("hidden_dropout", "attention_dropout", "init_method", "output_layer_init_method", "layer_number"),
+        *("kv_channels", "self_attn_mask_type", "window_size", "bottom_right_diagonal"),
+        *("enc_dec_attn_mask_type", "enc_dec_bottom_right_diagonal", "enc_dec_window_size", "tp_group"),
+        *("tp_size", "params_dtype", "get_rng_state_tracker", "fuse_wgrad_accumulation", "seq_length"),
+        *("micro_batch_size", "sequence_parallel"),
+    ),
+    "RotaryPositionEmbedding": (
+        *("dim", "rotary_percent", "seq_len_interpolation_factor", "pretrained_max_position_embeddings"),
+        *("rotary_base", "interleaved"),
+    ),
+}
+"""By class: positional arguments; what comes later is passed by name."""
+
+
+def takes_te_arguments(init: Callable[P, None]) -> Callable[P, None]:
+    """Lets the constructor of a layer take what Transformer Engine's layer of this name takes.
+
+    Raises:
+        TypeError: where it is called with too many positional arguments, or one of them twice.
+        ValueError: with a value of an argument that we do not have, and that would change something.
+    """
+    layer = init.__qualname__.split(".")[0]
+    order, neutral = _ORDER[layer], _NEUTRAL[layer]
+
+    @functools.wraps(init)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        if len(args) > len(order):
+            raise TypeError(f"{layer}() takes at most {len(order)} positional arguments, not {len(args)}")
+        for name, value in zip(order, args, strict=False):
+            if name in kwargs:
+                raise TypeError(f"{layer}() got multiple values for argument {name!r}")
+            kwargs[name] = value
+        for name in neutral.keys() & kwargs.keys():
+            value = kwargs.pop(name)
+            if not neutral[name].accepts(value):
+                raise ValueError(
+                    f"{layer}: {name}={value!r} is Transformer Engine's, and not supported here; "
+                    f"{neutral[name].instead}"
+                )
+        init(self, **kwargs)
+
+    construct.__signature__ = inspect.signature(init)  # type: ignore[attr-defined]
+    return construct  # type: ignore[return-value]

@@ -1,0 +1,160 @@
+"""Programs for Transformer Engine construct our layers: its order, its names, and what changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from flatfsdp import fp8, layers
+
+NO_OVERLAP = dict.fromkeys(
+    ["ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"], False
+)
+te: Any = layers
+"""Without the types of our own signatures, as a program for Transformer Engine sees it."""
+
+
+def fill(weight: torch.Tensor) -> None:
+    nn.init.constant_(weight, 0.5)
+
+
+def test_positional_arguments_have_transformer_engines_order() -> None:
+    layer = te.Linear(32, 48, False, False, None, 1, None, None, fill, False, True, torch.bfloat16)
+    assert layer.bias is None and layer.return_bias and layer.weight.dtype == torch.bfloat16
+    assert bool((layer.weight == 0.5).all())
+    assert te.Linear(32, 32, False).bias is not None, "the third one is sequence_parallel"
+    norm = te.LayerNormLinear(32, 48, 1e-6, False, False, None, 1, None, fill, False, "RMSNorm")
+    assert norm.bias is None and norm.layer_norm_bias is None
+    assert te.LayerNormMLP(32, 64, 1e-6, False, True).return_bias
+    attention = te.DotProductAttention(4, 8, 2, 0.0, "bshd", "no_mask", None, None, False, 1, None, None, 3)
+    assert attention(*(torch.randn(2, 5, heads, 8) for heads in (4, 2, 2))).shape == (2, 5, 32)
+    of_layer = (32, 64, 4, 2, 1e-6, 0.0, 0.0, fill, fill, 1, None, "causal", None, None, "no_mask")
+    assert te.TransformerLayer(*of_layer)(torch.randn(5, 2, 32)).shape == (5, 2, 32)
+    rotary = te.RotaryPositionEmbedding(8, 1.0, None, None, 500.0, True)
+    assert rotary.rotary_base == 500.0 and rotary.interleaved
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes", "neutral"),
+    [
+        ("Linear", (32, 32), {"save_original_input": False, "rng_tracker_name": "a", "ub_name": "qkv"}),
+        ("LayerNormLinear", (32, 32), {"return_layernorm_output_gathered": False, "symmetric_ar_type": None}),
+        ("LayerNormMLP", (32, 64), {"seq_length": 8, "micro_batch_size": 2, "activation_params": None}),
+        ("DotProductAttention", (4, 8), {"cp_group": None, "cp_comm_type": "p2p", "softmax_type": "vanilla"}),
+        ("MultiheadAttention", (32, 4), {"seq_length": 8, "bottom_right_diagonal": None}),
+        (
+            "TransformerLayer",
+            (32, 64, 4),
+            {"ub_tp_comm_overlap": False, "enc_dec_attn_mask_type": "padding", "micro_batch_size": 2},
+        ),
+    ],
+    ids=str,
+)
+def test_what_changes_nothing_is_accepted(
+    layer: str, sizes: tuple[int, ...], neutral: dict[str, Any]
+) -> None:
+    overlap = {} if layer == "DotProductAttention" else NO_OVERLAP
+    made, plain = (
+        getattr(te, layer)(*sizes, name="decoder.0", **neutral, **overlap),
+        getattr(te, layer)(*sizes),
+    )
+    shapes = [[(name, p.shape) for name, p in each.named_parameters()] for each in (made, plain)]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize(
+    ("layer", "sizes", "options", "message"),
+    [
+        ("Linear", (32, 32), {"ub_overlap_ag": True}, "Linear: ub_overlap_ag=True .* use tp_overlap=True"),
+        (
+            "Linear",
+            (32, 32),
+            {"symmetric_ar_type": "multimem"},
+            "symmetric_ar_type='multimem' is Transformer",
+        ),
+        ("TransformerLayer", (32, 64, 4), {"ub_tp_comm_overlap": True}, "ub_tp_comm_overlap=True"),
+        ("DotProductAttention", (4, 8), {"softmax_type": "off-by-one"}, "softmax_type='off-by-one'"),
+        ("MultiheadAttention", (32, 4), {"bottom_right_diagonal": True}, "bottom_right_diagonal=True"),
+        ("RotaryPositionEmbedding", (8,), {"rotary_percent": 0.5}, r"rotary_percent=0\.5"),
+    ],
+    ids=str,
+)
+def test_what_would_change_something_is_refused_by_name(
+    layer: str, sizes: tuple[int, ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(te, layer)(*sizes, **options)
+
+
+def test_python_says_what_is_wrong_with_the_call() -> None:
+    with pytest.raises(TypeError, match="multiple values for argument 'in_features'"):
+        te.Linear(32, 32, in_features=32)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'biass'"):
+        te.Linear(32, 32, biass=True)
+    with pytest.raises(TypeError, match="takes at most 15 positional arguments, not 16"):
+        te.Linear(*range(16))
+
+
+def test_layers_as_megatron_core_constructs_them() -> None:
+    """The keyword arguments of its wrappers, without tensor parallelism."""
+    shared: dict[str, Any] = {
+        "sequence_parallel": False,
+        "fuse_wgrad_accumulation": False,
+        "tp_group": None,
+        "tp_size": 1,
+        "get_rng_state_tracker": None,
+        "init_method": fill,
+        "bias": False,
+        "return_bias": False,
+        "params_dtype": torch.float32,
+        "device": "cpu",
+        "delay_wgrad_compute": False,
+        "ub_name": "qkv",
+        **NO_OVERLAP,
+    }
+    linear = te.Linear(
+        in_features=32, out_features=64, parallel_mode="column", rng_tracker_name=None, **shared
+    )
+    fused = te.LayerNormLinear(
+        in_features=32,
+        out_features=64,
+        eps=1e-5,
+        normalization="RMSNorm",
+        parallel_mode="column",
+        return_layernorm_output=False,
+        zero_centered_gamma=False,
+        **shared,
+    )
+    attention = te.DotProductAttention(
+        num_attention_heads=4,
+        kv_channels=8,
+        num_gqa_groups=2,
+        attention_dropout=0.0,
+        qkv_format="sbhd",
+        attn_mask_type="causal",
+        window_size=None,
+        sequence_parallel=False,
+        tp_size=1,
+        get_rng_state_tracker=None,
+        tp_group=None,
+        layer_number=1,
+        attention_type="self",
+        cp_group=None,
+        cp_global_ranks=None,
+        cp_stream=None,
+        cp_comm_type="p2p",
+        softmax_scale=None,
+        softmax_type="vanilla",
+    )
+    norm = te.RMSNorm(hidden_size=32, eps=1e-5, sequence_parallel=False, zero_centered_gamma=False)
+    x = norm(torch.randn(6, 2, 32))
+    q, k, v = linear(x).view(6, 2, 8, 8).split([4, 2, 2], dim=2)
+    assert attention(q, k, v).shape == (6, 2, 32) and fused(x).shape == (6, 2, 64)
+
+
+def test_recipes_have_transformer_engines_names() -> None:
+    assert fp8.Float8CurrentScaling() == fp8.CurrentScaling()
+    assert fp8.Float8BlockScaling() == fp8.BlockScaling()
