@@ -179,3 +179,33 @@ def test_rows_of_no_matrix_cannot_be_chosen(tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert "--only chooses among the rows of --matrix" in result.output
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--model", "a.py:build"], "--model and --batches go together"),
+        (["--model", "a.py:build", "--batches", "a.py:b"], "there is no file a.py"),
+        (["--model", "build", "--batches", "json:loads"], "'build' names no function"),
+        (["--model", "json:build", "--batches", "json:loads"], "json has no function 'build'"),
+        (["--model", "no.such:build", "--batches", "json:loads"], "'no.such:build': No module named 'no'"),
+        (
+            ["--model", "json:loads", "--batches", "json:loads", "--hidden", "64"],
+            "--hidden does not apply to a",
+        ),
+        (
+            ["--model", "json:loads", "--batches", "json:loads", "--switch", "cache"],
+            "--switch cache needs a mo",
+        ),
+        (["--model", "json:loads", "--batches", "json:loads", "--matrix"], "--matrix does not apply to a"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_for_ones_own_model_that_make_no_sense(
+    options: list[str], message: str, tmp_path: Path
+) -> None:
+    runner = CliRunner(env={"COLUMNS": "200", "TERM": "dumb"})
+    result = runner.invoke(app, ["verify", *options, "--out", str(tmp_path / "out")])
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert not (tmp_path / "out").exists()
