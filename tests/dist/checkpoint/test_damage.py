@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from flatfsdp import checkpoint
 from flatfsdp.checkpoint import CheckpointError, DamagedCheckpoint
 from tests.support.faults.damage import KINDS, random_damage
+from tests.support.faults.full import random_full_disks
 from tests.support.faults.training import Run
 from tests.support.ranks import on_ranks
 
@@ -126,3 +127,8 @@ def test_what_fails_on_one_rank_is_raised_on_all(rank: int, place: str, tmp_path
         pytest.raises(CheckpointError, match="rank 1: MemoryError: no room"),
     ):
         run.load(tmp_path)
+
+
+def test_a_disk_that_is_full_costs_no_checkpoint() -> None:
+    *_, wrong = random_full_disks(3, seed=1)
+    assert not wrong, wrong

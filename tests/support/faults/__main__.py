@@ -21,6 +21,7 @@ from typing import Annotated
 import typer
 
 from tests.support.faults.damage import KINDS, random_damage
+from tests.support.faults.full import random_full_disks
 from tests.support.faults.kills import ALL, Kill, Kills, enumerated
 from tests.support.faults.kills import random_kills as killed_at_random
 from tests.support.faults.ranks.at_random import FAULTS
@@ -87,8 +88,11 @@ def _run_at_random(minutes: float, seed: int) -> None:
 
 
 def _disks(seed: int, counts: Counter[str]) -> list[str]:
-    """A file damaged in each way, and some saves that are killed; returns what was wrong."""
+    """A file damaged in each way, disks that are full, and saves that are killed; returns what was wrong."""
     *_, (damaged, wrong) = random_damage(len(KINDS), seed)
+    *_, of_full_ones = random_full_disks(2, seed)
+    wrong += of_full_ones
+    counts["named"] += 2 - len(of_full_ones)
     with Kills(2) as trials:
         for _ in killed_at_random(trials, 2, seed, ["plain", "manager"]):
             pass
