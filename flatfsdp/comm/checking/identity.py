@@ -114,6 +114,7 @@ class Identity(NamedTuple):
         unit: its position among the model's units.
         step: steps that were reduced before.
         microbatch: backwards before, in this step; for messages.
+        is_early: whether no step has ended yet; None: if `step` is 0.
     """
 
     action: Action
@@ -121,17 +122,22 @@ class Identity(NamedTuple):
     unit: int = 0
     step: int = 0
     microbatch: int = 0
+    is_early: bool | None = None
 
     @staticmethod
-    def counting(action: Action, count: int, model: ModelIdentity = ModelIdentity()) -> Identity:
+    def counting(
+        action: Action, count: int, model: ModelIdentity = ModelIdentity(), is_early: bool | None = None
+    ) -> Identity:
         """What is no unit's, and has a number of its own: of elements, say."""
-        return Identity(action, model, count // _STEPS, count)
+        return Identity(action, model, count // _STEPS, count, is_early=is_early)
 
     @property
     def limit(self) -> float | None:
         """Seconds that a rank waits for the others; None: as long as the process group has it."""
         limit = self.model.rank_timeout
-        is_early = self.step == 0 and self.action not in (Action.CHECKPOINT, Action.OBJECTS)
+        is_early = self.is_early
+        if is_early is None:
+            is_early = self.step == 0 and self.action not in (Action.CHECKPOINT, Action.OBJECTS)
         return limit * FIRST_STEP if limit is not None and is_early else limit
 
     @property

@@ -88,6 +88,13 @@ def test_ranks_wait_longer_before_the_first_step_has_ended() -> None:
     assert Identity(Action.OBJECTS).limit is None
 
 
+@pytest.mark.parametrize("count", [0, 64])
+def test_a_number_of_elements_is_no_number_of_steps(count: int) -> None:
+    model = ModelIdentity(rank_timeout=2.0)
+    assert Identity.counting(Action.INPUTS, count, model, is_early=True).limit == 2.0 * FIRST_STEP
+    assert Identity.counting(Action.INPUTS, count, model, is_early=False).limit == 2.0
+
+
 def test_what_is_no_units_has_a_number_of_its_own() -> None:
     one, other = (Identity.counting(Action.EXCHANGE, elements) for elements in (2**20, 2**20 + 1))
     message = Difference(0, one.number, 1, other.number).message(MODEL)
