@@ -14,6 +14,7 @@ what they have, and that is right.  A step counts once it is reduced, which take
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -135,10 +136,12 @@ class Identity(NamedTuple):
     def limit(self) -> float | None:
         """Seconds that a rank waits for the others; None: as long as the process group has it."""
         limit = self.model.rank_timeout
+        if limit is None or math.isinf(limit):
+            return None
         is_early = self.is_early
         if is_early is None:
             is_early = self.step == 0 and self.action not in (Action.CHECKPOINT, Action.OBJECTS)
-        return limit * FIRST_STEP if limit is not None and is_early else limit
+        return limit * FIRST_STEP if is_early else limit
 
     @property
     def number(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from flatfsdp.comm.checking.identity import FIRST_STEP, Action, Difference, Identity, ModelIdentity, compared
@@ -86,6 +88,7 @@ def test_ranks_wait_longer_before_the_first_step_has_ended() -> None:
     assert Identity(Action.FORWARD, model).limit == Identity(Action.BUILD, model).limit == 2.0 * FIRST_STEP
     assert Identity(Action.CHECKPOINT, model).limit == 2.0
     assert Identity(Action.OBJECTS).limit is None
+    assert Identity(Action.FORWARD, ModelIdentity(rank_timeout=math.inf)).limit is None
 
 
 @pytest.mark.parametrize("count", [0, 64])
