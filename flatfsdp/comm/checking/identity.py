@@ -48,12 +48,13 @@ class Action(IntEnum):
     BUILD = 12
     MICROBATCH = 13
     REPLAY = 14
-    CHECKPOINT = 15
+    SAVE = 15
     OBJECTS = 16
     EXCHANGE = 17
     AMAX = 18
     SCHEDULE = 19
     INPUTS = 20
+    LOAD = 21
 
 
 _WORDS = {
@@ -71,7 +72,8 @@ _WORDS = {
     Action.BUILD: "compares what it has built",
     Action.MICROBATCH: "runs a microbatch of a replayed model eagerly",
     Action.REPLAY: "replays a recorded microbatch",
-    Action.CHECKPOINT: "saves or loads a checkpoint",
+    Action.SAVE: "saves a checkpoint",
+    Action.LOAD: "loads a checkpoint",
     Action.OBJECTS: "exchanges Python objects (for a checkpoint, or whole state)",
     Action.EXCHANGE: "exchanges {elements} elements between the ranks that share a layer",
     Action.AMAX: "takes the largest amax of {elements} FP8 tensors",
@@ -85,7 +87,7 @@ OF_LAYERS = (Action.EXCHANGE, Action.AMAX)
 _COUNTS = {*OF_LAYERS, Action.SCHEDULE, Action.INPUTS}
 """What travels in the place of unit and step is a number of their own."""
 
-_BETWEEN_STEPS = _COUNTS | {Action.BUILD, Action.CHECKPOINT, Action.OBJECTS}
+_BETWEEN_STEPS = _COUNTS | {Action.BUILD, Action.SAVE, Action.LOAD, Action.OBJECTS}
 """Not part of a microbatch."""
 
 
@@ -140,7 +142,7 @@ class Identity(NamedTuple):
             return None
         is_early = self.is_early
         if is_early is None:
-            is_early = self.step == 0 and self.action not in (Action.CHECKPOINT, Action.OBJECTS)
+            is_early = self.step == 0 and self.action not in (Action.SAVE, Action.LOAD, Action.OBJECTS)
         return limit * FIRST_STEP if is_early else limit
 
     @property

@@ -86,7 +86,7 @@ def test_ranks_wait_longer_before_the_first_step_has_ended() -> None:
     model = ModelIdentity(rank_timeout=2.0)
     assert Identity(Action.FORWARD, model, step=1).limit == 2.0
     assert Identity(Action.FORWARD, model).limit == Identity(Action.BUILD, model).limit == 2.0 * FIRST_STEP
-    assert Identity(Action.CHECKPOINT, model).limit == 2.0
+    assert Identity(Action.SAVE, model).limit == 2.0
     assert Identity(Action.OBJECTS).limit is None
     assert Identity(Action.FORWARD, ModelIdentity(rank_timeout=math.inf)).limit is None
 
