@@ -342,8 +342,8 @@ class DeviceJournal:
             if isinstance(journal, DeviceJournal):
                 journal.stopped = journal.stopped or words
         try:
-            if isinstance(why, Difference):
-                announce(model, words)
+            # Also that a rank has not come: it may still, and would wait for those that have aborted.
+            announce(model, words)
         finally:
             abort({self._ranks, *model.communicators}, self._device)
 
