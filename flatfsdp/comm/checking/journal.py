@@ -19,6 +19,7 @@ raised: no rank is left waiting in one, now or at exit.  A rank that waits for t
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -41,7 +42,7 @@ from flatfsdp.comm.checking.watch import announce, watch
 from flatfsdp.comm.collectives import all_gather_numbers, one_launch, uses_nccl
 from flatfsdp.comm.device import indexed, on_device
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.torch_private import time_limit
+from flatfsdp.torch_private import time_limit, timeout_of
 
 ROWS = 1024
 """Launches with NCCL that may be under way before the host waits for the device."""
@@ -184,9 +185,12 @@ class HostJournal:
 
     @contextmanager
     def _waiting(self, identity: Identity, ranks: Ranks) -> Iterator[None]:
-        """Collectives inside wait as long as `identity` says."""
+        """Collectives inside wait as long as `identity` says, and no longer than the process group has it."""
+        assert ranks.group is not None
         # Layers do not know how long; the model that they are in has said so.
         limit = self._limit if identity.action in OF_LAYERS else identity.limit
+        if (longest := timeout_of(ranks.group)) is not None:
+            limit = min(math.inf if limit is None else limit, longest.total_seconds())
         with self.explained(identity, limit), time_limit(ranks.group, limit):
             yield
 

@@ -109,6 +109,18 @@ def test_a_timeout_that_was_set_later_ends_collectives_over_all_groups(rank: int
         assert 0.9 < time.monotonic() - begin < 10.0
 
 
+@on_ranks(2)
+def test_the_engine_waits_no_longer_than_the_process_group(rank: int) -> None:
+    model = FlatFSDP(nn.Linear(2, 2), rank_timeout=600.0)
+    model(torch.ones(2, 2)).sum().backward()
+    set_timeout(1.0)
+    if rank == 1:
+        time.sleep(4.0)
+        return
+    with pytest.raises(RuntimeError, match="rank 1 did not come within 1 s: rank 0 gathers"):
+        model(torch.ones(2, 2))
+
+
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_timeout_is_a_positive_number_of_seconds(seconds: float) -> None:
     with pytest.raises(ValueError, match="a timeout is a finite number"):
