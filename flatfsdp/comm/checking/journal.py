@@ -227,6 +227,8 @@ class HostJournal:
         options = AllgatherOptions()
         options.timeout = ALARM_LASTS
         assert self._ranks.group is not None
+        # It is the others' next launch: all go on counting alike, by which they find each other in the store.
+        self._made += 1
         work = self._ranks.group._allgather_base(everyones, own, options)
         self._alarms = [alarm for alarm in self._alarms if not alarm[0].is_completed()]
         self._alarms.append((work, everyones, own))
