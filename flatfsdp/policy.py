@@ -102,8 +102,8 @@ class Policy:
     rank_timeout: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rank_timeout, (int, float)) or not self.rank_timeout > 0:
-            raise ValueError(f"rank_timeout is {self.rank_timeout!r}; it must be seconds, above 0")
+        if not isinstance(self.rank_timeout, (int, float)) or not self.rank_timeout >= 0.001:
+            raise ValueError(f"rank_timeout is {self.rank_timeout!r}; it must be seconds, at least 0.001")
         if not isinstance(self.precision, Precision):
             raise TypeError(f"precision is {self.precision!r}; pass Precision(compute=...)")
         if not isinstance(self.prefetch, Prefetch):

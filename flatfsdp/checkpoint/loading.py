@@ -37,6 +37,7 @@ from flatfsdp.checkpoint.reader import Reader
 from flatfsdp.checkpoint.sharded import owners_of, sharded_slot, sharded_state_dict
 from flatfsdp.checkpoint.stages import begin, check_names, raising_on_all, world_of
 from flatfsdp.checkpoint.verification import Verification
+from flatfsdp.comm.checking.identity import Action
 from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.storage.master import MasterShard
 from flatfsdp.engine.units import Model, named_groups, stages_of
@@ -78,7 +79,7 @@ def load(
         read any more after they were verified, model and optimizer may be loaded in part.
     """
     check_accepted(accept)
-    begin(model)
+    begin(model, Action.LOAD)
     opened = open_checkpoint(path, *world_of(model))
     with raising_on_all(model):
         extra = opened.extra()
@@ -96,7 +97,7 @@ def load_opened(
     verify: bool = True,
 ) -> None:
     """Loads a checkpoint of which all but data files has been read; raises what `load` raises."""
-    names = check_names(model)
+    names = check_names(model, Action.LOAD)
     check_model_fits(opened.metadata, model, accept)
     if ema is not None:
         with raising_on_all(model):

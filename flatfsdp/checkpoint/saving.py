@@ -20,6 +20,7 @@ from flatfsdp.checkpoint.optimizer_state import merged_groups
 from flatfsdp.checkpoint.sharded import numbered, sharded_optimizer_state_dict, sharded_state_dict
 from flatfsdp.checkpoint.stages import check_names, of_each_stage, raising_on_all
 from flatfsdp.checkpoint.writer import Writer, pickled
+from flatfsdp.comm.checking.identity import Action
 from flatfsdp.engine.ema import EMA
 from flatfsdp.engine.units import Model, named_groups
 
@@ -91,7 +92,7 @@ def sharded_training_state(
 
     Args and raises: as `save`.
     """
-    check_names(model)
+    check_names(model, Action.SAVE)
     goes_on = optimizer is not None or ema is not None
     if goes_on and any(group.master.is_average for _, group in named_groups(model)):
         raise RuntimeError(

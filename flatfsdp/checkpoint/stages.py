@@ -28,15 +28,15 @@ def world_of(model: Model) -> tuple[Ranks, torch.device]:
     return Ranks.of(default_group()), named_groups(model)[0][1].master.device
 
 
-def begin(model: Model) -> None:
-    """All ranks are about to save or load a checkpoint.  Collective over all ranks.
+def begin(model: Model, action: Action) -> None:
+    """All ranks are about to save a checkpoint, or to load one.  Collective over all ranks.
 
     Raises:
         RuntimeError: if some rank does something else, or does not come.
     """
     world, device = world_of(model)
     groups = [group for _, group in named_groups(model)]
-    doing = Identity(Action.CHECKPOINT, ModelIdentity(rank_timeout=groups[0].policy.rank_timeout))
+    doing = Identity(action, ModelIdentity(rank_timeout=groups[0].policy.rank_timeout))
     declare(world, doing, device)
 
 
@@ -48,14 +48,17 @@ def of_each_stage(value: Any, model: Model) -> list[Any]:
     return [each for of_rank in everyones for each in of_rank]
 
 
-def check_names(model: Model) -> set[str]:
+def check_names(model: Model, action: Action) -> set[str]:
     """The names of all parameters of all stages.  Collective over all ranks.
+
+    Args:
+        action: for which they are needed.
 
     Raises:
         ValueError: if two stages have one name; one of the two would be lost.
     """
     groups = named_groups(model)
-    begin(model)
+    begin(model, action)
     require_same_ranks((group.master for _, group in groups), "a sharded checkpoint")
     own = [prefix + slot.name for prefix, group in groups for slot in group.layout.slots]
     names = Counter(name for of_stage in of_each_stage(own, model) for name in of_stage)

@@ -72,7 +72,8 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
             different things raise, all of them, instead of computing with a mix of units.
         rank_timeout: seconds that a rank waits for the others in such a gather or reduction before it raises
             and names those that are missing; five times as long until the first step has ended.  Choose it
-            longer than what one rank ever does by itself, such as saving.
+            longer than what one rank ever does by itself, such as saving; `math.inf` waits as long as the
+            process group has it.
         poison_on_free: debug mode: freed buffers read as NaN.  Costs the memory that freeing would save.
 
     Attributes:

@@ -140,7 +140,7 @@ def pipeline_of(given: dist.ProcessGroup | None, found: Iterable[Ranks]) -> Rank
 def identity_of_norm(shards: Iterable[Identified]) -> Identity | None:
     """The identity that collectives of a norm carry; None if those of these shards carry nothing."""
     first = next((found for shard in shards if (found := shard.identify(Action.NORM))), None)
-    return None if first is None else Identity(Action.NORM, first.model)
+    return None if first is None else Identity(Action.NORM, first.model, is_early=first.step == 0)
 
 
 def require_same_grid(grids: Iterable[Grid]) -> None:

@@ -52,6 +52,12 @@ def test_accumulation_is_fp32_unless_asked_otherwise() -> None:
     assert Precision(compute=torch.bfloat16).accumulate is torch.float32
 
 
+@pytest.mark.parametrize("seconds", [0, -1.0, 1e-4, float("nan"), None])
+def test_a_rank_timeout_is_a_number_of_seconds(seconds: Any) -> None:
+    with pytest.raises(ValueError, match=r"rank_timeout is .*at least 0.001"):
+        make_policy(rank_timeout=seconds)
+
+
 @pytest.mark.parametrize(("field", "depth"), [("forward", -1), ("backward", 1.5), ("backward", None)])
 def test_prefetch_rejects_what_is_no_depth(field: str, depth: Any) -> None:
     with pytest.raises(ValueError, match=rf"Prefetch\.{field} is .*integer >= 0"):

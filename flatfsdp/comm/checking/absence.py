@@ -11,8 +11,10 @@ missing.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -63,8 +65,9 @@ def why_in_vain(
     try:
         everyone = _tell_and_hear(default_store(), ranks, launch, Waited(identity.number, gave_up))
     except RuntimeError:
-        # The store has gone with the rank that had it, which most often is the first.
-        return lost
+        everyone = None
+    if everyone is None:
+        return f"{lost}  {_NO_STORE}"
     missing = [rank for index, rank in enumerate(ranks.global_ranks) if index not in everyone]
     here = {ranks.global_ranks[index]: each for index, each in everyone.items()}
     impatient = [rank for rank, each in here.items() if each.gave_up]
@@ -110,8 +113,15 @@ def _in_words(here: Mapping[int, int], model: ModelIdentity) -> str:
 
 _WAYS_OUT = (
     "Either it did something else (skipped a microbatch, caught an exception, ended), or it was only slow "
-    "(it saves, loads data or compiles): then pass a larger rank_timeout= to FlatFSDP or shard, in seconds. "
+    "(it saves, loads data or compiles): then pass a larger rank_timeout= to FlatFSDP or shard, in seconds, "
+    "or a larger timeout to init_process_group if that is what has passed. "
     "The process group cannot be used any more; start again from the last checkpoint."
+)
+
+
+_NO_STORE = (
+    "Nor does the store of the process group answer, where ranks would be named: most often it is in the "
+    "process of rank 0, which has ended or was stopped then."
 )
 
 
@@ -119,15 +129,28 @@ def _named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def _tell_and_hear(store: dist.Store, ranks: Ranks, launch: int, own: Waited) -> dict[int, Waited]:
-    """What all ranks write that have waited in this launch, by their number among `ranks`."""
+def _tell_and_hear(store: dist.Store, ranks: Ranks, launch: int, own: Waited) -> dict[int, Waited] | None:
+    """What all ranks write that have waited in this launch, by their number among `ranks`.
+
+    None if the store does not answer.
+    """
     keys = [f"flatfsdp/in vain/{ranks.name}/{launch}/{rank}" for rank in range(ranks.size)]
-    store.set(keys[ranks.rank], json.dumps(own))
     found = {ranks.rank: own}
-    deadline = time.monotonic() + SETTLING
-    while len(found) < ranks.size and time.monotonic() < deadline:
-        time.sleep(_PAUSE)
-        for rank, key in enumerate(keys):
-            if rank not in found and store.check([key]):
-                found[rank] = Waited(*json.loads(store.get(key)))
-    return found
+    answers = threading.Event()
+
+    def tell_and_hear() -> None:
+        with suppress(RuntimeError):  # the store has gone with the rank that had it
+            store.set(keys[ranks.rank], json.dumps(own))
+            deadline = time.monotonic() + SETTLING
+            while len(found) < ranks.size and time.monotonic() < deadline:
+                time.sleep(_PAUSE)
+                for rank, key in enumerate(keys):
+                    if rank not in found and store.check([key]):
+                        found[rank] = Waited(*json.loads(store.get(key)))
+            answers.set()
+
+    # A store in a process that was stopped keeps whoever asks it waiting for good.
+    asking = threading.Thread(target=tell_and_hear, daemon=True)
+    asking.start()
+    asking.join(2 * SETTLING)
+    return found if answers.is_set() else None

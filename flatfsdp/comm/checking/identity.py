@@ -14,6 +14,7 @@ what they have, and that is right.  A step counts once it is reduced, which take
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -47,12 +48,13 @@ class Action(IntEnum):
     BUILD = 12
     MICROBATCH = 13
     REPLAY = 14
-    CHECKPOINT = 15
+    SAVE = 15
     OBJECTS = 16
     EXCHANGE = 17
     AMAX = 18
     SCHEDULE = 19
     INPUTS = 20
+    LOAD = 21
 
 
 _WORDS = {
@@ -70,7 +72,8 @@ _WORDS = {
     Action.BUILD: "compares what it has built",
     Action.MICROBATCH: "runs a microbatch of a replayed model eagerly",
     Action.REPLAY: "replays a recorded microbatch",
-    Action.CHECKPOINT: "saves or loads a checkpoint",
+    Action.SAVE: "saves a checkpoint",
+    Action.LOAD: "loads a checkpoint",
     Action.OBJECTS: "exchanges Python objects (for a checkpoint, or whole state)",
     Action.EXCHANGE: "exchanges {elements} elements between the ranks that share a layer",
     Action.AMAX: "takes the largest amax of {elements} FP8 tensors",
@@ -84,7 +87,7 @@ OF_LAYERS = (Action.EXCHANGE, Action.AMAX)
 _COUNTS = {*OF_LAYERS, Action.SCHEDULE, Action.INPUTS}
 """What travels in the place of unit and step is a number of their own."""
 
-_BETWEEN_STEPS = _COUNTS | {Action.BUILD, Action.CHECKPOINT, Action.OBJECTS}
+_BETWEEN_STEPS = _COUNTS | {Action.BUILD, Action.SAVE, Action.LOAD, Action.OBJECTS}
 """Not part of a microbatch."""
 
 
@@ -114,6 +117,7 @@ class Identity(NamedTuple):
         unit: its position among the model's units.
         step: steps that were reduced before.
         microbatch: backwards before, in this step; for messages.
+        is_early: whether no step has ended yet; None: if `step` is 0.
     """
 
     action: Action
@@ -121,18 +125,25 @@ class Identity(NamedTuple):
     unit: int = 0
     step: int = 0
     microbatch: int = 0
+    is_early: bool | None = None
 
     @staticmethod
-    def counting(action: Action, count: int, model: ModelIdentity = ModelIdentity()) -> Identity:
+    def counting(
+        action: Action, count: int, model: ModelIdentity = ModelIdentity(), is_early: bool | None = None
+    ) -> Identity:
         """What is no unit's, and has a number of its own: of elements, say."""
-        return Identity(action, model, count // _STEPS, count)
+        return Identity(action, model, count // _STEPS, count, is_early=is_early)
 
     @property
     def limit(self) -> float | None:
         """Seconds that a rank waits for the others; None: as long as the process group has it."""
         limit = self.model.rank_timeout
-        is_early = self.step == 0 and self.action not in (Action.CHECKPOINT, Action.OBJECTS)
-        return limit * FIRST_STEP if limit is not None and is_early else limit
+        if limit is None or math.isinf(limit):
+            return None
+        is_early = self.is_early
+        if is_early is None:
+            is_early = self.step == 0 and self.action not in (Action.SAVE, Action.LOAD, Action.OBJECTS)
+        return limit * FIRST_STEP if is_early else limit
 
     @property
     def number(self) -> int:

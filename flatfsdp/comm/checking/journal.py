@@ -19,6 +19,7 @@ raised: no rank is left waiting in one, now or at exit.  A rank that waits for t
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections import deque
@@ -41,7 +42,7 @@ from flatfsdp.comm.checking.watch import announce, watch
 from flatfsdp.comm.collectives import all_gather_numbers, one_launch, uses_nccl
 from flatfsdp.comm.device import indexed, on_device
 from flatfsdp.comm.ranks import Ranks
-from flatfsdp.torch_private import time_limit
+from flatfsdp.torch_private import time_limit, timeout_of
 
 ROWS = 1024
 """Launches with NCCL that may be under way before the host waits for the device."""
@@ -184,9 +185,12 @@ class HostJournal:
 
     @contextmanager
     def _waiting(self, identity: Identity, ranks: Ranks) -> Iterator[None]:
-        """Collectives inside wait as long as `identity` says."""
+        """Collectives inside wait as long as `identity` says, and no longer than the process group has it."""
+        assert ranks.group is not None
         # Layers do not know how long; the model that they are in has said so.
         limit = self._limit if identity.action in OF_LAYERS else identity.limit
+        if (longest := timeout_of(ranks.group)) is not None:
+            limit = min(math.inf if limit is None else limit, longest.total_seconds())
         with self.explained(identity, limit), time_limit(ranks.group, limit):
             yield
 
@@ -223,6 +227,8 @@ class HostJournal:
         options = AllgatherOptions()
         options.timeout = ALARM_LASTS
         assert self._ranks.group is not None
+        # It is the others' next launch: all go on counting alike, by which they find each other in the store.
+        self._made += 1
         work = self._ranks.group._allgather_base(everyones, own, options)
         self._alarms = [alarm for alarm in self._alarms if not alarm[0].is_completed()]
         self._alarms.append((work, everyones, own))
@@ -342,8 +348,8 @@ class DeviceJournal:
             if isinstance(journal, DeviceJournal):
                 journal.stopped = journal.stopped or words
         try:
-            if isinstance(why, Difference):
-                announce(model, words)
+            # Also that a rank has not come: it may still, and would wait for those that have aborted.
+            announce(model, words)
         finally:
             abort({self._ranks, *model.communicators}, self._device)
 

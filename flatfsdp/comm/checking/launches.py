@@ -21,6 +21,9 @@ from flatfsdp.comm.checking.absence import words_for
 from flatfsdp.comm.checking.identity import Difference, ModelIdentity
 from flatfsdp.comm.ranks import Ranks
 
+WRITTEN = 7.0
+"""Seconds in which a rank that waits has written so: `watch.py` looks once a second at what is 5 s old."""
+
 
 class UnderWay(NamedTuple):
     """A launch under way, and where its numbers arrive.
@@ -42,8 +45,8 @@ class UnderWay(NamedTuple):
 
     @property
     def is_overdue(self) -> bool:
-        """Whether its time limit has passed."""
-        return self.limit is not None and time.monotonic() - self.since > self.limit
+        """Whether its time limit has passed, and whoever came before that has written so."""
+        return self.limit is not None and time.monotonic() - self.since > self.limit + WRITTEN
 
 
 class Launches:

@@ -156,8 +156,10 @@ class Root:
         """Ranks that share layers say how much they put in, and then exchange parts of equal size."""
         if self._tensor_ranks and any(group.model is not None for group in self.groups):
             elements = sum(tensor.numel() for tensor in tensors_in(inputs))
+            is_early = self.microbatch.steps_reduced == 0
+            identity = Identity.counting(Action.INPUTS, elements, self._model, is_early)
             for ranks in self._tensor_ranks:
-                declare(ranks, Identity.counting(Action.INPUTS, elements, self._model), self._device)
+                declare(ranks, identity, self._device)
 
     def _look_at_user(self) -> None:
         """Raises what can be known before anything is gathered."""

@@ -14,6 +14,8 @@ import torch.distributed.nn.functional as differentiable
 from torch import nn
 
 from flatfsdp import FlatFSDP, set_timeout
+from flatfsdp.comm.checking.identity import Action, Difference, Identity, ModelIdentity
+from flatfsdp.comm.checking.journal import HostJournal, _journal_of, declare
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.fp8 import autocast
@@ -107,6 +109,37 @@ def test_a_timeout_that_was_set_later_ends_collectives_over_all_groups(rank: int
         with pytest.raises(RuntimeError, match=r"[Tt]imed? ?out"):
             dist.all_reduce(torch.ones(1), group=each)
         assert 0.9 < time.monotonic() - begin < 10.0
+
+
+@on_ranks(2)
+def test_the_engine_waits_no_longer_than_the_process_group(rank: int) -> None:
+    model = FlatFSDP(nn.Linear(2, 2), rank_timeout=600.0)
+    model(torch.ones(2, 2)).sum().backward()
+    set_timeout(1.0)
+    if rank == 1:
+        time.sleep(4.0)
+        return
+    with pytest.raises(RuntimeError, match="rank 1 did not come within 1 s: rank 0 gathers"):
+        model(torch.ones(2, 2))
+
+
+@on_ranks(3)
+def test_ranks_find_each_other_after_one_has_warned_the_others(rank: int) -> None:
+    ranks, device = Ranks.of(dist.group.WORLD), torch.device("cpu")
+    build = Identity(Action.BUILD, ModelIdentity(rank_timeout=2.0), is_early=False)
+    declare(ranks, build, device)
+    if rank == 0:
+        journal = _journal_of(ranks, device)
+        assert isinstance(journal, HostJournal)
+        journal.warn(Difference(0, build.number, 3, Identity(Action.NORM).number))
+    else:
+        with pytest.raises(RuntimeError, match="rank 0 compares what it has built, while rank 3 takes"):
+            declare(ranks, build, device)
+    if rank == 2:
+        time.sleep(6.0)
+        return
+    with pytest.raises(RuntimeError, match=r"^rank 2 did not come within 2 s: rank 0 .*, as does rank 1\."):
+        declare(ranks, build, device)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])

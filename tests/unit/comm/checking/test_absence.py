@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -73,6 +74,20 @@ def test_a_rank_that_comes_too_late_is_told_who_had_given_up() -> None:
 def test_what_the_backend_says_is_all_where_everyone_came_in_time() -> None:
     for words in said(*((rank, GATHER, 0.1) for rank in range(3))):
         assert words.startswith("this rank gathers unit blocks.0") and str(BACKEND) in words
+
+
+def test_a_store_that_does_not_answer_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = threading.Event()
+
+    class Stopped(dist.HashStore):
+        def check(self, keys: list[str]) -> bool:
+            ends.wait()
+            return False
+
+    monkeypatch.setattr(absence, "default_store", Stopped)
+    (words,) = said((0, GATHER, 2.0))
+    ends.set()
+    assert str(BACKEND) in words and "rank 0, which has ended or was stopped" in words
 
 
 def test_a_store_that_is_gone_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,3 +89,9 @@ def test_a_row_is_used_again(of_rank_0: journal.DeviceJournal) -> None:
     start(of_rank_0, GATHER)
     of_rank_0.look(wait=False)
     assert under_way(of_rank_0) == 1
+
+
+def test_a_rank_that_comes_too_late_hears_that_nobody_waits(of_rank_0: journal.DeviceJournal) -> None:
+    with mock.patch("flatfsdp.comm.checking.journal.announce") as announce:
+        of_rank_0.stop("rank 2 did not come within 60 s", GATHER.model)
+    announce.assert_called_once_with(GATHER.model, "rank 2 did not come within 60 s")
