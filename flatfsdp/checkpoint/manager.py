@@ -114,8 +114,9 @@ class CheckpointManager:
             )
             return False
         save(self.path(step), model, optimizer, ema=ema, extra=extra, overwrite=True)
-        if _is_first():
-            with _never_fatal():
+        # The others wait here, without a limit, and not in the next step.
+        with raising_on_all(model), _never_fatal():
+            if _is_first():
                 older = [each for each in self._complete() if each < step]
                 for each in older[: max(0, len(older) + 1 - self.keep)]:
                     remove(self.path(each))

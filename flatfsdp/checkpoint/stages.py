@@ -35,9 +35,11 @@ def begin(model: Model, action: Action) -> None:
         RuntimeError: if some rank does something else, or does not come.
     """
     world, device = world_of(model)
-    groups = [group for _, group in named_groups(model)]
-    doing = Identity(action, ModelIdentity(rank_timeout=groups[0].policy.rank_timeout))
-    declare(world, doing, device)
+    first = named_groups(model)[0][1]
+    if first.policy.check_collectives:
+        # Stages of a pipeline are models of their own, with numbers of their own.
+        whole = ModelIdentity(rank_timeout=first.policy.rank_timeout)
+        declare(world, Identity(action, whole, is_early=first.microbatch.steps_reduced == 0), device)
 
 
 def of_each_stage(value: Any, model: Model) -> list[Any]:

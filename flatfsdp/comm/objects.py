@@ -21,7 +21,7 @@ def broadcast_object(value: Any, dimensions: Sequence[Ranks], device: torch.devi
         # Along the first rank's line, then from each rank of that.
         for ranks in dimensions:
             if ranks.size > 1:
-                declare(ranks, Identity(Action.OBJECTS), device)
+                _declare(ranks, device)
                 dist.broadcast_object_list(box, group=ranks.group, group_src=0)
     return box[0]
 
@@ -32,6 +32,13 @@ def all_gather_object(value: Any, ranks: Ranks, device: torch.device) -> list[An
         return [value]
     found: list[Any] = [None] * ranks.size
     with on_device(device):
-        declare(ranks, Identity(Action.OBJECTS), device)
+        _declare(ranks, device)
         dist.all_gather_object(found, value, group=ranks.group)
     return found
+
+
+def _declare(ranks: Ranks, device: torch.device) -> None:
+    """Says what comes; a model on the CPU may be on ranks whose group has NCCL alone, for devices."""
+    assert ranks.group is not None
+    if torch.device(device.type) in ranks.group._device_types:
+        declare(ranks, Identity(Action.OBJECTS), device)

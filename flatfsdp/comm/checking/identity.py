@@ -191,13 +191,24 @@ class Difference(NamedTuple):
         Args:
             model: whose units have names here.
         """
-        what, other = (described(number, model) for number in (self.number, self.other_number))
+        numbers = self.number, self.other_number
+        what, other = (described(number, model) for number in numbers)
         return (
             f"ranks do not do the same: rank {self.rank} {what}, while rank {self.other_rank} {other}. "
-            "All ranks have to use the same units in the same order, and to call together whatever is "
-            "collective: evaluations, state_dict(), summon_full_params(), clip_grad_norm_(). To leave out a "
-            "unit on some ranks only, call it everywhere and let it return its input there."
+            f"{_ADVICE_ON_SIZES if all(map(_is_of_sizes, numbers)) else _ADVICE}"
         )
+
+
+_ADVICE = (
+    "All ranks have to use the same units in the same order, and to call together whatever is collective: "
+    "evaluations, state_dict(), summon_full_params(), clip_grad_norm_(). To leave out a unit on some ranks "
+    "only, call it everywhere and let it return its input there."
+)
+_ADVICE_ON_SIZES = "Ranks that share layers (tensor parallelism) have to be given the same tensors."
+
+
+def _is_of_sizes(number: int) -> bool:
+    return number // (_MICROBATCHES * _STEPS * _UNITS * _MODELS) in (Action.INPUTS, Action.EXCHANGE)
 
 
 def described(number: int, model: ModelIdentity) -> str:
