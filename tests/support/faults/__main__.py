@@ -104,7 +104,7 @@ def _disks(seed: int, counts: Counter[str]) -> list[str]:
 
 
 GOOD = ("right", "named")
-SHOWN = ("named", "right", "silent", "false alarm", "hung", "aborted", "backend's words")
+SHOWN = ("named", "right", "silent", "false alarm", "unnamed", "hung", "aborted", "backend's words")
 
 
 @app.command()

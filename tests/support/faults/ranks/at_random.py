@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tests.support.faults.ranks.processes import Ending, Verdict, endings, judged
-from tests.support.faults.ranks.program import Do, Microbatch, Operation, Setup, Step, run
+from tests.support.faults.ranks.program import Do, Microbatch, Operation, Setup, Step, losses_of, run
 from tests.support.faults.ranks.reference import reference
 
 SHORT, LONG = 0.3, 5.0
@@ -28,11 +28,13 @@ class Trial:
 
     Attributes:
         fault: what the odd rank does.
+        odd: which one it is.
         programs: of each rank.
         has_to_be_right: whether nothing differs but the time that it takes.
     """
 
     fault: str
+    odd: int
     setup: Setup
     programs: tuple[tuple[Operation, ...], ...]
     has_to_be_right: bool
@@ -41,7 +43,8 @@ class Trial:
         """How all ranks end, and what that is worth."""
         programs = [list(each) for each in self.programs]
         found = endings(len(programs), run_one_of, self.setup, programs)
-        verdict = judged(found, reference(self.setup, programs))
+        expected, counts = reference(self.setup, programs), list(map(losses_of, programs))
+        verdict = judged(found, self.odd, expected, counts)
         if verdict == "named" and self.has_to_be_right:
             verdict = "false alarm"
         return found, verdict
@@ -160,4 +163,4 @@ def trial(seed: int, number: int) -> Trial:
     odd = chance.randrange(ranks)
     programs = [tuple(usual) for _ in range(ranks)]
     programs[odd] = tuple(FAULTS[fault](usual, chance))
-    return Trial(fault, setup, tuple(programs), fault in HARMLESS)
+    return Trial(fault, odd, setup, tuple(programs), fault in HARMLESS)

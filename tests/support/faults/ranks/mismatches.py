@@ -13,10 +13,10 @@ import torch
 
 from tests.support.faults.ranks.llamas import Difference, Where, run_autocast, run_llama
 from tests.support.faults.ranks.processes import Ending, Verdict, endings, judged
-from tests.support.faults.ranks.program import Do, Microbatch, Operation, Setup, Step, run
+from tests.support.faults.ranks.program import Do, Microbatch, Operation, Setup, Step, losses_of, run
 from tests.support.faults.ranks.reference import reference
 
-STEPS, MICROBATCHES = 3, 2
+STEPS, MICROBATCHES, ODD = 3, 2, 1
 LATE = 6.0
 """Seconds that an idle rank sleeps: longer than the others wait."""
 
@@ -46,12 +46,13 @@ class Mismatch:
         if self.other is not None:
             function, arguments = self.other
             found = endings(2, function, *arguments)
-            return found, judged(found, None)
+            return found, judged(found, ODD)
         setups = [self.setup, self.odd_setup or self.setup]
         programs = [list(self.program), list(self.odd_program or self.program)]
         found = endings(2, run_one_of, setups, programs)
-        expected = reference(self.setup, programs) if self.odd_setup is None else None
-        return found, judged(found, expected)
+        if self.odd_setup is not None:
+            return found, judged(found, ODD)
+        return found, judged(found, ODD, reference(self.setup, programs), list(map(losses_of, programs)))
 
 
 def run_one_of(

@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 
 from flatfsdp.comm.launch import fork_server
-from tests.support.faults.ranks.program import OwnError
 
 How = Literal["finished", "named", "backend's words", "own error", "as told", "aborted", "hung"]
 
 WORDS = re.compile(
     r"ranks do not do the same|is not the same on all ranks|did not come within|had given up waiting|"
-    r"(has|have) ended, or left a collective|and lost the other ranks|cannot be on rank|takes .*; build all"
+    r"(has|have) ended, or left a collective|and lost the other ranks|takes .*; build all|was not saved: rank"
 )
 """What this project says of ranks that differ."""
 
@@ -139,30 +138,45 @@ def _serve(
 def _kind_of(error: BaseException) -> How:
     if WORDS.search(str(error)):
         return "named"
-    chain: BaseException | None = error
-    while chain is not None:
-        if isinstance(chain, OwnError):
-            return "own error"
-        chain = chain.__cause__ or chain.__context__
     return "backend's words" if "gloo" in str(error) else "own error"
 
 
-Verdict = Literal["right", "named", "silent", "false alarm", "hung", "aborted", "backend's words"]
+Verdict = Literal["right", "named", "silent", "false alarm", "unnamed", "hung", "aborted", "backend's words"]
 
 TOLERANCE = 1e-4
 
 
-def judged(found: Sequence[Ending], expected: Sequence[Sequence[float]] | None) -> Verdict:
+def judged(
+    found: Sequence[Ending],
+    odd: int,
+    expected: Sequence[Sequence[float]] | None = None,
+    counts: Sequence[int] | None = None,
+) -> Verdict:
     """The worst of what these ranks have come to.
 
     Args:
-        expected: losses of each rank, as far as they are known; None if none are.
+        odd: the rank that does something else; it alone may end by an error of its own, or be ended.
+        expected: losses of each rank, as far as they are known; None if all that end are wrong.
+        counts: how many losses each rank has that ends.
     """
     for verdict in ("hung", "aborted", "backend's words"):
         if any(each.how == verdict for each in found):
             return verdict  # type: ignore[return-value]
+    others = [each for rank, each in enumerate(found) if rank != odd]
+    if any(each.how == "as told" for each in others):
+        return "aborted"
+    if any(each.how == "own error" for each in others):
+        return "unnamed"
     for rank, each in enumerate(found):
-        for loss, right in zip(each.losses, expected[rank] if expected else (), strict=False):
-            if not abs(loss - right) <= TOLERANCE * max(1.0, abs(right)):
-                return "silent"
-    return "right" if all(each.how in ("finished", "as told") for each in found) else "named"
+        right = expected[rank] if expected else ()
+        if not all(map(_is_near, each.losses, right)):
+            return "silent"
+        if counts is not None and each.how == "finished" and len(each.losses) != counts[rank]:
+            return "silent"
+    if any(each.how == "named" for each in found):
+        return "named"
+    return "silent" if expected is None else "right"
+
+
+def _is_near(loss: float, right: float) -> bool:
+    return abs(loss - right) <= TOLERANCE * max(1.0, abs(right))

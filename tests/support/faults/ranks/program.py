@@ -190,6 +190,11 @@ def run(rank: int, setup: Setup, program: list[Operation], losses: list[float]) 
             _do(model, optimizer, setup, rank, operation)
 
 
+def losses_of(program: list[Operation]) -> int:
+    """How many losses a rank has that ends."""
+    return sum(isinstance(each, Microbatch) and not each.raises for each in program)
+
+
 def next_of_step(program: list[Operation], index: int) -> Operation | None:
     """The next microbatch or step; None at the end."""
     return next((each for each in program[index + 1 :] if not isinstance(each, Do)), None)
