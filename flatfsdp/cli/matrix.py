@@ -17,15 +17,14 @@ import torch
 from rich.table import Table
 
 from flatfsdp.cli.progress import StepBar
-from flatfsdp.cli.report import compared_cells, comparison_table, difference_lines
+from flatfsdp.cli.report import compared_cells, comparison_table
 from flatfsdp.cli.verify import Switch
 from flatfsdp.comm.launch import Device, Launch, Rank, run_on_ranks, under_torchrun
 from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.models import LlamaConfig
 from flatfsdp.models.pipeline import ScheduleName
 from flatfsdp.models.text import Sampler
-from flatfsdp.parity.evidence import KINDS, differences_on_all_ranks, observed
-from flatfsdp.parity.summary import RunSummary
+from flatfsdp.parity.evidence import KINDS, Compared, compared
 from flatfsdp.profiling.environment import environment
 from flatfsdp.profiling.figures import to_json
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
@@ -273,21 +272,10 @@ def _wanted(rows: Iterable[MatrixRow], switch: Switch, given: dict[str, Any]) ->
 
 
 @dataclass(frozen=True)
-class MatrixComparison:
-    """One row that has run.
-
-    Attributes:
-        differences: for each kind of evidence, the first difference on each rank that has one.
-    """
+class MatrixComparison(Compared):
+    """One row that has run."""
 
     row: MatrixRow
-    off: RunSummary
-    on: RunSummary
-    differences: dict[str, list[str]]
-
-    @property
-    def equal(self) -> bool:
-        return not any(self.differences.values())
 
     def described(self) -> dict[str, Any]:
         """What JSON holds of it."""
@@ -358,9 +346,7 @@ class MatrixReport:
                 f"{on.capitalize()} equals {off}, bit for bit: {len(self.compared)} configurations on "
                 f"{worlds} ranks, {settings.steps} steps of {settings.microbatches} microbatches each."
             ]
-        return [
-            line for found in self.compared for line in difference_lines(found.row.name, found.differences)
-        ]
+        return [line for found in self.compared for line in found.lines(found.row.name)]
 
 
 def run_matrix(plan: MatrixPlan, out: Path) -> MatrixReport:
@@ -400,19 +386,15 @@ def _compare(
 ) -> MatrixComparison:
     steps, settings = plan.settings.steps, plan.settings
     with StepBar(row.name, 2 * steps, visible=rank.index == 0) as bar:
-        (off, off_evidence), (on, on_evidence) = (
-            observed(
-                partial(
-                    train_parallel,
-                    row.applied(settings, plan.switch, on),
-                    *(sampler, rank, meshes, bar.advance),
-                ),
-                rank,
-                steps,
-                sabotage=on and plan.self_test,
+        off, on = (
+            partial(
+                train_parallel,
+                row.applied(settings, plan.switch, is_on),
+                *(sampler, rank, meshes, bar.advance),
             )
-            for on in (False, True)
+            for is_on in (False, True)
         )
-        found = MatrixComparison(row, off, on, differences_on_all_ranks(off_evidence, on_evidence, rank))
-        bar.conclude(f"{'equal' if found.equal else 'DIFFER'}, final loss {off.final_loss_hex}")
+        runs = compared(off, on, rank, steps, self_test=plan.self_test)
+        found = MatrixComparison(**vars(runs), row=row)
+        bar.conclude(f"{'equal' if found.equal else 'DIFFER'}, final loss {found.off.final_loss_hex}")
     return found

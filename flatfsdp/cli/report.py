@@ -52,15 +52,6 @@ def compared_cells(off: RunSummary, on: RunSummary, differences: Mapping[str, li
     ]
 
 
-def difference_lines(name: str, differences: Mapping[str, list[str]]) -> list[str]:
-    """Lines that say where two runs differ, by kind of evidence."""
-    return [
-        f"{name}, {kind}: first difference on {place}"
-        for kind, places in differences.items()
-        for place in places
-    ]
-
-
 def plot_losses(path: Path, title: str, panels: Mapping[str, Mapping[str, list[float]]]) -> None:
     """Writes a PNG with one panel for each key of `panels`, holding one curve for each key inside.
 

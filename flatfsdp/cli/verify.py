@@ -18,14 +18,12 @@ from flatfsdp.cli.progress import StepBar
 from flatfsdp.cli.report import (
     compared_cells,
     comparison_table,
-    difference_lines,
     plot_losses,
     verdict,
 )
 from flatfsdp.comm.launch import Rank
 from flatfsdp.models.text import Sampler
-from flatfsdp.parity.evidence import KINDS, differences_on_all_ranks, observed
-from flatfsdp.parity.summary import RunSummary
+from flatfsdp.parity.evidence import KINDS, Compared, compared
 from flatfsdp.parity.trained import AfterBackward, Trained
 from flatfsdp.profiling.environment import environment
 from flatfsdp.profiling.figures import to_json
@@ -122,25 +120,17 @@ class VerifyJob:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Compared):
     """One configuration with one switch off and on.
 
     Attributes:
         fusion: of weight gradients; empty for plain layers, and where it is what is switched.
-        differences: for each kind of evidence, the first difference on each rank that has one.
     """
 
     precision: str
     strategy: str
     switch: str
     fusion: str
-    off: RunSummary
-    on: RunSummary
-    differences: dict[str, list[str]]
-
-    @property
-    def equal(self) -> bool:
-        return not any(self.differences.values())
 
     @property
     def name(self) -> str:
@@ -224,11 +214,7 @@ class Report:
                 f"On equals off, bit for bit, at world size {self.environment['world_size']}: "
                 f"{len(self.rows)} configurations, {self.job.settings.steps} steps each."
             ]
-        return [
-            line
-            for row in self.rows
-            for line in difference_lines(f"{row.name}, {' / '.join(row.ends)}", row.differences)
-        ]
+        return [line for row in self.rows for line in row.lines(f"{row.name}, {' / '.join(row.ends)}")]
 
 
 def verify_on_rank(rank: Rank, job: VerifyJob) -> Report:
@@ -243,15 +229,18 @@ def verify_on_rank(rank: Rank, job: VerifyJob) -> Report:
 def _compare(
     rank: Rank, switch: Switch, settings: TrainSettings, sampler: Sampler, self_test: bool
 ) -> Comparison:
-    (off, off_evidence), (on, on_evidence) = (
-        observed(partial(_train_visibly, ends, sampler, rank), rank, settings.steps, sabotage=sabotage)
-        for ends, sabotage in zip(switch.settings(settings), (False, self_test), strict=True)
-    )
-    differences = differences_on_all_ranks(off_evidence, on_evidence, rank)
+    off, on = (partial(_train_visibly, ends, sampler, rank) for ends in switch.settings(settings))
+    found = compared(off, on, rank, settings.steps, self_test=self_test)
     precision, strategy = settings.precision, settings.strategy
     is_named = precision.has_own_layers and switch is not Switch.fusion and settings.fusion != Fusion.fused
     fusion = f"wgrad {settings.fusion.value}" if is_named else ""
-    return Comparison(precision.value, strategy.value, switch.value, fusion, off, on, differences)
+    return Comparison(
+        **vars(found),
+        precision=precision.value,
+        strategy=strategy.value,
+        switch=switch.value,
+        fusion=fusion,
+    )
 
 
 def _train_visibly(

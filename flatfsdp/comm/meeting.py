@@ -13,6 +13,7 @@ import time
 
 import torch.distributed as dist
 
+from flatfsdp.comm.checking.absence import named
 from flatfsdp.comm.ranks import Ranks
 from flatfsdp.torch_private import default_store
 
@@ -63,8 +64,5 @@ def meet(ranks: Ranks, doing: str, rank_timeout: float) -> None:
 
 
 def _absent(ranks: Ranks, missing: list[int], doing: str, waited: float) -> str:
-    names = ", ".join(str(ranks.global_ranks[rank]) for rank in missing)
-    return (
-        f"{doing} is collective, and rank{'s' * (len(missing) > 1)} {names} did not call it within "
-        f"{waited:.0f} s"
-    )
+    absent = named([ranks.global_ranks[rank] for rank in missing])
+    return f"{doing} is collective, and {absent} did not call it within {waited:.0f} s"

@@ -14,7 +14,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import auto_wrap, microbatches, replayed, shard
@@ -23,7 +22,7 @@ from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.flat.nested import map_tensors
 from flatfsdp.fp8 import autocast
 from flatfsdp.parity.switches import Sharding, fusing
-from flatfsdp.parity.trained import AfterBackward, Step, Trained, now
+from flatfsdp.parity.trained import AfterBackward, Step, Trained, mean_over_ranks, now
 
 BuildModel = Callable[[], nn.Module]
 """Builds the model, which is not sharded; PyTorch's generators are seeded before."""
@@ -109,7 +108,7 @@ def train(job: ModelJob, sharding: Sharding, rank: Rank, after_backward: AfterBa
         optimizer.step()
         optimizer.zero_grad()
         local_losses[index] = losses_m.cpu()
-        mean = _mean_over_ranks(losses_m, rank.world)
+        mean = mean_over_ranks(losses_m, rank.world)
         steps.append(Step(mean, float(norm), 1e3 * (now(rank.device) - start)))
     return Trained(steps, local_losses, model.fsdp_state.ledger.bytes_per_parameter(), model, optimizer)
 
@@ -162,10 +161,3 @@ def _joined(name: str, child: str) -> str:
 
 def _moved(batch: Any, device: torch.device) -> Any:
     return map_tensors(lambda tensor: tensor.to(device), batch)
-
-
-def _mean_over_ranks(losses_m: Tensor, world: int) -> float:
-    """The mean of [world, microbatches] losses, added up in one fixed order on every rank."""
-    gathered = [torch.empty_like(losses_m) for _ in range(world)]
-    dist.all_gather(gathered, losses_m)
-    return float(torch.stack(gathered).cpu().mean())

@@ -169,15 +169,53 @@ def _joined(master: MasterShard, of_portions: Sequence[Tensor | None]) -> Tensor
     return whole
 
 
-def observed(
-    run: Callable[[AfterBackward], Trained], rank: Rank, steps: int, *, sabotage: bool
-) -> tuple[RunSummary, dict[str, NamedTensors]]:
-    """One run and its evidence; the model is freed.
+@dataclass(frozen=True)
+class Compared:
+    """Two runs, with a switch off and on.
+
+    Attributes:
+        differences: for each kind of evidence, the first difference on each rank that has one: the step, the
+            unit, and the element of a parameter.
+    """
+
+    off: RunSummary
+    on: RunSummary
+    differences: dict[str, list[str]]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all bits are."""
+        return not any(self.differences.values())
+
+    def lines(self, name: str) -> list[str]:
+        """What differs, by kind of evidence and rank."""
+        return [
+            f"{name}, {kind}: first difference on {place}"
+            for kind, places in self.differences.items()
+            for place in places
+        ]
+
+
+Run = Callable[[AfterBackward], Trained]
+"""Trains, and calls its argument after each step's backwards."""
+
+
+def compared(off: Run, on: Run, rank: Rank, steps: int, *, self_test: bool) -> Compared:
+    """Runs both, and compares them on all ranks.
 
     Args:
-        run: trains, and calls its argument after each step's backwards.
-        sabotage: damages one bit of one gradient on the last rank.
+        steps: of each run.
+        self_test: damage one bit of one gradient on the last rank, with the switch on.
     """
+    first, first_evidence = _observed(off, rank, steps, sabotage=False)
+    second, second_evidence = _observed(on, rank, steps, sabotage=self_test)
+    return Compared(first, second, differences_on_all_ranks(first_evidence, second_evidence, rank))
+
+
+def _observed(
+    run: Run, rank: Rank, steps: int, *, sabotage: bool
+) -> tuple[RunSummary, dict[str, NamedTensors]]:
+    """One run and its evidence; the model is freed."""
     recorder = GradientRecorder()
     trained = run(Saboteur(recorder, rank, at_step=min(1, steps - 1)) if sabotage else recorder)
     return RunSummary.of(trained), evidence(trained, recorder.gradients)

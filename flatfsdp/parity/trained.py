@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 
@@ -86,3 +87,13 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def mean_over_ranks(losses_m: Tensor, world: int) -> float:
+    """The mean of [world, microbatches] losses, added up in one fixed order on every rank.
+
+    Gathered and not all-reduced, whose order of additions belongs to the backend.
+    """
+    gathered = [torch.empty_like(losses_m) for _ in range(world)]
+    dist.all_gather(gathered, losses_m)
+    return float(torch.stack(gathered).cpu().mean())

@@ -20,31 +20,17 @@ from flatfsdp.comm.text_table import plain_table
 from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.fp8 import Recipe
 from flatfsdp.parity.any_model import Batches, BuildModel, Loss, ModelJob, train
-from flatfsdp.parity.evidence import KINDS, differences_on_all_ranks, observed
-from flatfsdp.parity.summary import RunSummary
+from flatfsdp.parity.evidence import KINDS, Compared, compared
 from flatfsdp.parity.switches import ModelSwitch, Sharding
 from flatfsdp.policy import Precision
 from flatfsdp.profiling.figures import to_json
 
 
 @dataclass(frozen=True)
-class ParityRow:
-    """A model with one switch off and on.
-
-    Attributes:
-        differences: for each kind of evidence, the first difference on each rank that has one: the step, the
-            unit, and the element of a parameter.
-    """
+class ParityRow(Compared):
+    """A model with one switch off and on."""
 
     switch: str
-    off: RunSummary
-    on: RunSummary
-    differences: dict[str, list[str]]
-
-    @property
-    def equal(self) -> bool:
-        """Whether all bits are."""
-        return not any(self.differences.values())
 
     @property
     def ends(self) -> tuple[str, str]:
@@ -71,12 +57,7 @@ class Parity:
 
     def differences(self) -> list[str]:
         """One line for each difference."""
-        return [
-            f"{' / '.join(row.ends)}, {kind}: first difference on {place}"
-            for row in self.rows
-            for kind, places in row.differences.items()
-            for place in places
-        ]
+        return [line for row in self.rows for line in row.lines(" / ".join(row.ends))]
 
     def require(self) -> None:
         """Raises AssertionError, with all differences, unless everything is equal."""
@@ -172,8 +153,6 @@ def _chosen(
 
 
 def _compare(job: ModelJob, switch: ModelSwitch, usual: Sharding, rank: Rank, self_test: bool) -> ParityRow:
-    (off, off_evidence), (on, on_evidence) = (
-        observed(partial(train, job, sharding, rank), rank, job.steps, sabotage=sabotage)
-        for sharding, sabotage in zip(switch.applied(usual), (False, self_test), strict=True)
-    )
-    return ParityRow(switch.value, off, on, differences_on_all_ranks(off_evidence, on_evidence, rank))
+    off, on = (partial(train, job, sharding, rank) for sharding in switch.applied(usual))
+    found = compared(off, on, rank, job.steps, self_test=self_test)
+    return ParityRow(**vars(found), switch=switch.value)

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from flatfsdp import Precision, auto_wrap, by_class, microbatches, replayed, shard
@@ -25,7 +24,16 @@ from flatfsdp.layers import TransformerLayer
 from flatfsdp.models.fused_gpt import FusedGPT
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
-from flatfsdp.parity.trained import AfterBackward, OnStep, Step, Trained, ignore, now, require_positive
+from flatfsdp.parity.trained import (
+    AfterBackward,
+    OnStep,
+    Step,
+    Trained,
+    ignore,
+    mean_over_ranks,
+    now,
+    require_positive,
+)
 from flatfsdp.training.choices import Fusion, PrecisionName, Strategy
 from flatfsdp.training.interruptions import Interruptions
 
@@ -163,7 +171,7 @@ def train(
         optimizer.zero_grad()
         ms = 1e3 * (now(rank.device) - resumed + reduced - start)
         local_losses[index] = losses_m.cpu()
-        steps.append(Step(_mean_over_ranks(losses_m, rank.world), float(norm), ms))
+        steps.append(Step(mean_over_ranks(losses_m, rank.world), float(norm), ms))
         on_step(steps[-1].loss, tokens / ms * 1e3)
     run.require_replays(rank.device)
     return Trained(steps, local_losses, model.fsdp_state.ledger.bytes_per_parameter(), model, optimizer)
@@ -213,13 +221,3 @@ class _Microbatches:
                 f"none of the microbatches of {self._settings.steps} steps was replayed: the log says why, "
                 "or they are too few (two of each kind are eager, and one is recorded)"
             )
-
-
-def _mean_over_ranks(losses_m: Tensor, world: int) -> float:
-    """The mean of [world, microbatches] losses, added up in one fixed order on every rank.
-
-    Gathered and not all-reduced, whose order of additions belongs to the backend.
-    """
-    gathered = [torch.empty_like(losses_m) for _ in range(world)]
-    dist.all_gather(gathered, losses_m)
-    return float(torch.stack(gathered).cpu().mean())

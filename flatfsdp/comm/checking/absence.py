@@ -79,7 +79,7 @@ def why_in_vain(
         return words_for(list(late), numbers, model, limit)
     if late and impatient:
         too_late = f"{_in_words(late, model)} too late"
-        return f"{_named(impatient)} had given up waiting: {too_late}. {_WAYS_OUT}"
+        return f"{named(impatient)} had given up waiting: {too_late}. {_WAYS_OUT}"
     return lost
 
 
@@ -96,8 +96,8 @@ def words_for(
     what = _in_words(here, model)
     if limit is None:
         has = "have" if len(missing) > 1 else "has"
-        return f"{_named(missing)} {has} ended, or left a collective: {what}. Its own output says why."
-    return f"{_named(missing)} did not come within {limit:.0f} s: {what}. {_WAYS_OUT}"
+        return f"{named(missing)} {has} ended, or left a collective: {what}. Its own output says why."
+    return f"{named(missing)} did not come within {limit:.0f} s: {what}. {_WAYS_OUT}"
 
 
 def _in_words(here: Mapping[int, int], model: ModelIdentity) -> str:
@@ -106,7 +106,7 @@ def _in_words(here: Mapping[int, int], model: ModelIdentity) -> str:
         by_words.setdefault(described(number, model), []).append(rank)
     parts = []
     for words, (first, *others) in list(by_words.items())[:_SHOWN]:
-        so_does = f", as {'do' if len(others) > 1 else 'does'} {_named(others)}" if others else ""
+        so_does = f", as {'do' if len(others) > 1 else 'does'} {named(others)}" if others else ""
         parts.append(f"rank {first} {words}{so_does}")
     return "; ".join(parts)
 
@@ -125,7 +125,8 @@ _NO_STORE = (
 )
 
 
-def _named(ranks: Sequence[int]) -> str:
+def named(ranks: Sequence[int]) -> str:
+    """Such as "rank 1", or "ranks 1, 3"."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 

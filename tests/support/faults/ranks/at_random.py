@@ -7,14 +7,14 @@ Out:  a `Trial` and what became of it, one by one.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 
-from tests.support.faults.ranks.processes import Ending, Verdict, endings, judged
-from tests.support.faults.ranks.program import Do, Microbatch, Operation, Setup, Step, losses_of, run
-from tests.support.faults.ranks.reference import reference
+from tests.support.faults.ranks.processes import Ending, Verdict
+from tests.support.faults.ranks.program import Do, Microbatch, Operation, Setup, Step
+from tests.support.faults.ranks.trials import tried
 
 SHORT, LONG = 0.3, 5.0
 """Seconds that a rank is late: less and more than the others wait, with time to write down who is missing."""
@@ -42,16 +42,10 @@ class Trial:
     def run(self) -> tuple[list[Ending], Verdict]:
         """How all ranks end, and what that is worth."""
         programs = [list(each) for each in self.programs]
-        found = endings(len(programs), run_one_of, self.setup, programs)
-        expected, counts = reference(self.setup, programs), list(map(losses_of, programs))
-        verdict = judged(found, self.odd, expected, counts)
+        found, verdict = tried([self.setup] * len(programs), programs, self.odd)
         if verdict == "named" and self.has_to_be_right:
             verdict = "false alarm"
         return found, verdict
-
-
-def run_one_of(rank: int, setup: Setup, programs: Sequence[list[Operation]], losses: list[float]) -> None:
-    run(rank, setup, programs[rank], losses)
 
 
 Fault = Callable[[list[Operation], random.Random], list[Operation]]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 
 from tests.support.faults.ranks.llamas import Difference, Where, run_autocast, run_llama
 from tests.support.faults.ranks.processes import Ending, Verdict, endings, judged
-from tests.support.faults.ranks.program import Do, Microbatch, Operation, Setup, Step, losses_of, run
-from tests.support.faults.ranks.reference import reference
+from tests.support.faults.ranks.program import Do, Microbatch, Operation, Setup, Step
+from tests.support.faults.ranks.trials import tried
 
 STEPS, MICROBATCHES, ODD = 3, 2, 1
 LATE = 6.0
@@ -49,16 +49,7 @@ class Mismatch:
             return found, judged(found, ODD)
         setups = [self.setup, self.odd_setup or self.setup]
         programs = [list(self.program), list(self.odd_program or self.program)]
-        found = endings(2, run_one_of, setups, programs)
-        if self.odd_setup is not None:
-            return found, judged(found, ODD)
-        return found, judged(found, ODD, reference(self.setup, programs), list(map(losses_of, programs)))
-
-
-def run_one_of(
-    rank: int, setups: Sequence[Setup], programs: Sequence[list[Operation]], losses: list[float]
-) -> None:
-    run(rank, setups[rank], programs[rank], losses)
+        return tried(setups, programs, ODD)
 
 
 def usual(clips: bool = False, steps: int = STEPS, microbatches: int = MICROBATCHES) -> list[Operation]:
