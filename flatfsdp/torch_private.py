@@ -333,3 +333,19 @@ def never_traced(function: Callable[P, R]) -> Callable[P, R]:
 def traced_inside(function: Callable[P, R]) -> Callable[P, R]:
     """No caller's graph has `function` in it; what it calls is compiled, each by itself."""
     return _disable_dynamo(function, recursive=False)
+
+
+def begin_imagined_ranks(world: int) -> None:
+    """Makes a default process group of `world` ranks of which only rank 0 exists; nothing is ever sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+
+
+def backward_within_modes(loss: Tensor) -> None:
+    """`loss.backward()` of a scalar that keeps modes of torch functions on: checkpoints run forwards in it.
+
+    `Tensor.backward` is a torch function itself, and a mode is off while it handles one.
+    """
+    engine = Variable._execution_engine
+    engine.run_backward((loss,), (torch.ones_like(loss),), False, False, (), True, accumulate_grad=True)

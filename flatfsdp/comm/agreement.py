@@ -39,7 +39,7 @@ def check_same_on_all_ranks(
     """
     dimensions = [ranks for ranks in dimensions if ranks.size > 1]
     chance = secrets.randbits(31)
-    if not dimensions:
+    if not dimensions or device.type == "meta":
         return chance
     digest = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
     extremes = torch.tensor([digest, -digest, chance], dtype=torch.int64, device=device)

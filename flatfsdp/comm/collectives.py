@@ -23,7 +23,9 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def uses_nccl(ranks: Ranks, device: torch.device) -> bool:
     """Whether collectives over these ranks, of tensors on `device`, are NCCL's."""
-    return ranks.group is not None and ranks.group._get_backend(device).name() == "nccl"
+    if ranks.group is None or device.type != "cuda":
+        return False
+    return bool(ranks.group._get_backend(device).name() == "nccl")
 
 
 def one_launch(ranks: Ranks, device: torch.device, collectives: int) -> AbstractContextManager[None]:

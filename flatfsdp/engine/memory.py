@@ -138,11 +138,10 @@ class GroupSizes(NamedTuple):
 
 def memory_report(root: Root, prefetch: Prefetch, optimizer: torch.optim.Optimizer | None) -> MemoryReport:
     """See `FlatFSDP.memory_report`."""
-    units, groups = root.units, root.groups
+    groups = root.groups
     state = [] if optimizer is None else list(_state_of(groups, optimizer))
     frees = any(group.policy.reshard_after_forward for group in groups)
-    sizes = [[_sizes_of(group) for group in unit.groups] for unit in units]
-    report = report_of(sizes, state, units_ahead(prefetch) if frees else None)
+    report = report_of(sizes_of(root), state, units_ahead(prefetch) if frees else None)
     pools = [pool.nbytes for pool in root.pools]
     return MemoryReport((*report.rows, *_rows_of_pools([nbytes for nbytes in pools if nbytes])))
 
@@ -221,6 +220,25 @@ def _sizes_of(group: FlatGroup) -> GroupSizes:
         ),
         stay=frozenset(_staying(group)),
     )
+
+
+def buffers_of(group: FlatGroup) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that a group has now, by their names in the report."""
+    yield "master shard", group.master.flat
+    yield "compute shard", group.compute_shard.tensor
+    if group.buffer is not None:
+        yield "flat buffer", group.buffer.tensor
+    if group.fp8 is not None:
+        yield "transposed weights", group.fp8.columnwise.tensor
+    if group.main_grad is not None and group.main_grad.tensor is not None:
+        yield "main_grad", group.main_grad.tensor
+    for grad in group.master.grads:
+        yield "reduced gradient", grad
+
+
+def sizes_of(root: Root) -> list[list[GroupSizes]]:
+    """Sizes of the buffers of each unit's groups, the root's own first."""
+    return [[_sizes_of(group) for group in unit.groups] for unit in root.units]
 
 
 def _staying(group: FlatGroup) -> Iterator[str]:

@@ -37,11 +37,14 @@ def materialize(
 
     Args:
         modules: (path, module), parents before children.
+        device: the meta device itself leaves everything as it is: such a model is planned, not trained.
 
     Raises:
         ValueError: if a module cannot be initialised, or something is left uninitialised, naming it; the
             modules are then as they were.
     """
+    if device.type == "meta":
+        return
     modules = list(modules)
     on_meta = [(path, owner) for path, owner in modules if is_on_meta(owner)]
     if init is None:

@@ -14,14 +14,22 @@ INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 """What layers take activations in."""
 
 
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """What torch.autocast casts to; None if it is off, or unknown to the device, as to the meta device."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
 def activation_dtype(x: Tensor, layer: nn.Module, weight: Tensor) -> torch.dtype:
     """The dtype of a layer's input after torch.autocast, if that is on.
 
     Raises:
         TypeError: if it is no floating-point dtype for GEMMs, or not the weight's without torch.autocast.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
+    cast_to = autocast_dtype(x.device.type)
+    if cast_to is not None:
+        return cast_to
     if x.dtype != weight.dtype or x.dtype not in INPUT_DTYPES:
         raise TypeError(
             f"{type(layer).__name__}: the input is {x.dtype}, the weight {weight.dtype}; outside of "

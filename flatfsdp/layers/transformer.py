@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -21,6 +20,7 @@ from flatfsdp.contract.tensor_parallel import TensorParallel
 from flatfsdp.layers.attention.masks import Window
 from flatfsdp.layers.attention.multihead import MultiheadAttention, Tables
 from flatfsdp.layers.dropout import OwnNumbers, bias_dropout_add
+from flatfsdp.layers.inputs import autocast_dtype
 from flatfsdp.layers.layernorm_mlp import LayerNormMLP
 from flatfsdp.layers.norm import LayerNorm, RMSNorm
 from flatfsdp.layers.options import AttentionOptions, BlockOptions, only, require_known, shared_by
@@ -147,9 +147,8 @@ class TransformerLayer(Shared):
         Raises:
             ValueError, TypeError, RuntimeError: as `MultiheadAttention`.
         """
-        device_type = hidden_states.device.type
-        if torch.is_autocast_enabled(device_type):
-            hidden_states = hidden_states.to(torch.get_autocast_dtype(device_type))
+        if (cast_to := autocast_dtype(hidden_states.device.type)) is not None:
+            hidden_states = hidden_states.to(cast_to)
         arguments: dict[str, Any] = {
             "attn_mask_type": self_attn_mask_type,
             "window_size": window_size,

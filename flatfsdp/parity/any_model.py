@@ -7,31 +7,22 @@ Next: `evidence.py` keeps what two of them leave behind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from flatfsdp import auto_wrap, microbatches, replayed, shard
 from flatfsdp.comm.launch import Rank
+from flatfsdp.contract.any_model import Batches, BuildModel, Loss, layers_of, loss_of
 from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.flat.nested import map_tensors
 from flatfsdp.fp8 import autocast
 from flatfsdp.parity.switches import Sharding, fusing
 from flatfsdp.parity.trained import AfterBackward, Step, Trained, mean_over_ranks, now
-
-BuildModel = Callable[[], nn.Module]
-"""Builds the model, which is not sharded; PyTorch's generators are seeded before."""
-
-Batches = Callable[[int, int], Iterable[Any]]
-"""(rank, world size) -> batches, one a microbatch: the same ones each time that it is called."""
-
-Loss = Callable[[nn.Module, Any], Tensor]
-"""(model, batch) -> loss, 0-dim."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,7 @@ def train(job: ModelJob, sharding: Sharding, rank: Rank, after_backward: AfterBa
             layer.fuse_wgrad_accumulation = sharding.fuses
     model: Any = (shard if sharding.in_place else auto_wrap)(
         built,
-        job.policy or _layers_of(built),
+        job.policy or layers_of(built),
         device=rank.device,
         precision=sharding.precision,
         reshard_after_forward=sharding.reshard,
@@ -111,52 +102,6 @@ def train(job: ModelJob, sharding: Sharding, rank: Rank, after_backward: AfterBa
         mean = mean_over_ranks(losses_m, rank.world)
         steps.append(Step(mean, float(norm), 1e3 * (now(rank.device) - start)))
     return Trained(steps, local_losses, model.fsdp_state.ledger.bytes_per_parameter(), model, optimizer)
-
-
-def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a model returns for a batch: by itself, as `.loss` or as `["loss"]`.
-
-    Args:
-        batch: a dict is passed as keyword arguments, a tuple or list as positional ones, all else as one.
-
-    Raises:
-        ValueError: if it returns none.
-    """
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        output = model(*batch)
-    else:
-        output = model(batch)
-    found = getattr(output, "loss", None)
-    if found is None and isinstance(output, Mapping):
-        found = output.get("loss")
-    if found is None and isinstance(output, Tensor) and output.dim() == 0:
-        found = output
-    if found is None:
-        raise ValueError(
-            f"{type(model).__name__} returns {type(output).__name__} without a loss; pass loss=, a function "
-            "of model and batch, or give it labels"
-        )
-    return found
-
-
-def _layers_of(model: nn.Module) -> WrapPolicy:
-    """The items of the outermost nn.ModuleList and nn.Sequential."""
-    lists = [name for name, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)]
-    outermost = [name for name in lists if not any(_is_below(name, other) for other in lists)]
-    layers = {
-        _joined(name, child) for name in outermost for child, _ in model.get_submodule(name).named_children()
-    }
-    return lambda name, module, numel: name in layers and numel > 0
-
-
-def _is_below(name: str, other: str) -> bool:
-    return name != other and (not other or name.startswith(f"{other}."))
-
-
-def _joined(name: str, child: str) -> str:
-    return f"{name}.{child}" if name else child
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

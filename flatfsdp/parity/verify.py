@@ -17,9 +17,10 @@ from torch import nn
 from flatfsdp.comm.device import indexed
 from flatfsdp.comm.launch import Rank
 from flatfsdp.comm.text_table import plain_table
+from flatfsdp.contract.any_model import Batches, BuildModel, Loss
 from flatfsdp.engine.wrap import WrapPolicy
 from flatfsdp.fp8 import Recipe
-from flatfsdp.parity.any_model import Batches, BuildModel, Loss, ModelJob, train
+from flatfsdp.parity.any_model import ModelJob, train
 from flatfsdp.parity.evidence import KINDS, Compared, compared
 from flatfsdp.parity.switches import ModelSwitch, Sharding
 from flatfsdp.policy import Precision

@@ -31,6 +31,7 @@ class Machine:
 
     Attributes:
         gpu_memory: bytes; H200: 141 GB.
+        workspaces: bytes that PyTorch's allocator hands out to cuBLAS, for forwards and backwards.
         reserved_memory: bytes that CUDA, cuBLAS and NCCL take for themselves.  Assumed.
         fragmentation: share of what is allocated that PyTorch's allocator needs for gaps besides.  Assumed.
         fp8_flops: of products with one scale a tensor, without bytes of FP32 gradients: layer.json, "gemms".
@@ -46,6 +47,8 @@ class Machine:
             inside of FlatFSDP: benchmarks/LOG.md, "Host time of a layer", and plan-1b-2.json, the interleaved
             pipeline.  A GPU that is faster waits.
         host_ms_exchange: what one collective of tensor-parallel ranks adds; the same file, TP 2 with FP8.
+        host_us_operator, host_us_kernel: that the host needs in any model to start an operator of PyTorch,
+            and one of our kernels with the layer around it: hf-1b-m8-reshard.json, "flat" and "flat-fused".
         gpus_per_host: that NVLink connects.
         link_bandwidth: bytes a second that one GPU sends through it in collectives; collectives-nccl-4.json.
         link_latency: seconds of a collective of few bytes; the same file.
@@ -56,6 +59,7 @@ class Machine:
 
     name: str = "H200"
     gpu_memory: float = 141e9
+    workspaces: int = 2 * 32 * 2**20
     reserved_memory: float = 2.5e9
     fragmentation: float = 0.03
     fp8_flops: float = 1315e12
@@ -69,6 +73,8 @@ class Machine:
     host_ms_bf16: float = 3.4
     host_ms_fp8: float = 5.0
     host_ms_exchange: float = 0.2
+    host_us_operator: float = 31.0
+    host_us_kernel: float = 150.0
     gpus_per_host: int = 8
     link_bandwidth: float = 330e9
     link_latency: float = 20e-6

@@ -34,25 +34,23 @@ from flatfsdp.plan.traffic import Sent, exchanges_of_layer, gathers, of_stage, o
 
 EXCHANGE, PARAMETERS = "waiting for tensor-parallel ranks", "waiting for parameters and gradients"
 STAGES, LAST_REDUCTION = "waiting for other stages", "waiting for the last reduction"
+HOST = "waiting for the host"
 BARE = (EXCHANGE, PARAMETERS, STAGES, LAST_REDUCTION)
 """Lines of communication that nothing hides."""
 
 
 @dataclass(frozen=True)
-class TimePlan:
+class StepTime:
     """One step, in seconds.
 
     Attributes:
-        pp_rank: the one that has most to do; lines are its.
         lines: add up to the step.
-        communication: of the same rank, all that it sends in a step, beside computation or not.
-        flops: operations of one step and GPU, by `flops_per_token`.
+        communication: all that the rank sends in a step, beside computation or not.
+        flops: operations of one step and GPU.
     """
 
-    pp_rank: int
     lines: dict[str, float]
     communication: float
-    tokens: int
     flops: float
 
     @property
@@ -66,14 +64,27 @@ class TimePlan:
         return 1 - bare / self.communication if self.communication else None
 
     @property
-    def tokens_per_second(self) -> float:
-        """Speed of all GPUs."""
-        return self.tokens / self.seconds
-
-    @property
     def flops_per_second(self) -> float:
         """Speed of one GPU."""
         return self.flops / self.seconds
+
+
+@dataclass(frozen=True)
+class TimePlan(StepTime):
+    """One step of a Llama; operations by `flops_per_token`.
+
+    Attributes:
+        pp_rank: the one that has most to do; lines and communication are its.
+        tokens: of all ranks.
+    """
+
+    pp_rank: int
+    tokens: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Speed of all GPUs."""
+        return self.tokens / self.seconds
 
 
 def time_plan(job: Job, machine: Machine) -> TimePlan:
@@ -103,11 +114,11 @@ def step_of(job: Job, machine: Machine, parts: Sequence[Sequence[Part]], layouts
     lines |= different[own].once()
     flops = flops_per_token(job.model) * job.step_tokens / job.ranks.world
     return TimePlan(
-        slowest,
-        {name: value for name, value in lines.items() if value},
-        different[own].communication(),
-        job.step_tokens,
-        flops,
+        lines={name: value for name, value in lines.items() if value},
+        communication=different[own].communication(),
+        flops=flops,
+        pp_rank=slowest,
+        tokens=job.step_tokens,
     )
 
 
@@ -140,7 +151,7 @@ class RankTime:
             EXCHANGE: exchanged,
             PARAMETERS: bare,
             STAGES: self._transfers(),
-            "waiting for the host": max(0.0, layers * self._host_seconds() - busy),
+            HOST: max(0.0, layers * self._host_seconds() - busy),
         }
 
     def _host_seconds(self) -> float:

@@ -69,7 +69,7 @@ def launch(
         RuntimeError: if another rank's launch is for something else, or a rank does not come; with NCCL, some
             launches later.
     """
-    if identity is None or ranks.group is None or ranks.size == 1:
+    if identity is None or _has_nobody_to_ask(ranks, device):
         return one_launch(ranks, device, collectives)
     return _journal_of(ranks, device).launch(identity, ranks)
 
@@ -85,17 +85,22 @@ def launch_on_host(ranks: Ranks, identity: Identity, device: torch.device) -> Ab
 
     Payloads of different sizes that meet end the process with gloo, without a traceback.
     """
-    if ranks.group is None or ranks.size == 1 or uses_nccl(ranks, device):
+    if _has_nobody_to_ask(ranks, device) or uses_nccl(ranks, device):
         return nullcontext()
     return _journal_of(ranks, device).launch(identity, ranks)
 
 
 def explained(ranks: Ranks, identity: Identity, device: torch.device) -> AbstractContextManager[None]:
     """Sends and receives inside that fail with gloo say who is missing; nothing with NCCL."""
-    if ranks.group is None or ranks.size == 1:
+    if _has_nobody_to_ask(ranks, device):
         return nullcontext()
     journal = _journal_of(ranks, device)
     return journal.explained(identity) if isinstance(journal, HostJournal) else nullcontext()
+
+
+def _has_nobody_to_ask(ranks: Ranks, device: torch.device) -> bool:
+    """Whether there are no other ranks, or only imagined ones, with tensors on the meta device."""
+    return ranks.group is None or ranks.size == 1 or device.type == "meta"
 
 
 def look(model: ModelIdentity, *, wait: bool = False) -> None:

@@ -22,6 +22,7 @@ from flatfsdp.byte_ledger import ByteLedger, span
 from flatfsdp.engine.storage.fp8_weights import FP8Weights
 from flatfsdp.engine.storage.master import MasterShard, Version
 from flatfsdp.kernels.cast.scaling import Scales
+from flatfsdp.torch_private import shares_memory
 
 
 def compute_tensor(master: MasterShard, dtype: torch.dtype) -> Tensor:
@@ -66,7 +67,8 @@ class ComputeShard:
     @property
     def has_own_memory(self) -> bool:
         """Whether it is something else than the master shard."""
-        return self.tensor.data_ptr() != self._master.flat.data_ptr()
+        storage = self._master.flat.untyped_storage()
+        return self.tensor.numel() > 0 and not shares_memory(self.tensor, storage)
 
     @property
     def is_current(self) -> bool:

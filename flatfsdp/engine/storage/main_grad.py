@@ -86,6 +86,11 @@ class MainGrad:
         return tuple(self._written) if self._is_open and self._step == self.microbatch.step else ()
 
     @property
+    def tensor(self) -> Tensor | None:
+        """The buffer; None while there is none."""
+        return self._tensor
+
+    @property
     def address(self) -> int:
         """Of the buffer; 0 while there is none."""
         return 0 if self._tensor is None else self._tensor.data_ptr()

@@ -1,0 +1,17 @@
+"""Plans of any model: a step of the engine itself runs on the meta device, and is counted.
+
+ranks.py          a process group of any size that only pretends
+attention.py      attention as a GPU keeps it
+places.py         which unit runs, forward or backward
+live_memory.py    bytes that are allocated now, and at most
+work.py           seconds that a GPU needs for each operator
+conditions.py     what a condition on values comes to
+observer.py       shows each operator to the four above
+step.py           a few steps of one rank
+plan.py           what comes of it: `plan_model` and its `ModelPlan`
+hugging_face.py   a model and its batches from a configuration of Hugging Face
+"""
+
+from flatfsdp.plan.any_model.plan import ModelPlan, UnitPlan, plan_model
+
+__all__ = ["ModelPlan", "UnitPlan", "plan_model"]

@@ -1,0 +1,82 @@
+"""Which unit of a model runs, forward or backward, at any moment of a step.
+
+In:   the units of a sharded model, by name.
+Out:  `Places.now`, which hooks keep up to date.
+Next: `observer.py` books allocations and operators there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from flatfsdp.flat.nested import map_tensors
+
+FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
+
+
+class Place(NamedTuple):
+    """Part of a step.
+
+    Attributes:
+        unit: name of the unit; empty for the root.
+        phase: forward, backward or optimizer.
+    """
+
+    unit: str
+    phase: str
+
+
+class Places:
+    """Follows a model through its steps.
+
+    A unit's backward begins when the gradient of what it returned is there, and ends with that of what it was
+    given.
+
+    Args:
+        units: all units but the root.
+
+    Attributes:
+        now: the place.
+    """
+
+    def __init__(self, units: Mapping[str, nn.Module]) -> None:
+        self.now = Place("", FORWARD)
+        self._running: list[str] = []
+        for name, unit in units.items():
+            unit.register_forward_pre_hook(lambda _, args, name=name: self._enter(name, args))
+            unit.register_forward_hook(lambda _, args, out, name=name: self._leave(name, out))
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """What runs inside belongs to this phase of the root, unless a unit says otherwise."""
+        before, self.now = self.now, Place("", phase)
+        try:
+            yield
+        finally:
+            self.now = before
+
+    def _enter(self, name: str, args: Any) -> None:
+        # A checkpoint runs forwards again, in backward.
+        if self.now.phase == FORWARD:
+            self._running.append(name)
+            self.now = Place(name, FORWARD)
+            map_tensors(lambda tensor: self._arriving(tensor, Place("", BACKWARD)), args)
+
+    def _leave(self, name: str, out: Any) -> None:
+        if self.now.phase == FORWARD:
+            self._running.pop()
+            self.now = Place(self._running[-1] if self._running else "", FORWARD)
+            map_tensors(lambda tensor: self._arriving(tensor, Place(name, BACKWARD)), out)
+
+    def _arriving(self, tensor: Tensor, place: Place) -> Tensor:
+        """When its gradient is there, this is the place."""
+        if tensor.requires_grad:
+            tensor.register_hook(lambda grad: self._go(place))
+        return tensor
+
+    def _go(self, place: Place) -> None:
+        self.now = place

@@ -1,0 +1,210 @@
+"""A few steps of one rank, on the meta device.
+
+In:   what a user trains with, as `plan_model` has it.
+Out:  a `Traced`: what was allocated at the fullest moment, what was computed, what was sent.
+Next: `plan.py` makes lines of it.
+
+    first step     optimizer state appears, and the order of the units is learnt
+    second step    the peak is looked for, operators are counted, the byte ledger runs
+    third step     is the second one again; at its peak it is noted what is there
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.contract.any_model import Loss, layers_of, loss_of
+from flatfsdp.engine.in_place.shard import shard
+from flatfsdp.engine.memory import GroupSizes, MemoryReport, buffers_of, sizes_of
+from flatfsdp.engine.step.root import Root
+from flatfsdp.engine.units import units_in
+from flatfsdp.engine.wrap import WrapPolicy
+from flatfsdp.flat.nested import map_tensors
+from flatfsdp.fp8 import Recipe, autocast
+from flatfsdp.microbatch import microbatches
+from flatfsdp.optim import AdamW
+from flatfsdp.plan.any_model.attention import FusedAttention
+from flatfsdp.plan.any_model.live_memory import LiveMemory, allocated, key_of
+from flatfsdp.plan.any_model.observer import Observer
+from flatfsdp.plan.any_model.places import BACKWARD, FORWARD, OPTIMIZER, Place, Places
+from flatfsdp.plan.any_model.work import Load, StepWork
+from flatfsdp.plan.machine import Machine
+from flatfsdp.torch_private import backward_within_modes
+
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What one rank does in a step; attributes as the arguments of `plan_model`."""
+
+    build_model: Callable[[], nn.Module]
+    batches: Sequence[Any]
+    policy: WrapPolicy | None
+    loss: Loss | None
+    build_optimizer: Callable[[Any], torch.optim.Optimizer] | None
+    recipe: Recipe | None
+    max_norm: float | None
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What was counted.
+
+    Attributes:
+        names: of the units, the root's own, which is empty, first.
+        parameters: elements of each unit, of all ranks together.
+        report: `memory_report` between two steps.
+        between_steps: bytes that are allocated then.
+        peak: bytes that are allocated at most.
+        at_peak: bytes by name of the buffer, or by the place that has allocated them.
+        peak_in: where that was.
+        loads: of one step.
+        sent: bytes by kind of traffic, of one step: see `ByteLedger`.
+    """
+
+    names: tuple[str, ...]
+    parameters: tuple[int, ...]
+    sizes: Sequence[Sequence[GroupSizes]]
+    report: MemoryReport
+    between_steps: int
+    peak: int
+    at_peak: Mapping[str | Place, int]
+    peak_in: Place
+    loads: Mapping[Place, Load]
+    sent: Mapping[str, int]
+
+
+def trace(training: Training, machine: Machine) -> Traced:
+    """Runs the steps.
+
+    Raises:
+        NotImplementedError: for an operator that tensors without memory cannot have, such as one that reads
+            a value.
+        ValueError: as `shard`, and if the model returns no loss.
+    """
+    memory, work = LiveMemory(), StepWork(machine, training.recipe)
+    observer = Observer(memory, work)
+    with ExitStack() as stack:
+        stack.enter_context(META)
+        stack.enter_context(FusedAttention())
+        stack.enter_context(observer)
+        return _Run(training, memory, work, observer).traced()
+
+
+def _adamw(parameters: Any) -> torch.optim.Optimizer:
+    """FlatFSDP's; by default it would read whether gradients are finite."""
+    return AdamW(parameters, nonfinite="skip")
+
+
+class _Run:
+    def __init__(self, training: Training, memory: LiveMemory, work: StepWork, observer: Observer) -> None:
+        self._training = training
+        self._memory = memory
+        self._work = work
+        built = training.build_model()
+        self._model: Any = shard(built, training.policy or layers_of(built), device=META, **training.options)
+        del built
+        build = training.build_optimizer or _adamw
+        self._optimizer = build(self._model.parameters())
+        self._batches = [map_tensors(lambda tensor: tensor.to(META), batch) for batch in training.batches]
+        units = {prefix.rstrip("."): unit for prefix, unit in units_in(self._model)}
+        self._names = tuple(units)
+        inner: dict[str, nn.Module] = {name: unit for name, unit in units.items() if name}
+        self._places = observer.places = Places(inner)
+        # Shards were cut from whole parameters: their memory is behind the buffers' tensors, which stay.
+        groups = [group for unit in units.values() for group in unit.fsdp_state.unit.groups]
+        memory.watch(
+            tensor
+            for group in groups
+            for name, tensor in buffers_of(group)
+            if name in ("flat buffer", "transposed weights")
+        )
+
+    @property
+    def _root(self) -> Root:
+        root = self._model.fsdp_state.root
+        assert root is not None
+        return root
+
+    def traced(self) -> Traced:
+        self._step()
+        self._memory.begin()
+        self._work.begin()
+        ledger = self._model.fsdp_state.ledger
+        ledger.reset()
+        between_steps = self._memory.live
+        self._step()
+        loads, sent, peak = self._work.by_place, dict(ledger.bytes), self._memory.peak
+        at_peak: dict[str | Place, int] = {}
+        places: list[Place] = []
+
+        def look() -> None:
+            at_peak.update(self._held())
+            places.append(self._places.now)
+
+        self._memory.begin(self._memory.peak_at, look)
+        self._work.begin()
+        self._step()
+        groups = [unit.groups for unit in self._root.units]
+        return Traced(
+            names=self._names,
+            parameters=tuple(sum(slot.numel for g in unit for slot in g.layout.slots) for unit in groups),
+            sizes=sizes_of(self._root),
+            report=self._model.memory_report(self._optimizer),
+            between_steps=between_steps,
+            peak=peak,
+            at_peak=at_peak,
+            peak_in=places[0],
+            loads=loads,
+            sent=sent,
+        )
+
+    def _step(self) -> None:
+        model, optimizer, training = self._model, self._optimizer, self._training
+        loss_of_batch = training.loss or loss_of
+        with self._region():
+            for batch in microbatches(model, self._batches):
+                with self._places.during(FORWARD):
+                    loss = loss_of_batch(model, batch)
+                with self._places.during(BACKWARD):
+                    backward_within_modes(loss)
+                del loss
+        with self._places.during(OPTIMIZER):
+            if training.max_norm is not None:
+                model.clip_grad_norm_(training.max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def _region(self) -> AbstractContextManager[object]:
+        recipe = self._training.recipe
+        return nullcontext() if recipe is None else autocast(recipe=recipe)
+
+    def _held(self) -> dict[str | Place, int]:
+        """Bytes that are allocated now, by what they are for."""
+        names = {key_of(tensor): name for name, tensor in self._named()}
+        held: dict[str | Place, int] = {}
+        for allocation in self._memory.allocations():
+            name = names.get(allocation.key, allocation.place)
+            held[name] = held.get(name, 0) + allocation.nbytes
+        for name, tensor in self._named():
+            if name in ("flat buffer", "transposed weights"):
+                held[name] = held.get(name, 0) + allocated(tensor.untyped_storage().nbytes())
+        return held
+
+    def _named(self) -> Iterator[tuple[str, Tensor]]:
+        for group in self._root.groups:
+            yield from buffers_of(group)
+        for state in self._optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    yield "optimizer state", value
+        for buffer in self._model.buffers():
+            yield "buffers of the model", buffer
