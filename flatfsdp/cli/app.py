@@ -9,18 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-from flatfsdp.cli.any_model import ModelReport, model_job, verify_model_on_rank
-from flatfsdp.cli.console import results_console, usage_errors
+from flatfsdp.cli.console import given, results_console, usage_errors
 from flatfsdp.cli.matrix import MatrixPlan, MatrixReport, run_matrix
 from flatfsdp.cli.needs import require
 from flatfsdp.cli.plan import plan
 from flatfsdp.cli.train import train_on_rank
 from flatfsdp.cli.verify import Report, Switch, VerifyJob, verify_on_rank
+from flatfsdp.cli.verify_model import ModelReport, model_job, verify_model_on_rank
 from flatfsdp.comm.launch import Device, Launch, is_main, run_on_ranks
 from flatfsdp.models.gpt import GPTConfig
 from flatfsdp.training import options
@@ -201,16 +201,6 @@ def _switches_on(launch: Launch, wanted: Sequence[Switch], *, is_given: bool) ->
             "and both runs would be the same"
         )
     return tuple(switch for switch in wanted if switch is not Switch.replay)
-
-
-def given(context: typer.Context) -> dict[str, Any]:
-    """The options that are on the command line, not left to their defaults."""
-    return {
-        name: value
-        for name, value in context.params.items()
-        # By name, as typer may bring a click of its own.
-        if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-    }
 
 
 def conclude(

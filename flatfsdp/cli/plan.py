@@ -1,19 +1,20 @@
 """`plan`: whether a run fits, what it sends and how long a step takes, before anything is built.
 
-In:   the options of `examples/pretrain_llama.py`, and a number of GPUs.
+In:   the options of `examples/pretrain_llama.py`, or a model that somebody brings, and a number of GPUs.
 Out:  a report; exit code 1 if it does not fit.
-Next: `plan_report.py` prints it.
+Next: `plan_report.py` prints it, `plan_model.py` for models that are brought.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
-from flatfsdp.cli.console import results_console, usage_errors
+from flatfsdp.cli.console import given, results_console, usage_errors
+from flatfsdp.cli.plan_model import ModelJob, ModelPlanReport, kind_of
 from flatfsdp.cli.plan_report import PlanReport, SearchReport
 from flatfsdp.models import PRESETS, LlamaConfig
 from flatfsdp.plan import Job, Machine, Parallelism, search
@@ -22,6 +23,7 @@ from flatfsdp.training.choices import Fusion, PrecisionName
 
 
 def plan(
+    context: typer.Context,
     preset: options.OfModel = "8b",
     config: options.Config = None,
     layers: Annotated[
@@ -55,6 +57,23 @@ def plan(
         int | None, typer.Option(min=1, help="Sequences in a step of all ranks; for --search.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Layouts that --search shows.")] = 8,
+    hugging_face: Annotated[
+        Path | None,
+        typer.Option(help="Plan a Hugging Face model instead: its config.json, or the folder that has it."),
+    ] = None,
+    fuse: Annotated[
+        bool, typer.Option("--fuse", help="With --hugging-face: fused, as flatfsdp.compat.transformers.fuse.")
+    ] = False,
+    checkpoint_layers: Annotated[
+        bool, typer.Option("--checkpoint-layers", help="With --hugging-face: layers run again in backward.")
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Plan your own model: package.module:build or file.py:build, with --batches."),
+    ] = None,
+    batches: Annotated[
+        str | None, typer.Option(help="With --model: a function of rank and world size that yields batches.")
+    ] = None,
     machine: Annotated[
         Path | None, typer.Option(help="JSON file with numbers of `flatfsdp.plan.Machine`; default: H200s.")
     ] = None,
@@ -70,10 +89,14 @@ def plan(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """Plan a run: whether a Llama fits, what each rank sends, how long a step takes.
+    """Plan a run: whether a model fits, what each rank sends, how long a step takes.
 
-    Nothing is built, and no GPU or process group is needed: one layer without memory says where parameters
-    lie, and the engine's layouts how they are cut. Exits with 1 if the plan does not fit.
+    No GPU or process group is needed, and no parameter gets memory. Exits with 1 if the plan does not fit.
+
+    By default it is the Llama of this project, shared over ranks in any way. With [bold]--hugging-face[/bold]
+    it is the model of a configuration, and with [bold]--model[/bold] and [bold]--batches[/bold] any model of
+    yours, both sharded over all GPUs. They take --gpus, --microbatches, --zero, --precision, --fp8-weights
+    and the options of the machine; --hugging-face takes --batch and --seq, too.
 
     [bold]Examples[/bold]
 
@@ -85,9 +108,31 @@ def plan(
     [green]python -m flatfsdp plan --preset 70b --layers 100 --gpus 4096 --precision fp8-delayed --fp8-weights
     --search --global-batch 4096[/green]
 
+    [green]python -m flatfsdp plan --hugging-face path/to/config.json --gpus 8 --seq 4096 --fuse
+    --precision fp8-delayed --fp8-weights[/green]
+
+    [green]python -m flatfsdp plan --model my_model.py:build --batches my_model.py:batches --gpus 4[/green]
+
     [green]python -m flatfsdp plan --preset 8b --gpus 16 --gpu-memory 80 --json[/green]
     """
     with usage_errors():
+        hosts = Machine() if machine is None else Machine.load(machine)
+        hosts = hosts.with_gb(
+            gpu_memory=gpu_memory, link_bandwidth=link_bandwidth, network_bandwidth=network_bandwidth
+        )
+        if gpus_per_host is not None:
+            hosts = replace(hosts, gpus_per_host=gpus_per_host)
+        kind = kind_of(given(context))
+        if kind is not None:
+            brought = ModelJob(gpus, microbatches, zero, precision, fp8_weights, hosts)
+            conclude(
+                brought.own(str(model), str(batches))
+                if hugging_face is None
+                else brought.hugging_face(
+                    hugging_face, batch, seq, fuse=fuse, checkpoint_layers=checkpoint_layers
+                ),
+                as_json,
+            )
         base = PRESETS[preset] if config is None else LlamaConfig.load(config)
         sizes = {
             **{"layers": layers, "hidden": hidden, "ffn": ffn, "heads": heads},
@@ -114,12 +159,6 @@ def plan(
             stages_per_rank=stages_per_rank,
             reshard_after_forward=zero == 3,
         )
-        hosts = Machine() if machine is None else Machine.load(machine)
-        hosts = hosts.with_gb(
-            gpu_memory=gpu_memory, link_bandwidth=link_bandwidth, network_bandwidth=network_bandwidth
-        )
-        if gpus_per_host is not None:
-            hosts = replace(hosts, gpus_per_host=gpus_per_host)
         report: PlanReport | SearchReport
         if search_layouts:
             if global_batch is None:
@@ -127,6 +166,11 @@ def plan(
             report = SearchReport(job, hosts, global_batch, search(job, hosts, global_batch, top))
         else:
             report = PlanReport.of(job, hosts)
+    conclude(report, as_json)
+
+
+def conclude(report: PlanReport | SearchReport | ModelPlanReport, as_json: bool) -> NoReturn:
+    """Prints the report; ends with its exit code."""
     if as_json:
         print(report.json())
     else:

@@ -53,29 +53,39 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
+class StepMemory:
     """Memory of one rank at its fullest moment, in bytes.
 
     Attributes:
-        pp_rank: whose it is.
         static: lines that are there between steps, too, without gradients.
         passing: all others.
         moment: when it is.
     """
 
-    pp_rank: int
     static: tuple[Line, ...]
     passing: tuple[Line, ...]
     moment: str
 
     @property
     def between_steps(self) -> int:
+        """Bytes that are there between steps."""
         return sum(line.nbytes for line in self.static)
 
     @property
     def peak(self) -> int:
         """What PyTorch's allocator hands out at most; without CUDA's and NCCL's own, and gaps."""
         return self.between_steps + sum(line.nbytes for line in self.passing)
+
+
+@dataclass(frozen=True)
+class MemoryPlan(StepMemory):
+    """Memory of the fullest rank of a Llama's pipeline.
+
+    Attributes:
+        pp_rank: whose it is.
+    """
+
+    pp_rank: int
 
 
 def group_sizes(layout: FlatLayout, job: Job) -> GroupSizes:
@@ -145,7 +155,7 @@ def _of_rank(job: Job, rank: int, parts: Sequence[Part], layouts: Layouts) -> Me
     moment, lines = max(moments.items(), key=lambda item: sum(line.nbytes for line in item[1]))
     static = (*_reported([stage_report(stage, job) for stage in stages]), held.stage_buffers())
     passing = (*held.gathered(), *lines)
-    return MemoryPlan(rank, _there(static), _there(passing), moment)
+    return MemoryPlan(_there(static), _there(passing), moment, rank)
 
 
 def _there(lines: Iterable[Line]) -> tuple[Line, ...]:

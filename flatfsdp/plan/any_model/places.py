@@ -7,8 +7,9 @@ Next: `observer.py` books allocations and operators there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -64,19 +65,23 @@ class Places:
         if self.now.phase == FORWARD:
             self._running.append(name)
             self.now = Place(name, FORWARD)
-            map_tensors(lambda tensor: self._arriving(tensor, Place("", BACKWARD)), args)
+            map_tensors(lambda tensor: self._at_gradient(tensor, partial(self._end, name)), args)
 
     def _leave(self, name: str, out: Any) -> None:
         if self.now.phase == FORWARD:
             self._running.pop()
             self.now = Place(self._running[-1] if self._running else "", FORWARD)
-            map_tensors(lambda tensor: self._arriving(tensor, Place(name, BACKWARD)), out)
+            map_tensors(lambda tensor: self._at_gradient(tensor, partial(self._begin, name)), out)
 
-    def _arriving(self, tensor: Tensor, place: Place) -> Tensor:
-        """When its gradient is there, this is the place."""
+    def _at_gradient(self, tensor: Tensor, call: Callable[[Tensor], None]) -> Tensor:
         if tensor.requires_grad:
-            tensor.register_hook(lambda grad: self._go(place))
+            tensor.register_hook(call)
         return tensor
 
-    def _go(self, place: Place) -> None:
-        self.now = place
+    def _begin(self, name: str, _: Tensor) -> None:
+        self.now = Place(name, BACKWARD)
+
+    def _end(self, name: str, _: Tensor) -> None:
+        # What one unit was given may be what another one returned, whose backward has begun just now.
+        if self.now.unit == name:
+            self.now = Place("", BACKWARD)

@@ -25,9 +25,9 @@ from flatfsdp.plan.any_model.step import Traced, Training, trace
 from flatfsdp.plan.any_model.work import Load, total
 from flatfsdp.plan.links import Group, Groups
 from flatfsdp.plan.machine import Machine
-from flatfsdp.plan.memory import Line
+from flatfsdp.plan.memory import Line, StepMemory
 from flatfsdp.plan.time import HOST, LAST_REDUCTION, PARAMETERS, StepTime
-from flatfsdp.plan.traffic import share
+from flatfsdp.plan.traffic import Sent, share
 from flatfsdp.policy import Precision
 
 
@@ -61,20 +61,16 @@ class ModelPlan:
     """Memory, traffic and time of one step, of one rank.
 
     Attributes:
-        static: bytes that are there between steps, without gradients.
-        passing: all others, at the fullest moment.
-        moment: when that is.
-        sent: bytes that it sends in a step, by kind of traffic: see `ByteLedger`.
+        memory: at the fullest moment.
+        sent: bytes that it sends in a step.
         units: the root first.
     """
 
     gpus: int
     microbatches: int
     machine: Machine
-    static: tuple[Line, ...]
-    passing: tuple[Line, ...]
-    moment: str
-    sent: dict[str, int]
+    memory: StepMemory
+    sent: Sent
     time: StepTime
     units: tuple[UnitPlan, ...]
 
@@ -84,19 +80,9 @@ class ModelPlan:
         return sum(unit.parameters for unit in self.units)
 
     @property
-    def between_steps(self) -> int:
-        """Bytes that are there between steps."""
-        return sum(line.nbytes for line in self.static)
-
-    @property
-    def peak(self) -> int:
-        """What PyTorch's allocator hands out at most, in bytes; without CUDA's and NCCL's own, and gaps."""
-        return self.between_steps + sum(line.nbytes for line in self.passing)
-
-    @property
     def fits(self) -> bool:
-        """Whether that is less than the machine has."""
-        return self.peak <= self.machine.usable_memory()
+        """Whether it needs less memory than the machine has."""
+        return self.memory.peak <= self.machine.usable_memory()
 
 
 def plan_model(
@@ -115,7 +101,7 @@ def plan_model(
     """Plans a training step of any model on so many GPUs, without one.
 
         plan = plan_model(lambda: GPT2LMHeadModel(config), [batch] * 8, gpus=4, precision=precision)
-        print(plan.peak / 2**30, plan.time.seconds)
+        print(plan.memory.peak / 2**30, plan.time.seconds)
 
     The engine's own step runs on the meta device, where tensors have shapes and no memory: what it allocates
     is counted as a GPU would, every operator takes its operations or bytes over the rates of the machine, and
@@ -153,10 +139,8 @@ def plan_model(
         gpus=gpus,
         microbatches=len(batches),
         machine=machine,
-        static=_static(traced, machine),
-        passing=_passing(traced),
-        moment=_moment(traced.peak_in),
-        sent={kind: nbytes for kind, nbytes in traced.sent.items() if kind in _SENT and nbytes},
+        memory=StepMemory(_static(traced, machine), _passing(traced), _moment(traced.peak_in)),
+        sent=Sent(*(traced.sent.get(kind, 0) for kind in ("gather", "reduce", "all_reduce"))),
         time=_time(traced, units, len(batches), machine, options.get("reshard_after_forward", True)),
         units=units,
     )
@@ -164,7 +148,6 @@ def plan_model(
 
 SHOWN = 2**20
 """Bytes of the smallest line."""
-_SENT = ("gather", "amax", "reduce", "all_reduce")
 
 
 # ---- memory -----------------------------------------------------------------------------------------------

@@ -6,22 +6,16 @@ Out:  a `ModelReport`.
 
 from __future__ import annotations
 
-import importlib
-import runpy
-import sys
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
-from torch import nn
 
 from flatfsdp.cli.report import compared_cells, comparison_table
+from flatfsdp.cli.user_functions import function_named, with_own_layers
 from flatfsdp.comm.launch import Rank
-from flatfsdp.kernels.gemm.gemm import ALIGNMENT
-from flatfsdp.layers import convert
 from flatfsdp.parity import ModelSwitch, Parity, verify
 from flatfsdp.parity.evidence import KINDS
 from flatfsdp.profiling.environment import environment
@@ -140,7 +134,7 @@ def verify_model_on_rank(rank: Rank, job: ModelVerifyJob) -> ModelReport:
     """Runs all of it; every rank must call it, and all get the same verdict."""
     build, batches = function_named(job.model), function_named(job.batches)
     parity = verify(
-        partial(_converted, build, job.precision),
+        partial(with_own_layers, build, job.precision),
         batches,
         switches=job.switches,
         precision=job.precision.dtypes(),
@@ -153,42 +147,3 @@ def verify_model_on_rank(rank: Rank, job: ModelVerifyJob) -> ModelReport:
         self_test=job.self_test,
     )
     return ModelReport(parity, environment(rank), job)
-
-
-def _converted(build: Callable[[], nn.Module], precision: PrecisionName) -> nn.Module:
-    model = build()
-    if not precision.has_own_layers:
-        return model
-    return convert(model, _is_aligned, fp8=precision.recipe is not None)
-
-
-def _is_aligned(layer: nn.Module, name: str) -> bool:
-    """Small ones, too: it is not about speed."""
-    return all(size % ALIGNMENT == 0 for size in layer.get_parameter("weight").shape)
-
-
-def function_named(name: str) -> Callable[..., Any]:
-    """The function that "package.module:function" or "path/to/file.py:function" names.
-
-    Raises:
-        ValueError: if there is none.
-    """
-    module, _, attribute = name.rpartition(":")
-    if not module:
-        raise ValueError(f"{name!r} names no function; write package.module:function, or file.py:function")
-    if module.endswith(".py"):
-        if not Path(module).is_file():
-            raise ValueError(f"{name!r}: there is no file {module}")
-        found = runpy.run_path(module).get(attribute)
-    else:
-        # As `python -m` does.
-        sys.path.insert(0, "")
-        try:
-            found = getattr(importlib.import_module(module), attribute, None)
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{name!r}: {error}") from None
-        finally:
-            sys.path.remove("")
-    if not callable(found):
-        raise ValueError(f"{name!r}: {module} has no function {attribute!r}")
-    return found
