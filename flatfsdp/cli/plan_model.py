@@ -153,7 +153,8 @@ class ModelPlanReport:
         weights = ", FP8 weights" if job.precision.dtypes(job.fp8_weights).fp8_weights else ""
         console.print(
             f"{self.about}: {plan.parameters / 1e9:.3g} billion parameters\n"
-            f"{plan.gpus} GPU{'s' if plan.gpus > 1 else ''}, ZeRO-{job.zero}; {plan.microbatches} microbatches; {job.precision.value}{weights}",
+            f"{plan.gpus} GPU{'s' if plan.gpus > 1 else ''}, ZeRO-{job.zero}; {plan.microbatches} "
+            f"microbatches; {job.precision.value}{weights}",
             highlight=False,
         )
         console.print(self._units_table())

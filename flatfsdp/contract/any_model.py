@@ -48,14 +48,21 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return found
 
 
-def layers_of(model: nn.Module) -> Callable[[str, nn.Module, int], bool]:
-    """The items of the outermost nn.ModuleList and nn.Sequential, as a policy of `auto_wrap` and `shard`."""
+def layers_of(model: nn.Module) -> Callable[[str, nn.Module, int], bool] | None:
+    """The items of the outermost nn.ModuleList and nn.Sequential, as a policy of `auto_wrap` and `shard`.
+
+    Returns:
+        None if there are no such items with parameters: then the model is one unit.
+    """
     lists = [name for name, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)]
     outermost = [name for name in lists if not any(_is_below(name, other) for other in lists)]
     layers = {
-        _joined(name, child) for name in outermost for child, _ in model.get_submodule(name).named_children()
+        _joined(name, child)
+        for name in outermost
+        for child, module in model.get_submodule(name).named_children()
+        if any(True for _ in module.parameters())
     }
-    return lambda name, module, numel: name in layers and numel > 0
+    return (lambda name, module, numel: name in layers and numel > 0) if layers else None
 
 
 def _is_below(name: str, other: str) -> bool:

@@ -49,7 +49,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         return function(value)
-    parts, structure = tree_flatten(value, is_leaf=lambda part: part is not value)
+    # By its id: what `is_leaf` refers to stays until Python collects cycles, as tree_flatten makes one.
+    own = id(value)
+    parts, structure = tree_flatten(value, is_leaf=lambda part: id(part) != own)
     if len(parts) == 1 and parts[0] is value:
         is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
         return _map_fields(function, value) if is_record else value

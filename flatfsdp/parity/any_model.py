@@ -13,9 +13,9 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from flatfsdp import auto_wrap, microbatches, replayed, shard
+from flatfsdp import FlatFSDP, auto_wrap, microbatches, replayed, shard
 from flatfsdp.comm.launch import Rank
 from flatfsdp.contract.any_model import Batches, BuildModel, Loss, layers_of, loss_of
 from flatfsdp.engine.wrap import WrapPolicy
@@ -62,9 +62,10 @@ def train(job: ModelJob, sharding: Sharding, rank: Rank, after_backward: AfterBa
     if sharding.fuses is not None:
         for layer in fusing(built):
             layer.fuse_wgrad_accumulation = sharding.fuses
-    model: Any = (shard if sharding.in_place else auto_wrap)(
+    model = _sharded(
         built,
         job.policy or layers_of(built),
+        in_place=sharding.in_place,
         device=rank.device,
         precision=sharding.precision,
         reshard_after_forward=sharding.reshard,
@@ -102,6 +103,12 @@ def train(job: ModelJob, sharding: Sharding, rank: Rank, after_backward: AfterBa
         mean = mean_over_ranks(losses_m, rank.world)
         steps.append(Step(mean, float(norm), 1e3 * (now(rank.device) - start)))
     return Trained(steps, local_losses, model.fsdp_state.ledger.bytes_per_parameter(), model, optimizer)
+
+
+def _sharded(built: nn.Module, policy: WrapPolicy | None, *, in_place: bool, **options: Any) -> Any:
+    if in_place:
+        return shard(built, policy, **options)
+    return FlatFSDP(built, **options) if policy is None else auto_wrap(built, policy, **options)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:

@@ -2,14 +2,15 @@
 
 ranks.py          a process group of any size that only pretends
 attention.py      attention as a GPU keeps it
+gpu_functions.py  which functions run as on a GPU
+on_meta.py        a model that was built with memory
 places.py         which unit runs, forward or backward
 live_memory.py    bytes that are allocated now, and at most
 work.py           seconds that a GPU needs for each operator
 conditions.py     what a condition on values comes to
-observer.py       shows each operator to the four above
+observer.py       shows each operator to those above
 step.py           a few steps of one rank
 plan.py           what comes of it: `plan_model` and its `ModelPlan`
-hugging_face.py   a model and its batches from a configuration of Hugging Face
 """
 
 from flatfsdp.plan.any_model.plan import ModelPlan, UnitPlan, plan_model

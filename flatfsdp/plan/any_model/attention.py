@@ -7,13 +7,10 @@ sum of each row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, library
-from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import register_flop_formula
 
 _library = library.Library("flatfsdp_plan", "FRAGMENT")
@@ -29,7 +26,10 @@ _library.define("attention_backward" + _BACKWARD_SCHEMA)
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool
 ) -> tuple[Tensor, Tensor]:
-    out = query.new_empty(*query.shape[:-2], value.shape[-1], query.shape[-2]).transpose(-1, -2)
+    # Its dimensions lie in memory in the order of the query's, so that what follows needs no copy.
+    order = sorted(range(query.dim()), key=query.stride, reverse=True)
+    shape = (*query.shape[:-1], value.shape[-1])
+    out = torch.empty_permuted(shape, order, dtype=query.dtype, device=query.device)
     return out, query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
@@ -82,19 +82,7 @@ class _Attention(torch.autograd.Function):
         return (*BACKWARD(grad, query, key, value, out, log_sums, ctx.is_causal), None, None)
 
 
-class FusedAttention(TorchFunctionMode):
-    """Inside, `scaled_dot_product_attention` of tensors on the meta device is one operator."""
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if function is F.scaled_dot_product_attention and args[0].is_meta:
-            return _attention(*args, **kwargs)
-        return function(*args, **kwargs)
-
-
-def _attention(
+def fused_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -104,5 +92,6 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    """As `torch.nn.functional.scaled_dot_product_attention`, in one operator."""
     out: Tensor = _Attention.apply(query, key, value, attn_mask, is_causal)
     return out

@@ -109,7 +109,8 @@ def plan_model(
     are those of a plain batch: what is asked of all of a tensor holds, what is asked of any of it does not.
 
     Args:
-        build_model: builds the model, which is not sharded; called with the meta device as the default one.
+        build_model: builds the model, which is not sharded.  It is called with the meta device as the default
+            one, so that large models need no memory.
         batches: the microbatches of one step, of one rank: as for `flatfsdp.parity.verify`.  Their values are
             not read, so tensors of any device will do.
         gpus: over which parameters are sharded, all of them together.

@@ -29,15 +29,14 @@ from flatfsdp.flat.nested import map_tensors
 from flatfsdp.fp8 import Recipe, autocast
 from flatfsdp.microbatch import microbatches
 from flatfsdp.optim import AdamW
-from flatfsdp.plan.any_model.attention import FusedAttention
+from flatfsdp.plan.any_model.gpu_functions import GPUFunctions
 from flatfsdp.plan.any_model.live_memory import LiveMemory, allocated, key_of
 from flatfsdp.plan.any_model.observer import Observer
+from flatfsdp.plan.any_model.on_meta import META, move_to_meta
 from flatfsdp.plan.any_model.places import BACKWARD, FORWARD, OPTIMIZER, Place, Places
 from flatfsdp.plan.any_model.work import Load, StepWork
 from flatfsdp.plan.machine import Machine
 from flatfsdp.torch_private import backward_within_modes
-
-META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def trace(training: Training, machine: Machine) -> Traced:
     observer = Observer(memory, work)
     with ExitStack() as stack:
         stack.enter_context(META)
-        stack.enter_context(FusedAttention())
+        stack.enter_context(GPUFunctions())
         stack.enter_context(observer)
         return _Run(training, memory, work, observer).traced()
 
@@ -110,6 +109,7 @@ class _Run:
         self._memory = memory
         self._work = work
         built = training.build_model()
+        move_to_meta(built)
         self._model: Any = shard(built, training.policy or layers_of(built), device=META, **training.options)
         del built
         build = training.build_optimizer or _adamw

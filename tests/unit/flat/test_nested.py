@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
 from torch.utils import _pytree as pytree
 
-from flatfsdp.flat.nested import cast_floats, tensors_in
+from flatfsdp.flat.nested import cast_floats, map_tensors, tensors_in
 
 
 @dataclass
@@ -28,6 +30,18 @@ def test_only_floating_point_tensors_are_cast_and_gradients_flow() -> None:
     cast.sum().backward()
     assert x.grad is not None
     assert x.grad.dtype == torch.float32
+
+
+def test_tensors_are_not_kept_until_python_collects_cycles() -> None:
+    tensor = torch.ones(2)
+    alive = weakref.ref(tensor)
+    gc.disable()
+    try:
+        map_tensors(lambda each: each, (tensor, {"same": tensor}))
+        del tensor
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 @dataclass(frozen=True)
