@@ -152,7 +152,7 @@ class ModelPlanReport:
         plan, job = self.plan, self.job
         weights = ", FP8 weights" if job.precision.dtypes(job.fp8_weights).fp8_weights else ""
         console.print(
-            f"{self.about}: {plan.parameters / 1e9:.3g} billion parameters\n"
+            f"{self.about}: {plan.parameters / 1e6:,.1f} million parameters\n"
             f"{plan.gpus} GPU{'s' if plan.gpus > 1 else ''}, ZeRO-{job.zero}; {plan.microbatches} "
             f"microbatches; {job.precision.value}{weights}",
             highlight=False,

@@ -1,6 +1,7 @@
 """What a training step will take, before anything is built: memory, traffic and time."""
 
 from flatfsdp.comm.parallelism import Parallelism
+from flatfsdp.plan.any_model import ModelPlan, UnitPlan, plan_model
 from flatfsdp.plan.job import Job
 from flatfsdp.plan.machine import Machine
 from flatfsdp.plan.memory import MemoryPlan, memory_plan
@@ -13,10 +14,13 @@ __all__ = [
     "Job",
     "Machine",
     "MemoryPlan",
+    "ModelPlan",
     "Parallelism",
     "Sent",
     "TimePlan",
+    "UnitPlan",
     "memory_plan",
+    "plan_model",
     "search",
     "sent_by_rank",
     "time_plan",

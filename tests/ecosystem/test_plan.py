@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from flatfsdp.plan import Machine
 from flatfsdp.plan.any_model import ModelPlan, plan_model
 from flatfsdp.policy import Precision
 from tests.support.programs import ROOT, run_program
-from tests.support.published import results, rows
+from tests.support.published import PAGES, results, rows
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,
@@ -36,7 +37,7 @@ CONFIGS = {
     "BertForMaskedLM": transformers.BertConfig(**SIZES, intermediate_size=128, max_position_embeddings=32),
     "GPT2LMHeadModel": transformers.GPT2Config(n_embd=64, n_head=4, n_layer=2, vocab_size=96, n_positions=32),
     "T5ForConditionalGeneration": transformers.T5Config(
-        d_model=64, d_ff=128, d_kv=16, num_heads=4, num_layers=2, vocab_size=96
+        d_model=64, d_ff=128, d_kv=16, num_heads=4, num_layers=2, vocab_size=96, decoder_start_token_id=0
     ),
 }
 BF16 = Precision(compute=torch.bfloat16)
@@ -69,9 +70,12 @@ def test_families_are_planned_from_their_configuration(architecture: str, tmp_pa
 
 
 def test_layers_that_are_checkpointed_or_fused_are_planned_so(tmp_path: Path) -> None:
-    folder = folder_of("LlamaForCausalLM", tmp_path)
+    transformers.LlamaConfig(
+        **{**DECODER, "num_hidden_layers": 8}, architectures=["LlamaForCausalLM"]
+    ).save_pretrained(tmp_path)
+    folder = tmp_path
     plain, checkpointed, fused = (
-        plan_model(source.build, list(source.batches(1, 4, 32)), gpus=1, precision=BF16)
+        plan_model(source.build, list(source.batches(1, 64, 32)), gpus=1, precision=BF16)
         for source in (
             FromConfig.load(folder),
             FromConfig.load(folder / "config.json", checkpointed=True),
@@ -150,10 +154,6 @@ def batches(rank, world):
         yield torch.zeros(8, 256)
 
 
-def counting(rank, world):
-    yield torch.full((8, 256), float(world))
-
-
 class Reading(Net):
     def forward(self, x):
         return super().forward(x) * float(x.sum())
@@ -166,7 +166,7 @@ def test_functions_on_the_command_line(tmp_path: Path) -> None:
     own = ("--model", f"{file}:build", "--batches", f"{file}:batches", "--gpus", "4")
     result = run(*own, "--microbatches", "2", "--precision", "fp8-current")
     assert result.exit_code == 0, result.output
-    assert "blocks.0 to 2" in result.output
+    assert "0.2 million parameters" in result.output and "blocks.2" in result.output
     refused = {
         ("--model", f"{file}:build"): "--model and --batches go together",
         (*own, "--tp", "2"): "--tp does not apply with --model",
@@ -228,7 +228,7 @@ def planned_hf(file: str, engine: str) -> ModelPlan:
 )
 def test_llamas_over_two_gpus(file: str, engine: str) -> None:
     plan, measured = planned_hf(file, engine), rows(file)[engine]
-    assert plan.memory.peak / GIB == pytest.approx(measured["peak_gib"], rel=0.01)
+    assert plan.memory.peak / GIB == pytest.approx(measured["peak_gib"], rel=0.03)
     # Where the host is the limit, hosts differ.
     is_large = file.startswith("hf-8b8")
     assert 1e3 * plan.time.seconds == pytest.approx(measured["ms"], rel=0.15 if is_large else 0.25)
@@ -242,9 +242,15 @@ def test_models_on_one_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     cases = importlib.import_module("lib.plan_cases").CASES
     plan, measured = cases[name].plan(1), rows("plan-models-1.json")[name]
-    assert plan.memory.peak / GIB == pytest.approx(measured["peak_gib"], rel=0.02)
+    peak, ms = plan.memory.peak / GIB, 1e3 * plan.time.seconds
+    # Other versions of transformers may keep a little more or less.
+    assert peak == pytest.approx(measured["peak_gib"], rel=0.03)
     if name.startswith("llama-8b"):
-        assert 1e3 * plan.time.seconds == pytest.approx(measured["ms"], rel=0.1)
+        assert ms == pytest.approx(measured["ms"], rel=0.1)
+    row = (
+        rf"^\| .* \| [\d.]+ \| {measured['peak_gib']:.2f} \| .* % \| \d+ \| {measured['ms']:.0f} \| .* % \|$"
+    )
+    assert re.search(row, PAGES, re.MULTILINE), row
 
 
 def test_the_benchmark_runs_and_draws(tmp_path: Path) -> None:

@@ -270,6 +270,15 @@ def own_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert report["rows"][0]["on"]["losses"][0] != report["rows"][0]["on"]["losses"][-1]
 
 
+def planned_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = run_alone(BLOCKS[name])["plan"]
+    assert plan.parameters == 24 * sum(
+        each.numel() for each in nn.TransformerEncoderLayer(1024, 16).parameters()
+    )
+    assert plan.fits and plan.sent.total > 0
+    assert len(capsys.readouterr().out.splitlines()) == 1 + len(plan.units) == 26
+
+
 RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "text = Sampler(load_corpus(None)": in_20_lines,
     "model = auto_wrap(\n    GPT(config), by_class(Block), precision": a_wrapped_model,
@@ -284,6 +293,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "from flatfsdp.compat.fairscale import": fairscale_imports,
     "consolidate_shard_weights": fairscale_shards,
     "# my_model.py": own_model,
+    "plan = plan_model(": planned_model,
     "docs/huggingface.md": huggingface_guide,
     "docs/peft.md": peft_guide,
     "docs/lightning.md": lightning_guide,
