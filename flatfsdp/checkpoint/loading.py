@@ -7,7 +7,7 @@ Out:  the model's shards, filled in place; the optimizer's state.
     fit        names, shapes, dtypes                                                       fit.py
     verify     digests of data files, in other threads, while ...                          verification.py
     read       ... the optimizer's state is read, to tensors of its own
-    change     optimizer and model, now that all ranks know that all files are whole
+    change     optimizer, model and extra state, now that all ranks know that all files are whole
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from flatfsdp.checkpoint.averages import check_average_fits, fill_average, sharded_average
 from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason
+from flatfsdp.checkpoint.extra_state import (
+    SECTION,
+    check_extra_fits,
+    give_extra_state,
+    places_of_extra_state,
+    unpacked_extra_state,
+)
 from flatfsdp.checkpoint.fit import (
     Accepted,
     check_accepted,
@@ -99,22 +106,28 @@ def load_opened(
     """Loads a checkpoint of which all but data files has been read; raises what `load` raises."""
     names = check_names(model, Action.LOAD)
     check_model_fits(opened.metadata, model, accept)
+    check_extra_fits(opened.metadata, model, accept)
     if ema is not None:
         with raising_on_all(model):
             check_average_fits(opened.metadata, ema)
     groups = _saved_groups(opened.metadata) if optimizer is not None else {}
     kept = average = None
+    places = places_of_extra_state(opened.metadata)
     with Verification(opened, *world_of(model), compares_digests=verify) as verification:
         try:
             if optimizer is not None:
                 kept = _read_optimizer(opened, model, optimizer, names, groups, accept)
             if ema is not None:
                 average = _read_average(opened, ema)
+            if places:
+                _read(opened, {SECTION: places})
         except (Exception, dcp.CheckpointException):
             # What is damaged has a name; what torch makes of it has not.
             verification.verdict()
             raise
         verification.verdict()
+    with raising_on_all(model):
+        extra_states = unpacked_extra_state(model, places)
     if optimizer is not None and kept is not None:
         check_optimizer_fits(kept.saved_class, optimizer, accept, model)
         _fill_optimizer(kept, model, optimizer)
@@ -125,6 +138,8 @@ def load_opened(
         absent = {name for stage in stages_of(model) for name in adopt_late_buffers(stage, saved)}
     state = {key: value for key, value in sharded_state_dict(model).items() if key not in absent}
     _read(opened, {"model": state})
+    with raising_on_all(model):
+        give_extra_state(model, extra_states)
     for _, group in named_groups(model):
         group.master.generation += 1
 

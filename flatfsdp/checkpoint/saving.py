@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from flatfsdp.checkpoint.averages import sharded_average
 from flatfsdp.checkpoint.errors import CheckpointError, first_failure, reason
+from flatfsdp.checkpoint.extra_state import SECTION, extra_state_dict
 from flatfsdp.checkpoint.optimizer_state import merged_groups
 from flatfsdp.checkpoint.sharded import numbered, sharded_optimizer_state_dict, sharded_state_dict
 from flatfsdp.checkpoint.stages import check_names, of_each_stage, raising_on_all
@@ -52,7 +53,8 @@ def save(
         FileExistsError: if the folder holds a checkpoint and is not to be overwritten.
         RuntimeError: with an optimizer or an average, inside of `EMA.averaged`.
         ValueError: as `sharded_state_dict`; if two stages have parameters of the same name.
-        TypeError: if `extra`, or an option of the optimizer, is such that `load` would refuse it.
+        TypeError: if `extra`, an option of the optimizer, or what a module's `get_extra_state` returns, is
+            such that `load` would refuse it.
         CheckpointError: if a rank could not write, with the system's reason.
         All of them on every rank, and what the folder held before can still be loaded.
     """
@@ -88,7 +90,8 @@ def sharded_training_state(
 
     Returns:
         {"model": `sharded_state_dict`, "optimizer": `sharded_optimizer_state_dict`, but with the parameter
-        groups of all stages, and "ema" if there is an average}.
+        groups of all stages, "ema" if there is an average, and "modules" if this rank saves the extra state
+        of some, as tensors and JSON}.
 
     Args and raises: as `save`.
     """
@@ -100,6 +103,8 @@ def sharded_training_state(
             "goes on needs the trained ones: save it outside, or the model alone inside"
         )
     state: dict[str, Any] = {"model": sharded_state_dict(model)}
+    if extra_states := extra_state_dict(model):
+        state[SECTION] = extra_states
     if ema is not None:
         state["ema"] = sharded_average(ema, ema.shards)
     if optimizer is None:

@@ -1,0 +1,170 @@
+"""The extra state of all modules of a model, in a sharded checkpoint.
+
+In:   a model, or the stages of a pipeline that this rank has.
+Out:  tensors by module, which `saving.py` writes; places for them, which `loading.py` fills.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from flatfsdp.checkpoint.extra_state import transformer_engine
+from flatfsdp.checkpoint.extra_state.packed import JSON, NO_RECORDS, Records, pack, unpack
+from flatfsdp.checkpoint.stages import of_each_stage, raising_on_all, world_of
+from flatfsdp.comm.objects import all_gather_object
+from flatfsdp.contract.transparent import prefixed_modules
+from flatfsdp.engine.units import Model, stages_of
+
+_logger = logging.getLogger(__name__)
+
+SECTION = "modules"
+"""Key of all of it in a checkpoint, beside "model" and "optimizer"."""
+
+Packed = dict[str, Tensor]
+"""One module's extra state; see `pack`."""
+
+
+def extra_state_dict(model: Model) -> dict[str, Packed]:
+    """What the checkpoint holds, by the names of modules.  Collective over all ranks.
+
+    Each module's state is returned on the first of the ranks that have the module.  If another one has other
+    values, a warning names the module: they are lost.
+
+    Raises:
+        TypeError: on every rank, if a module's state has more than tensors and plain values, naming it.
+    """
+    with raising_on_all(model):
+        own = {name: _packed(name, module) for name, module in _owners(model)}
+    world, device = world_of(model)
+    digests = all_gather_object({name: _digest(packed) for name, packed in own.items()}, world, device)
+    mine = {}
+    for name, packed in own.items():
+        holders = [rank for rank, of_rank in enumerate(digests) if name in of_rank]
+        if holders[0] != world.rank:
+            continue
+        mine[name] = packed
+        others = [rank for rank in holders if digests[rank][name] != digests[world.rank][name]]
+        if others:
+            _logger.warning(
+                "%s: the extra state of rank %d is saved, and that of rank %d is another one; ranks that "
+                "resume will not have the bits of this run. Scales of FP8 are equal where amaxes are reduced "
+                "over all ranks (reduce_amax=True, amax_reduction_group)",
+                name,
+                world.rank,
+                others[0],
+            )
+    return mine
+
+
+def check_extra_fits(metadata: Metadata, model: Model, accept: Collection[str]) -> None:
+    """Compares the names of modules.  Collective over all ranks.
+
+    A module whose state was not saved keeps its own, as before its first step.
+
+    Raises:
+        ValueError: on every rank, if the checkpoint has the state of a module that no stage has, unless
+            "surplus" is accepted.
+    """
+    own = {
+        name for of_stage in of_each_stage([name for name, _ in _owners(model)], model) for name in of_stage
+    }
+    surplus = sorted(_saved(metadata).keys() - own)
+    if surplus and "surplus" not in accept:
+        raise ValueError(
+            f"the checkpoint has extra state of the module {surplus[0]!r}, and the model has no such module, "
+            "or one without; accept=('surplus',) leaves it out"
+        )
+
+
+def places_of_extra_state(metadata: Metadata) -> dict[str, Packed]:
+    """Tensors for all that the checkpoint has, the same on all ranks; they are small."""
+    return {
+        name: {
+            key: torch.zeros(about.size, dtype=about.properties.dtype, device="cpu")
+            for key, about in tensors.items()
+        }
+        for name, tensors in _saved(metadata).items()
+    }
+
+
+def unpacked_extra_state(model: Model, read: Mapping[str, Packed]) -> dict[str, Any]:
+    """What was read, as this rank's modules take it; nothing is changed.
+
+    Raises:
+        ValueError: if it is not what a save writes, naming the module.
+    """
+    values = {}
+    for name, module in _owners(model):
+        if name in read:
+            try:
+                value = unpack(read[name], _records(module))
+            except ValueError as error:
+                raise ValueError(f"the checkpoint's extra state of the module {name!r} has {error}") from None
+            values[name] = transformer_engine.sealed(value) if _is_sealed(module) else value
+    return values
+
+
+def give_extra_state(model: Model, values: Mapping[str, Any]) -> None:
+    """Gives this rank's modules what `unpacked_extra_state` returns."""
+    for name, module in _owners(model):
+        if name in values:
+            with transformer_engine.unpickling() if _is_sealed(module) else nullcontext():
+                module.set_extra_state(values[name])
+
+
+def _owners(model: Model) -> Iterator[tuple[str, nn.Module]]:
+    """Modules with extra state, by name; the first one of a module with several."""
+    seen: set[nn.Module] = set()
+    for stage in stages_of(model):
+        for prefix, module in prefixed_modules(stage):
+            has_state = type(module).get_extra_state is not nn.Module.get_extra_state
+            if has_state and module not in seen:
+                seen.add(module)
+                yield prefix.removesuffix("."), module
+
+
+def _packed(name: str, module: nn.Module) -> Packed:
+    value = module.get_extra_state()
+    if _is_sealed(module):
+        value = transformer_engine.opened(value)
+    try:
+        return pack(value, _records(module))
+    except TypeError as error:
+        raise TypeError(
+            f"the extra state of the module {name!r} ({type(module).__name__}) has {error}, and a checkpoint "
+            "holds tensors, numbers, strings, lists, tuples and dicts: reading more could run code"
+        ) from None
+
+
+def _is_sealed(module: nn.Module) -> bool:
+    return transformer_engine.is_of_transformer_engine(module)
+
+
+def _records(module: nn.Module) -> Records:
+    return transformer_engine.RECIPES if _is_sealed(module) else NO_RECORDS
+
+
+def _digest(packed: Packed) -> str:
+    found = hashlib.sha256()
+    for key, tensor in packed.items():
+        found.update(f"{key} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        found.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def _saved(metadata: Metadata) -> dict[str, dict[str, TensorStorageMetadata]]:
+    """What the checkpoint has: tensors by module and key."""
+    found: dict[str, dict[str, TensorStorageMetadata]] = {}
+    for flat_name, path in (metadata.planner_data or {}).items():
+        about = metadata.state_dict_metadata.get(flat_name)
+        if len(path) == 3 and path[0] == SECTION and isinstance(about, TensorStorageMetadata):
+            found.setdefault(path[1], {})[path[2]] = about
+    return {name: tensors for name, tensors in found.items() if JSON in tensors}

@@ -1,0 +1,83 @@
+"""Transformer Engine's extra state: a pickle in a tensor of bytes, with scales, histories and a recipe.
+
+In:   what a module's `get_extra_state` has returned in this process, or what a checkpoint holds of it.
+Out:  a dict of tensors, numbers and a recipe; the bytes that `set_extra_state` takes.
+
+Transformer Engine 2.20: `pytorch/module/base.py`, `pytorch/ops/op.py`, `pytorch/_extra_state.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from flatfsdp.checkpoint.extra_state.packed import Record, Records
+
+_RECIPES = "transformer_engine.common.recipe"
+_MAY_UNPICKLE = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
+
+
+def is_of_transformer_engine(module: nn.Module) -> bool:
+    """Whether the module's extra state is Transformer Engine's."""
+    return any(base.__module__.split(".")[0] == "transformer_engine" for base in type(module).__mro__)
+
+
+def opened(extra_state: Tensor) -> Any:
+    """What the bytes hold, which this process has just pickled itself; None if there are none."""
+    return pickle.loads(extra_state.numpy(force=True).tobytes()) if extra_state.numel() else None
+
+
+def sealed(content: Any) -> Tensor:
+    """The bytes that a module's `set_extra_state` takes."""
+    data = b"" if content is None else pickle.dumps(content)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+@contextmanager
+def unpickling() -> Iterator[None]:
+    """Lets Transformer Engine unpickle, inside, what `sealed` has made of tensors and numbers."""
+    before = os.environ.get(_MAY_UNPICKLE)
+    os.environ[_MAY_UNPICKLE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_MAY_UNPICKLE]
+        else:
+            os.environ[_MAY_UNPICKLE] = before
+
+
+def _take_apart(value: Any) -> Record | None:
+    """Recipes, and what they consist of, are dataclasses and enumerations of one module."""
+    if type(value).__module__ != _RECIPES:
+        return None
+    if isinstance(value, Enum):
+        return Record(type(value).__name__, {"name": value.name})
+    if not dataclasses.is_dataclass(value):
+        return None
+    fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+    return Record(type(value).__name__, fields)
+
+
+def _make(record: Record) -> Any:
+    known = vars(importlib.import_module(_RECIPES)).get(record.kind)
+    if not isinstance(known, type) or known.__module__ != _RECIPES:
+        raise ValueError(f"a {record.kind}, which this version of Transformer Engine does not have")
+    if issubclass(known, Enum):
+        return known[record.fields["name"]]
+    if not dataclasses.is_dataclass(known):
+        raise ValueError(f"a {record.kind}, which is no recipe of Transformer Engine")
+    return known(**record.fields)
+
+
+RECIPES = Records(_take_apart, _make)
+"""Transformer Engine's recipes, which a checkpoint names; nothing else is made of what it says."""
