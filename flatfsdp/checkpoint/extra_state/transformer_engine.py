@@ -3,7 +3,7 @@
 In:   what a module's `get_extra_state` has returned in this process, or what a checkpoint holds of it.
 Out:  a dict of tensors, numbers and a recipe; the bytes that `set_extra_state` takes.
 
-Transformer Engine 2.20: `pytorch/module/base.py`, `pytorch/ops/op.py`, `pytorch/_extra_state.py`.
+As `TransformerEngineBaseModule` and `BasicOperation` of Transformer Engine 2.20 have it.
 """
 
 from __future__ import annotations
