@@ -1,7 +1,7 @@
 """Modules with extra state: plain, and as Transformer Engine's have it, which is not installed on CPUs.
 
-`transformer_engine()` puts a package of that name in its place: recipes, and one layer whose
-`get_extra_state` and `set_extra_state` pickle and refuse as those of version 2.20 do.
+`transformer_engine()` puts a package of that name in its place: recipes, and one layer that compares dtypes,
+and whose `get_extra_state` and `set_extra_state` pickle and refuse, as those of version 2.20 do.
 """
 
 from __future__ import annotations
@@ -54,13 +54,23 @@ class ScaledLinear(nn.Linear):
         self.scale, self.history = torch.ones(1), torch.zeros(3, 1)
         self.ran = False
 
+    def fast_setattr(self, name: str, value: Any) -> None:
+        self.__dict__[name] = value
+
+    def set_activation_dtype(self, inp: Tensor) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dtype != inp.dtype:
+                raise TypeError(f"Found input dtype: {inp.dtype} and {name!r} dtype: {parameter.dtype}")
+        self.fast_setattr("activation_dtype", inp.dtype)
+
     def forward(self, x: Tensor) -> Tensor:
+        self.set_activation_dtype(x)
         self.ran = True
         with torch.no_grad():
             self.history = self.history.roll(-1, 0)
             self.history[-1] = self.weight.abs().max()
             self.scale = 1.0 + self.history.max(0).values
-        out: Tensor = super().forward(x) * self.scale
+        out: Tensor = super().forward(x) * self.scale.to(x.dtype)
         return out
 
     def get_extra_state(self) -> Tensor:

@@ -24,6 +24,7 @@ from flatfsdp.engine.in_place.classes import FlatFSDPModule, FlatFSDPPart, requi
 from flatfsdp.engine.in_place.options import ShardOptions, require_known
 from flatfsdp.engine.in_place.parts import unit_of
 from flatfsdp.engine.in_place.state_dicts import follow_state_dicts
+from flatfsdp.engine.in_place.transformer_engine import let_compute
 from flatfsdp.engine.units import UnitModule, units_in
 from flatfsdp.engine.wrap import WrapPolicy, make_units, pick_units
 
@@ -136,6 +137,8 @@ def _make_unit(module: nn.Module, **options: Any) -> UnitModule:
     FSDP_STATE.leave(module, state)
     mix(module, FlatFSDPModule)
     assert isinstance(module, FlatFSDPModule)
+    for _, each in own_modules(module):
+        let_compute(each)
     follow_state_dicts(state)
     for unit in inside:
         if unit.fsdp_state.outer is None:
