@@ -27,21 +27,21 @@ from typing import Annotated, Any
 import typer
 from lib import options
 from lib.common import RESULTS, environment, launch_of, publish
-from lib.engines import FP8, OF_FLATFSDP, PLAIN, Engine, TrainedLlama, Variant
+from lib.engines import FP8, OF_FLATFSDP, PLAIN, TRANSFORMER_ENGINE, Engine, TrainedLlama, Variant
 from lib.llama import SHAPES, flops_per_token
 from lib.measuring import Job, VariantRuns, measure_all
 from lib.step_report import Row, console_of, draw, show, summary, time_against, title_of
 
 from flatfsdp.comm.launch import Device, is_main, run_on_ranks
 
-FLOAT8 = Variant.first_of(Engine.fsdp2_float8)
+FLOAT8, TE = Variant.first_of(Engine.fsdp2_float8), Variant.first_of(Engine.fsdp2_te)
 
 
 def row_of(row: VariantRuns[Variant], rows: list[VariantRuns[Variant]], job: Job[Variant], shape: str) -> Row:
     """One variant with what follows from its runs.
 
     `time_vs_fsdp2` is relative to FSDP2 in the same mode, eager or compiled, `time_vs_fsdp2_float8` to FSDP2
-    with torchao; below 1 is faster.
+    with torchao, `time_vs_fsdp2_te` to FSDP2 with Transformer Engine's layers; below 1 is faster.
     """
     fsdp2 = Variant(Engine.fsdp2, row.variant.compiled)
     return {
@@ -49,6 +49,7 @@ def row_of(row: VariantRuns[Variant], rows: list[VariantRuns[Variant]], job: Job
         "identity": _identity(row),
         "time_vs_fsdp2": time_against(row.ms, [fsdp2], rows),
         "time_vs_fsdp2_float8": time_against(row.ms, [FLOAT8], rows),
+        "time_vs_fsdp2_te": time_against(row.ms, [TE], rows),
     }
 
 
@@ -94,7 +95,8 @@ def ratios_of(job: Job[Variant]) -> dict[str, str]:
     """Whom times are relative to in this run: its name and its key in a row."""
     engines = {variant.engine for variant in job.variants}
     found = {"FSDP2": "time_vs_fsdp2"} if Engine.fsdp2 in engines else {}
-    return found | ({"torchao": "time_vs_fsdp2_float8"} if Engine.fsdp2_float8 in engines else {})
+    found |= {"torchao": "time_vs_fsdp2_float8"} if Engine.fsdp2_float8 in engines else {}
+    return found | ({"FSDP2, TE": "time_vs_fsdp2_te"} if Engine.fsdp2_te in engines else {})
 
 
 ENGINE_COLORS = {
@@ -107,6 +109,8 @@ ENGINE_COLORS = {
     Engine.flat_fp8_current: "#8cd17d",
     Engine.flat_bf16_fused: "#4e79a7",
     Engine.fsdp2_float8: "#e15759",
+    Engine.flat_te: "#59a14f",
+    Engine.fsdp2_te: "#edc948",
 }
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
@@ -128,6 +132,8 @@ def _known_shape(name: str) -> str:
 
     torchrun --nproc-per-node 4 benchmarks/step.py --fp8 --shape 8b --breakdown
 
+    torchrun --nproc-per-node 4 benchmarks/step.py --te --shape 8b
+
     torchrun --nproc-per-node 4 benchmarks/step.py --fp8 --shape 70b-l2-s1k --microbatches 16 --replay
 
     torchrun --nproc-per-node 4 benchmarks/step.py --engines flat-on --engines fsdp2 --rounds 3 --json
@@ -147,6 +153,9 @@ def main(
         list[Engine] | None, typer.Option(help="Repeat for several.", show_default="all of the plain Llama")
     ] = None,
     fp8: Annotated[bool, typer.Option("--fp8", help="FlatFSDP's own layers and torchao's float8.")] = False,
+    transformer_engine: Annotated[
+        bool, typer.Option("--te", help="Transformer Engine's layers, under FlatFSDP and under FSDP2.")
+    ] = False,
     compiled: Annotated[
         bool, typer.Option("--compile", help="The plain Llama also with every layer compiled.")
     ] = False,
@@ -168,7 +177,7 @@ def main(
     ] = False,
     as_json: options.Json = False,
 ) -> None:
-    wanted = engines or (FP8 if fp8 else PLAIN)
+    wanted = engines or (TRANSFORMER_ENGINE if transformer_engine else FP8 if fp8 else PLAIN)
     chosen = [Variant.first_of(engine) for engine in dict.fromkeys(wanted)]
     if compiled:
         chosen += [Variant(v.engine, compiled=True) for v in chosen if v.can_be_compiled]
@@ -176,6 +185,7 @@ def main(
         chosen += [replace(variant, replayed=True) for variant in chosen if variant.can_be_replayed]
     zero = "reshard" if reshard else "keep"
     suffix = "" if all(variant.engine in PLAIN for variant in chosen) else "-fp8"
+    suffix = "-te" if all(variant.engine in TRANSFORMER_ENGINE for variant in chosen) else suffix
     job = Job(
         f"step-{shape}-m{accumulation}-{zero}{suffix}",
         TrainedLlama(shape, own_adamw),

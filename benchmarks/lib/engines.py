@@ -24,6 +24,7 @@ from flatfsdp.layers import Embedding, TransformerLayer
 from lib.fp8_llama import FusedLlama
 from lib.llama import SHAPES, Layer, Llama, LlamaConfig
 from lib.measuring import LEARNING_RATE, SEED, Batch, Started
+from lib.te_llama import EngineLlama, layer_class
 
 
 class Engine(str, Enum):
@@ -36,6 +37,8 @@ class Engine(str, Enum):
     flat_fp8_current = "flat-fp8-current"
     flat_bf16_fused = "flat-bf16-fused"
     fsdp2_float8 = "fsdp2-float8"
+    flat_te = "flat-te"
+    fsdp2_te = "fsdp2-te"
 
 
 LABELS = {
@@ -48,6 +51,8 @@ LABELS = {
     Engine.flat_fp8_current: "FlatFSDP, FP8 current scaling",
     Engine.flat_bf16_fused: "FlatFSDP, bf16, fused gradients",
     Engine.fsdp2_float8: "FSDP2, torchao float8",
+    Engine.flat_te: "FlatFSDP, Transformer Engine, fused gradients",
+    Engine.fsdp2_te: "FSDP2, Transformer Engine",
 }
 
 OF_FLATFSDP = (Engine.flat_off, Engine.flat_on, Engine.flat_in_place)
@@ -56,6 +61,9 @@ PLAIN = (*OF_FLATFSDP, Engine.fsdp2, Engine.fairscale)
 
 FP8 = (Engine.flat_fp8_delayed, Engine.flat_fp8_current, Engine.flat_bf16_fused, Engine.fsdp2_float8)
 """FP8 weights in the flat buffer under both recipes, the same layers in bf16, and the peer."""
+
+TRANSFORMER_ENGINE = (Engine.flat_te, Engine.fsdp2_te)
+"""Transformer Engine's layers; not in one run with torchao, beside which they do not import."""
 
 RECIPES: dict[Engine, Recipe | None] = {
     # Each rank scales its own activations, as torchao does; the weights' scales are equal on all ranks.
@@ -101,10 +109,12 @@ class Variant:
     def unavailable(self, device: torch.device) -> str:
         """Why it cannot run here; empty if it can."""
         needed = {Engine.fairscale: "fairscale", Engine.fsdp2_float8: "torchao"}.get(self.engine)
+        if self.engine in TRANSFORMER_ENGINE:
+            needed = "transformer_engine"
         if needed is not None and importlib.util.find_spec(needed) is None:
             return f"{needed} is not installed"
-        if self.engine is Engine.fairscale and device.type != "cuda":
-            return "fairscale needs CUDA"
+        if self.engine in (Engine.fairscale, *TRANSFORMER_ENGINE) and device.type != "cuda":
+            return f"{needed} needs CUDA"
         return ""
 
 
@@ -164,6 +174,17 @@ def shard(model: Llama, variant: Variant, reshard: bool, device: torch.device) -
         return _fsdp2(model, reshard, device)
     if variant.engine is Engine.fairscale:
         return _fairscale(model, reshard)
+    if variant.engine is Engine.flat_te:
+        return auto_wrap(
+            EngineLlama(model, fuse=True),
+            by_class(layer_class(), nn.Embedding),
+            device=device,
+            precision=Precision(compute=torch.bfloat16),
+            reshard_after_forward=reshard,
+            optimize_backward_concat=True,
+        )
+    if variant.engine is Engine.fsdp2_te:
+        return _fsdp2(EngineLlama(model, fuse=False), reshard, device)
     if variant.engine in RECIPES:
         return _fused(model, RECIPES[variant.engine], reshard, device)
     share = flatfsdp.shard if variant.engine is Engine.flat_in_place else auto_wrap
@@ -197,7 +218,7 @@ def _use_float8(model: Llama, device: torch.device) -> None:
     float8.convert_to_float8_training(model.layers, config=config)
 
 
-def _fsdp2(model: Llama, reshard: bool, device: torch.device) -> nn.Module:
+def _fsdp2(model: Llama | EngineLlama, reshard: bool, device: torch.device) -> nn.Module:
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for unit in (*model.layers, *([] if model.tokens is None else [model.tokens])):
