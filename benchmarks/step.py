@@ -110,7 +110,6 @@ ENGINE_COLORS = {
     Engine.flat_bf16_fused: "#4e79a7",
     Engine.fsdp2_float8: "#e15759",
     Engine.flat_te: "#59a14f",
-    Engine.flat_te_requantized: "#8cd17d",
     Engine.fsdp2_te: "#edc948",
 }
 

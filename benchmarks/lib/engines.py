@@ -19,7 +19,6 @@ import flatfsdp
 import flatfsdp.optim
 from flatfsdp import Precision, auto_wrap, by_class
 from flatfsdp.comm.launch import Rank
-from flatfsdp.compat.transformer_engine import requantize_in_backward
 from flatfsdp.fp8 import CurrentScaling, DelayedScaling, Recipe
 from flatfsdp.layers import Embedding, TransformerLayer
 from lib.fp8_llama import FusedLlama
@@ -39,7 +38,6 @@ class Engine(str, Enum):
     flat_bf16_fused = "flat-bf16-fused"
     fsdp2_float8 = "fsdp2-float8"
     flat_te = "flat-te"
-    flat_te_requantized = "flat-te-requantized"
     fsdp2_te = "fsdp2-te"
 
 
@@ -54,7 +52,6 @@ LABELS = {
     Engine.flat_bf16_fused: "FlatFSDP, bf16, fused gradients",
     Engine.fsdp2_float8: "FSDP2, torchao float8",
     Engine.flat_te: "FlatFSDP, Transformer Engine, fused gradients",
-    Engine.flat_te_requantized: "FlatFSDP, Transformer Engine, requantized in backward",
     Engine.fsdp2_te: "FSDP2, Transformer Engine",
 }
 
@@ -65,7 +62,7 @@ PLAIN = (*OF_FLATFSDP, Engine.fsdp2, Engine.fairscale)
 FP8 = (Engine.flat_fp8_delayed, Engine.flat_fp8_current, Engine.flat_bf16_fused, Engine.fsdp2_float8)
 """FP8 weights in the flat buffer under both recipes, the same layers in bf16, and the peer."""
 
-TRANSFORMER_ENGINE = (Engine.flat_te, Engine.flat_te_requantized, Engine.fsdp2_te)
+TRANSFORMER_ENGINE = (Engine.flat_te, Engine.fsdp2_te)
 """Transformer Engine's layers; not in one run with torchao, beside which they do not import."""
 
 RECIPES: dict[Engine, Recipe | None] = {
@@ -177,8 +174,8 @@ def shard(model: Llama, variant: Variant, reshard: bool, device: torch.device) -
         return _fsdp2(model, reshard, device)
     if variant.engine is Engine.fairscale:
         return _fairscale(model, reshard)
-    if variant.engine in (Engine.flat_te, Engine.flat_te_requantized):
-        return _transformer_engine(model, variant, reshard, device)
+    if variant.engine is Engine.flat_te:
+        return _transformer_engine(model, reshard, device)
     if variant.engine is Engine.fsdp2_te:
         return _fsdp2(EngineLlama(model, fuse=False), reshard, device)
     if variant.engine in RECIPES:
@@ -206,12 +203,9 @@ def _fused(model: Llama, recipe: Recipe | None, reshard: bool, device: torch.dev
     )
 
 
-def _transformer_engine(model: Llama, variant: Variant, reshard: bool, device: torch.device) -> nn.Module:
-    layers = EngineLlama(model, fuse=True)
-    if variant.engine is Engine.flat_te_requantized:
-        requantize_in_backward(layers)
+def _transformer_engine(model: Llama, reshard: bool, device: torch.device) -> nn.Module:
     return auto_wrap(
-        layers,
+        EngineLlama(model, fuse=True),
         by_class(layer_class(), nn.Embedding),
         device=device,
         precision=Precision(compute=torch.bfloat16),

@@ -1,7 +1,7 @@
 """Transformer Engine's own layers inside FlatFSDP: FP8, fused weight gradients, sharded, saved and resumed.
 
-    python examples/transformer_engine.py                           # one GPU
-    torchrun --nproc-per-node 4 examples/transformer_engine.py      # parameters over four
+    python examples/te_layers.py                           # one GPU
+    torchrun --nproc-per-node 4 examples/te_layers.py      # parameters over four
 
 Weight gradients land in FlatFSDP's flat FP32 buffers inside Transformer Engine's GEMMs, microbatch after
 microbatch, and are reduced once.  A checkpoint holds the scales of FP8, too: the resumed run has the bits of
@@ -116,9 +116,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
     help="Train Transformer Engine's layers under FlatFSDP, save half-way, resume, and compare the losses.",
     epilog="""Examples:
 
-    python examples/transformer_engine.py
+    python examples/te_layers.py
 
-    torchrun --nproc-per-node 4 examples/transformer_engine.py --layers 8 --hidden 4096""",
+    torchrun --nproc-per-node 4 examples/te_layers.py --layers 8 --hidden 4096""",
 )
 def main(
     layers: Annotated[int, typer.Option(min=1, help="Transformer layers; each is one unit.")] = 4,
