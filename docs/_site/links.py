@@ -1,7 +1,8 @@
 """Links that lead out of docs/: the site gets a copy of each file that a page links to.
 
-On GitHub such a link opens the file in the repository.  A built site has no repository beside it, so Python files and
-texts become pages, pictures and results are copied, and a folder stands for the file that describes it.
+On GitHub such a link opens the file in the repository.  A built site has no repository beside it, so Python
+files and texts become pages, pictures and results are copied, and a folder stands for the file that
+describes it.
 """
 
 from __future__ import annotations
@@ -64,9 +65,7 @@ def address(source: Path, docs: Path) -> str:
 def copied(source: Path, docs: Path, config: MkDocsConfig) -> File:
     where = address(source, docs)
     if source.suffix not in SHOWN_AS_TEXT:
-        return File.generated(
-            config, where, abs_src_path=str(source), inclusion=InclusionLevel.NOT_IN_NAV
-        )
+        return File.generated(config, where, abs_src_path=str(source), inclusion=InclusionLevel.NOT_IN_NAV)
     name = source.relative_to(docs.parent).as_posix()
     fence = "`````"
     text = f"# {name}\n\n{fence}{SHOWN_AS_TEXT[source.suffix]}\n{source.read_text()}\n{fence}\n"
