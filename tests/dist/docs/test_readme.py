@@ -256,6 +256,48 @@ def lightning_of_one_rank(rank: int, world_size: int, block: str) -> None:
         assert [ema.updates for ema in (found["trainer"].strategy.ema, found["ema"])] == [4, 3]
 
 
+def a_model_of_ones_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By itself, as `python train.py` runs it; and on two ranks."""
+    found = run_alone(BLOCKS[name])
+    assert found["losses"][-1] < found["losses"][0]
+    assert capsys.readouterr().out.startswith("loss ")
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "train.py")
+        program.write_text(BLOCKS[name])
+        done = run_program(program, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("loss ") == 2
+
+
+def an_optimizer_of_ones_own(name: str, _: pytest.CaptureFixture[str]) -> None:
+    found = run_alone(BLOCKS[name])
+    torch.testing.assert_close((found["after"] - found["before"]).abs(), torch.full((8, 32), 0.5))
+
+
+def a_layer_of_ones_own(name: str, _: pytest.CaptureFixture[str]) -> None:
+    """Its gradients are those of autograd."""
+    found = run_alone(BLOCKS[name])
+    plain = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
+    torch.manual_seed(0)
+    for linear in plain:
+        linear.weight = nn.Parameter(torch.randn(16, 16) / 4)
+    for x in found["batches"]:
+        plain[1](plain[0](x).relu()).square().mean().backward()
+    assert len(found["gradients"]) == 2
+    for parameter, gradient in zip(plain.parameters(), found["gradients"], strict=True):
+        torch.testing.assert_close(gradient.view(16, 16), parameter.grad)
+
+
+def a_measured_step(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = flatfsdp.shard(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), flatfsdp.by_class(nn.Linear))
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = run(BLOCKS[name], model=model, optimizer=optimizer, batches=torch.randn(2, 4, 16))
+    printed = capsys.readouterr().out
+    assert " ms a step" in printed and "main_grad" in printed and printed.endswith("None\n")
+    # A copy of 8 bytes in the first microbatch, an addition of 12 in the second.
+    assert found["moved"]["accumulate"] == pytest.approx(20, abs=0.1)
+
+
 def own_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The command that stands below the block."""
     lines = PAGES["docs/numerics.md"].read_text().splitlines()
@@ -284,6 +326,10 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "from flatfsdp.compat.fairscale import": fairscale_imports,
     "consolidate_shard_weights": fairscale_shards,
     "# my_model.py": own_model,
+    "# train.py": a_model_of_ones_own,
+    "class SignSGD": an_optimizer_of_ones_own,
+    "class InPlaceLinear": a_layer_of_ones_own,
+    "def train_one_step": a_measured_step,
     "docs/huggingface.md": huggingface_guide,
     "docs/peft.md": peft_guide,
     "docs/lightning.md": lightning_guide,
