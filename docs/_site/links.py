@@ -1,8 +1,7 @@
 """Links that lead out of docs/: the site gets a copy of each file that a page links to.
 
-On GitHub such a link opens the file in the repository.  A built site has no repository beside it, so texts
-and Python files become pages, pictures and results are copied, and a folder stands for the file that describes
-it.
+On GitHub such a link opens the file in the repository.  A built site has no repository beside it.  So texts
+and Python files become pages, pictures and results are copied, and a folder is the file that describes it.
 """
 
 from __future__ import annotations
