@@ -21,6 +21,7 @@ from flatfsdp import checkpoint
 from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.fp8 import DelayedScaling
 from flatfsdp.layers import Embedding, LayerNormLinear, Linear, LinearCrossEntropy, TransformerLayer
+from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.models import PRESETS
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
@@ -269,6 +270,29 @@ def a_model_of_ones_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert done.stdout.count("loss ") == 2
 
 
+def a_model_in_fp8(name: str, _: pytest.CaptureFixture[str]) -> None:
+    found = run_alone(BLOCKS[name])
+    assert sum(isinstance(layer, MatmulLayer) for layer in found["model"].modules()) == 4
+    assert found["losses"][-1] < found["losses"][0]
+
+
+def a_program_moved_from_fsdp2(name: str, _: pytest.CaptureFixture[str]) -> None:
+    first, second = (BLOCKS[f"docs/from_fsdp2.md {index}"] for index in range(2))
+    for of_fsdp2, of_flatfsdp in run_ranks(2, losses_of_both, first, second):
+        assert of_flatfsdp == pytest.approx(of_fsdp2, abs=2e-6)
+
+
+def losses_of_both(rank: int, world_size: int, *programs: str) -> list[float]:
+    torch.manual_seed(1 + rank)
+    batches = [(tokens_of(2, 16), tokens_of(2, 16)) for _ in range(4)]
+    losses = []
+    for program in programs:
+        torch.manual_seed(0)
+        names = {"torch": torch, "model": GPT(CONFIG), "Block": Block, "batches": batches}
+        losses.append(float(run_alone(program, **names)["loss"]))
+    return losses
+
+
 def an_optimizer_of_ones_own(name: str, _: pytest.CaptureFixture[str]) -> None:
     found = run_alone(BLOCKS[name])
     torch.testing.assert_close((found["after"] - found["before"]).abs(), torch.full((8, 32), 0.5))
@@ -327,6 +351,9 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "consolidate_shard_weights": fairscale_shards,
     "# my_model.py": own_model,
     "# train.py": a_model_of_ones_own,
+    "convert(model, lambda layer, name: True)": a_model_in_fp8,
+    "from torch.distributed.fsdp import fully_shard": a_program_moved_from_fsdp2,
+    "shard(model, by_class(Block))  # for fully_shard": a_program_moved_from_fsdp2,
     "class SignSGD": an_optimizer_of_ones_own,
     "class InPlaceLinear": a_layer_of_ones_own,
     "def train_one_step": a_measured_step,
