@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib.metadata
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import flatfsdp
 from tests.support.programs import ROOT
 from tests.unit.docs.pages import DOCS, PAGES, README
 
@@ -94,3 +96,7 @@ def test_versions_are_those_of_the_package() -> None:
     page = DOCS["versions.md"].read_text()
     missing = {each for each in wanted if not each.startswith(tools) and f"`{each}`" not in page}
     assert missing - {"lightning-fabric==2.6.6"} == set()
+
+
+def test_the_package_and_its_metadata_have_one_version() -> None:
+    assert importlib.metadata.version("flatfsdp") == flatfsdp.__version__
