@@ -9,7 +9,7 @@ BIN := .venv/bin
 # Test processes, which take files in order: those that start ranks of their own, the slow ones, come first.
 WORKERS ?= 2
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint docs bench clean
 
 demo: .venv/installed
 	$(BIN)/python -m flatfsdp verify --steps 6 --out out/demo
@@ -23,6 +23,10 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The site, in out/site; any warning is an error.  The variable silences an advertisement of the theme.
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
 bench: .venv/installed
 	$(BIN)/python benchmarks/bytes.py
 
@@ -33,7 +37,7 @@ else
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet $(TORCH)
 endif
-	$(BIN)/pip install --quiet -e ".[test,ecosystem]"
+	$(BIN)/pip install --quiet -e ".[test,ecosystem,docs]"
 	touch $@
 
 clean:

@@ -4,9 +4,14 @@ The top-level folder `kernels/` is the package `flatfsdp.kernels`, through a lin
 `torch==2.13.0` by exact version first, since a version range resolves to a build with CUDA packages.
 """
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'^__version__ = "(.+)"$', (HERE / "flatfsdp" / "__init__.py").read_text(), re.MULTILINE)
+assert VERSION is not None
 
 # `python -m flatfsdp`, examples and benchmarks; typer takes Literals as options since 0.19.
 CLI = ["typer>=0.19", "rich>=13.7", "matplotlib>=3.8"]
@@ -15,12 +20,25 @@ FABRIC = "lightning-fabric>=2.5"
 # Lower bounds are versions with which tests have run; nothing older was tried.
 setup(
     name="flatfsdp",
-    version="0.1.0",
+    version=VERSION[1],
     description="An FSDP-integrated flat-parameter engine: gradients land where reduce-scatter reads",
-    long_description=Path(__file__).with_name("README.md").read_text(),
+    long_description=(HERE / "README.md").read_text(),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     license_files=["LICENSE"],
+    author="The FlatFSDP developers",
+    keywords=["pytorch", "fsdp", "zero", "fp8", "distributed training", "transformers"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.10",
     packages=find_packages(include=["flatfsdp", "flatfsdp.*"]),
     package_data={"flatfsdp": ["py.typed"]},
@@ -47,6 +65,8 @@ setup(
             "lightning==2.6.6",
             "lightning-fabric==2.6.6",
         ],
+        # The site of docs/, by `make docs`.
+        "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.8", "mkdocstrings[python]>=1.0", "griffelib>=2.4"],
         "baseline": ["fairscale==0.4.13"],
         "lightning": [FABRIC],
     },

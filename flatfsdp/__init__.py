@@ -14,6 +14,8 @@ from flatfsdp.flat.layout import Align, FlatLayout, ParamSlot, ParamSpec
 from flatfsdp.microbatch import microbatches
 from flatfsdp.policy import Precision, Prefetch
 
+__version__ = "0.1.0"
+
 __all__ = [
     "EMA",
     "Align",

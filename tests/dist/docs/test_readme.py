@@ -21,6 +21,7 @@ from flatfsdp import checkpoint
 from flatfsdp.compat.fairscale import FullyShardedDataParallel
 from flatfsdp.fp8 import DelayedScaling
 from flatfsdp.layers import Embedding, LayerNormLinear, Linear, LinearCrossEntropy, TransformerLayer
+from flatfsdp.layers.base import MatmulLayer
 from flatfsdp.models import PRESETS
 from flatfsdp.models.gpt import GPT, Block, GPTConfig
 from flatfsdp.models.text import Sampler, load_corpus
@@ -256,6 +257,71 @@ def lightning_of_one_rank(rank: int, world_size: int, block: str) -> None:
         assert [ema.updates for ema in (found["trainer"].strategy.ema, found["ema"])] == [4, 3]
 
 
+def a_model_of_ones_own(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """By itself, as `python train.py` runs it; and on two ranks."""
+    found = run_alone(BLOCKS[name])
+    assert found["losses"][-1] < found["losses"][0]
+    assert capsys.readouterr().out.startswith("loss ")
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder, "train.py")
+        program.write_text(BLOCKS[name])
+        done = run_program(program, ranks=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("loss ") == 2
+
+
+def a_model_in_fp8(name: str, _: pytest.CaptureFixture[str]) -> None:
+    found = run_alone(BLOCKS[name])
+    assert sum(isinstance(layer, MatmulLayer) for layer in found["model"].modules()) == 4
+    assert found["losses"][-1] < found["losses"][0]
+
+
+def a_program_moved_from_fsdp2(name: str, _: pytest.CaptureFixture[str]) -> None:
+    first, second = (BLOCKS[f"docs/from_fsdp2.md {index}"] for index in range(2))
+    for of_fsdp2, of_flatfsdp in run_ranks(2, losses_of_both, first, second):
+        assert of_flatfsdp == pytest.approx(of_fsdp2, abs=2e-6)
+
+
+def losses_of_both(rank: int, world_size: int, *programs: str) -> list[float]:
+    torch.manual_seed(1 + rank)
+    batches = [(tokens_of(2, 16), tokens_of(2, 16)) for _ in range(4)]
+    losses = []
+    for program in programs:
+        torch.manual_seed(0)
+        names = {"torch": torch, "model": GPT(CONFIG), "Block": Block, "batches": batches}
+        losses.append(float(run_alone(program, **names)["loss"]))
+    return losses
+
+
+def an_optimizer_of_ones_own(name: str, _: pytest.CaptureFixture[str]) -> None:
+    found = run_alone(BLOCKS[name])
+    torch.testing.assert_close((found["after"] - found["before"]).abs(), torch.full((8, 32), 0.5))
+
+
+def a_layer_of_ones_own(name: str, _: pytest.CaptureFixture[str]) -> None:
+    """Its gradients are those of autograd."""
+    found = run_alone(BLOCKS[name])
+    plain = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(2)))
+    torch.manual_seed(0)
+    for linear in plain:
+        linear.weight = nn.Parameter(torch.randn(16, 16) / 4)
+    for x in found["batches"]:
+        plain[1](plain[0](x).relu()).square().mean().backward()
+    assert len(found["gradients"]) == 2
+    for parameter, gradient in zip(plain.parameters(), found["gradients"], strict=True):
+        torch.testing.assert_close(gradient.view(16, 16), parameter.grad)
+
+
+def a_measured_step(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = flatfsdp.shard(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), flatfsdp.by_class(nn.Linear))
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = run(BLOCKS[name], model=model, optimizer=optimizer, batches=torch.randn(2, 4, 16))
+    printed = capsys.readouterr().out
+    assert " ms a step" in printed and "main_grad" in printed and printed.endswith("None\n")
+    # A copy of 8 bytes in the first microbatch, an addition of 12 in the second.
+    assert found["moved"]["accumulate"] == pytest.approx(20, abs=0.1)
+
+
 def own_model(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The command that stands below the block."""
     lines = PAGES["docs/numerics.md"].read_text().splitlines()
@@ -284,6 +350,13 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "model = auto_wrap(\n    GPT(config), by_class(Block), precision": a_wrapped_model,
     "shard(GPT(config)": in_place,
     "state = model.state_dict()  # full and unsharded": first_steps,
+    "# train.py": a_model_of_ones_own,
+    "convert(model, lambda layer, name: True)": a_model_in_fp8,
+    "from torch.distributed.fsdp import fully_shard": a_program_moved_from_fsdp2,
+    "shard(model, by_class(Block))  # for fully_shard": a_program_moved_from_fsdp2,
+    "class SignSGD": an_optimizer_of_ones_own,
+    "class InPlaceLinear": a_layer_of_ones_own,
+    "def train_one_step": a_measured_step,
     "TransformerLayer(32, 64, 4": fp8_layers,
     "fp8_weights=CurrentScaling()": fp8_weights,
     "count_overflows(model)": fp8_overflows,

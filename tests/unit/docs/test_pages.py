@@ -1,13 +1,17 @@
-"""The README stays short, and what the pages link to is there."""
+"""The README stays short, what the pages link to is there, and every page is found by two clicks."""
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import flatfsdp
+from tests.support.programs import ROOT
 from tests.unit.docs.pages import DOCS, PAGES, README
 
 MAX_WORDS = 1200
@@ -29,13 +33,30 @@ def headings(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
+def linked_pages(page: Path) -> set[Path]:
+    """Pages that one click leads to."""
+    return {(page.parent / file).resolve() for file, _ in relative_links(page)} & set(DOCS.values())
+
+
 def test_the_readme_is_short() -> None:
     assert len(README.read_text().split()) <= MAX_WORDS
 
 
-def test_the_readme_leads_to_all_pages() -> None:
-    linked = {file for file, _ in relative_links(README)}
-    assert linked >= {f"docs/{name}" for name in DOCS}
+def test_two_clicks_lead_from_the_readme_to_each_page() -> None:
+    first = linked_pages(README)
+    second = {page for each in first for page in linked_pages(each)}
+    assert set(DOCS.values()) - first - second == set()
+
+
+def test_two_clicks_lead_from_the_sites_first_page_to_each_page() -> None:
+    first = {DOCS["index.md"]} | linked_pages(DOCS["index.md"])
+    second = {page for each in first for page in linked_pages(each)}
+    assert set(DOCS.values()) - first - second == set()
+
+
+def test_the_menu_has_each_page_once() -> None:
+    menu = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    assert sorted(re.findall(r"[\w/]+\.md", menu)) == sorted(DOCS)
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -45,3 +66,37 @@ def test_links(name: str) -> None:
     assert [file for file, _ in links if not (page.parent / file).exists()] == []
     named = [(page.parent / file if file else page, heading) for file, heading in links if heading]
     assert [f"{file}#{heading}" for file, heading in named if heading not in headings(file)] == []
+
+
+def test_each_feature_names_a_page() -> None:
+    rows = [line for line in DOCS["features.md"].read_text().splitlines() if line.startswith("| ")]
+    features = [row for row in rows if not row.startswith("| feature |")]
+    assert len(features) > 50
+    assert [row for row in features if not set(LINK.findall(row))] == []
+
+
+def test_pictures_are_those_of_the_script() -> None:
+    script = ROOT / "docs" / "pictures" / "draw.py"
+    found: dict[str, object] = {"__name__": "draw"}
+    exec(compile(script.read_text(), str(script), "exec"), found)
+    pictures = found["PICTURES"]
+    assert isinstance(pictures, dict)
+    drawn = {f"{name}.svg": draw().text() for name, draw in pictures.items()}
+    assert drawn == {file.name: file.read_text() for file in script.parent.glob("*.svg")}
+
+
+def test_versions_are_those_of_the_package() -> None:
+    """All that setup.py asks for is in the table, but for tools of tests and docs."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    wanted = {
+        text.split(";")[0] for text in texts if isinstance(text, str) and re.match(r"[\w-]+[=>]=\d", text)
+    }
+    tools = ("pytest", "hypothesis", "ruff", "mypy", "mkdocs", "griffe", "setuptools")
+    page = DOCS["versions.md"].read_text()
+    missing = {each for each in wanted if not each.startswith(tools) and f"`{each}`" not in page}
+    assert missing - {"lightning-fabric==2.6.6"} == set()
+
+
+def test_the_package_and_its_metadata_have_one_version() -> None:
+    assert importlib.metadata.version("flatfsdp") == flatfsdp.__version__
