@@ -293,6 +293,14 @@ def losses_of_both(rank: int, world_size: int, *programs: str) -> list[float]:
     return losses
 
 
+def transformer_engines_layers(name: str, _: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformer_engine.pytorch")
+    if not torch.cuda.is_available():
+        pytest.skip("Transformer Engine needs a GPU")
+    found = run_alone(BLOCKS[name])
+    assert len(found["losses"]) == 2 and found["losses"][1] < found["losses"][0]
+
+
 def an_optimizer_of_ones_own(name: str, _: pytest.CaptureFixture[str]) -> None:
     found = run_alone(BLOCKS[name])
     torch.testing.assert_close((found["after"] - found["before"]).abs(), torch.full((8, 32), 0.5))
@@ -354,6 +362,7 @@ RUNS: dict[str, Callable[[str, pytest.CaptureFixture[str]], None]] = {
     "convert(model, lambda layer, name: True)": a_model_in_fp8,
     "from torch.distributed.fsdp import fully_shard": a_program_moved_from_fsdp2,
     "shard(model, by_class(Block))  # for fully_shard": a_program_moved_from_fsdp2,
+    "te.TransformerLayer(\n": transformer_engines_layers,
     "class SignSGD": an_optimizer_of_ones_own,
     "class InPlaceLinear": a_layer_of_ones_own,
     "def train_one_step": a_measured_step,
