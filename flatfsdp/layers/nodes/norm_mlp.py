@@ -5,7 +5,7 @@ Next: `normalized.py` has the norm, `matmul/linear_map.py` the GEMMs.
 
     forward    norm -> (cast) -> fc1 -> activation -> (cast) -> fc2
     saved      norm's input and statistics; FP8 operands of both maps; fc1's result before the activation
-    backward   fc2's gradients; in one pass the activation's gradient, cast, transpose and fc1's bias gradient;
+    backward   fc2's gradients; one pass: the activation's gradient, cast, transpose, fc1's bias gradient;
                fc1's gradients; the norm's gradients
 """
 
