@@ -60,8 +60,8 @@ def count_overflows(model: nn.Module) -> Iterator[Overflows]:
     scaling, so does a number larger than the scale of the last steps allows.  Counts are kept on the device,
     without synchronisation with the host:
 
-    - `DelayedScaling`: amaxes as they enter the history, one for each tensor cast since the last update, compared
-      with the scale of these casts.  If ranks share scales, amaxes are reduced over them first, and each of
+    - `DelayedScaling`: amaxes as they enter the history, one for each tensor cast since the last update, and
+      the scale of these casts.  If ranks share scales, amaxes are reduced over them first, and each of
       them has the same counts.
     - `CurrentScaling`, `BlockScaling`: each cast of a matrix, by its own amax, which takes one more read of the
       matrix.  Scales fit every finite amax, so only infinity saturates.  Counts are this rank's, even if

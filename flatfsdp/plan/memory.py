@@ -245,7 +245,10 @@ class _Rank:
         return [self._all_main_grad(), *self._saved(flying, spent_logits=1), self._backward()]
 
     def at_the_end(self) -> list[Line]:
-        """Lines at the end: one layer computes while others are reduced."""
+        """Lines at the end: one layer computes while others are reduced.
+
+        Without shards, gradients stay in place.
+        """
         reduced = sum(sum(_by_unit(stage, "reduced_grad")) for stage in self.stages)
         return [
             *([self._main_grad(1 + MAX_IN_FLIGHT, embedding=True)] if self.job.ranks.dp_shard > 1 else []),
