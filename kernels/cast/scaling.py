@@ -302,8 +302,8 @@ def align_inverses(scales: Scales) -> Scales:
 def one_by_one(scales: Scales) -> tuple[Scales, ...]:
     """Split scales into one pair per tensor, FP32 [1], in one call.
 
-    Slicing n times takes ten times as long on the host.  The results must not be written to: autograd does not know that they are views, which makes the split cheaper
-    still.
+    Slicing n times takes ten times as long on the host.  The results must not be written to: autograd does
+    not know that they are views, which makes the split cheaper still.
     """
     ones = [1] * scales.scale.numel()
     scale, scale_inv = (each.unsafe_split_with_sizes(ones) for each in scales)
