@@ -1,14 +1,14 @@
-"""How many bytes does each engine copy and send for one parameter in one optimizer step?
+"""Bytes that each engine copies and sends for one parameter in one optimizer step.
 
-Measured from outside (`flatfsdp.profiling.copy_counter`), the same way for FlatFSDP and for PyTorch's FSDP2,
-and put beside the number that each design promises.  Four equal units, FP32 master parameters, bf16 compute,
-FP32 reduction, gloo; the second step is counted, so that nothing of the first step's set-up is in it.  With
-FP8 weights, which are nearly all parameters then, it is FlatFSDP's own layers, and torchao's float8 with FP8
-all-gather.  What cannot run here (fairscale needs CUDA) is there by its formula.
+They are measured from outside (`flatfsdp.profiling.copy_counter`), in the same way for FlatFSDP and PyTorch's
+FSDP2, and shown beside the number that each design promises.  The model is four equal units with FP32 master
+parameters, bf16 compute and FP32 reduction, over gloo; the second step is counted, which excludes set-up.
+With FP8 weights, which are nearly all parameters then, it uses FlatFSDP's own layers, and torchao's float8
+with FP8 all-gather.  Engines that cannot run here (fairscale needs CUDA) are shown by their formula.
 
-Local bytes are reads plus writes of copy kernels on one rank; matrix products, the optimizer and what a
-collective does inside are not in it (the division by the number of ranks, for one).  FlatFSDP's FP8 layers
-add up weight gradients inside the products.  Wire bytes are (N - 1) / N of each collective's payload.
+Local bytes are reads plus writes of copy kernels on one rank, without GEMMs, the optimizer and the internal
+work of collectives (such as the division by the number of ranks).  FlatFSDP's FP8 layers accumulate weight
+gradients inside the GEMMs.  Wire bytes are (N - 1) / N of each collective's payload.
 
 Next: `lib/bytes_measured.py` measures, `lib/bytes_formulas.py` has the formulas.
 """
@@ -31,7 +31,7 @@ from rich.table import Table
 
 
 class Part(NamedTuple):
-    """How a part of the local bytes is shown."""
+    """The presentation of one part of the local bytes."""
 
     heading: str
     meaning: str
@@ -47,7 +47,7 @@ PARTS = {
     "accumulate": Part("accu-\nmulate", "widen and add", "#76b7b2"),
     "other": Part("other", "scale, clamp, divide, zero-fill", "#bab0ac"),
 }
-"""Those of a `Traffic`, from left to right."""
+"""The parts of a `Traffic`, from left to right."""
 
 app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
@@ -89,7 +89,7 @@ def main(
 
 
 def _cases(steps: int) -> list[Case]:
-    """The cases that differ: with one microbatch "every" and "last" are the same."""
+    """The distinct cases: with one microbatch, "every" and "last" are the same."""
     return list(CASES) if steps > 1 else [case for case in CASES if case.sync == "last"]
 
 
@@ -106,7 +106,7 @@ def _as_dict(row: CountedBytes) -> dict[str, Any]:
 
 
 def show(rows: list[CountedBytes]) -> None:
-    """One table per number of ranks and microbatches; disagreements in red below it."""
+    """Prints one table per number of ranks and microbatches, with disagreements in red below it."""
     console = Console()
     console.width = max(console.width, 130)  # a table that wraps says nothing
     for ranks, steps in dict.fromkeys((row.ranks, row.microbatches) for row in rows):
@@ -141,7 +141,7 @@ def _counted(steps: int) -> str:
 
 
 def draw(rows: list[CountedBytes], path: Path) -> None:
-    """Stacked bars of local bytes, one panel per number of microbatches, at the largest number of ranks."""
+    """Draws stacked bars of local bytes for most ranks, one panel per number of microbatches."""
     ranks = max(row.ranks for row in rows)
     panels = list(dict.fromkeys(row.microbatches for row in rows))
     groups = [[r for r in rows if (r.ranks, r.microbatches) == (ranks, steps)] for steps in panels]

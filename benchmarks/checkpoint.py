@@ -1,19 +1,18 @@
-"""How long do saving and loading a sharded model take, beside plain torch.distributed.checkpoint?
+"""Time of saving and loading a sharded model, beside plain torch.distributed.checkpoint.
 
-A Llama and its AdamW (12 bytes a parameter) are sharded over all ranks, each of which writes and reads its
-part.  Measured by turns, on the same tensors, with random values in all of them:
+A Llama and its AdamW (12 bytes per parameter) are sharded over all ranks, each of which writes and reads its
+part. All ways are measured in turns, on the same tensors with random values:
 
     FlatFSDP    `checkpoint.save` and `load`: a digest of every file is written and verified
     unverified  `load` with verify=False
     plain       `dcp.save` and `dcp.load` of `sharded_training_state`
 
-As in a run that is started again, an optimizer has no state before it is loaded.  Plain DCP fills tensors, so
-there they are made first, in the time that is measured.
+As in a restarted run, the optimizer has no state before loading.  Plain DCP fills tensors, so they are made
+first, within the measured time.
 
-A time is that of the slowest rank, between barriers, with files synced; every save goes to a new folder.
-What was just written is read from the page cache where memory is large enough, so that reading is compared at
-its fastest, where digests cost most.  After each load, parameters are compared bit for bit with those that
-were saved.
+A time is that of the slowest rank, between barriers, with files synced; every save goes to a new folder.  If
+memory is large enough, files just written are read from the page cache, so reading is compared at its
+fastest, where digests cost most.  After each load, parameters are compared bit for bit with the saved ones.
 """
 
 from __future__ import annotations
@@ -51,10 +50,12 @@ OURS, UNVERIFIED, PLAIN = "FlatFSDP", "FlatFSDP, unverified", "plain DCP"
 
 @dataclass(frozen=True)
 class Job:
-    """What is measured.
+    """The settings of a measurement.
 
     Attributes:
-        folder: where checkpoints are written, and removed; that of rank 0 counts.
+        preset: sizes of the Llama.
+        rounds: number of times that everything is measured.
+        folder: where checkpoints are written and removed; rank 0's is used.
     """
 
     preset: PresetName
@@ -64,12 +65,12 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured, on rank 0.
+    """The results, on rank 0.
 
     Attributes:
-        parameters: of the whole model.
-        bytes: of one checkpoint on disk.
-        save_s, load_s: seconds of each round, by what was measured.
+        parameters: number of parameters of the whole model.
+        bytes: size of one checkpoint on disk.
+        save_s, load_s: seconds of each round, by way.
     """
 
     parameters: int
@@ -79,7 +80,7 @@ class Report:
 
 
 class Trained:
-    """A model and an optimizer whose states are all there, filled with random numbers."""
+    """A model and an optimizer with complete state, filled with random numbers."""
 
     def __init__(self, job: Job, rank: Rank) -> None:
         sizes = PRESETS[job.preset]
@@ -92,11 +93,12 @@ class Trained:
         self.optimizer.zero_grad()
 
     def save(self, folder: Path) -> None:
+        """Saves with `flatfsdp.checkpoint`."""
         checkpoint.save(folder, self.model.stages, self.optimizer)
 
     @torch.no_grad()
     def forget(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Weights become NaN, and the optimizer has no state any more; returns that."""
+        """Sets weights to NaN, and removes and returns the optimizer's state."""
         for parameter in self.parameters:
             parameter.fill_(torch.nan)
         state = dict(self.optimizer.state)
@@ -104,13 +106,16 @@ class Trained:
         return state
 
     def load(self, folder: Path, verify: bool = True) -> None:
+        """Forgets everything, and loads with `flatfsdp.checkpoint`."""
         self.forget()
         checkpoint.load(folder, self.model.stages, self.optimizer, verify=verify)
 
     def plain_save(self, folder: Path) -> None:
+        """Saves with plain DCP."""
         dcp.save(self._state(), checkpoint_id=folder)
 
     def plain_load(self, folder: Path) -> None:
+        """Forgets everything, makes the tensors to fill, and loads with plain DCP."""
         for parameter, state in self.forget().items():
             self.optimizer.state[parameter] = {key: torch.zeros_like(value) for key, value in state.items()}
         dcp.load(
@@ -124,9 +129,9 @@ class Trained:
 
 
 def measure(rank: Rank, job: Job) -> Report:
-    """Times every way to save and to load in each round."""
+    """Times every way of saving and loading in each round."""
     trained = Trained(job, rank)
-    # Under torchrun, each rank has made a folder of its own.
+    # Under torchrun, each rank has made its own folder.
     shared = [job.folder]
     dist.broadcast_object_list(shared, src=0)
     saved = [parameter.detach().clone() for parameter in trained.parameters]
@@ -161,9 +166,10 @@ def _summed(shards: list[Tensor], rank: Rank) -> int:
 
 
 def _check(parameters: list[Tensor], saved: list[Tensor], name: str) -> None:
-    """
+    """Compares parameters with the saved ones.
+
     Raises:
-        RuntimeError: if a load has not brought back what was saved.
+        RuntimeError: if a load has not restored them.
     """
     for parameter, before in zip(parameters, saved, strict=True):
         if not torch.equal(parameter, before):
@@ -185,7 +191,7 @@ def _seconds(action: Callable[[], object], rank: Rank) -> float:
 
 
 def rows_of(report: Report) -> list[dict[str, Any]]:
-    """One row for each action and way; `ratio` is to plain DCP of the same rounds."""
+    """One row per action and way; `ratio` is relative to plain DCP in the same rounds."""
     rows = []
     for action, found in (("save", report.save_s), ("load", report.load_s)):
         for name, seconds in found.items():
@@ -222,7 +228,7 @@ def show(payload: dict[str, Any]) -> None:
 
 
 def draw(payload: dict[str, Any], path: Path) -> None:
-    """One bar for each row."""
+    """Draws one bar for each row."""
     rows = payload["rows"][::-1]
     figure = Figure(figsize=(8, 1.2 + 0.4 * len(rows)), layout="constrained")
     axis = figure.subplots()

@@ -1,23 +1,24 @@
-"""How fast are the three collectives that the engine uses, and how close do they come to the link's limit?
+"""Speed of the three collectives that the engine uses, relative to the limit of the link.
 
-All-reduce, reduce-scatter and all-gather as `flatfsdp.comm.collectives` calls them, over NCCL on GPUs or over
+All-reduce, reduce-scatter and all-gather are called through `flatfsdp.comm.collectives`, over NCCL on GPUs or
 gloo on CPUs, on buffers of random numbers.  Before a call is timed, its result is compared with what the
-ranks' data must give.  Then a batch of calls in a row is timed after a barrier: between CUDA events on GPUs,
-by the wall clock on CPUs.  A time is that of the slowest rank, and the median over the repeats.
+ranks' data must give. Then a batch of consecutive calls is timed after a barrier: between CUDA events on
+GPUs, by the wall clock on CPUs.  A time is that of the slowest rank, and the median over the repeats.
 
-With S the bytes of the whole tensor (what all-reduce works on, reduce-scatter reads, all-gather writes),
-N ranks and t the time of one call:
+With S the bytes of the whole tensor (what all-reduce works on, reduce-scatter reads, all-gather writes), N
+ranks and t the time of one call:
 
-    algorithm bandwidth   S / t                        how fast the caller's tensor is dealt with
+    algorithm bandwidth   S / t                        speed from the caller's view
     bus bandwidth         2 (N - 1) / N * S / t        all-reduce
                               (N - 1) / N * S / t      reduce-scatter, all-gather
 
-The bus bandwidth is what each rank sends, and receives, in a second if the algorithm moves no more than it
-must.  So it can be compared between operations and numbers of ranks, and with the limit of the link (which
-an all-reduce that the switches add up, NVLink SHARP, may exceed):
+The bus bandwidth is what each rank sends, and receives, per second if the algorithm moves as little as
+possible.  So it can be compared between operations and numbers of ranks, and with the limit of the link
+(which an all-reduce that the switches add up, NVLink SHARP, may exceed):
 
-    NCCL   what one GPU's NVLink carries in one direction, by its specification; unknown for other GPUs than
-           those in `NVLINK`, and for ranks on several hosts
+    NCCL   what one GPU's NVLink carries in one direction, by its specification; unknown for GPUs that are not
+    in
+           `NVLINK`, and for ranks on several hosts
     gloo   the bandwidth of `Tensor.copy_` in one process, measured in the same run
 
 1 GB is 10^9 bytes; 1 MiB is 2^20.
@@ -62,7 +63,7 @@ from flatfsdp.comm.launch import Device, is_main, run_on_ranks
 
 
 def summary(row: CollectiveTimes, ranks: int, limit: Limit | None) -> dict[str, Any]:
-    """One row with what follows from it."""
+    """One row with derived figures."""
     ms = statistics.median(row.ms)
     algorithm = row.bytes / ms / 1e6
     bus = algorithm * bus_factor(row.operation, ranks)
@@ -116,7 +117,7 @@ COLORS = {
 
 
 def draw(payload: dict[str, Any], path: Path) -> None:
-    """Bus bandwidth by size, one line for each operation, and the limit."""
+    """Draws bus bandwidth by size, one line for each operation, and the limit."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.subplots()
     for operation in Operation:
@@ -145,7 +146,7 @@ UNITS = {"": 1, "B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 
 
 def parse_size(text: str) -> int:
-    """The bytes of a size such as 64MiB; raises typer.BadParameter for what is none."""
+    """Parses a size such as 64MiB into bytes; raises typer.BadParameter if it is invalid."""
     match = re.fullmatch(r"([1-9]\d*) ?([A-Za-z]*)", text)
     if match is None or match[2] not in UNITS:
         raise typer.BadParameter(f"{text!r} is no size; write a whole number and B, KiB, MiB or GiB: 64MiB")
@@ -153,10 +154,10 @@ def parse_size(text: str) -> int:
 
 
 def sizes_to_measure(one: int | None, smallest: int | None, largest: int | None, device: str) -> list[int]:
-    """The one size, or the sweep.
+    """The single size, or the sizes of the sweep.
 
     Raises:
-        typer.BadParameter: if both are asked for, or the sweep is empty.
+        typer.BadParameter: if both are requested, or the sweep is empty.
     """
     if one is not None:
         if smallest is not None or largest is not None:
@@ -174,7 +175,7 @@ def sizes_to_measure(one: int | None, smallest: int | None, largest: int | None,
 
 
 def file_name(report: Report, ranks: int, job: Job) -> str:
-    """Without an ending; the plain name is the sweep's in float32."""
+    """The name of the files without an ending; the plain name is the sweep's in float32."""
     parts = ["collectives", report.backend, str(ranks)]
     if job.dtype is not DtypeName.float32:
         parts.append(job.dtype.value)

@@ -1,10 +1,10 @@
-"""Does training in FP8 reach the loss of bf16?
+"""Final losses of training in FP8 and bf16.
 
 Trains on real text, once for each precision and seed, with the same data and learning rates: the example GPT
-in FlatFSDP's own layers, or Hugging Face's `LlamaForCausalLM`, as it is in bf16 and then fused.  After bf16
-come FP8 with delayed and with current scaling, and with weights kept in FP8 in the flat buffers.  Weight
-gradients are fused into FP32.  A seed decides initial weights and the order of the data.  The final loss is
-the mean of the last tenth of the steps, and then of the seeds.
+in FlatFSDP's own layers, or Hugging Face's `LlamaForCausalLM`, plain in bf16 and then fused.  bf16 is
+followed by FP8 with delayed and with current scaling, and with weights stored in FP8 in the flat buffers.
+Weight gradients are fused into FP32.  A seed determines initial weights and the order of the data.  The final
+loss is the mean of the last tenth of the steps, and then of the seeds.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flatfsdp.training.gpt import TrainSettings, train
 
 
 class Model(str, Enum):
-    """What is trained."""
+    """The trained model."""
 
     gpt = "gpt"
     hf_llama = "hf-llama"
@@ -48,18 +48,18 @@ OWN_LAYERS = (
 )
 
 PRECISIONS = {Model.gpt: OWN_LAYERS, Model.hf_llama: (PrecisionName.bf16, *OWN_LAYERS)}
-"""Of each model; the others are compared with the first."""
+"""The precisions of each model; the others are compared with the first."""
 
 SETTINGS = {Model.gpt: TrainSettings, Model.hf_llama: HFTrainSettings}
 NAMES = {Model.gpt: "convergence", Model.hf_llama: "convergence-hf-llama"}
 TITLES = {Model.gpt: "The example GPT on real text", Model.hf_llama: "LlamaForCausalLM on real text"}
 
 Losses = dict[str, list[list[float]]]
-"""[seeds][steps], by precision."""
+"""Losses [seeds][steps], by precision."""
 
 
 class Runs(NamedTuple):
-    """All that is trained, with seeds 0, 1, ..."""
+    """All runs, with seeds 0, 1, ..."""
 
     settings: TrainSettings
     precisions: tuple[PrecisionName, ...]
@@ -67,7 +67,7 @@ class Runs(NamedTuple):
 
 
 def train_all(rank: Rank, runs: Runs) -> Losses:
-    """The losses of every step, by precision."""
+    """Trains everything; returns the losses of every step, by precision."""
     losses: Losses = {precision.value: [] for precision in runs.precisions}
     with progress_bar(visible=rank.index == 0) as bar:
         for seed in range(runs.seeds):
@@ -88,15 +88,15 @@ def final_loss(run: list[float]) -> float:
 
 
 def means(runs: Iterable[list[float]]) -> list[float]:
-    """[seeds][steps] -> [steps]."""
+    """Averages [seeds][steps] to [steps]."""
     return [statistics.fmean(of_step) for of_step in zip(*runs, strict=True)]
 
 
 def summary(losses: Losses) -> list[dict[str, Any]]:
-    """One row a precision: losses are means of the seeds.
+    """One row per precision, with losses averaged over the seeds.
 
-    `against_bf16` is the relative difference of the final loss from the first row's, `spread` the largest
-    final loss of a seed less the smallest, relative to the same.
+    `against_bf16` is the relative difference of the final loss from the first row's; `spread` is the range of
+    the seeds' final losses, relative to the same.
     """
     finals = {name: [final_loss(run) for run in runs] for name, runs in losses.items()}
     reference = statistics.fmean(next(iter(finals.values())))
@@ -144,7 +144,7 @@ STYLES: dict[str, dict[str, Any]] = {
 
 
 def draw(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Loss curves above, their difference from the first below: means, in bands from least to most."""
+    """Draws mean loss curves above and their difference from the first below, with bands from min to max."""
     figure = Figure(figsize=(8, 6), layout="constrained")
     above, below = figure.subplots(2, sharex=True, height_ratios=(3, 2))
     for row in rows:

@@ -1,14 +1,14 @@
-"""How fast are Hugging Face models, as people bring them, with FlatFSDP and with its peers?
+"""Speed of Hugging Face models, as users bring them, with FlatFSDP and with its peers.
 
 One run trains `LlamaForCausalLM`, built from its configuration, with every engine, one after the other: the
 same ranks, data, initial values and optimizer; forward and backward of M microbatches, one sequence each,
-then AdamW.  The peers are PyTorch's FSDP2 in bf16 and with torchao's float8 (one scale a tensor, FP8
-all-gather), both also with Liger Kernel.  FlatFSDP shards the model in place: as it is, with its linear maps
-converted to FP8, with FP8 weights in the flat buffers, too, and fused.  With `--replay` the fused ones also
-run as CUDA graphs, by `flatfsdp.replayed`.  What is not installed is skipped.
+then AdamW.  The peers are PyTorch's FSDP2 in bf16 and with torchao's float8 (one scale per tensor, FP8
+all-gather), both also with Liger Kernel. FlatFSDP shards the model in place: unchanged, with its linear maps
+converted to FP8, also with FP8 weights in the flat buffers, and fused.  With `--replay` the fused ones also
+run as CUDA graphs (`flatfsdp.replayed`).  Engines that are not installed are skipped.
 
-Between engines everything is freed.  The first one is measured once more at the end: if its two figures
-differ, the machine drifted by that much, and smaller differences between engines mean nothing.
+Everything is freed between engines.  The first one is measured again at the end: if its two figures differ,
+the machine drifted by that much, and smaller differences between engines mean nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from lib.step_report import Row, console_of, draw, show, summary, time_against, 
 from flatfsdp.comm.launch import Device, is_main, run_on_ranks
 
 RATIOS = {"FSDP2": "time_vs_fsdp2", "torchao": "time_vs_fsdp2_float8"}
-"""Whom times are relative to, and the key of a row that says so."""
+"""The reference of relative times, and the key of a row that holds them."""
 
 
 class Mode(str, Enum):
@@ -43,7 +43,7 @@ class Mode(str, Enum):
 
 
 class Comparison(NamedTuple):
-    """One of ours against the fastest of its peers."""
+    """One of our variants against the fastest of its peers."""
 
     ours: Variant
     peers: tuple[Variant, ...]
@@ -70,14 +70,14 @@ COMPARISONS = (
     Comparison(REPLAYED_BF16, FSDP2),
     Comparison(REPLAYED_BF16, (FUSED,)),
 )
-"""What `fuse` and `replayed` are for, in numbers."""
+"""The claims about `fuse` and `replayed`, in numbers."""
 
 
 def row_of(row: VariantRuns[Variant], rows: list[VariantRuns[Variant]], job: Job[Variant], size: str) -> Row:
-    """One variant with what follows from its runs.
+    """One variant with figures derived from its runs.
 
     `time_vs_fsdp2` is relative to FSDP2 in its fastest mode, `time_vs_fsdp2_float8` to FSDP2 with torchao,
-    with Liger or without; below 1 is faster.
+    with or without Liger; below 1 is faster.
     """
     return {
         **summary(row, job, SIZES[size]),
@@ -87,10 +87,10 @@ def row_of(row: VariantRuns[Variant], rows: list[VariantRuns[Variant]], job: Job
 
 
 def compare(rows: list[Row]) -> list[dict[str, Any]]:
-    """Each of `COMPARISONS` whose sides were both measured, and replayed if they were to be.
+    """Each of `COMPARISONS` whose sides were both measured, and replayed if requested.
 
-    `times_as_fast` is above 1 if ours is faster, `share_of_memory` below 1 if its peak is lower; on CPUs,
-    where memory is not measured, None.
+    `times_as_fast` is above 1 if ours is faster, `share_of_memory` below 1 if its peak is lower; it is None
+    on CPUs, where memory is not measured.
     """
     measured = {row["name"]: row for row in rows if row["runs"] and not row["not_replayed"]}
     found = []
@@ -144,7 +144,7 @@ COLORS = {
 def payload_of(
     rows: list[VariantRuns[Variant]], job: Job[Variant], size: str, ranks: int, device: str
 ) -> dict[str, Any]:
-    """What is written to the JSON file."""
+    """The contents of the JSON file."""
     summaries = [row_of(row, rows, job, size) for row in rows]
     return {
         "environment": environment(device),
@@ -243,7 +243,7 @@ def main(
     if is_main():
         payload = payload_of(rows, job, size, launch.world, "cuda" if launch.use_cuda() else "cpu")
         publish_all(payload, job, size, out, as_json)
-    # Only the rank that writes: torchrun kills the others as soon as one fails.
+    # Only on the writing rank: torchrun kills the others as soon as one fails.
     if is_main() and any(row.failed for row in rows):
         raise typer.Exit(1)
 

@@ -1,21 +1,22 @@
-"""How fast is each kernel beside a plain copy, and each weight gradient beside a GEMM and an addition?
+"""Speed of each kernel beside a plain copy, and of weight gradients beside a GEMM and an addition.
 
 Memory-bound kernels run at sizes of real layers: 8192 tokens, or --tokens.  The bytes of each are those that
 it has to read and write by the formula in its docstring.  Divided by its time they give a bandwidth, which is
 compared with that of a copy of as many bytes in the same run (read + write), and of a large one: a launch of
-20 microseconds spends some of them on starting and ending, and a copy does, too.  The update of the scales
-has few bytes: there the time counts.
+20 microseconds spends some of them on starting and ending, and so does a copy.  The update of the scales has
+few bytes: there the time counts.
 
 Weight gradients are added to an FP32 buffer, by the GEMM itself (`flatfsdp.kernels.gemm.wgrad`) and by
 PyTorch's GEMM into a temporary and an addition; bf16 also by `torch.addmm` in place.
 
-A time is the median over the rounds.  In each round every kernel runs once, in random order, a batch of calls
-in a row between two CUDA events.  Calls of a batch work on different data by turns, so that they find nothing
-in the L2 cache, and the device sleeps until the host is ahead.  Data are normal random numbers, and results
-are checked to be finite: NaNs and zeros run faster.
+A time is the median over the rounds.  In each round every kernel runs once, in random order: a batch of
+consecutive calls between two CUDA events.  Calls of a batch work on different data in turns, so that they
+find nothing in the L2 cache, and the device sleeps until the host is ahead.  Data are normal random numbers,
+and results are checked to be finite: NaNs and zeros run faster.
 
-Targets: 85 % of the equal copy, 75 % for the norms' backward, whose sums over rows cost registers; FP8
-weight gradients in place 1.10 times as fast as a GEMM and an addition.
+Targets: 85 % of the equal copy, 75 % for the norms' backward, whose sums over rows cost registers; FP8 weight
+    gradients
+in place 1.10 times as fast as a GEMM and an addition.
 
 1 TB is 10^12 bytes.
 """
@@ -86,7 +87,7 @@ def _gemm_table(rows: list[dict[str, Any]]) -> Table:
 
 
 def _judged(text: str, row: dict[str, Any]) -> str:
-    """Bold, and red below the target."""
+    """Formats in bold, and red below the target."""
     return f"[bold red]{text}[/]" if row["reached"] is False else f"[bold]{text}[/]"
 
 
@@ -100,7 +101,7 @@ def _table(title: str, names: Sequence[str], numbers: Sequence[str]) -> Table:
 
 
 def draw(payload: dict[str, Any], path: Path) -> None:
-    """Bars: shares of the bandwidth of a copy, TFLOP/s of weight gradients; red below a target."""
+    """Draws shares of the bandwidth of a copy, and TFLOP/s of weight gradients; red below a target."""
     kernels = [row for row in payload["kernels"] if row["share"] is not None]
     heights = [max(1, len(kernels)), max(1, len(payload["wgrad"]))]
     figure = Figure(figsize=(9, 1.8 + 0.24 * sum(heights)), layout="constrained")

@@ -1,16 +1,18 @@
-"""How long do forward and backward of one transformer layer take, beside PyTorch, torchao and the floor?
+"""Time of forward and backward of one transformer layer, beside PyTorch, torchao and a lower bound.
 
-One run measures all of them, by turns, on the same shape: Transformer Engine's quickstart layer (LayerNorm,
+One run measures all of them, in turns, on the same shape: Transformer Engine's quickstart layer (LayerNorm,
 biases, gelu, causal attention; hidden 4096, ffn 16384, 32 heads, sequence 2048, batch 4).  All have bf16
-parameters, the same normal inputs and output gradients, and cuDNN's attention where there is one.  Before and
-after the timed runs outputs and gradients are checked to be finite: NaNs and zeros run faster.
+parameters, the same normal inputs and output gradients, and cuDNN's attention if available.  Before and after
+the timed runs, outputs and gradients are checked to be finite: NaNs and zeros run faster.
 
-In bf16 two steps of accumulation are compared: the first microbatch of a step, whose gradients overwrite
-(PyTorch: new bf16 `.grad`; fused: FP32 main_grad), and a further one ("added"), whose gradients are added
-to those.  In FP8 our modes with fused gradients are such a further microbatch, which moves more bytes.
+In bf16 two microbatches of a step are compared: the first one, whose gradients overwrite (PyTorch: new bf16
+`.grad`;
+fused: FP32 main_grad), and a later one ("added"), whose gradients are added.  In FP8 our modes with fused
+    gradients are
+such a later microbatch, which moves more bytes.
 
-The floor is the layer's own FP8 GEMMs (weight gradients in place), attention, and a copy of the bytes that
-have to move outside of them, back to back: no Python, no launch gaps.
+The lower bound ("floor") is the layer's own FP8 GEMMs (weight gradients in place), attention, and a copy of
+the bytes that have to move besides, back to back: no Python, no launch gaps.
 """
 
 from __future__ import annotations
@@ -46,9 +48,9 @@ WARMUP = 6
 def measure(
     modes: list[Mode], shape: LayerShape, rounds: int, steps: int, device: torch.device
 ) -> list[dict[str, Any]]:
-    """Runs of all by turns, in another random order in each round, as a chip gets hot, and slower.
+    """Runs all modes in turns, in another random order in each round, as a chip gets hot, and slower.
 
-    Of each run the median of its steps is kept.
+    The median of the steps of each run is kept.
     """
     contestants: dict[str, Contestant] = {}
     rows: dict[str, dict[str, Any]] = {}
@@ -93,7 +95,7 @@ def _warmed_up(mode: Mode, shape: LayerShape, device: torch.device) -> Contestan
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float | None]:
-    """What is claimed: our best mode against torchao's best, against the floor; bf16 against eager."""
+    """The claims: our best mode against torchao's best and against the floor; bf16 against eager."""
     ms = {row["name"]: row["ms"] for row in rows}
 
     def ratio(a: float | None, b: float | None) -> float | None:
@@ -146,7 +148,7 @@ def _title(shape: LayerShape) -> str:
 
 
 def draw(payload: dict[str, Any], shape: LayerShape, path: Path) -> None:
-    """One bar for each mode that ran, and a line at the floor."""
+    """Draws one bar for each mode that ran, and a line at the floor."""
     parts = ("gemms", "attention", "bytes", "floor")
     rows = [row for row in payload["rows"] if row["ms"] is not None and row["name"] not in parts]
     floor = next((row["ms"] for row in payload["rows"] if row["name"] == "floor"), None)

@@ -1,9 +1,9 @@
-"""Does a run take the memory and the time that `python -m flatfsdp plan` says?
+"""Memory and time of real runs, beside the predictions of `python -m flatfsdp plan`.
 
-Trains a Llama on random tokens in several layouts, one after the other on the same ranks, and writes what
-each took: the time of a step, and the memory of each rank between steps and at most, as PyTorch's allocator
-counts it.  The table has the plan beside it.  Results hold measurements only, so that later plans can be held
-against them.
+Trains a Llama on random tokens in several layouts, one after the other on the same ranks, and records the
+time of a step and each rank's memory between steps and at its peak, as counted by PyTorch's allocator.  The
+table shows the plan beside it.  Results contain measurements only, so that later plans can be compared with
+them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DELAYED = DelayedScaling(amax_history_len=16)
 
 
 def jobs(model: LlamaConfig, gpus: int) -> Iterator[tuple[str, Job]]:
-    """What is measured, by name: data, tensor and pipeline parallel ranks, in bf16 and FP8."""
+    """The measured layouts by name: data, tensor and pipeline-parallel ranks, in bf16 and FP8."""
     dp, pp, tp = Parallelism(dp_shard=gpus), Parallelism(pp=gpus), Parallelism(tp=gpus)
     tp_sp = replace(tp, sequence_parallel=True)
     yield "zero3-fp8-delayed", Job(model, dp, 4, 4, FP8_WEIGHTS, DELAYED)
@@ -56,11 +56,11 @@ def jobs(model: LlamaConfig, gpus: int) -> Iterator[tuple[str, Job]]:
 
 @dataclass(frozen=True)
 class Measured:
-    """One layout.
+    """The measurements of one layout.
 
     Attributes:
-        ms: median of a step, of the slowest rank.
-        static_gib, peak_gib: of each rank, allocated between steps and at most.
+        ms: median time of a step on the slowest rank.
+        static_gib, peak_gib: memory of each rank, allocated between steps and at the peak.
     """
 
     name: str
@@ -71,10 +71,10 @@ class Measured:
 
 @dataclass(frozen=True)
 class Task:
-    """What to measure.
+    """The settings of a measurement.
 
     Attributes:
-        only: names of `jobs`; all if it is empty.
+        only: names of `jobs`; empty means all.
     """
 
     model: LlamaConfig
@@ -84,7 +84,7 @@ class Task:
 
 
 def measure_all(rank: Rank, task: Task) -> list[Measured]:
-    """Collective; the same on all ranks."""
+    """Measures all layouts; collective, with the same result on all ranks."""
     return [
         _measure(rank, task, name, job)
         for name, job in jobs(task.model, rank.world)

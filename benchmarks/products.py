@@ -1,12 +1,12 @@
-"""How fast are a linear layer's FP8 products, in its forward and for its input's gradient, beside PyTorch's?
+"""Speed of a linear layer's FP8 GEMMs, in the forward and for the input's gradient, beside PyTorch's.
 
-Both are cuBLASLt.  PyTorch takes its first choice of an algorithm, anew in every call; ours is kept, and has
-the tile that `kernels/gemm/tiles.py` prefers.  With --sweep every tile that cuBLASLt offers is measured as
-well, as for the rules there.
+Both are cuBLASLt.  PyTorch uses its first choice of an algorithm, determined anew in every call; ours is
+kept, and has the tile that `kernels/gemm/tiles.py` prefers.  With --sweep every tile that cuBLASLt offers is
+measured as well, as was done for the rules there.
 
-A time is the median over the rounds.  In each round everything runs once, in random order, a batch of calls
-in a row between two CUDA events.  Data are normal random numbers, and results are checked to be finite: the
-clock of a GPU depends on the power that numbers cost.
+A time is the median over the rounds.  In each round everything runs once, in random order: a batch of
+consecutive calls between two CUDA events.  Data are normal random numbers, and results are checked to be
+finite: the clock of a GPU depends on the power that the numbers cost.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ OURS, TORCH = "flatfsdp", "PyTorch"
 
 @dataclass(frozen=True)
 class ProductTime:
-    """One product, computed in one way.
+    """One GEMM, computed in one way.
 
     Attributes:
         direction: fprop or dgrad.
@@ -73,9 +73,11 @@ class ProductTime:
 
     @property
     def product(self) -> tuple[str, str, int]:
+        """The key of the GEMM, whatever its path."""
         return self.layer, self.direction, self.tokens
 
     def timed(self, us_of_each_round: list[float]) -> ProductTime:
+        """A copy with the time of these rounds."""
         us = statistics.median(us_of_each_round)
         return replace(self, us=us, tflops=2 * self.tokens * self.columns * self.inner / us / 1e6)
 
@@ -83,7 +85,7 @@ class ProductTime:
 def products(
     layers: dict[str, tuple[int, int]], tokens: list[int], sweep: bool, device: torch.device
 ) -> Iterator[tuple[ProductTime, Call]]:
-    """Every product in every way; the ways share their data."""
+    """Measures every GEMM in every way; the ways share their data."""
     for count in tokens:
         for name, (inner, outer) in layers.items():
             for direction, dtype, columns, summed in (
@@ -156,7 +158,7 @@ def show(rows: list[ProductTime]) -> None:
 
 
 def draw(rows: list[ProductTime], path: Path) -> None:
-    """A pair of bars for each product."""
+    """Draws a pair of bars for each GEMM."""
     ours = [row for row in rows if row.path == OURS]
     theirs = [row for row in rows if row.path == TORCH]
     figure = Figure(figsize=(9, 1.2 + 0.36 * len(ours)), layout="constrained")

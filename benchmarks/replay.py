@@ -1,8 +1,8 @@
-"""How much of the host does a replayed microbatch take, by the depth of the model, beside an eager one?
+"""Host time of a replayed microbatch by the depth of the model, beside an eager one.
 
-A Hugging Face Llama of hidden size 2048 (`hf.py`'s `1b`, other depths), fused, in bf16 and in FP8: steps of
-four microbatches, eager, and then as CUDA graphs by `flatfsdp.replayed`.  Before each microbatch the GPU has
-nothing left to do, so that the host never waits for it.  The time of a replayed one is our own Python and the
+A Hugging Face Llama of hidden size 2048 (`hf.py`'s `1b` with other depths), fused, in bf16 and in FP8, runs
+steps of four microbatches, eager and then as CUDA graphs (`flatfsdp.replayed`).  Before each microbatch the
+GPU is idle, so that the host never waits for it.  The time of a replayed one is our own Python and the
 driver's launch of the graph, which grows with the graph's nodes: kernels, copies, collectives.
 """
 
@@ -57,7 +57,7 @@ def _title(payload: dict[str, Any]) -> str:
 
 
 def draw(payload: dict[str, Any], path: Path) -> None:
-    """Milliseconds by nodes: all of it, and the launch alone."""
+    """Draws milliseconds by nodes: the total, and the launch alone."""
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.subplots()
     for engine, color in COLORS.items():

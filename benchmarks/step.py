@@ -1,20 +1,18 @@
-"""How long does a training step take with FlatFSDP, with PyTorch's FSDP2 and with fairscale's FSDP?
+"""Time of a training step with FlatFSDP, PyTorch's FSDP2 and fairscale's FSDP.
 
-One run measures all engines, one after the other, on the same ranks with the same data, the same initial
-values and the same optimizer: forward and backward of M microbatches, one sequence each, then AdamW.  Every
-engine keeps FP32 masters and computes in bf16; gradients are reduced in FP32, in the last microbatch's
-backward.  FlatFSDP and FSDP2 also accumulate in FP32; fairscale 0.4.13 accumulates in bf16, which moves fewer
-bytes.
+One run measures all engines, one after the other, on the same ranks with the same data, initial values and
+optimizer: forward and backward of M microbatches, one sequence each, then AdamW.  Every engine keeps FP32
+masters and computes in bf16; gradients are reduced in FP32, in the last microbatch's backward.  FlatFSDP and
+FSDP2 also accumulate in FP32; fairscale 0.4.13 accumulates in bf16, which moves fewer bytes.
 
-With `--fp8` it is FlatFSDP's own layers, whose weights are in FP8 in the flat buffer, and FSDP2 with
-torchao's float8: one scale a tensor, FP8 all-gather, layers compiled.  Embedding and head are in bf16 on both
-sides.
+`--fp8` uses FlatFSDP's own layers, whose weights are in FP8 in the flat buffer, and FSDP2 with torchao's
+float8: one scale per tensor, FP8 all-gather, compiled layers.  Embedding and head are in bf16 on both sides.
 
-With `--replay` FlatFSDP's engines, but the one with the flag off, also run microbatches as CUDA graphs, by
-`flatfsdp.replayed`.
+With `--replay` FlatFSDP's engines, except the one with the flag off, also run microbatches as CUDA graphs
+(`flatfsdp.replayed`).
 
-Between engines everything is freed.  The first one is measured once more at the end: if its two figures
-differ, the machine drifted by that much, and smaller differences between engines mean nothing.
+Everything is freed between engines.  The first one is measured again at the end: if its two figures differ,
+the machine drifted by that much, and smaller differences between engines mean nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ FLOAT8, TE = Variant.first_of(Engine.fsdp2_float8), Variant.first_of(Engine.fsdp
 
 
 def row_of(row: VariantRuns[Variant], rows: list[VariantRuns[Variant]], job: Job[Variant], shape: str) -> Row:
-    """One variant with what follows from its runs.
+    """One variant with figures derived from its runs.
 
     `time_vs_fsdp2` is relative to FSDP2 in the same mode, eager or compiled, `time_vs_fsdp2_float8` to FSDP2
     with torchao, `time_vs_fsdp2_te` to FSDP2 with Transformer Engine's layers; below 1 is faster.
@@ -54,7 +52,7 @@ def row_of(row: VariantRuns[Variant], rows: list[VariantRuns[Variant]], job: Job
 
 
 def _identity(row: VariantRuns[Variant]) -> dict[str, float] | None:
-    """What it costs that collectives carry what they are for: medians of steps taken by turns."""
+    """The cost of identities in collectives: median times of steps with and without them, in turns."""
     checked = [ms for run in row.runs for ms in run.checked_ms or ()]
     unchecked = [ms for run in row.runs for ms in run.unchecked_ms or ()]
     if not checked:
@@ -64,8 +62,10 @@ def _identity(row: VariantRuns[Variant]) -> dict[str, float] | None:
 
 
 def same_losses(rows: list[VariantRuns[Variant]]) -> dict[str, bool]:
-    """Whether FlatFSDP's losses are the same in every step, for each mode: with the flag off and on, wrapped
-    and in place, eager and replayed."""
+    """Whether FlatFSDP's losses are equal in every step, for each mode.
+
+    The modes are: flag off and on, wrapped and in place, eager and replayed.
+    """
     losses = {row.variant: row.runs[0].losses for row in rows if row.runs}
     found = {}
     for compiled, mode in ((False, "eager"), (True, "compile")):
@@ -92,7 +92,7 @@ def show_all(payload: dict[str, Any], title: str, ratios: dict[str, str]) -> Non
 
 
 def ratios_of(job: Job[Variant]) -> dict[str, str]:
-    """Whom times are relative to in this run: its name and its key in a row."""
+    """The references of relative times in this run: name and key in a row."""
     engines = {variant.engine for variant in job.variants}
     found = {"FSDP2": "time_vs_fsdp2"} if Engine.fsdp2 in engines else {}
     found |= {"torchao": "time_vs_fsdp2_float8"} if Engine.fsdp2_float8 in engines else {}
@@ -217,7 +217,7 @@ def main(
             show=partial(show_all, payload, title, ratios),
             as_json=as_json,
         )
-    # Only the rank that writes: torchrun kills the others as soon as one fails.
+    # Only on the writing rank: torchrun kills the others as soon as one fails.
     if is_main() and any(row.failed for row in rows):
         raise typer.Exit(1)
 

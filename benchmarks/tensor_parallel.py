@@ -1,27 +1,27 @@
-"""How long do forward and backward of one Llama layer take that N ranks share, beside PyTorch and torchao?
+"""Time of forward and backward of one Llama layer shared by N ranks, beside PyTorch and torchao.
 
 One run measures all modes on the same ranks, with the same weights, inputs and output gradients in bf16:
 
     one       every rank computes the whole layer, for comparison
-    tp        tensor parallelism: ranks have heads and columns, activations between layers are whole
-    sp        and sequence parallelism: between layers, each rank has its part of the sequence
-    overlap   and what is gathered and summed travels in chunks, beside its product (`tp_overlap`)
+    tp        tensor parallelism: ranks share heads and columns, activations between layers are whole
+    sp        also sequence parallelism: between layers, each rank has its part of the sequence
+    overlap   also all-gathers and sums in chunks, beside their own GEMM (`tp_overlap`)
 
 The peer is PyTorch's own tensor parallelism: `parallelize_module` with ColwiseParallel, RowwiseParallel and
-SequenceParallel on a plain layer that has the same fused projections and attention; eager, compiled, and with
-torchao's float8 (one scale a tensor, gathered as FP8).  Overlap is then Inductor's asynchronous tensor
-parallelism.
+SequenceParallel on a plain layer with the same fused projections and attention; eager, compiled, and with
+torchao's float8 (one scale per tensor, gathered in FP8).  Overlap is Inductor's asynchronous tensor
+parallelism there.
 
-Ours is a further microbatch of a step: FP8 weights are cast already, and weight gradients are added to FP32
-buffers inside the product, 8 bytes a weight.  The peer's gradients are new bf16 tensors, 2 bytes a weight.
+Ours is a later microbatch of a step: FP8 weights are already cast, and weight gradients are added to FP32
+buffers inside the GEMM, 8 bytes per weight.  The peer's gradients are new bf16 tensors, 2 bytes per weight.
 
-After it was timed each layer does one more step, whose output and gradients are compared on every rank with
-those of the same engine's layer on one GPU alone, and with those of the plain layer in bf16:
-|split - whole| / |whole|, in 2-norms.  In FP8 the first says whether ranks do what one GPU does, the second
-what FP8 costs: gradients of queries and keys are small differences of large numbers, and lose most.  An error
-above `TOLERANCES` is a failure.
+After the timing each layer runs one more step, whose output and gradients are compared on every rank with
+those of the same engine's layer on one GPU alone, and with those of the plain layer in bf16: |split - whole|
+/ |whole|, in 2-norms.  In FP8 the first shows whether ranks compute what one GPU does, the second what FP8
+costs: gradients of queries and keys are small differences of large numbers, and lose most.  An error above
+`TOLERANCES` is a failure.
 
-What a rank sends is counted below autograd, for layers that are not compiled.
+The bytes that a rank sends are counted below autograd, for layers that are not compiled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from flatfsdp.profiling.trace import COMMUNICATION
 
 
 def payload_of(job: Job, rows: list[ModeRuns], ranks: int, device: str) -> dict[str, Any]:
-    """What is written, and shown: rows in the order of `MODES`, not in that in which they were measured."""
+    """The contents of the JSON file: rows in the order of `MODES`, not of the measurement."""
     settings = asdict(job)
     rows = sorted(rows, key=lambda row: list(MODES).index(row.mode.name))
     return {
@@ -62,10 +62,10 @@ def payload_of(job: Job, rows: list[ModeRuns], ranks: int, device: str) -> dict[
 
 
 def summary(row: ModeRuns, rows: list[ModeRuns], job: Job, ranks: int) -> dict[str, Any]:
-    """One row with what follows from it; None where nothing was measured.
+    """One row with derived figures; None where nothing was measured.
 
     `time_vs_pytorch` is relative to the fastest split mode of PyTorch in bf16, `time_vs_torchao` to
-    torchao's; below 1 is faster.  `speedup` is over the same engine's layer on one GPU alone.
+    torchao's; below 1 is faster.  `speedup` is relative to the same engine's layer on one GPU alone.
     """
     ms, mode = row.ms, row.mode
     share = 1 if mode.split is Split.one else ranks
@@ -95,7 +95,7 @@ def summary(row: ModeRuns, rows: list[ModeRuns], job: Job, ranks: int) -> dict[s
 
 
 def fastest(rows: list[ModeRuns], engines: tuple[Engine, ...]) -> ModeRuns | None:
-    """The fastest of these engines' split modes that were measured."""
+    """The fastest measured split mode of these engines."""
     found = [
         row for row in rows if row.runs and row.mode.engine in engines and row.mode.split is not Split.one
     ]
@@ -148,7 +148,7 @@ COLUMNS = (
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
-    """Of one row that was measured, one for each of `COLUMNS`."""
+    """The cells of a measured row, one for each of `COLUMNS`."""
     run = row["runs"][0]
     found = run["breakdown"]
     share = None if found is None else found["shares"][COMMUNICATION]
@@ -189,7 +189,7 @@ COLORS = {
 
 
 def draw(payload: dict[str, Any], path: Path) -> None:
-    """One bar for each mode that ran, in groups; hatched is communication beside nothing, where profiled."""
+    """Draws one bar for each mode that ran, in groups; exposed communication is hatched where profiled."""
     rows = [row for row in payload["rows"] if row["runs"]]
     figure = Figure(figsize=(10, 1.6 + 0.34 * len(rows)), layout="constrained")
     axis = figure.subplots()
@@ -224,9 +224,10 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown")
 
 
 def _known(names: list[str] | None, known: Iterable[str]) -> list[str]:
-    """
+    """Checks names.
+
     Raises:
-        typer.BadParameter: for another name.
+        typer.BadParameter: for an unknown name.
     """
     names, known = list(dict.fromkeys(names or ())), list(known)
     unknown = [name for name in names if name not in known]
@@ -236,7 +237,7 @@ def _known(names: list[str] | None, known: Iterable[str]) -> list[str]:
 
 
 def modes_of(names: list[str], *, is_first: bool) -> tuple[Mode, ...]:
-    """Modes of one shape: what is asked for, or the usual ones, of which the first shape's are compiled."""
+    """The modes of one shape: the requested ones, or the usual ones; only the first shape's are compiled."""
     return tuple(MODES[name] for name in names or (USUAL_MODES if is_first else EAGER_MODES))
 
 
@@ -312,7 +313,7 @@ def main(
                 )
         if as_json:
             typer.echo(json.dumps(payloads, indent=2))
-    # Only the rank that writes: torchrun kills the others as soon as one fails.
+    # Only on the writing rank: torchrun kills the others as soon as one fails.
     if is_main() and any(row.failed for rows in found for row in rows):
         raise typer.Exit(1)
 

@@ -1,12 +1,12 @@
-"""How fast is a program with transformers' Trainer when FlatTrainer takes its place?
+"""Speed of a program with transformers' Trainer, and with FlatTrainer in its place.
 
 One run trains `LlamaForCausalLM`, built from its configuration, on real text (the standard library's sources,
-a byte a token) with every engine, one after the other: the same program, ranks, data, initial values and
-AdamW; `Trainer` with PyTorch's FSDP2 in bf16, and `FlatTrainer` in bf16, fused, in FP8, and with microbatches
-as CUDA graphs.  A step's time is that of the slowest rank.
+one byte per token) with every engine, one after the other: the same program, ranks, data, initial values and
+AdamW.  The engines are `Trainer` with PyTorch's FSDP2 in bf16, and `FlatTrainer` in bf16, fused, in FP8, and
+with microbatches as CUDA graphs.  A step's time is that of the slowest rank.
 
 With `--resume FOLDER` every FlatTrainer is also interrupted in the middle, saves there, and is resumed: its
-losses and its shards must be those of a run that was not, bit for bit (with full_determinism=True).
+losses and shards must be bit-equal to those of an uninterrupted run (with full_determinism=True).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ COLORS = {Engine.fsdp2: "#f28e2b", Engine.flat: "#a0cbe8"}
 
 
 def row_of(found: Trained, job: Job) -> dict[str, Any]:
-    """With what follows from it; `times_as_fast` is added by `rows_of`."""
+    """One row with derived figures, except `times_as_fast`, which `rows_of` adds."""
     ms = statistics.median(found.ms) if found.ms else None
     tokens = None if ms is None else 1e3 * job.microbatches * job.seq / ms
     return {**asdict(found), "label": found.engine.label, "median_ms": ms, "tokens_per_s_per_rank": tokens}
 
 
 def rows_of(found: list[Trained], job: Job) -> list[dict[str, Any]]:
-    """`times_as_fast` as FSDP2; None where one of them was not measured."""
+    """All rows; `times_as_fast` is relative to FSDP2, and None if one of the two was not measured."""
     rows = [row_of(each, job) for each in found]
     peer = next((row["median_ms"] for row in rows if row["engine"] == Engine.fsdp2), None)
     for row in rows:
@@ -88,7 +88,7 @@ def _title(payload: dict[str, Any]) -> str:
 
 
 def draw(payload: dict[str, Any], path: Path) -> None:
-    """Tokens a second, a bar for each program."""
+    """Draws tokens per second, one bar for each program."""
     rows = [row for row in payload["rows"] if not row["failed"]][::-1]
     figure = Figure(figsize=(8, 0.5 * len(rows) + 1.2), layout="constrained")
     axis = figure.subplots()

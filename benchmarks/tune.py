@@ -1,8 +1,9 @@
-"""Which tiles of `kernels/shared/tiles.py` are the fastest on this GPU?
+"""Searches the fastest tiles for `kernels/shared/tiles.py` on this GPU.
 
-Takes the benchmark's calls, finds out which entries of the table each of them looks up, and tries the entry's
-neighbours: every field halved and doubled, one at a time, and again around the best one until none is faster.
-Tiles that do not compile, or do not fit, are left out.  With --write the table is rewritten; commit it.
+Determines which entries of the table each of the benchmark's calls looks up, and tries the entry's
+neighbours: every field halved and doubled, one at a time, and again around the best one until none is
+faster.  Tiles that do not compile, or do not fit, are skipped.  With --write the table is rewritten; commit
+it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ BATCHES = 5
 
 
 class Watched(dict[Key, Tile]):
-    """The table, which remembers what was looked up."""
+    """The table, which remembers its look-ups."""
 
     def __init__(self, table: dict[Key, Tile]) -> None:
         super().__init__(table)
@@ -57,7 +58,7 @@ def keys_of(case: Case) -> list[Key]:
 
 
 def neighbours(tile: Tile) -> Iterator[Tile]:
-    """Every field halved and doubled."""
+    """Tiles with one field halved or doubled."""
     for field in ("rows", "cols", "warps", "stages", "steps"):
         value = getattr(tile, field)
         for other in (value // 2, value * 2):
@@ -66,7 +67,7 @@ def neighbours(tile: Tile) -> Iterator[Tile]:
 
 
 def microseconds(case: Case, key: Key, tile: Tile, device: torch.device) -> float | None:
-    """The fastest batch with this tile; None if it does not run."""
+    """Time of the fastest batch with this tile; None if it does not run."""
     before = TILES[key]
     TILES[key] = tile
     _tiles.find.cache_clear()
@@ -84,7 +85,7 @@ def microseconds(case: Case, key: Key, tile: Tile, device: torch.device) -> floa
 
 
 def search(case: Case, key: Key, device: torch.device) -> tuple[Tile, float, float]:
-    """The best tile around the present one, its time, and the present one's."""
+    """The best tile found, its time, and the present one's."""
     present = microseconds(case, key, TILES[key], device)
     assert present is not None
     best, fastest, tried = TILES[key], present, {TILES[key]}

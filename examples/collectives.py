@@ -1,4 +1,4 @@
-"""What each collective operation does to the tensors of four ranks, and what all-reduce is made of.
+"""The effect of each collective operation on the tensors of four ranks, and the parts of all-reduce.
 
 python examples/collectives.py                          # four processes on the CPU (or on four GPUs)
 torchrun --nproc-per-node 3 examples/collectives.py     # any other number of ranks
@@ -27,35 +27,35 @@ def broadcast(mine: Tensor, rank: Rank) -> Tensor:
 
 
 def scatter(mine: Tensor, rank: Rank) -> Tensor:
-    """Rank 0's tensor is cut into shards; rank r gets shard r."""
+    """Rank 0's tensor is split into shards; rank r gets shard r."""
     shard = mine.new_empty(len(mine) // rank.world)
     dist.scatter(shard, list(mine.chunk(rank.world)) if rank.index == 0 else None, src=0)
     return shard
 
 
 def gather(mine: Tensor, rank: Rank) -> Tensor | None:
-    """Rank 0 gets everyone's tensors, one after the other."""
+    """Rank 0 gets everyone's tensors, concatenated."""
     parts = [torch.empty_like(mine) for _ in range(rank.world)] if rank.index == 0 else None
     dist.gather(mine, parts, dst=0)
     return None if parts is None else torch.cat(parts)
 
 
 def all_gather(mine: Tensor, rank: Rank) -> Tensor:
-    """Everyone gets everyone's tensors, one after the other: how FSDP puts a layer's parameters together."""
+    """Everyone gets everyone's tensors, concatenated: how FSDP assembles a layer's parameters."""
     parts = [torch.empty_like(mine) for _ in range(rank.world)]
     dist.all_gather(parts, mine)
     return torch.cat(parts)
 
 
 def reduce_scatter(mine: Tensor, rank: Rank) -> Tensor:
-    """The tensors are added up; rank r gets shard r of the sum: what FSDP does with a layer's gradients."""
+    """The tensors are summed; rank r gets shard r of the sum: what FSDP does with a layer's gradients."""
     shard = mine.new_empty(len(mine) // rank.world)
     dist.reduce_scatter(shard, list(mine.chunk(rank.world)))
     return shard
 
 
 def all_reduce(mine: Tensor, rank: Rank) -> Tensor:
-    """The tensors are added up; everyone gets the whole sum: what plain data parallel does with gradients."""
+    """The tensors are summed; everyone gets the whole sum: what plain data parallel does with gradients."""
     total = mine.clone()
     dist.all_reduce(total)
     return total
@@ -64,11 +64,11 @@ def all_reduce(mine: Tensor, rank: Rank) -> Tensor:
 # ---- what happens on each rank ---------------------------------------------------------------------------
 
 Shown = dict[str, list[str]]
-"""Title of a row -> what each rank has, by rank."""
+"""Title of a row -> each rank's tensor, by rank."""
 
 
 def run_all(rank: Rank, _: None) -> list[tuple[str, Shown]]:
-    """Every operation in turn; returns a heading and the rows of a table for each."""
+    """Runs every operation in turn; returns a heading and the rows of a table for each."""
     whole = torch.arange(rank.world, device=rank.device) + 10 * (rank.index + 1)  # rank 1: 20 21 22 23
     one = whole[:1]
     inputs = {
@@ -91,7 +91,7 @@ def before_and_after(
 
 
 def two_halves(mine: Tensor, rank: Rank) -> tuple[str, Shown]:
-    """All-reduce is a reduce-scatter and an all-gather of its result.
+    """All-reduce is a reduce-scatter followed by an all-gather of its result.
 
     Each half sends (N - 1) / N of the tensor, and all-reduce twice that.  So sharding gradients and optimizer
     state (ZeRO-2) costs no more traffic than plain data parallel.
@@ -110,7 +110,7 @@ def two_halves(mine: Tensor, rank: Rank) -> tuple[str, Shown]:
 
 
 def everyones(mine: Tensor | None, rank: Rank) -> list[str]:
-    """What each rank has, as text, by rank."""
+    """Each rank's tensor as text, by rank."""
     texts = [""] * rank.world
     dist.all_gather_object(texts, "-" if mine is None else " ".join(map(str, mine.tolist())))
     return texts

@@ -1,9 +1,9 @@
-"""One model, four ways to spread it over four ranks: the same losses, other memory, other traffic.
+"""One model, four ways to spread it over four ranks: the same losses, different memory, different traffic.
 
     data parallel   every rank holds everything; gradients are all-reduced
     ZeRO-2          optimizer state and reduced gradients are sharded; parameters are gathered once a step
     ZeRO-3          parameters, too: a layer is gathered for its forward and again for its backward
-    hybrid          ZeRO-3 inside groups of ranks (say, a host), and data parallel between the groups
+    hybrid          ZeRO-3 inside groups of ranks (a host, for example), and data parallel between the groups
 
 python examples/data_parallel.py
 python examples/data_parallel.py --layers 6 --hidden 256 --steps 20 --json
@@ -36,14 +36,14 @@ from flatfsdp.profiling.figures import to_json
 from flatfsdp.training import options
 
 GROUPS = 2
-"""Of the hybrid."""
+"""Number of groups of the hybrid."""
 
 TOLERANCE = 1e-5
-"""Relative, between the losses of two ways: they add up the same FP32 numbers in another order."""
+"""Relative, between the losses of two ways: they add the same FP32 numbers in different orders."""
 
 
 def ways(rank: Rank) -> dict[str, dict[str, Any]]:
-    """All that has to be changed to go from one way to another: the options of `auto_wrap`."""
+    """The differences between the ways: options of `auto_wrap`."""
     shape = (GROUPS, rank.world // GROUPS)
     mesh = init_device_mesh(rank.device.type, shape, mesh_dim_names=("replicate", "shard"))
     return {
@@ -56,6 +56,8 @@ def ways(rank: Rank) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Settings:
+    """The settings of all ways."""
+
     model: GPTConfig
     batch: int
     steps: int
@@ -65,15 +67,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one rank.  Activations are not in it, nor a weight's gradient before it is in a flat buffer.
+    """Bytes on one rank, without activations, and without weight gradients that are not yet in a flat buffer.
 
     Attributes:
         parameters: FP32 shards, which the optimizer updates.
         gradients: reduced ones, from the end of the backward to `zero_grad`.
         optimizer: AdamW's two moments, and a step count for each unit.
         gathered: whole units' parameters beside the shards.
-        unreduced: whole units' gradients, on their way to be reduced or while they are.
-            These two are from the moment of the step when they are largest together.
+        unreduced: whole units' gradients, waiting to be reduced or being reduced.  Both of these are from the
+            moment of the step when their sum is largest.
     """
 
     parameters: int
@@ -84,7 +86,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """An upper bound: while whole units are there, some reduced gradients are not there yet."""
+        """An upper bound: while whole units exist, some reduced gradients do not exist yet."""
         return sum(vars(self).values())
 
 
@@ -118,7 +120,7 @@ def train(name: str, chosen: dict[str, Any], rank: Rank, settings: Settings, tex
     losses: list[float] = []
     for step in range(settings.steps):
         tokens, targets = (tensor.to(rank.device) for tensor in text.sample(step, 0, rank.index))
-        # One step's memory tells all, and looking at every operator takes time.
+        # One step's memory is enough, and inspecting every operator takes time.
         with buffers if step == settings.steps - 1 else nullcontext():
             optimizer.zero_grad()
             model.ledger.reset()
@@ -142,11 +144,11 @@ def mean_over_ranks(loss: Tensor) -> float:
 
 
 def memory_of(model: FlatFSDP, optimizer: torch.optim.Optimizer, buffers: UnitBuffers) -> Memory:
-    """After the optimizer's step, with the gradients still there."""
+    """The memory after the optimizer's step, with the gradients still there."""
     shards = list(model.parameters())
     gradients = {shard.grad.untyped_storage() for shard in shards if shard.grad is not None}
     state = [value for entry in optimizer.state.values() for value in entry.values()]
-    # Data parallel reduces a buffer in place, and it then is the gradient: counted once.
+    # Data parallel reduces a buffer in place, which then is the gradient: counted once.
     counted = nbytes(storage for storage in gradients if storage in buffers.gradients)
     return Memory(
         parameters=sum(shard.nbytes for shard in shards),
@@ -162,19 +164,18 @@ def nbytes(storages: Iterable[UntypedStorage]) -> int:
 
 
 class UnitBuffers(TorchDispatchMode):
-    """Sees at every operator how much memory the flat buffers of whole units have.
+    """Tracks, at every operator, the memory of the flat buffers of whole units.
 
-    It sees them through parameters: while a unit is gathered, each one is a view of the unit's buffer, and
-    while gradients land, its `main_grad` is a view of another.  A buffer that was seen once is followed until
-    it is freed.
+    It finds them through parameters: while a unit is gathered, each one is a view of the unit's buffer, and
+    while gradients land, its `main_grad` is a view of another.  A buffer is followed until it is freed.
 
     Args:
         parameters: one of each unit.
-        shards: what the optimizer updates; without sharding they are the units' buffers themselves, and
-            not counted here.
+        shards: tensors that the optimizer updates; without sharding they are the units' buffers themselves,
+            and not counted here.
 
     Attributes:
-        gradients: gradient buffers that are there now.
+        gradients: gradient buffers that exist now.
         peak: bytes of parameter buffers and of gradient buffers when their sum was largest.
     """
 
@@ -210,7 +211,7 @@ class UnitBuffers(TorchDispatchMode):
 
 
 def largest_difference(rows: list[TrainedWay]) -> float:
-    """Between the losses of any way and the first one's in the same step, relative."""
+    """Largest relative difference between the losses of any way and the first one's in the same step."""
     first, *others = rows
     return max(
         abs(theirs - ours) / abs(ours)
@@ -269,7 +270,7 @@ def main(
 ) -> None:
     """Trains one small GPT by data parallel, ZeRO-2, ZeRO-3 and hybrid sharding, and compares them.
 
-    Examples:
+    For example:
 
     python examples/data_parallel.py --layers 6 --hidden 256 --steps 20 --json
 

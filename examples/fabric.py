@@ -1,10 +1,10 @@
-"""Lightning Fabric with FlatFSDP: FP8 products, sharded FP8 weights and torch.compile in one training loop.
+"""Lightning Fabric with FlatFSDP: FP8 GEMMs, sharded FP8 weights and torch.compile in one training loop.
 
 python examples/fabric.py                                         # on all GPUs, or one CPU process
 python examples/fabric.py --accelerator cpu --devices 2           # two processes on the CPU
 python examples/fabric.py --devices 4 --hidden 4096 --heads 32 --lr 3e-4 --compile
 
-Needs `pip install lightning-fabric` (or `lightning`).  Started again with more --steps, it goes on.
+Needs `pip install lightning-fabric` (or `lightning`).  Restarted with more --steps, it continues.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def main(
 ) -> None:
     """Train a small GPT on this Python's own source code with Lightning Fabric, in FP8, sharded.
 
-    Examples:
+    For example:
 
     python examples/fabric.py --accelerator cpu --devices 2
 
@@ -50,14 +50,14 @@ def main(
     config = GPTConfig(layers, hidden, heads, seq=64)
 
     # The nn.Linear of each transformer layer become FP8 layers, which add their weight gradients to the flat
-    # FP32 buffer inside the product.
+    # FP32 buffer inside the GEMM.
     model = GPT(config)
     convert(model.blocks, filter=lambda linear, name: True, fuse_wgrad_accumulation=True)
     if compiled:
         for block in model.blocks:
             # The forward and not the module: the engine's hooks run around it.
             block.forward = torch.compile(block.forward)
-    # Each layer is a unit.  Its FP8 weights are cast once a step and gathered as one byte an element.
+    # Each layer is a unit.  Its FP8 weights are cast once a step and gathered as one byte per element.
     stored = CurrentScaling() if fp8 else None
     model = auto_wrap(
         model,

@@ -1,4 +1,4 @@
-"""Train a small GPT on this Python's own source code, sharded over however many ranks there are.
+"""Train a small GPT on this Python's own source code, sharded over any number of ranks.
 
 python examples/first_steps.py                          # one process
 torchrun --nproc-per-node 2 examples/first_steps.py     # two ranks, on GPUs if there are enough

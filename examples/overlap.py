@@ -1,9 +1,9 @@
-"""Compute and copy one after the other, and at the same time: what a second CUDA stream is good for.
+"""Computation and copies, one after the other and at the same time: the use of a second CUDA stream.
 
-FlatFSDP gathers the next layer's parameters and reduces the last layer's gradients on streams of their own,
-while the compute stream goes on.  This is the same thing with two simpler ingredients: matrix products, and
-copies from the GPU to the host and back.  Without a GPU a worker thread copies memory beside the main
-thread's matrix products; PyTorch lets go of Python's lock while it does either.
+FlatFSDP gathers the next layer's parameters and reduces the last layer's gradients on separate streams, while
+the compute stream continues.  This example shows the same with two simpler ingredients: matrix
+multiplications, and copies from the GPU to the host and back.  Without a GPU a worker thread copies memory
+beside the main thread's multiplications; PyTorch releases Python's lock during both.
 
 python examples/overlap.py                      # on the GPU, if there is one
 python examples/overlap.py --device cpu
@@ -41,7 +41,7 @@ Work = Callable[[], None]
 
 @dataclass(frozen=True)
 class Bar:
-    """One operation in the picture: where it ran (stream or thread), what it was, when, in milliseconds."""
+    """One operation in the picture: its stream or thread, its name, and its time in milliseconds."""
 
     lane: str
     kind: str
@@ -53,8 +53,8 @@ class Lab(ABC):
     """Something to compute, something to copy, and two ways to run both.
 
     Args:
-        width: of the square matrices that are multiplied.
-        mib: of the buffer that is copied away and back.
+        width: width of the square matrices that are multiplied.
+        mib: size of the buffer that is copied away and back.
     """
 
     title: str
@@ -67,30 +67,36 @@ class Lab(ABC):
         self.matmuls = 1
 
     def compute(self) -> None:
+        """Runs all matmuls."""
         for _ in range(self.matmuls):
             self.matmul()
 
     def in_sequence(self) -> None:
+        """Computes, then copies."""
         self.compute()
         self.copy()
 
     @abstractmethod
-    def overlapped(self) -> None: ...
+    def overlapped(self) -> None:
+        """Computes and copies at the same time."""
+        ...
 
     @abstractmethod
-    def matmul(self) -> None: ...
+    def matmul(self) -> None:
+        """Runs one multiplication."""
+        ...
 
     @abstractmethod
     def copy(self) -> None:
-        """source -> somewhere else -> target."""
+        """Copies the source to another memory and back to the target."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Until everything that was started is done."""
+        """Waits until everything that was started is done."""
 
     @abstractmethod
     def trace(self, work: Work) -> list[Bar]:
-        """Runs `work` once and says what happened when."""
+        """Runs `work` once and returns what ran when."""
 
 
 class Gpu(Lab):
@@ -103,13 +109,16 @@ class Gpu(Lab):
         self.side = torch.cuda.Stream()
 
     def matmul(self) -> None:
+        """Starts one multiplication on the current stream."""
         torch.mm(self.a, self.b, out=self.product)
 
     def copy(self) -> None:
+        """Starts both copies on the current stream."""
         self.host.copy_(self.source, non_blocking=True)
         self.target.copy_(self.host, non_blocking=True)
 
     def overlapped(self) -> None:
+        """Copies on the side stream while the main stream computes."""
         main = torch.cuda.current_stream()
         self.side.wait_stream(main)  # what is copied has to be there
         with torch.cuda.stream(self.side):
@@ -118,9 +127,11 @@ class Gpu(Lab):
         main.wait_stream(self.side)  # who comes next may read the copy
 
     def wait(self) -> None:
+        """Waits for all streams."""
         torch.cuda.synchronize()
 
     def trace(self, work: Work) -> list[Bar]:
+        """Profiles `work`."""
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
             work()
             self.wait()
@@ -138,7 +149,7 @@ class Gpu(Lab):
 
 
 class Cpu(Lab):
-    """Two threads, with a core each if the machine has two to spare."""
+    """Two threads, with a core each if the machine has two free."""
 
     def __init__(self, width: int, mib: int) -> None:
         torch.set_num_threads(1)
@@ -149,24 +160,28 @@ class Cpu(Lab):
         self.bars: list[Bar] = []
 
     def matmul(self) -> None:
+        """Runs one multiplication."""
         with self._bar("matmul"):
             torch.mm(self.a, self.b, out=self.product)
 
     def copy(self) -> None:
+        """Copies away and back."""
         with self._bar("copy away"):
             self.elsewhere.copy_(self.source)
         with self._bar("copy back"):
             self.target.copy_(self.elsewhere)
 
     def overlapped(self) -> None:
+        """Copies in the worker thread while this one computes."""
         copied = self.pool.submit(self.copy)
         self.compute()
         copied.result()
 
     def wait(self) -> None:
-        """Nothing to do: a call returns when its work is done."""
+        """Does nothing: a call returns when its work is done."""
 
     def trace(self, work: Work) -> list[Bar]:
+        """Records the bars of `work`."""
         self.bars.clear()
         work()
         return list(self.bars)
@@ -193,12 +208,12 @@ def milliseconds(lab: Lab, work: Work, repeats: int) -> float:
 
 
 def balance(lab: Lab, repeats: int) -> None:
-    """Counts as many matmuls as take about the time of the copy: then there is most to gain."""
+    """Chooses the number of matmuls that takes about the time of the copy: then there is most to gain."""
     lab.matmuls = max(1, round(milliseconds(lab, lab.copy, repeats) / milliseconds(lab, lab.matmul, repeats)))
 
 
 def show(lab: Lab, times: dict[str, float]) -> None:
-    """The times, and how much of what could be hidden was."""
+    """Prints the times, and how much of what could be hidden was."""
     compute, copy, in_sequence, overlapped = times.values()
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("")
@@ -218,7 +233,7 @@ COLORS = {"matmul": "#4e79a7", "copy to the host": "#f28e2b", "copy away": "#f28
 
 
 def draw(lab: Lab, traces: dict[str, list[Bar]], path: Path) -> None:
-    """One panel a trace, one row a stream or thread, on one scale of time."""
+    """Draws one panel per trace, one row per stream or thread, on one scale of time."""
     lanes = list(dict.fromkeys(bar.lane for bars in traces.values() for bar in bars))
     figure = Figure(figsize=(9, 4), layout="constrained")
     panels = figure.subplots(len(traces), 1, sharex=True)
@@ -254,7 +269,7 @@ def main(
 ) -> None:
     """Times compute and copy alone, in sequence and overlapped, and draws both from a trace.
 
-    Examples:
+    For example:
 
     python examples/overlap.py --device cpu
 

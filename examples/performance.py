@@ -1,7 +1,7 @@
-"""What fused weight gradients and cached FP8 weights give, on one transformer layer under FlatFSDP.
+"""The gain of fused weight gradients and cached FP8 weights, on one transformer layer under FlatFSDP.
 
-Each row adds one thing to the one before: FP8 products; weights cast to FP8 once a step instead of in every
-microbatch; weight gradients added to the FP32 buffer inside the product instead of by autograd.
+Each row adds one thing to the previous one: FP8 GEMMs; weights cast to FP8 once a step instead of in every
+microbatch; weight gradients added to the FP32 buffer inside the GEMM instead of by autograd.
 
     python examples/performance.py                                  # on a GPU: hidden 4096, sequence 2048
     python examples/performance.py --device cpu                     # small sizes
@@ -30,7 +30,7 @@ from flatfsdp.layers import TransformerLayer
 
 @dataclass(frozen=True)
 class Setting:
-    """One row."""
+    """One row of the table."""
 
     name: str
     fp8: bool = False
@@ -68,7 +68,7 @@ def build(setting: Setting, hidden: int, heads: int, device: torch.device) -> Fl
 def step(
     model: FlatFSDP, setting: Setting, batches: list[tuple[Tensor, Tensor]], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Forward and backward of all microbatches, then the optimizer."""
+    """Runs forward and backward of all microbatches, then the optimizer."""
     recipe = DelayedScaling(amax_history_len=16)
     for x_sbc, dy_sbc in microbatches(model, batches):
         is_first = model.microbatch.is_first if setting.caches_weights else None
@@ -87,7 +87,7 @@ def measure(
     steps: int,
     device: torch.device,
 ) -> tuple[float, float]:
-    """Mean milliseconds of a step, and the bytes that adding up gradients moved in it, for each parameter."""
+    """Mean milliseconds of a step, and the bytes per parameter that adding up gradients moved in it."""
     torch.manual_seed(0)
     model = build(setting, hidden, heads, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
@@ -121,7 +121,7 @@ def main(
 ) -> None:
     """What fused weight gradients and cached FP8 weights give, under FlatFSDP.
 
-    Examples:
+    For example:
 
     python examples/performance.py --device cpu
 

@@ -1,11 +1,11 @@
-"""Pretrain a Llama of any size on real text, spread over ranks in every way that FlatFSDP has.
+"""Pretrain a Llama of any size on real text, spread over ranks in every way that FlatFSDP supports.
 
     python examples/pretrain_llama.py --help
 
-The text is bytes, one a token.  A run that was killed goes on from its last checkpoint when the same command
-starts it again, and has the same losses, bit for bit; on GPUs with --deterministic.  SIGTERM, which
-schedulers of clusters send before they take machines away, makes it save and end, unless --save-every is 0:
-give it the time of a step and a save (torchrun waits for 30 s).
+The text is bytes, one per token.  A killed run continues from its last checkpoint when the same command
+starts it again, with bit-equal losses; on GPUs with --deterministic.  SIGTERM, which cluster schedulers send
+before they take machines away, makes it save and end, unless --save-every is 0: allow it the time of a step
+and a save (torchrun waits for 30 s).
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from flatfsdp.training import options
 from flatfsdp.training.choices import PrecisionName
 
 ENDED_BY_SIGTERM = 128 + signal.SIGTERM
-"""What a shell reports for a process that the signal has ended."""
+"""The exit status that a shell reports for a process ended by the signal."""
 
 
 class Termination:
-    """Whether this process was asked to end, by SIGTERM: it does so between two steps."""
+    """Whether this process was asked to end, by SIGTERM; it does so between two steps."""
 
     def __init__(self) -> None:
         self.is_asked = False
@@ -58,9 +58,10 @@ class Termination:
 
 
 def check_same_run(saved: dict[str, Any], now: dict[str, Any]) -> None:
-    """
+    """Checks that a checkpoint belongs to a run with the same settings.
+
     Raises:
-        typer.BadParameter: if the checkpoint was saved by a run with other settings; names them.
+        typer.BadParameter: if settings differ; the message names them.
     """
     changed = [
         f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]
@@ -81,7 +82,7 @@ def learning_rate(step: int, steps: int, peak: float, warmup: int) -> float:
 
 
 class Report:
-    """Progress of each step: a bar on stderr, or one line of JSON on stdout; on the first rank."""
+    """Progress of each step on the first rank: a bar on stderr, or one line of JSON on stdout."""
 
     def __init__(self, as_json: bool, first: int, steps: int) -> None:
         self.is_main, self.as_json = dist.get_rank() == 0, as_json
@@ -90,10 +91,12 @@ class Report:
         self.task = self.bar.add_task("", total=steps, completed=first)
 
     def title(self, *lines: Any) -> None:
+        """Prints lines above the bar."""
         if not self.bar.disable:
             self.bar.console.print(*lines, highlight=False)
 
     def step(self, **figures: float) -> None:
+        """Reports the figures of one step."""
         if self.as_json and self.is_main:
             print(to_json(figures), flush=True)
         text = (
@@ -121,7 +124,7 @@ def start_ranks(deterministic: bool) -> torch.device:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Memory that this process has had at most, on the GPU or, without one, on the host."""
+    """Peak memory of this process, on the GPU or, without one, on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
@@ -130,7 +133,7 @@ def peak_gib(device: torch.device) -> float:
 def told_to_all(
     losses: list[Tensor], is_asked: bool, model: LlamaPipeline, device: torch.device
 ) -> tuple[float, bool]:
-    """The loss, a mean over microbatches and data-parallel ranks, and whether any rank was asked to end."""
+    """The loss, averaged over microbatches and data-parallel ranks, and whether any rank was asked to end."""
     sums = torch.tensor([0.0, is_asked], device=device)
     if model.has_last and model.mesh.tp_rank == 0:
         sums[0] += torch.stack(losses).mean() / model.mesh.dp_size
@@ -258,10 +261,10 @@ def main(
         return told_to_all(losses, termination.is_asked, model, device)
 
     def traced(step: int) -> tuple[float, bool]:
-        """A step that leaves trace.json, for a browser, and step.png, a picture of what ran when.
+        """Runs a step that leaves trace.json, for a browser, and step.png, a picture of what ran when.
 
         `flatfsdp.profiling.timeline.redraw` makes the picture from step.json, which is small.  Recording
-        takes time of the host: where that is the limit, there are more gaps than in other steps.
+        takes host time: if the host is the limit, there are more gaps than in other steps.
         """
         on_gpu = device.type == "cuda"
         kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
@@ -316,8 +319,8 @@ def main(
             if is_asked_to_end:
                 break
     optimizer.raise_if_nonfinite()
-    # The mesh and the pipeline's stages hold process groups.  Those have to go before the interpreter does:
-    # gloo's threads may still have tensors to let go of, and would abort the process.
+    # The mesh and the pipeline's stages hold process groups.  They have to be released before the interpreter
+    # ends: gloo's threads may still hold tensors, and would abort the process.
     mesh = model = optimizer = None
     gc.collect()
     dist.destroy_process_group()

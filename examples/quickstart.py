@@ -2,9 +2,9 @@
 
     1  torch.nn.Linear and torch.nn.LayerNorm
     2  flatfsdp.layers.Linear and LayerNorm, one for one
-    3  LayerNormLinear and LayerNormMLP, which join a norm and what follows it
-    4  TransformerLayer, which is all of it
-    5  the same TransformerLayer with FP8 products
+    3  LayerNormLinear and LayerNormMLP, which fuse a norm with what follows it
+    4  TransformerLayer, which contains everything
+    5  the same TransformerLayer with FP8 GEMMs
 
 Every step takes over the first one's weights; outputs are compared with the first one's, and the mean time of
 forward and backward is printed.
@@ -41,7 +41,7 @@ from flatfsdp.layers import (
 
 
 class PlainLayer(nn.Module):
-    """Step 1: nothing but PyTorch."""
+    """Step 1: only PyTorch."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -54,6 +54,7 @@ class PlainLayer(nn.Module):
         self.fc2 = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x_sbc: Tensor) -> Tensor:
+        """Runs the layer."""
         qkv = self.qkv(self.ln1(x_sbc)).unflatten(-1, (self.heads, 3, -1))
         q_bhsd, k_bhsd, v_bhsd = (part.permute(1, 2, 0, 3) for part in qkv.unbind(-2))
         y_bhsd = F.scaled_dot_product_attention(q_bhsd, k_bhsd, v_bhsd, is_causal=True)
@@ -62,7 +63,7 @@ class PlainLayer(nn.Module):
 
 
 class OneForOne(nn.Module):
-    """Step 2: the same parts, FlatFSDP's."""
+    """Step 2: the same parts from FlatFSDP."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -76,13 +77,14 @@ class OneForOne(nn.Module):
         self.fc2 = Linear(4 * hidden, hidden)
 
     def forward(self, x_sbc: Tensor) -> Tensor:
+        """Runs the layer."""
         q_sbhd, k_sbhd, v_sbhd = self.qkv(self.ln1(x_sbc)).unflatten(-1, (self.heads, 3, -1)).unbind(-2)
         x_sbc = x_sbc + self.proj(self.attention(q_sbhd, k_sbhd, v_sbhd))
         return x_sbc + self.fc2(F.gelu(self.fc1(self.ln2(x_sbc)), approximate="tanh"))
 
 
 class Joined(nn.Module):
-    """Step 3: norms joined with the linear maps that follow them."""
+    """Step 3: norms fused with the linear maps that follow them."""
 
     def __init__(self, hidden: int, heads: int) -> None:
         super().__init__()
@@ -93,6 +95,7 @@ class Joined(nn.Module):
         self.layernorm_mlp = LayerNormMLP(hidden, 4 * hidden)
 
     def forward(self, x_sbc: Tensor) -> Tensor:
+        """Runs the layer."""
         q_sbhd, k_sbhd, v_sbhd = self.layernorm_qkv(x_sbc).unflatten(-1, (self.heads, 3, -1)).unbind(-2)
         x_sbc = x_sbc + self.proj(self.attention(q_sbhd, k_sbhd, v_sbhd))
         return x_sbc + self.layernorm_mlp(x_sbc)
@@ -113,11 +116,11 @@ JOINED_NAMES = {
     "fc1.": "layernorm_mlp.fc1_",
     "fc2.": "layernorm_mlp.fc2_",
 }
-"""What the plain layer's parameters are called in `Joined`, by their first part."""
+"""The names of the plain layer's parameters in `Joined`, by their first part."""
 
 
 def joined_state(plain: nn.Module, prefix: str = "") -> dict[str, Tensor]:
-    """The plain layer's parameters under the names of `Joined`; `prefix` is before those of attention."""
+    """The plain layer's parameters under the names of `Joined`; `prefix` precedes those of attention."""
     state = {}
     for name, tensor in plain.state_dict().items():
         old = next(part for part in JOINED_NAMES if name.startswith(part))
@@ -150,7 +153,7 @@ def mean_ms(layer: nn.Module, x_sbc: Tensor, dy_sbc: Tensor, context: Context, s
 
 
 def distance(y_sbc: Tensor, reference_sbc: Tensor) -> float:
-    """Relative Frobenius distance."""
+    """The relative Frobenius distance."""
     return float((y_sbc.float() - reference_sbc.float()).norm() / reference_sbc.float().norm())
 
 
@@ -166,7 +169,7 @@ def main(
 ) -> None:
     """One GPT layer from plain PyTorch to FP8: the same weights, outputs compared, times printed.
 
-    Examples:
+    For example:
 
     python examples/quickstart.py --device cpu
 

@@ -1,5 +1,5 @@
 """Numerical operations of FlatFSDP, one file per operation; installed as `flatfsdp.kernels`.
 
-As a rule a file has the formula, plain PyTorch as the reference, the Triton kernel, the operator that picks
-between the two (`shared/ops.py`) and the function to call, in this order.
+Most files contain, in this order: the formula, a plain PyTorch reference, the Triton kernel, the operator
+that chooses between the two (`shared/ops.py`), and the function to call.
 """

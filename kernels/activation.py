@@ -16,7 +16,7 @@ Bytes per element of y, with p bytes per element and g = 2 for gated functions, 
     forward   g p read; p written in high precision, 1 for each FP8 form
     backward  (1 + g) p read; g p written in high precision, g for each FP8 form; column sums add little
 
-Constexprs that kernels here share:
+Constexprs shared by the kernels of this file:
 
     KIND                    f, a key of `SIGMOID_SLOPE`, or "gelu", "sigmoid", "relu", "srelu"
     IS_GATED                x is [a | b]
@@ -66,7 +66,7 @@ SIGMOID_SLOPE = {"silu": 1.0, "qgelu": 1.702}
 
 
 class ActivationBackward(NamedTuple):
-    """Gradient of the input x [rows, cols], in each form that was asked for; otherwise None."""
+    """The gradient of the input x [rows, cols] in each requested form; otherwise None."""
 
     dx: Tensor | None
     """[rows, cols] in x's dtype."""
@@ -389,10 +389,12 @@ def activation_forward(
     Args:
         x: [rows, cols], or [rows, 2 * cols] for gated functions; FP32, FP16 or bf16, contiguous.
         name: one of `NAMES`.
-        scale: FP32, one element: what values are multiplied by before the cast to FP8.
-        amax: FP32, one element, becomes max(amax, max |y|) of the FP32 result, unscaled.
-        dtype: float8_e4m3fn or float8_e5m2, for the outputs that `rowwise` and `columnwise` ask for.
-        high_precision: whether y is wanted in x's dtype.
+        scale: FP32, one element: multiplies values before the cast to FP8.
+        amax: FP32, one element: raised to max |y| of the FP32 result before scaling.
+        dtype: float8_e4m3fn or float8_e5m2, the dtype of the FP8 outputs.
+        high_precision: whether to return y in x's dtype.
+        rowwise: whether to return y in FP8; ignored without `dtype`.
+        columnwise: whether to return y transposed in FP8.
 
     Returns:
         `out` [rows, cols] in x's dtype, `rowwise` [rows, cols] and `columnwise` [cols, rows] in FP8.
@@ -429,14 +431,20 @@ def activation_backward(
     columnwise: bool = False,
     column_sum: torch.dtype | None = None,
 ) -> ActivationBackward:
-    """Gradient of `activation_forward` with respect to x.
+    """Compute the gradient of `activation_forward` with respect to x.
 
     Args:
         dy: [rows, cols], gradient of the result, in x's dtype.
-        x: what the forward was given.
-        column_sum: dtype of the sum over rows of the FP32 gradient, the bias gradient of the linear layer
-            before, which is deterministic; None: it is not wanted.
-        scale, amax, dtype, high_precision, rowwise, columnwise: as in the forward, for the gradient.
+        x: the input of the forward.
+        name: one of `NAMES`.
+        scale: FP32, one element: multiplies gradients before the cast to FP8.
+        amax: FP32, one element: raised to max |dx| of the FP32 gradient before scaling.
+        dtype: float8_e4m3fn or float8_e5m2, the dtype of the FP8 outputs.
+        high_precision: whether to return dx in x's dtype.
+        rowwise: whether to return dx in FP8; ignored without `dtype`.
+        columnwise: whether to return dx transposed in FP8.
+        column_sum: dtype of the sums over rows of the FP32 gradient, which are the bias gradient of the
+            linear layer before; deterministic.  None: not returned.
 
     Raises:
         ValueError: if shapes, dtypes or options do not fit.
@@ -459,7 +467,7 @@ def activation_backward(
 
 
 def _cols(x: Tensor, name: str) -> int:
-    """Columns of the result."""
+    """Number of columns of the result."""
     if name not in NAMES:
         raise ValueError(f"there is no activation {name!r}; choose one of {', '.join(NAMES)}")
     if name in GATED and x.shape[1] % 2:

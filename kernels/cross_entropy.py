@@ -1,30 +1,29 @@
 """Cross-entropy of a large vocabulary, without FP32 logits: statistics forward, the gradient backward.
 
-    max    = max x                          FP32, over this rank's part of a token's row of logits
-    sum    = sum of exp(x - max)
-    target = x[target]                      0 where the target is in another part
-    loss   = (max - target) + log(sum)      max and sum of the whole vocabulary
+        max    = max x                          FP32, over this rank's part of a token's row of logits
+        sum    = sum of exp(x - max)
+        target = x[target]                      0 if the target is in another part
+        loss   = (max - target) + log(sum)      with max and sum of the whole vocabulary
     dx     = (exp((x - max) - log(sum)) - [target]) * scale;  0 for tokens that are ignored
 
-In this order, rather than by way of max + log(sum), the small losses of tokens that are nearly certain keep
-their digits.
+This order, instead of max + log(sum), keeps the digits of small losses of nearly certain tokens.
 
-The maximum and the sum come from one pass (online softmax, arXiv:1805.02867): 8 or 4 neighbours, which a
-thread has loaded at once, share a running maximum, and the sum below it is scaled when that rises.  A program
-takes a token, so no result depends on the order of programs.  All arithmetic is in FP32.
+The maximum and the sum come from one pass (online softmax, arXiv:1805.02867): 8 or 4 neighbours, loaded
+together by a thread, share a running maximum, and the running sum is rescaled when it rises.  A program
+processes one token, so no result depends on the order of programs.  All arithmetic is in FP32.
 
-A row with infinity or NaN has NaN as its sum, and `max` then says nothing; a part of a row with nothing but
+A row with infinity or NaN has NaN as its sum, and `max` is meaningless then; a part of a row with nothing but
 -infinity has the lowest FP32 number as its maximum and 0 as its sum, so that other parts decide.
 
 Bytes per element, logits of p bytes: p for the statistics, 2 p for the gradient, in place or not.
 
-Arguments that both kernels share:
+Arguments shared by both kernels:
 
     logits_ptr    this part's logits [tokens, cols], FP32, fp16 or bf16
     targets_ptr   id of each token's target in the whole vocabulary [tokens], int64
     first         id of the first column
     VECTOR        elements in 16 bytes
-    IS_SHIFTED    rows begin within 16 bytes: read them in whole vectors, see `is_shifted`
+        IS_SHIFTED    rows do not begin at multiples of 16 bytes: read them in whole vectors (`is_shifted`)
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ LOWEST = torch.finfo(torch.float32).min
 
 
 def tile(kernel: str, dtype: torch.dtype, cols: int) -> Tile:
-    """A row's tile, or one of a part of it."""
+    """The tile of a row, or of a part of it."""
     block = find(kernel, dtype, cols)
     width = min(block.cols, max(256, power_of_two(cols)))
     return block._replace(cols=width, warps=min(block.warps, width // 256))
 
 
 def is_shifted(*tensors: Tensor) -> bool:
-    """Whether rows of these, which are alike, begin within 16 bytes, and all bytes come in such vectors.
+    """Whether rows of these equal-shaped tensors begin inside 16-byte vectors that cover all bytes.
 
-    Then each row is read from the vector in which it begins to the one in which it ends.
+    Each row is then read from the vector in which it begins to the one in which it ends.
     """
     vector, cols = vector_of(tensors[0]), tensors[0].shape[1]
     are_whole = all(tensor.numel() % vector == 0 and tensor.data_ptr() % 16 == 0 for tensor in tensors)
@@ -72,7 +71,7 @@ def statistics_reference(logits: Tensor, targets: Tensor, first: int, out: Tenso
 
 @jit
 def _exp(x):
-    """e^x in one instruction and a product; `tl.exp` takes five, for results below 1e-38."""
+    """Compute e^x in one instruction and a multiplication; `tl.exp` takes five, for results below 1e-38."""
     return tl.exp2(x * 1.4426950408889634)
 
 
@@ -101,7 +100,7 @@ def _statistics_kernel(
     shift = (begin % VECTOR).to(tl.int32) if IS_SHIFTED else 0
     end = cols + shift
     row_ptr = logits_ptr + (begin // VECTOR * VECTOR if IS_SHIFTED else begin)
-    # The lowest number, not -infinity, whose difference with itself would be NaN.
+    # The lowest number: -infinity minus itself would be NaN.
     largest = tl.full([BLOCK_COLS // VECTOR], -3.4028234663852886e38, tl.float32)
     total = tl.zeros([BLOCK_COLS // VECTOR], tl.float32)
     for start in tl.range(0, end, BLOCK_COLS, num_stages=STAGES):
@@ -195,7 +194,7 @@ def _grad_kernel(
         grad *= tl.load(scale_ptr + token)
     grad = grad.to(out_ptr.dtype.element_ty)
     if IS_SHIFTED:
-        # Vectors that rows share, at both ends, are written element by element.
+        # Vectors shared with the rows before and after are written element by element.
         vector = at // VECTOR * VECTOR
         is_whole = (vector >= shift) & (vector + VECTOR <= end)
         tl.store(out_ptr + row + at, grad, is_whole)
@@ -240,7 +239,7 @@ _grad = operator(
 
 
 class Statistics(NamedTuple):
-    """Statistics of a part of the vocabulary, FP32 [tokens] each, from which the loss is made."""
+    """Statistics of a part of the vocabulary, FP32 [tokens] each; the loss is computed from them."""
 
     max: Tensor
     sum: Tensor
@@ -257,8 +256,8 @@ def cross_entropy_statistics(logits: Tensor, targets: Tensor, *, first: int = 0)
 
     Args:
         logits: FP32, fp16 or bf16 [tokens, vocabulary], or a part of the columns; contiguous.
-        targets: int64 [tokens], ids of the whole vocabulary; others (such as -100) have 0 as their logit.
-        first: the id of the first column.
+        targets: int64 [tokens], ids of the whole vocabulary; for others (such as -100) the target logit is 0.
+        first: id of the first column.
 
     Raises:
         ValueError: if a shape, dtype or device does not fit.
@@ -283,11 +282,14 @@ def cross_entropy_grad(
     """Gradient with respect to the logits, [tokens, vocabulary] in their dtype.
 
     Args:
-        logits, targets, first: as for `cross_entropy_statistics`.
-        largest, log_sum: FP32 [tokens]: max and log(sum) of the whole vocabulary.
+        logits: FP32, fp16 or bf16 [tokens, vocabulary], or a part of the columns; contiguous.
+        targets: int64 [tokens], ids of the whole vocabulary.
+        largest: FP32 [tokens]: max over the whole vocabulary.
+        log_sum: FP32 [tokens]: log(sum) over the whole vocabulary.
         scale: FP32 [tokens], gradient of each token's loss.
+        first: id of the first column.
         ignore_index: tokens with this target get 0, whatever their logits are.
-        inplace: write the gradient over the logits, and return those.
+        inplace: write the gradient over the logits, and return them.
 
     Raises:
         ValueError: if a shape, dtype or device does not fit.
@@ -300,7 +302,7 @@ def cross_entropy_grad(
         _grad(out, logits, targets, largest, log_sum, scale, first, ignore_index)
         return out
     _grad(logits, None, targets, largest, log_sum, scale, first, ignore_index)
-    # Autograd does not see what a kernel writes, and has to refuse further uses of these logits.
+    # Autograd does not see what a kernel writes; this makes it refuse further uses of these logits.
     torch.autograd.graph.increment_version(logits)
     return logits
 

@@ -3,17 +3,17 @@
     out = residual + keep * (x + bias) / (1 - p)          rounded once
     dx = keep * dy / (1 - p),  dbias = sum of dx over rows, in FP32
 
-Element (r, c) of [rows, cols] takes half word c % 8, lower halves first, of the four words that
-Philox-4x32-10 (Salmon et al., 2011) makes of the key `seed` and the counter r * ceil(cols / 8) + c // 8, in
-the order of tl.randint4x.  It is kept if these 16 bits are at least p * 2^16, rounded.  CPU and GPU hence
-drop the same elements.  The seed is read on the device, so that a CUDA graph draws anew in every replay.
+Element (r, c) of [rows, cols] uses half word c % 8, lower halves first, of the four words that Philox-4x32-10
+(Salmon et al., 2011) computes from the key `seed` and the counter r * ceil(cols / 8) + c // 8, in the order
+of tl.randint4x.  It is kept if these 16 bits are at least p * 2^16, rounded.  So CPU and GPU drop the same
+elements. The seed is read on the device, so a CUDA graph draws anew in every replay.
 
 Bytes per element of p bytes: 3 p forward (2 p without residual), 2 p backward.  Eight elements share one
 Philox call of ten rounds: with a word for each of them, arithmetic and not memory is the limit.
 
-Arguments that both kernels share:
+Arguments shared by both kernels:
 
-    threshold                 16 random bits from here on keep an element, uint32
+        threshold                 an element is kept if its 16 random bits are at least this, uint32
     factor                    1 / (1 - p)
     seed_ptr                  Philox key, int64 []
     rows, cols                size of x and dy
@@ -33,9 +33,9 @@ from flatfsdp.kernels.shared.tiles import find
 from flatfsdp.kernels.shared.triton import cdiv, jit, on_device_of, tl
 
 WORDS = 4
-"""Words that Philox makes of a counter."""
+"""Number of words that Philox computes from a counter."""
 ELEMENTS = 2 * WORDS
-"""Elements that share a counter."""
+"""Number of elements that share a counter."""
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -44,14 +44,14 @@ LOW_HALF = 0xFFFF
 
 
 class DropoutBackward(NamedTuple):
-    """Gradients: dx [rows, cols] in dy's dtype; dbias FP32 [cols], None if not asked for."""
+    """Gradients: dx [rows, cols] in dy's dtype; dbias FP32 [cols], None if not requested."""
 
     dx: Tensor
     dbias: Tensor | None
 
 
 def threshold(p: float) -> int:
-    """The least of 16 random bits, as a number, with which an element is kept."""
+    """Smallest value of 16 random bits with which an element is kept."""
     return min(round(p * 2**16), 2**16 - 1)
 
 
@@ -60,7 +60,8 @@ def philox(seed: Tensor, counter: Tensor) -> Tensor:
 
     The seed is the key, int64 [].
 
-    Products wrap around modulo 2^64, so that an arithmetic shift and a mask give their upper halves exactly.
+    Multiplications wrap around modulo 2^64, so an arithmetic shift and a mask give their upper halves
+    exactly.
     """
     c0, c1 = counter & LOW, (counter >> 32) & LOW
     c2 = c3 = torch.zeros_like(counter)
@@ -74,7 +75,7 @@ def philox(seed: Tensor, counter: Tensor) -> Tensor:
 
 
 def keep_mask(like: Tensor, p: float, seed: Tensor) -> Tensor:
-    """Mask of the elements of `like`, [rows, cols], that are kept, in plain PyTorch; bool."""
+    """Mask of the kept elements of `like`, [rows, cols], in plain PyTorch; bool."""
     rows, cols = like.shape
     counters = cdiv(cols, ELEMENTS)
     words = philox(seed, torch.arange(rows * counters, device=like.device))
@@ -100,9 +101,9 @@ def backward_reference(dy: Tensor, seed: Tensor, dx: Tensor, dbias: Tensor | Non
 
 @jit
 def _philox(seed, counter):
-    """Four words of each counter, uint32, bit for bit those of tl.randint4x.
+    """Compute four words for each counter, uint32, bit-equal to those of tl.randint4x.
 
-    One product of 64 bits takes the place of two of 32, upper and lower half.
+    One 64-bit multiplication replaces two 32-bit ones, for the upper and the lower half.
     """
     k0, k1 = seed.to(tl.uint32), (seed >> 32).to(tl.uint32)
     c0, c1 = counter.to(tl.uint32), (counter >> 32).to(tl.uint32)
@@ -118,15 +119,15 @@ def _philox(seed, counter):
 
 @jit
 def _two_bits(words, threshold, AT: tl.constexpr):
-    """Two bits, AT and AT + 1: whether a word's lower half and its upper half reach the threshold."""
-    # A half that is shifted to the top compares like the half alone; what is below it makes no difference.
+    """Set bits AT and AT + 1: whether a word's lower half and its upper half reach the threshold."""
+    # A half shifted to the top compares like the half alone; lower bits make no difference.
     limit = threshold << 16
     return ((words << 16) >= limit).to(tl.int32) << AT | (words >= limit).to(tl.int32) << AT + 1
 
 
 @jit
 def _keep(seed, threshold, row, first_col, cols, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr):
-    """Mask of the elements of a tile that are kept; `row` are indices, `first_col` is a multiple of 8."""
+    """Mask of the kept elements of a tile; `row` are indices, `first_col` is a multiple of 8."""
     group = first_col // 8 + tl.arange(0, BLOCK_COLS // 8)
     counter = row[:, None] * tl.cdiv(cols, 8) + group[None, :]
     w0, w1, w2, w3 = _philox(seed, counter)
@@ -247,10 +248,10 @@ _dropout_backward = operator(
 
 
 def draw_seed(device: torch.device) -> Tensor:
-    """A seed from the device's default generator, int64 [], which the host never reads.
+    """Draw a seed from the device's default generator, int64 [], which the host never reads.
 
-    torch.manual_seed, whatever saves and restores generators (such as torch.utils.checkpoint) and CUDA graphs
-    hence work as for torch's own dropout.  It takes one launch of 8 bytes.
+    So torch.manual_seed, tools that save and restore generators (such as torch.utils.checkpoint) and CUDA
+    graphs work as for torch's own dropout.  It takes one launch of 8 bytes.
     """
     return torch.empty((), dtype=torch.int64, device=device).random_()
 
@@ -265,7 +266,7 @@ def dropout_forward(
         bias: [cols] in x's dtype, or None.
         residual: [rows, cols] in x's dtype, or None; its gradient is dy.
         p: probability of dropping an element, 0 <= p < 1.
-        seed: int64 [] on x's device, see `draw_seed`; None if p is 0.
+        seed: int64 [] on x's device, from `draw_seed`; None if p is 0.
 
     Raises:
         ValueError: if shapes, dtypes, devices or p do not fit.
@@ -280,11 +281,13 @@ def dropout_forward(
 
 
 def dropout_backward(dy: Tensor, p: float, seed: Tensor, *, column_sum: bool = False) -> DropoutBackward:
-    """Gradients of `dropout_forward` with the same p and seed.
+    """Compute the gradients of `dropout_forward` with the same p and seed.
 
     Args:
         dy: [rows, cols], FP32, FP16 or bf16, contiguous.
-        column_sum: whether the gradient of the bias is wanted, FP32 and deterministic.
+        p: probability of dropping an element, as in the forward.
+        seed: the forward's seed.
+        column_sum: whether to return the gradient of the bias, FP32 and deterministic.
 
     Raises:
         ValueError: if shapes, dtypes, devices or p do not fit.

@@ -1,1 +1,1 @@
-"""What several benchmarks share."""
+"""Helpers of the benchmarks."""

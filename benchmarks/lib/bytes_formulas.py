@@ -1,4 +1,4 @@
-"""What each engine's design promises of one optimizer step: the formulas of `bytes.py`.
+"""The bytes that each engine's design promises for one optimizer step: the formulas of `bytes.py`.
 
 In:   a `Case`, the number of ranks and of microbatches.
 Out:  its `Traffic`.
@@ -20,13 +20,13 @@ MASTER_BYTES = 4  # FP32; also what gradients are accumulated and reduced in
 
 @dataclass(frozen=True)
 class Case:
-    """An engine and how it is asked to behave.
+    """An engine with its settings.
 
     Attributes:
         zero: 3 frees parameters after each forward and backward, 2 keeps them for a step.
-        sync: gradients are reduced in the last microbatch or in every one.
+        sync: whether gradients are reduced in the last microbatch or in every one.
         concat_free: FlatFSDP's `optimize_backward_concat`.
-        fp8: weights are gathered, and multiplied, in FP8.
+        fp8: whether weights are gathered, and multiplied, in FP8.
     """
 
     engine: Literal["FlatFSDP", "FSDP2", "fairscale"]
@@ -37,18 +37,19 @@ class Case:
 
     @property
     def runs_here(self) -> bool:
-        """Whether it can be measured."""
+        """Whether it can be measured here."""
         if self.engine == "FSDP2" and self.fp8:
             return importlib.util.find_spec("torchao") is not None
         return self.engine != "fairscale"
 
     @property
     def parameters(self) -> int:
+        """Number of parameters."""
         return WEIGHTS + (UNITS * WIDTH if self.fp8 else 0)
 
     @property
     def weights_share(self) -> float:
-        """Share of the parameters that are no norm's."""
+        """Share of the parameters that are not a norm's."""
         return WEIGHTS / self.parameters
 
 
@@ -80,13 +81,13 @@ class Traffic:
 
     Attributes:
         cast: master shards to bf16 or FP8.
-        amax: master shards, read for the scales of FP8 weights.
-        transpose: FP8 weights, for the products of the backward.
-        copy: into all-gather buffers and out of them.
+        amax: reads of master shards for the scales of FP8 weights.
+        transpose: FP8 weights, for the GEMMs of the backward.
+        copy: into and out of all-gather buffers.
         concat: gradients into one flat tensor.
         accumulate: gradients widened to FP32 and added up.
         other: scaling, clamping and zero-fill: casts to FP8 in several kernels, divisions by N.
-        gathers, reduces: all-gather and reduce-scatter calls of a unit.
+        gathers, reduces: all-gather and reduce-scatter calls per unit.
         wire_gather, wire_reduce: bytes per parameter that a rank sends.
     """
 
@@ -104,6 +105,7 @@ class Traffic:
 
     @property
     def local(self) -> float:
+        """The sum of the local bytes."""
         return sum(getattr(self, part) for part in LOCAL)
 
 
@@ -114,7 +116,7 @@ def promised(case: Case, ranks: int, steps: int) -> Traffic:
     on_wire = (ranks - 1) / ranks
     gathered, reduced = COMPUTE_BYTES * 1.0, MASTER_BYTES * 1.0
     if case.fp8:
-        # FlatFSDP sends the norms in buffers of their own, which are too small to be counted.
+        # FlatFSDP sends norms in separate buffers, which are too small to be counted.
         weights, norms = case.weights_share, 1 - case.weights_share
         gathered = FP8_BYTES * weights + (0 if case.engine == "FlatFSDP" else COMPUTE_BYTES * norms)
         reduced *= weights if case.engine == "FlatFSDP" else 1
@@ -129,10 +131,10 @@ def promised(case: Case, ranks: int, steps: int) -> Traffic:
 
 
 def _flat_local(case: Case, ranks: int, steps: int) -> dict[str, float]:
-    """FlatFSDP: one cast a step, gathered in place, gradients land in the buffer that is reduced."""
+    """FlatFSDP: one cast per step, gathered in place; gradients land in the buffer that is reduced."""
     p, m = COMPUTE_BYTES, MASTER_BYTES
     reduces = steps if case.sync == "every" else 1
-    # The first gradient after a reduction is a copy, the others are adds; so are reduced shards.
+    # The first gradient after a reduction is copied, the others are added; so are reduced shards.
     landed = reduces * (p + m) + (steps - reduces) * (p + 2 * m) + (reduces - 1) * 3 * m / ranks
     return {
         "cast": (m + p) / ranks,
@@ -142,7 +144,7 @@ def _flat_local(case: Case, ranks: int, steps: int) -> dict[str, float]:
 
 
 def _flat_fp8_local(case: Case, ranks: int, steps: int) -> dict[str, float]:
-    """The same with one cast to FP8, and transposes as long as the weights stay; products write gradients."""
+    """FlatFSDP in FP8: one cast to FP8, transposes while weights stay; GEMMs write gradients."""
     p, m, weights = FP8_BYTES, MASTER_BYTES, case.weights_share
     unshards = steps if case.zero == 3 else 1
     return {
@@ -171,7 +173,7 @@ def _fsdp2_local(case: Case, ranks: int, steps: int) -> dict[str, float]:
 
 
 def _fsdp2_fp8_local(case: Case, ranks: int, steps: int) -> dict[str, float]:
-    """The same with torchao's weights: scaled, clamped and cast at every gather, measured once a step."""
+    """FSDP2 with torchao's weights: scaled, clamped and cast at every gather, measured once a step."""
     p, m, weights = FP8_BYTES, MASTER_BYTES, case.weights_share
     gathers = 2 * steps if case.zero == 3 else 1
     in_bf16 = _fsdp2_local(case, ranks, steps)
@@ -188,8 +190,11 @@ def _fsdp2_fp8_local(case: Case, ranks: int, steps: int) -> dict[str, float]:
 
 
 def _fairscale_local(case: Case, ranks: int, steps: int) -> dict[str, float]:
-    """fairscale 0.4.13: a cast at every gather, gathered in place; gradients are concatenated and added up in
-    bf16, widened in the last microbatch, and divided before and after the reduction into zeros."""
+    """Fairscale 0.4.13: a cast at every gather, gathered in place, and concatenated gradients.
+
+    They are added up in bf16, widened in the last microbatch, and divided before and after the reduction into
+    zeros.
+    """
     p, m = COMPUTE_BYTES, MASTER_BYTES
     gathers = 2 * steps if case.zero == 3 else 1
     divided_after = 2 * m / ranks if ranks > 2 else 0.0
@@ -208,4 +213,4 @@ _LOCAL_BYTES = {
     ("FSDP2", True): _fsdp2_fp8_local,
     ("fairscale", False): _fairscale_local,
 }
-"""By engine, and whether weights are in FP8; parts that are not there are 0."""
+"""Formulas by engine, and whether weights are in FP8; missing parts are 0."""

@@ -1,4 +1,4 @@
-"""What one optimizer step copies and sends, counted from outside, beside what its design promises.
+"""The bytes that one optimizer step copies and sends, counted from outside, beside what its design promises.
 
 In:   a `Case` and its number of microbatches, on each of several gloo ranks.
 Out:  a `CountedBytes`, the same on all ranks.
@@ -25,7 +25,7 @@ from lib.bytes_formulas import HIDDEN, UNITS, WIDTH, Case, Traffic, promised
 
 TOKENS = 16
 MIN_NUMEL = WIDTH * HIDDEN // 4
-"""A quarter of a weight, which is larger than two activations of 16 * 512 elements."""
+"""A quarter of a weight, which is more than two activations of 16 * 512 elements."""
 
 LEDGER = {
     "cast": "cast",
@@ -36,12 +36,12 @@ LEDGER = {
     "gather": "wire_gather",
     "reduce": "wire_reduce",
 }
-"""What FlatFSDP's own account calls the parts of a `Traffic`."""
+"""The names of a `Traffic`'s parts in FlatFSDP's own account."""
 
 
 @dataclass(frozen=True)
 class CountedBytes:
-    """A case at one number of ranks and microbatches: what was measured and what its design promises.
+    """A case at one number of ranks and microbatches: the measurement and the promise.
 
     Attributes:
         measured: None for a case that does not run here.
@@ -59,6 +59,7 @@ class CountedBytes:
 
     @property
     def label(self) -> str:
+        """The row's name in tables and pictures."""
         case = self.case
         flag = "on" if case.concat_free else "off"
         names = {"FlatFSDP": f"FlatFSDP {flag}", "FSDP2": "FSDP2", "fairscale": "fairscale 0.4.13"}
@@ -71,10 +72,11 @@ class CountedBytes:
 
     @property
     def shown(self) -> Traffic:
+        """The measurement, or the promise if there is none."""
         return self.promised if self.measured is None else self.measured
 
     def disagreements(self) -> list[str]:
-        """What differs, one line each; empty is what we want."""
+        """The differences, one line each; should be empty."""
         if self.measured is None:
             return []
         found = [
@@ -89,14 +91,14 @@ class CountedBytes:
         return found
 
     def _as_ledger(self, measured: Traffic) -> dict[str, float]:
-        """The measurement under the ledger's names, which also has the norms."""
+        """The measurement under the ledger's names; the ledger also counts the norms."""
         norms = promised(replace(self.case, fp8=False), self.ranks, self.microbatches)
         share = 1 - self.case.weights_share
         return {key: getattr(measured, name) + share * getattr(norms, name) for key, name in LEDGER.items()}
 
 
 def equal(a: float, b: float) -> bool:
-    """Up to rounding."""
+    """Whether two numbers are equal up to rounding."""
     return abs(a - b) < 1e-6 * max(1.0, abs(a), abs(b))
 
 
@@ -109,22 +111,24 @@ class Block(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Applies both layers, with a residual."""
         return x + self.down(self.up(x).relu())
 
 
 class NormedBlock(Block):
-    """Block with a parameter that is not stored in FP8, and that is too small to be counted by itself."""
+    """A `Block` with a parameter that is not stored in FP8, and is too small to be counted alone."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__(width, hidden)
         self.norm = nn.RMSNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Applies the norm and the block."""
         return super().forward(self.norm(x))
 
 
 def measure_all(rank: int, ranks: int, cases: list[tuple[Case, int]]) -> list[CountedBytes]:
-    """On one rank: each case with its number of microbatches."""
+    """Measures on one rank each case with its number of microbatches."""
     return [_measure(case, ranks, steps) for case, steps in cases]
 
 

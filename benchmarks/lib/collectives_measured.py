@@ -1,4 +1,4 @@
-"""How long collectives take over tensors of many sizes, and what they compute, checked.
+"""Times of collectives over tensors of many sizes, with checks of their results.
 
 In:   a `Job`, on every rank.
 Out:  a `Report`, the same on all ranks.
@@ -32,23 +32,27 @@ NVLINK = {"NVIDIA H100 80GB HBM3": 450.0, "NVIDIA H200": 450.0}
 SMALLEST = 64 * KIB
 LARGEST = {"cuda": GIB, "cpu": 64 * MIB}
 GROWTH = 4
-"""A sweep goes from the smallest size to the largest in steps of this factor."""
+"""The factor between consecutive sizes of a sweep."""
 
 MAX_CALLS = 20
 BATCH_BYTES = {"cuda": 8 * GIB, "cpu": 64 * MIB}
-"""A batch has `MAX_CALLS` calls, or fewer where they would work on more than this."""
+"""A batch has `MAX_CALLS` calls, or fewer if they would work on more than this."""
 
 COPY_BYTES = 128 * MIB
 """Larger than the caches, so that the memory is measured."""
 
 
 class Operation(str, Enum):
+    """The measured collectives."""
+
     all_reduce = "all-reduce"
     reduce_scatter = "reduce-scatter"
     all_gather = "all-gather"
 
 
 class DtypeName(str, Enum):
+    """The dtypes that can be chosen."""
+
     float32 = "float32"
     bfloat16 = "bfloat16"
 
@@ -57,14 +61,14 @@ DTYPES = {DtypeName.float32: torch.float32, DtypeName.bfloat16: torch.bfloat16}
 
 
 def bus_factor(operation: Operation, ranks: int) -> float:
-    """Bus bandwidth divided by algorithm bandwidth."""
+    """The ratio of bus bandwidth to algorithm bandwidth."""
     passes = 2 if operation is Operation.all_reduce else 1
     return passes * (ranks - 1) / ranks
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank measures.
+    """The settings of a measurement.
 
     Attributes:
         sizes: bytes of the whole tensor, before it is padded to equal shards.
@@ -80,7 +84,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Limit:
-    """What one rank can send at best, in GB/s, and where that figure comes from."""
+    """The best that one rank can send, in GB/s, and the source of that figure."""
 
     gb_s: float
     source: str
@@ -91,9 +95,9 @@ class CollectiveTimes:
     """One operation at one size.
 
     Attributes:
-        bytes: of the whole tensor, padded to equal shards.
-        calls: in each timed batch.
-        ms: of one call, for each batch; the slowest rank's.
+        bytes: size of the whole tensor, padded to equal shards.
+        calls: number of calls in each timed batch.
+        ms: time of one call, for each batch, on the slowest rank.
     """
 
     operation: Operation
@@ -104,6 +108,8 @@ class CollectiveTimes:
 
 @dataclass(frozen=True)
 class Report:
+    """All times, with the backend and the limit."""
+
     backend: str
     limit: Limit | None
     rows: list[CollectiveTimes]
@@ -113,7 +119,7 @@ class Report:
 
 
 def measure_all(rank: Rank, job: Job) -> Report:
-    """On one rank: every operation at every size; all ranks return the same times."""
+    """Measures every operation at every size; all ranks return the same times."""
     limit = link_limit(rank, job)
     rows = []
     with progress_bar(visible=rank.index == 0) as bar:
@@ -135,7 +141,7 @@ def _measure(operation: Operation, size: int, job: Job, rank: Rank) -> Collectiv
     check(result, operation, numel, rank)
     calls = min(MAX_CALLS, max(1, BATCH_BYTES[rank.device.type] // nbytes))
     clock = Clock(rank.device)
-    # One batch more than asked for: the first one only warms up.
+    # One batch more than requested: the first one only warms up.
     for _ in range(1 + job.repeats):
         dist.barrier()
         clock.mark()
@@ -151,10 +157,10 @@ def _measure(operation: Operation, size: int, job: Job, rank: Rank) -> Collectiv
 def prepare(
     operation: Operation, numel: int, dtype: torch.dtype, rank: Rank
 ) -> tuple[Callable[[], None], Tensor]:
-    """The operation over fresh buffers, and the buffer that its result is in after a call.
+    """Prepares the operation over fresh buffers; returns it with the buffer of its result.
 
     All-reduce works in place, and so on its own result from the second call on.  It takes the mean, so that
-    the numbers stay as they are; with sums they would grow to infinity.
+    the numbers do not grow; with sums they would reach infinity.
     """
     ranks = Ranks.of(dist.group.WORLD)
     if operation is Operation.all_gather:
@@ -175,10 +181,10 @@ def payload(index: int, numel: int, dtype: torch.dtype, device: torch.device) ->
 
 
 def check(result: Tensor, operation: Operation, numel: int, rank: Rank) -> None:
-    """Compares a result with the same thing computed by this rank alone: equal, or, for means, close.
+    """Compares a result with the same computation by this rank alone: equal, or, for means, close.
 
     Raises:
-        RuntimeError: if it is wrong, naming the operation and the rank.
+        RuntimeError: if it is wrong; the message names the operation and the rank.
     """
     dtype, device = result.dtype, result.device
     if operation is Operation.all_gather:
@@ -191,10 +197,10 @@ def check(result: Tensor, operation: Operation, numel: int, rank: Rank) -> None:
         expected /= rank.world
         if operation is Operation.reduce_scatter:
             expected = expected.chunk(rank.world)[rank.index]
-        # N normal numbers, of at most about 6 each, are added up and divided by N: N roundings of 6 at most.
+        # N normal numbers, of at most about 6 each, are added and divided by N: at most N roundings of 6.
         tolerance = 6 * rank.world * torch.finfo(dtype).eps
     error = float((result - expected).abs().max())
-    # A NaN fails, too.
+    # Written so that NaN fails.
     if not error <= tolerance:
         raise RuntimeError(
             f"{operation.value} of {readable(numel * dtype.itemsize)} of {dtype} gave a wrong result on rank "
@@ -204,13 +210,13 @@ def check(result: Tensor, operation: Operation, numel: int, rank: Rank) -> None:
 
 
 def link_limit(rank: Rank, job: Job) -> Limit | None:
-    """The limit of the link between the ranks; None where it is not known.  Collective."""
+    """The limit of the link between the ranks; None if unknown.  Collective."""
     if rank.device.type == "cuda":
         name = torch.cuda.get_device_name(rank.device)
         if name not in NVLINK or not job.one_host:
             return None
         return Limit(NVLINK[name], "NVLink of one GPU in one direction, specification")
-    # One rank alone: together they would share the memory.
+    # Only one rank: together they would share the memory bandwidth.
     measured = [copy_bandwidth() if rank.index == 0 else 0.0]
     dist.broadcast_object_list(measured)
     return Limit(measured[0], "memory copy by one process, measured")
@@ -228,7 +234,7 @@ def copy_bandwidth() -> float:
 
 
 def readable(nbytes: float) -> str:
-    """Such as 64 KiB; four digits at most."""
+    """Formats a size, such as 64 KiB, with at most four digits."""
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""What the benchmarks share: ranks in processes of their own, what each has found, and results on disk."""
+"""Processes of ranks, their results, and files of results, for all benchmarks."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from flatfsdp.comm.launch import Device, Launch, Rank, start_and_join, under_tor
 from lib.device import free_memory
 
 RESULTS = Path(__file__).parent / "results"
-"""Where every benchmark writes its JSON and its picture."""
+"""Folder of every benchmark's JSON and picture."""
 
 LONGEST_MESSAGE = 600
-"""Characters of an exception's message that a row of results keeps."""
+"""Number of characters of an exception's message that a row of results keeps."""
 
 Result = TypeVar("Result")
 
 
 def progress_bar(*, visible: bool = True) -> Progress:
-    """On stderr, so that stdout stays free for JSON."""
+    """Makes a progress bar on stderr, so that stdout stays free for JSON."""
     return Progress(
         TextColumn("{task.description:<28}"),
         BarColumn(),
@@ -45,9 +45,9 @@ def progress_bar(*, visible: bool = True) -> Progress:
 
 
 def results_of_ranks(world_size: int, fn: Callable[..., Result], *args: object) -> list[Result]:
-    """Returns what `fn(rank, world_size, *args)` returned on each of `world_size` gloo ranks, by rank.
+    """Returns the results of `fn(rank, world_size, *args)` on `world_size` gloo ranks, by rank.
 
-    Each rank is a process of its own with one thread and an initialised default group; `fn` is a top-level
+    Each rank is a separate process with one thread and an initialised default group; `fn` is a top-level
     function of an importable module, and its results can be pickled.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +59,7 @@ def _rank_main(
     rank: int, world_size: int, folder: str, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     torch.set_num_threads(1)
-    # A file, not a port: benchmarks that run at the same time do not meet.
+    # A file, not a port: concurrent benchmarks do not collide.
     store = dist.FileStore(f"{folder}/store", world_size)
     limit = timedelta(seconds=300)
     dist.init_process_group("gloo", timeout=limit, store=store, rank=rank, world_size=world_size)
@@ -71,14 +71,14 @@ def _rank_main(
 
 
 def on_all_ranks(measure: Callable[[], Result], rank: Rank) -> list[Result] | str:
-    """What each rank has measured, or what went wrong on the first one that failed; the same on all ranks."""
+    """Each rank's measurement, or the error of the first one that failed; the same on all ranks."""
     try:
         mine: Result | str = measure()
     except Exception as error:  # the other figures are worth having
         mine = f"{type(error).__name__}: {error}".strip()[:LONGEST_MESSAGE]
         if rank.index == 0:
             traceback.print_exc()
-    # Only now that the exception is gone, and its frames with it, can all of a model go.
+    # Only after the exception and its frames are gone can all of a model be freed.
     free_memory(rank.device)
     everyones: list[Any] = [None] * rank.world
     dist.all_gather_object(everyones, mine)
@@ -87,14 +87,14 @@ def on_all_ranks(measure: Callable[[], Result], rank: Rank) -> list[Result] | st
 
 
 def environment(device: str = "cpu") -> dict[str, str]:
-    """What a reader needs to judge the numbers; no dates and no host names, so that reruns compare equal."""
+    """The environment of the numbers, without dates and host names, so that reruns compare equal."""
     name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     return {**versions, **_peers(), "device": device, "name": name}
 
 
 def _peers() -> dict[str, str]:
-    """Versions of what is measured or used beside torch, where it is installed."""
+    """Versions of installed packages that are measured or used besides torch."""
     found = {}
     packages = ("torchao", "fairscale", "transformer_engine", "nvmath-python", "transformers", "liger-kernel")
     for package in packages:
@@ -104,7 +104,7 @@ def _peers() -> dict[str, str]:
 
 
 def launch_of(ranks: int, device: Device) -> Launch:
-    """Settings of as many ranks as are asked for, or those that torchrun has started.
+    """Settings of the requested number of ranks, or of those that torchrun has started.
 
     Raises:
         typer.BadParameter: if they cannot run there.
@@ -133,7 +133,7 @@ def publish(
     show: Callable[[], object],
     as_json: bool,
 ) -> None:
-    """Does what `write` does, and prints a table, by `show`, or the JSON."""
+    """Writes the files as `write` does, and prints a table, by `show`, or the JSON."""
     text = write(payload, out, name, draw)
     if as_json:
         typer.echo(text)

@@ -1,4 +1,4 @@
-"""What a device says about a step: its time, the host's, and its memory."""
+"""Measurements of a step on a device: its time, the host's, and its memory."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Clock:
         self._times: list[float] = []
 
     def mark(self) -> None:
+        """Adds a mark."""
         if self._device.type == "cuda":
             self._events.append(torch.cuda.Event(enable_timing=True))
             self._events[-1].record()
@@ -40,7 +41,10 @@ def timed(step: Callable[[], object], steps: int, device: torch.device, *, warmu
     """Milliseconds of each of `steps` steps, back to back, so that the host runs ahead of the device.
 
     Args:
-        warmup: steps before those.
+        step: runs one step.
+        steps: number of timed steps.
+        device: where they run.
+        warmup: number of steps before those.
     """
     for _ in range(warmup):
         step()
@@ -53,7 +57,7 @@ def timed(step: Callable[[], object], steps: int, device: torch.device, *, warmu
 
 
 def start_together(device: torch.device) -> None:
-    """Every rank and its device have done what came before; peaks of memory count from here."""
+    """Waits for all ranks and their devices; peaks of memory count from here."""
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize()
@@ -73,24 +77,24 @@ def host_ms(step: Callable[[], object]) -> float:
 
 
 def allocated_gib(device: torch.device) -> float:
-    """0 on CPUs, as all of the following."""
+    """Memory allocated now; 0 on CPUs, like all of the following."""
     return torch.cuda.memory_allocated() / GIB if device.type == "cuda" else 0.0
 
 
 def peak_gib(device: torch.device) -> float:
-    """Most that was allocated since `start_together`."""
+    """Peak of allocated memory since `start_together`."""
     return torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
 
 
 def peak_reserved_gib(device: torch.device) -> float:
-    """Most that PyTorch had from the GPU since `start_together`, memory pools of CUDA graphs included."""
+    """Peak of memory that PyTorch reserved since `start_together`, including memory pools of CUDA graphs."""
     return torch.cuda.max_memory_reserved() / GIB if device.type == "cuda" else 0.0
 
 
 def free_memory(device: torch.device) -> None:
-    """Frees models that nobody has: they are full of cycles, and compiled code keeps what was traced."""
+    """Frees unreferenced models: they are full of cycles, and compiled code keeps what was traced."""
     torch._dynamo.reset()
-    # Twice: what the graph of a tensor keeps is found only once that tensor is gone.
+    # Twice: objects kept by a tensor's graph are found only after that tensor is gone.
     for _ in range(2):
         gc.collect()
     if device.type == "cuda":

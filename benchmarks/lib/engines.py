@@ -1,4 +1,4 @@
-"""The engines that `step.py` measures: how each one shards the plain Llama, and which optimizer it has."""
+"""The engines of `step.py`: how each one shards the plain Llama, and its optimizer."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ from lib.te_llama import EngineLlama, layer_class
 
 
 class Engine(str, Enum):
+    """The measured engines."""
+
     flat_off = "flat-off"
     flat_on = "flat-on"
     flat_in_place = "flat-in-place"
@@ -57,7 +59,7 @@ LABELS = {
 
 OF_FLATFSDP = (Engine.flat_off, Engine.flat_on, Engine.flat_in_place)
 PLAIN = (*OF_FLATFSDP, Engine.fsdp2, Engine.fairscale)
-"""Of the plain Llama in bf16."""
+"""Engines of the plain Llama in bf16."""
 
 FP8 = (Engine.flat_fp8_delayed, Engine.flat_fp8_current, Engine.flat_bf16_fused, Engine.fsdp2_float8)
 """FP8 weights in the flat buffer under both recipes, the same layers in bf16, and the peer."""
@@ -71,12 +73,12 @@ RECIPES: dict[Engine, Recipe | None] = {
     Engine.flat_fp8_current: CurrentScaling(),
     Engine.flat_bf16_fused: None,
 }
-"""Engines with FlatFSDP's own layers."""
+"""Recipes of engines with FlatFSDP's own layers."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """An engine, with its layers eager or each one compiled, and its microbatches perhaps as CUDA graphs."""
+    """An engine, with layers eager or each one compiled, and microbatches optionally as CUDA graphs."""
 
     engine: Engine
     compiled: bool = False
@@ -84,30 +86,32 @@ class Variant:
 
     @classmethod
     def first_of(cls, engine: Engine) -> Variant:
-        """Eager; torchao's casts are many small operators, so that it needs the compiler."""
+        """The eager variant, or for torchao the compiled one, as its casts are many small operators."""
         return cls(engine, compiled=engine is Engine.fsdp2_float8)
 
     @property
     def can_be_compiled(self) -> bool:
-        """Whether there is a compiled one beside the eager one."""
+        """Whether there is a compiled variant besides the eager one."""
         return self.engine in (*OF_FLATFSDP, Engine.fsdp2)
 
     @property
     def can_be_replayed(self) -> bool:
-        """Whether `flatfsdp.replayed` takes its model."""
+        """Whether `flatfsdp.replayed` supports its model."""
         return self.engine in (Engine.flat_on, Engine.flat_in_place, *RECIPES)
 
     @property
     def name(self) -> str:
+        """The name in files and on the command line."""
         return f"{self.engine.value}{'-compile' if self.compiled else ''}{'-replay' if self.replayed else ''}"
 
     @property
     def label(self) -> str:
+        """The name in tables and pictures."""
         compiled, replayed = ", compile" if self.compiled else "", ", replayed" if self.replayed else ""
         return f"{LABELS[self.engine]}{compiled}{replayed}"
 
     def unavailable(self, device: torch.device) -> str:
-        """Why it cannot run here; empty if it can."""
+        """The reason why it cannot run here; empty if it can."""
         needed = {Engine.fairscale: "fairscale", Engine.fsdp2_float8: "torchao"}.get(self.engine)
         if self.engine in TRANSFORMER_ENGINE:
             needed = "transformer_engine"
@@ -124,7 +128,7 @@ class TrainedLlama:
 
     Attributes:
         shape: key of `SHAPES`.
-        own_adamw: engines of FlatFSDP's own layers have its own AdamW, too.
+        own_adamw: whether engines of FlatFSDP's own layers also use its own AdamW.
     """
 
     shape: str
@@ -132,9 +136,11 @@ class TrainedLlama:
 
     @property
     def config(self) -> LlamaConfig:
+        """The sizes of the model."""
         return SHAPES[self.shape]
 
     def batches(self, rank: Rank, count: int) -> list[Batch]:
+        """Random tokens and targets, or activations without a vocabulary."""
         config, device = self.config, rank.device
         generator = torch.Generator(device).manual_seed(SEED + 1 + rank.index)
 
@@ -150,7 +156,8 @@ class TrainedLlama:
 
     @contextmanager
     def start(self, variant: Variant, reshard: bool, device: torch.device) -> Iterator[Started]:
-        # Where it will be sharded: a host may not have room for an FP32 copy of the model for each rank.
+        """Builds the model, shards it, and makes its optimizer."""
+        # On the device where it will be sharded: a host may not have room for an FP32 copy per rank.
         with device:
             plain = Llama(self.config)
         model = shard(plain, variant, reshard, device)
@@ -160,9 +167,9 @@ class TrainedLlama:
 
 
 def shard(model: Llama, variant: Variant, reshard: bool, device: torch.device) -> nn.Module:
-    """The model, on `device` in FP32, in the hands of an engine.
+    """Moves the model to `device` in FP32, and hands it to an engine.
 
-    One unit a layer, one for the embedding, and one for the rest.
+    Each layer is a unit, the embedding is one, and so is the rest.
     """
     if variant.engine is Engine.fsdp2_float8:
         _use_float8(model, device)
@@ -215,9 +222,9 @@ def _transformer_engine(model: Llama, reshard: bool, device: torch.device) -> nn
 
 
 def _use_float8(model: Llama, device: torch.device) -> None:
-    """torchao's linear maps, scaled by tensor, in all layers; gathered in FP8."""
+    """Converts all layers to torchao's linear maps, with one scale per tensor and FP8 all-gather."""
     float8 = importlib.import_module("torchao.float8")
-    # A CPU multiplies in FP32 what was rounded to FP8.
+    # A CPU multiplies in FP32 after rounding to FP8.
     config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=device.type == "cpu")
     float8.convert_to_float8_training(model.layers, config=config)
 
@@ -249,16 +256,19 @@ def _fairscale(model: Llama, reshard: bool) -> nn.Module:
 
 
 def adamw(model: nn.Module, variant: Variant, lr: float, *, own: bool) -> torch.optim.Optimizer:
-    """AdamW in one kernel, as each engine's users have it.
+    """Makes an AdamW in one kernel, as each engine's users have it.
 
     Args:
-        own: FlatFSDP's for its own layers, which also casts the weights; otherwise torch's.
+        model: the sharded model.
+        variant: its engine.
+        lr: learning rate.
+        own: use FlatFSDP's for its own layers, which also casts the weights; otherwise torch's.
     """
     if own and variant.engine in RECIPES:
         return flatfsdp.optim.AdamW(model.parameters(), lr=lr)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
     if variant.engine is Engine.fsdp2_float8:
         float8 = importlib.import_module("torchao.float8")
-        # One all-reduce for the scales of all weights, instead of one a weight.
+        # One all-reduce for the scales of all weights, instead of one per weight.
         optimizer.register_step_post_hook(lambda *_: float8.precompute_float8_dynamic_scale_for_fsdp(model))
     return optimizer

@@ -1,4 +1,4 @@
-"""The time below which nothing on the same libraries runs a layer: its GEMMs, its attention, its bytes."""
+"""A lower bound for the time of a layer on the same libraries: its GEMMs, its attention, its bytes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from lib.layers import LayerShape
 from lib.llama import ATTENTION
 
 BYTES_OF_HIDDEN = 92
-"""Bytes that an FP8 layer with norms, residual additions and a gelu moves outside of GEMMs and attention, for
-each of its tokens * hidden elements, with ffn = 4 * hidden:
+"""Bytes per element that an FP8 layer with norms, residuals and a gelu moves outside of GEMMs and attention.
+
+They are for each of its tokens * hidden elements, with ffn = 4 * hidden:
 
     forward   norm and cast                  read 2, write 1 + 1                          4
               cast of attention's result     read 2, write 1 + 1                          4
@@ -30,7 +31,7 @@ each of its tokens * hidden elements, with ffn = 4 * hidden:
 
 
 def floors(shape: LayerShape, device: torch.device) -> dict[str, Callable[[], None]]:
-    """Work to time: "gemms", "attention", "bytes", and "floor", which is all of them one after the other."""
+    """The work to time: "gemms", "attention", "bytes", and "floor", which is all of them in sequence."""
     gemms, attention, moves = _gemms(shape, device), _attention(shape, device), _bytes(shape, device)
 
     def everything() -> None:
@@ -88,7 +89,7 @@ def _attention(shape: LayerShape, device: torch.device) -> Callable[[], None]:
 
 
 def _bytes(shape: LayerShape, device: torch.device) -> Callable[[], None]:
-    # Two copies, each of which reads and writes two bytes an element.
+    # Two copies, each of which reads and writes two bytes per element.
     total = BYTES_OF_HIDDEN * shape.tokens * shape.hidden
     source = torch.randn(total // 8, device=device, dtype=torch.bfloat16)
     target = torch.empty_like(source)

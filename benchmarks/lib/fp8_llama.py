@@ -1,4 +1,4 @@
-"""The Llama of `llama.py` made of FlatFSDP's own layers, with FP8 products or without.
+"""The Llama of `llama.py` made of FlatFSDP's own layers, with or without FP8 GEMMs.
 
 In:   a `Llama`, whose parameters the new model takes over; the same arguments of forward.
 Out:  the same loss, up to rounding.
@@ -23,15 +23,15 @@ OF_LAYER = {
     "layernorm_mlp.fc1_weight": "mlp.gate_up.weight",
     "layernorm_mlp.fc2_weight": "mlp.down.weight",
 }
-"""What the parameters of a `TransformerLayer` are called in a plain one."""
+"""The plain layer's names of a `TransformerLayer`'s parameters."""
 
 
 class FusedLlama(nn.Module):
-    """A `Llama` whose weight gradients are added to the flat FP32 buffer inside the products.
+    """A `Llama` whose weight gradients are added to the flat FP32 buffer inside the GEMMs.
 
     Args:
-        plain: not to be used any more; its parameters are the new model's.
-        recipe: of the layers' products, in FP8; None for bf16.  The head's are in bf16 either way.
+        plain: do not use it afterwards; its parameters become the new model's.
+        recipe: recipe of the layers' FP8 GEMMs; None for bf16.  The head's are in bf16 either way.
     """
 
     def __init__(self, plain: Llama, recipe: Recipe | None) -> None:
@@ -41,7 +41,7 @@ class FusedLlama(nn.Module):
         self.recipe = recipe
         self.rotary = RotaryPositionEmbedding(config.head_dim, rotary_base=config.rope_theta)
         sizes = config.vocab, config.hidden
-        # First, as in the forward: units are reduced in the reverse of their registration.
+        # First, as in the forward: units are reduced in the reverse order of their registration.
         self.tokens: Embedding | None = None
         if config.vocab:
             self.tokens = Embedding(*sizes, fuse_wgrad_accumulation=True, device="meta")
@@ -56,7 +56,7 @@ class FusedLlama(nn.Module):
             _take_over(self, plain, {name: name for name in ("tokens.weight", "norm.weight", "head.weight")})
 
     def forward(self, inputs: Tensor, targets_bt: Tensor | None = None) -> Tensor:
-        """Does what `Llama.forward` does."""
+        """Returns what `Llama.forward` does."""
         x_btc = inputs if self.tokens is None else self.tokens(inputs)
         rope = self.rotary(x_btc.shape[1], x_btc.device)
         with self._region():
@@ -74,7 +74,7 @@ class FusedLlama(nn.Module):
 
 
 def _layer(config: LlamaConfig) -> TransformerLayer:
-    """Without memory for its parameters."""
+    """Makes a layer on the meta device."""
     return TransformerLayer(
         config.hidden,
         config.ffn,
@@ -96,7 +96,7 @@ def _layer(config: LlamaConfig) -> TransformerLayer:
 
 
 def _take_over(module: nn.Module, plain: nn.Module, names: dict[str, str]) -> None:
-    """Makes `plain`'s parameters those of `module`; names: there by names here."""
+    """Makes `plain`'s parameters those of `module`; `names` maps names here to names there."""
     for ours, theirs in names.items():
         owner, _, attribute = ours.rpartition(".")
         setattr(module.get_submodule(owner), attribute, plain.get_parameter(theirs))

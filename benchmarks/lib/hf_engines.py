@@ -1,8 +1,8 @@
-"""The engines that `hf.py` measures: how users of each one train a `LlamaForCausalLM`.
+"""The engines of `hf.py`: how users of each one train a `LlamaForCausalLM`.
 
 Every engine keeps FP32 masters, computes in bf16 or FP8 and reduces gradients in FP32.  Each layer is a unit,
 and the rest, embedding and head, is one; the head computes in bf16.  All but Liger Kernel and FlatFSDP's
-`fuse` have the loss that transformers has.
+`fuse` use transformers' own loss.
 """
 
 from __future__ import annotations
@@ -32,10 +32,12 @@ from lib.llama import LlamaConfig
 from lib.measuring import LEARNING_RATE, SEED, Batch, Started
 
 LONGEST_HEAD = 4096
-"""Tokens of one sequence above which the fused head computes its logits in parts of so many."""
+"""Longest sequence whose fused head computes all logits at once; for others, in chunks of this size."""
 
 
 class Engine(str, Enum):
+    """The measured engines."""
+
     fsdp2 = "fsdp2"
     fsdp2_float8 = "fsdp2-float8"
     liger = "liger"
@@ -77,7 +79,7 @@ NEEDED: dict[Engine, tuple[str, ...]] = {
     Engine.liger_float8: ("torchao", "liger_kernel"),
     **dict.fromkeys(FUSED, ("flatfsdp.compat.transformers",)),
 }
-"""Modules that may be missing."""
+"""Optional modules that engines need."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +91,10 @@ class Variant:
 
     @classmethod
     def all_of(cls, engine: Engine) -> list[Variant]:
-        """The ways in which an engine is used.
+        """The variants of an engine.
 
-        torchao's casts are many small operators, so that it needs the compiler; layers that FlatFSDP has
-        fused leave it nothing.
+        torchao's casts are many small operators, so it needs the compiler; layers that FlatFSDP has fused
+        leave it nothing to do.
         """
         if engine in WITH_TORCHAO:
             return [cls(engine, compiled=True)]
@@ -100,14 +102,16 @@ class Variant:
 
     @property
     def name(self) -> str:
+        """The name in files and on the command line."""
         return self.engine.value + ("-compile" if self.compiled else "")
 
     @property
     def label(self) -> str:
+        """The name in tables and pictures."""
         return LABELS[self.engine] + (", compile" if self.compiled else "")
 
     def unavailable(self, device: torch.device) -> str:
-        """Why it cannot run here; empty if it can."""
+        """The reason why it cannot run here; empty if it can."""
         missing = [name for name in NEEDED.get(self.engine, ()) if importlib.util.find_spec(name) is None]
         if missing:
             return f"{' and '.join(missing)} is not installed"
@@ -123,7 +127,7 @@ class TrainedHFLlama:
     config: LlamaConfig
 
     def batches(self, rank: Rank, count: int) -> list[Batch]:
-        """Tokens, int64 [1, seq]: the model shifts them itself to have its labels."""
+        """Tokens, int64 [1, seq]: the model itself shifts them to get its labels."""
         generator = torch.Generator(rank.device).manual_seed(SEED + 1 + rank.index)
         shape = (1, self.config.seq)
         return [
@@ -133,8 +137,9 @@ class TrainedHFLlama:
 
     @contextmanager
     def start(self, variant: Variant, reshard: bool, device: torch.device) -> Iterator[Started]:
+        """Builds the model, shards it, and makes its optimizer."""
         with _patches_of(variant):
-            # Where it will be sharded: a host may not have room for an FP32 copy of the model for each rank.
+            # On the device where it will be sharded: a host may not have room for an FP32 copy per rank.
             with device:
                 model = build(self.config)
             model = shard(model, variant, reshard, device)
@@ -149,7 +154,7 @@ class TrainedHFLlama:
 
 @contextmanager
 def _patches_of(variant: Variant) -> Iterator[None]:
-    """Liger changes the module of transformers as well as the model; here the module is put back."""
+    """Context that restores transformers' module, which Liger changes besides the model."""
     if variant.engine not in WITH_LIGER:
         yield
         return
@@ -163,7 +168,7 @@ def _patches_of(variant: Variant) -> Iterator[None]:
 
 
 def _region_of(engine: Engine) -> Any:
-    """What to call around each forward, for a context."""
+    """A function that returns the context around each forward."""
     if engine not in (*CONVERTED, *FUSED_FP8):
         return nullcontext
     # Each rank scales its own activations, as torchao does; the weights' scales are equal on all ranks.
@@ -176,14 +181,14 @@ def _region_of(engine: Engine) -> Any:
 
 
 def shard(model: Any, variant: Variant, reshard: bool, device: torch.device) -> Any:
-    """The model, on `device` in FP32, in the hands of an engine."""
+    """Moves the model to `device` in FP32, and hands it to an engine."""
     engine = variant.engine
     if engine in WITH_LIGER:
         importlib.import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=model)
     if engine in WITH_TORCHAO:
         _use_float8(model.model.layers, device)
     if engine in CONVERTED:
-        # What torchao converts, too.
+        # The layers that torchao converts, too.
         convert(model.model.layers, filter=lambda linear, name: True, fuse_wgrad_accumulation=True)
     if engine in FUSED:
         _fuse(model, fp8=engine in FUSED_FP8)
@@ -197,9 +202,9 @@ def shard(model: Any, variant: Variant, reshard: bool, device: torch.device) -> 
 
 
 def _use_float8(layers: nn.Module, device: torch.device) -> None:
-    """torchao's linear maps, scaled by tensor, gathered in FP8."""
+    """Converts to torchao's linear maps, with one scale per tensor and FP8 all-gather."""
     float8 = importlib.import_module("torchao.float8")
-    # A CPU multiplies in FP32 what was rounded to FP8.
+    # A CPU multiplies in FP32 after rounding to FP8.
     config = float8.Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=device.type == "cpu")
     float8.convert_to_float8_training(layers, config=config)
 
@@ -232,12 +237,12 @@ def _fsdp2(model: Any, reshard: bool, device: torch.device) -> Any:
 
 
 def adamw(model: nn.Module, engine: Engine) -> torch.optim.Optimizer:
-    """AdamW in one kernel, as each engine's users have it; FlatFSDP's also casts the weights."""
+    """Makes an AdamW in one kernel, as each engine's users have it; FlatFSDP's also casts the weights."""
     if engine in OF_FLATFSDP:
         return flatfsdp.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
     if engine in WITH_TORCHAO:
         float8 = importlib.import_module("torchao.float8")
-        # One all-reduce for the scales of all weights, instead of one a weight.
+        # One all-reduce for the scales of all weights, instead of one per weight.
         optimizer.register_step_post_hook(lambda *_: float8.precompute_float8_dynamic_scale_for_fsdp(model))
     return optimizer

@@ -1,6 +1,6 @@
 """Hugging Face's Llama from configurations: the sizes that `hf.py` measures; nothing is downloaded.
 
-In:   a `LlamaConfig`, the sizes alone.
+In:   a `LlamaConfig` with the sizes alone.
 Out:  a `LlamaForCausalLM` in FP32, on torch's default device, from torch's default generator.
 Next: `hf_engines.py` shards it.
 """
@@ -21,15 +21,17 @@ SIZES: dict[str, LlamaConfig] = {
     "long": LlamaConfig(8, 4096, 14336, 32, 8, seq=16384, vocab=128_256),
     "tiny": LlamaConfig(2, 64, 160, 4, 2, seq=32, vocab=96),
 }
-"""Eight layers of Llama-3-8B, also with long sequences, and a model of 1.5 billion parameters; head and
-embedding are two weights.  The tiny one is for tests on CPU."""
+"""Eight layers of Llama-3-8B, also with long sequences, and a model of 1.5 billion parameters.
+
+Head and embedding are two weights.  The tiny one is for tests on CPU.
+"""
 
 MODELING = "transformers.models.llama.modeling_llama"
 """The module of transformers that has the model's classes."""
 
 
 def build(config: LlamaConfig) -> Any:
-    """Without a cache of keys and values: training needs none, and each layer would compile its own code."""
+    """Builds the model without a key-value cache, which would make each layer compile separately."""
     modeling = importlib.import_module(MODELING)
     sizes = importlib.import_module("transformers").LlamaConfig(
         vocab_size=config.vocab,

@@ -22,10 +22,10 @@ from lib.llama import LlamaConfig
 
 @dataclass(frozen=True)
 class HFTrainSettings(TrainSettings):
-    """A `LlamaForCausalLM` of the GPT's sizes, sharded in place.
+    """Settings of a `LlamaForCausalLM` of the GPT's sizes, sharded in place.
 
-    Its own layers compute it where the precision is bf16 or fp32; with all others it is fused.  Each FP8
-    weight is cast in every microbatch.
+    Its own layers compute it in bf16 and fp32; with all other precisions it is fused.  Each FP8 weight is
+    cast in every microbatch.
     """
 
     in_place: bool = True
@@ -37,11 +37,12 @@ class HFTrainSettings(TrainSettings):
 
     @property
     def unit(self) -> type[nn.Module]:
+        """The class of the layers that become units."""
         return layer_class()
 
     @property
     def llama(self) -> LlamaConfig:
-        """As wide as Llama's own, 8/3 of `hidden`, rounded up for FP8 products."""
+        """Sizes with Llama's ratio of widths, 8/3 of `hidden`, rounded up for FP8 GEMMs."""
         sizes = self.model
         ffn = -(-8 * sizes.hidden // (3 * ALIGNMENT)) * ALIGNMENT
         return LlamaConfig(
@@ -49,6 +50,7 @@ class HFTrainSettings(TrainSettings):
         )
 
     def build(self) -> nn.Module:
+        """Builds the model from the seed, fused if the precision needs it."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             model = build(self.llama)
@@ -57,5 +59,5 @@ class HFTrainSettings(TrainSettings):
         return model
 
     def loss(self, model: Any, tokens_bt: Tensor, targets_bt: Tensor, **position: bool) -> Tensor:
-        """The model shifts the tokens itself: the last target of each sequence is left out."""
+        """The loss; the model itself shifts the tokens, so the last target of each sequence is unused."""
         return model(input_ids=tokens_bt, labels=tokens_bt).loss

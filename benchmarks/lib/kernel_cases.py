@@ -1,4 +1,4 @@
-"""What `kernels.py` measures: each kernel at sizes of real layers, with the bytes it has to move."""
+"""The cases of `kernels.py`: each kernel at sizes of real layers, with the bytes it has to move."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from lib.kernel_sizes import Sizes
 E4M3, E5M2, BF16, FP32 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float32
 Item = TypeVar("Item")
 Call = Callable[[], object]
-"""One call of a kernel; what it returns are the tensors to check: one, or a tuple, of which some are None."""
+"""One call of a kernel; it returns the tensors to check: one, or a tuple, some of which are None."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +41,8 @@ class Case:
     """One kernel at one size.
 
     Attributes:
-        bytes: that one call has to read and write; None where launches and not bytes count.
-        copies: how many calls on data of their own it takes, so that none finds its data in the cache.
+        bytes: number of bytes that one call has to read and write; None if launches count instead.
+        copies: number of calls with separate data that are needed so that none finds its data in the cache.
         make: makes data, and the call on them.
     """
 
@@ -54,6 +54,7 @@ class Case:
     make: Callable[[], Call]
 
     def calls(self) -> list[Call]:
+        """As many calls, each with its own data, as the case needs."""
         return [self.make() for _ in range(self.copies)]
 
 
@@ -62,8 +63,8 @@ class Gemm:
     """One way to add one weight gradient to its FP32 buffer.
 
     Attributes:
-        dtype: of the operands.
-        path: `SEPARATE` is the one that others are compared with.
+        dtype: dtype of the operands.
+        path: `SEPARATE` is the one that the others are compared with.
     """
 
     dtype: str
@@ -76,11 +77,12 @@ class Gemm:
 
     @property
     def flops(self) -> int:
+        """Operations of one call."""
         return 2 * self.out * self.inner * self.tokens
 
 
 def _writing(kernel: Callable[[], None], *written: Tensor) -> Call:
-    """A call of a kernel that returns nothing, with what it writes to check."""
+    """Wraps a kernel that returns nothing into a call that returns what it writes."""
 
     def call() -> tuple[Tensor, ...]:
         kernel()
@@ -96,7 +98,7 @@ class Bench:
     """Makes cases on one device, with normal data.
 
     Attributes:
-        quick: few sizes of each kernel.
+        quick: whether to use only few sizes of each kernel.
     """
 
     def __init__(self, sizes: Sizes, device: torch.device, quick: bool) -> None:
@@ -104,7 +106,7 @@ class Bench:
         self.scale = torch.full((1,), 16.0, device=device)
 
     def cases(self) -> Iterator[Case]:
-        """The copy, with which all others are compared, comes first."""
+        """All cases; the copy, with which all others are compared, comes first."""
         hidden, wide = self.sizes.hidden, self.sizes.wide_hidden
         ffn, gated = self.sizes.ffn, self.sizes.gated
         yield self._copy(ffn)
@@ -204,7 +206,7 @@ class Bench:
         def make() -> Call:
             return partial(activation_forward, self._tokens(cols), name, **self._to_fp8())
 
-        # Of each element of x, one `gates`-th of a result.
+        # Each result takes `gates` elements of x.
         size = [(self.sizes.tokens, cols)]
         return self._case("activation_forward", f"{name}, to FP8", size, 2 + 2 / gates, make)
 
@@ -291,7 +293,7 @@ class Bench:
         return self._case("sgd", "momentum, bf16 copy and its amax", size, 22, make)
 
     def _run(self, states: list[Tensor], numbers: Sequence[float], on_device: Tensor) -> Run:
-        """What an optimizer does with normal values and gradients, as many as each of its states."""
+        """Makes the run of an optimizer, with normal values and gradients, and as many for each state."""
         param, grad = (torch.randn_like(states[0]) for _ in range(2))
         return Run(param, grad, states, numbers, on_device, param.to(BF16), self._zero())
 
@@ -355,7 +357,7 @@ class Bench:
 
     @property
     def _logits_shape(self) -> tuple[int, int]:
-        """Half of the tokens, as logits are large."""
+        """The shape of logits, for half of the tokens, as logits are large."""
         return self.sizes.tokens // 2, self.sizes.vocabulary
 
     def _logits_and_targets(self) -> tuple[Tensor, Tensor]:
@@ -417,7 +419,7 @@ class Bench:
         per_element: float | None,
         make: Callable[[], Call],
     ) -> Case:
-        """`shapes` are of the matrices that one call works on, `per_element` is in bytes."""
+        """Makes a case; `shapes` are those of the matrices of one call, `per_element` is in bytes."""
         elements = sum(rows * cols for rows, cols in shapes)
         nbytes = None if per_element is None else int(per_element * elements)
         copies = max(2, ceil(self.sizes.rotation / nbytes)) if nbytes else 2
@@ -426,11 +428,11 @@ class Bench:
         return Case(kernel, variant, size, nbytes, copies, make)
 
     def _some(self, *items: Item) -> tuple[Item, ...]:
-        """All of them, or only the first if it has to be quick."""
+        """All items, or only the first in a quick run."""
         return items[:1] if self.quick else items
 
     def _to_fp8(self) -> dict[str, Any]:
-        """Arguments of a kernel that casts what it makes, in both layouts, and returns nothing else."""
+        """Arguments of a kernel that casts its result, in both layouts, and returns nothing else."""
         fp8 = {"scale": self.scale, "amax": self._zero(), "dtype": E4M3}
         return {**fp8, "high_precision": False, "columnwise": True}
 
@@ -441,7 +443,7 @@ class Bench:
         return torch.randn(self.sizes.tokens, cols, device=self.device)
 
     def _shards(self) -> list[Tensor]:
-        """What one rank has of a layer's weights, in FP32."""
+        """One rank's shards of a layer's weights, in FP32."""
         return [torch.randn(numel, device=self.device) for numel in self.sizes.shards]
 
     def _tokens(self, cols: int) -> Tensor:

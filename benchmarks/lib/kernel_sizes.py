@@ -15,10 +15,10 @@ class Sizes:
     Attributes:
         hidden, qkv, ffn, gated: columns of activations; `gated` is both halves of a gated ffn.
         weights: [out, in] of one layer.
-        shards: numel of what one rank has of each weight of a layer.
+        shards: numel of one rank's shard of each weight of a layer.
         gemms: [out, in] of the weight gradients that are timed, by name.
         history: length of the amax histories of `scales` tensors.
-        rotation: bytes that calls go through before they come back to the same data.
+        rotation: bytes that calls go through before they return to the same data.
     """
 
     tokens: int

@@ -1,4 +1,4 @@
-"""How `kernels.py` times calls: by turns, in random order, on data that are in no cache."""
+"""Timing of calls for `kernels.py`: in turns, in random order, on data that are in no cache."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from lib.common import progress_bar
 from lib.kernel_cases import IN_PLACE, SEPARATE, Bench, Call, Case, Gemm
 
 WGRAD = "wgrad"
-"""What weight gradients are called where kernels are chosen."""
+"""Name of the weight gradients when kernels are selected."""
 
 TARGETS = {"norm_backward": 0.75}
-"""Shares to reach of the bandwidth of a copy of as many bytes, where it is not `TARGET`."""
+"""Target shares of the bandwidth of an equal copy, if they differ from `TARGET`."""
 TARGET = 0.85
 RATIO_TARGETS = {"FP8": 1.10}
-"""Speeds of weight gradients in place to reach, relative to a GEMM and an addition."""
+"""Target speeds of weight gradients in place, relative to a GEMM and an addition."""
 
 BATCH_SECONDS = 4e-3
 MOST_CALLS = 50
 SLEEP_CYCLES_PER_SECOND = 2e9
-"""Of the GPU's clock; at a lower one it sleeps longer."""
+"""Assumed clock of the GPU; at a lower one it sleeps longer."""
 
 
 class Timed:
-    """One thing to time: calls that run by turns, and the microseconds of each batch.
+    """One thing to time: calls that run in turns, and the microseconds of each batch.
 
     Attributes:
-        us: of one call, in each batch.
+        us: microseconds of one call, for each batch.
     """
 
     def __init__(self, name: str, calls: Sequence[Call], device: torch.device) -> None:
@@ -50,7 +50,7 @@ class Timed:
         self._turn = (self._turn + 1) % len(self._calls)
 
     def warm_up(self) -> None:
-        """Compiles, and finds how many calls make a batch and how long the host takes for one."""
+        """Compiles, and determines how many calls make a batch and how long the host takes for one."""
         for _ in self._calls:
             self._run()
         _wait(self._device)
@@ -63,6 +63,7 @@ class Timed:
         self._batch = min(MOST_CALLS, max(len(self._calls), int(BATCH_SECONDS / seconds)))
 
     def measure(self) -> None:
+        """Times one batch of calls."""
         self.us.append(1e6 * self._seconds() / self._batch)
 
     def _seconds(self) -> float:
@@ -82,7 +83,7 @@ class Timed:
         return events[0].elapsed_time(events[1]) / 1e3
 
     def check(self) -> None:
-        """Looks through the results.
+        """Checks the results.
 
         Raises:
             FloatingPointError: if a result is not finite.
@@ -108,7 +109,7 @@ def _wait(device: torch.device) -> None:
 
 
 def measure(timed: Sequence[Timed], rounds: int, what: str) -> None:
-    """All of them by turns, in another random order in each round."""
+    """Measures all of them in turns, in another random order in each round."""
     order, shuffle = list(timed), random.Random(0).shuffle
     with progress_bar() as bar:
         task = bar.add_task(f"{what}: compile", total=len(order))
@@ -131,7 +132,7 @@ def measured_kernels(bench: Bench, only: Sequence[str], rounds: int) -> list[dic
     `share` is a bandwidth divided by that copy's, `share_of_equal` by that of a copy of as many bytes.
 
     Raises:
-        typer.BadParameter: if `only` has a name that is no kernel's, nor wgrad.
+        typer.BadParameter: if `only` has a name that is neither a kernel's nor wgrad.
     """
     copy, *cases = bench.cases()
     known = {case.kernel for case in cases} | {WGRAD}
@@ -174,7 +175,7 @@ def _kernel_row(case: Case, us_of_each_round: list[float]) -> dict[str, Any]:
 
 
 def measured_gemms(bench: Bench, rounds: int) -> list[dict[str, Any]]:
-    """One row for each path and shape; `ratio` is a speed divided by that of a GEMM and an addition."""
+    """One row for each path and shape; `ratio` is the speed relative to a GEMM and an addition."""
     gemms = list(bench.gemms())
     timed = [Timed(f"{gemm.shape}, {gemm.dtype} {gemm.path}", [gemm.call], bench.device) for gemm in gemms]
     measure(timed, rounds, "weight gradients")

@@ -1,4 +1,4 @@
-"""One transformer layer in every way that `layer.py` measures: each a function that runs one step of it."""
+"""One transformer layer in every way that `layer.py` measures, each with a function that runs one step."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ class LayerShape:
 
     @property
     def tokens(self) -> int:
+        """Tokens of a microbatch."""
         return self.seq * self.batch
 
     @property
     def flops(self) -> int:
-        """Operations of a step: 6 a weight and token, and causal attention's two products thrice."""
+        """Operations of a step: 6 per weight and token, and causal attention's two GEMMs three times."""
         weights = 4 * self.hidden**2 + 2 * self.hidden * self.ffn
         return 6 * weights * self.tokens + 6 * self.tokens * self.seq * self.hidden
 
@@ -58,6 +59,7 @@ class PlainLayer(nn.Module):
         self.fc2 = nn.Linear(shape.ffn, shape.hidden, **factory)
 
     def forward(self, x_sbh: Tensor) -> Tensor:
+        """Runs the layer."""
         qkv = self.qkv(self.ln1(x_sbh)).unflatten(-1, (self.heads, 3, -1))
         q_bhsd, k_bhsd, v_bhsd = (part.permute(1, 2, 0, 3) for part in qkv.unbind(-2))
         with sdpa_kernel(ATTENTION, set_priority=True):
@@ -71,7 +73,7 @@ class PlainLayer(nn.Module):
 
 
 class Mode(str, Enum):
-    """What is measured."""
+    """The measured variants."""
 
     eager = "eager"
     eager_added = "eager-added"
@@ -90,10 +92,11 @@ class Mode(str, Enum):
 
     @property
     def label(self) -> str:
+        """The name in tables and pictures."""
         return _LABELS[self]
 
     def unavailable(self) -> str:
-        """Why it cannot be measured here, or empty."""
+        """The reason why it cannot be measured here, or empty."""
         if self is Mode.replayed and not torch.cuda.is_available():
             return "CUDA graphs need a GPU"
         needed = {Mode.ao_tensorwise: "torchao", Mode.ao_rowwise: "torchao", Mode.te: "transformer_engine"}
@@ -126,14 +129,14 @@ class Contestant:
 
     Attributes:
         step: runs forward and backward once.
-        results: does that, too, and returns the output and all gradients, by name; None where one is missing.
+        results: the same, and returns the output and all gradients, by name; None where one is missing.
     """
 
     step: Callable[[], object]
     results: Callable[[], dict[str, Tensor | None]]
 
     def check(self) -> None:
-        """Runs one step, whose results must be finite.
+        """Runs one step and checks its results.
 
         Raises:
             FloatingPointError: if the output or a gradient is not finite: NaNs run faster.
@@ -144,7 +147,7 @@ class Contestant:
 
 
 def build(mode: Mode, shape: LayerShape, device: torch.device) -> Contestant:
-    """The layer with bf16 parameters, normal inputs and normal output gradients; seeded."""
+    """Makes the layer with bf16 parameters, normal inputs and normal output gradients; seeded."""
     torch.manual_seed(0)
     x = torch.randn(shape.seq, shape.batch, shape.hidden, device=device, dtype=torch.bfloat16)
     dy = torch.randn_like(x)
@@ -188,13 +191,13 @@ def _ours(mode: Mode, shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
 
     if cached:
         forward(True)
-    # Steady state of FP8: a microbatch that is not the first one reuses weights and adds to main_grad.
+    # Steady state of FP8: a later microbatch reuses weights and adds to main_grad.
     first = False if cached else True if mode is Mode.bf16_fused else None
     return _contestant(lambda: forward(first), layer, x, dy)
 
 
 def _replayed(shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
-    """Microbatches of a step without end, of which the first one is over and the last one never comes."""
+    """Replays middle microbatches of an endless step."""
     layer = TransformerLayer(
         **_arguments(shape, fuse_wgrad_accumulation=True, dtype=torch.float32), device=x.device
     )
@@ -250,7 +253,7 @@ def _transformer_engine(shape: LayerShape, x: Tensor, dy: Tensor) -> Contestant:
 def _arguments(
     shape: LayerShape, *, fuse_wgrad_accumulation: bool, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Any]:
-    """Of Transformer Engine's layer and of ours alike."""
+    """Arguments shared by Transformer Engine's layer and ours."""
     return {
         "hidden_size": shape.hidden,
         "ffn_hidden_size": shape.ffn,
@@ -264,7 +267,7 @@ def _arguments(
 
 
 def give_main_grads(layer: nn.Module) -> None:
-    """An FP32 main_grad of zeros for every matrix."""
+    """Gives every matrix an FP32 main_grad of zeros."""
     for parameter in layer.parameters():
         if parameter.dim() == 2:
             parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)  # type: ignore[attr-defined]
@@ -278,9 +281,14 @@ def _contestant(
     *,
     keeps_gradients: bool = False,
 ) -> Contestant:
-    """
+    """Makes a contestant of a layer.
+
     Args:
-        keeps_gradients: as in a further microbatch; otherwise those that autograd makes are new ones.
+        layer: the layer.
+        forward: computes its output.
+        x: its input.
+        dy: gradient of its output.
+        keeps_gradients: as in a later microbatch; otherwise autograd makes new gradients.
     """
     reset = (x,) if keeps_gradients else (x, *layer.parameters())
 

@@ -1,4 +1,4 @@
-"""A plain Llama, free of any parallelism: what the training benchmarks shard.
+"""A plain Llama without any parallelism, which the training benchmarks shard.
 
 In:   tokens and targets, int64 [b, t]; or, in a model without a vocabulary, activations [b, t, c].
 Out:  the loss, FP32, 0-dim.
@@ -25,7 +25,7 @@ ATTENTION = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-"""Best first on Hopper, where torch 2.11 would otherwise take flash attention, at half the speed."""
+"""Backends of attention, best first on Hopper; torch 2.11 defaults to flash attention, at half the speed."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class LlamaConfig:
         kv_heads: key/value heads, each shared by heads / kv_heads query heads.
         seq: longest sequence, in tokens.
         vocab: 0 for layers alone: no embedding, final norm or head; the input is activations.
-        loss: of the logits, or of the last layer's output where there is no vocabulary.
+            loss: computed from the logits, or from the last layer's output without a vocabulary.
     """
 
     layers: int
@@ -61,6 +61,7 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
+        """Elements of a head."""
         return self.hidden // self.heads
 
     @property
@@ -82,11 +83,11 @@ SHAPES: dict[str, LlamaConfig] = {
     "tiny": LlamaConfig(3, 64, 160, 4, 2, seq=32, vocab=96),
     "tiny-l2": LlamaConfig(2, 64, 160, 4, 2, seq=32, loss="mean-square"),
 }
-"""By the names that the benchmarks use; the tiny ones are for tests on CPU."""
+"""Sizes by the names that the benchmarks use; the tiny ones are for tests on CPU."""
 
 
 def matmul_weights(config: LlamaConfig) -> int:
-    """Elements of all weights that a token is multiplied with: the layers' and the head's."""
+    """Number of elements of all weights that a token is multiplied with: the layers' and the head's."""
     attention = config.hidden * (config.qkv_width + config.hidden)
     mlp = 3 * config.hidden * config.ffn
     return config.layers * (attention + mlp) + config.hidden * config.vocab
@@ -95,15 +96,15 @@ def matmul_weights(config: LlamaConfig) -> int:
 def flops_per_token(config: LlamaConfig) -> int:
     """Operations of a forward and backward, per token of a sequence of `config.seq`.
 
-    6 per matmul weight (a multiply and an add, in forward, dgrad and wgrad), plus causal attention:
-    6 * layers * hidden * seq, half of what attention without a mask takes.  Embedding, norms, the optimizer
-    and anything computed twice do not count.
+    They are 6 per GEMM weight (a multiply and an add, in forward, dgrad and wgrad), plus causal attention: 6
+    * layers * hidden * seq, half of attention without a mask.  Embedding, norms, the optimizer and
+    recomputation do not count.
     """
     return 6 * matmul_weights(config) + 6 * config.layers * config.hidden * config.seq
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the last dimension: [..., c] -> [..., c]."""
+    """RMS normalization over the last dimension, x / rms(x) * weight: [..., c] -> [..., c]."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -111,6 +112,7 @@ class RMSNorm(nn.Module):
         self.eps = config.norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
+        """Normalizes x."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -122,7 +124,7 @@ def rope_tables(config: LlamaConfig) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x_btnd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns each pair (x[i], x[i + d / 2]) by its position's angle i; the tables are in x's dtype."""
+    """Rotates each pair (x[i], x[i + d / 2]) by its position's angle i; the tables are in x's dtype."""
     first, second = x_btnd.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -131,7 +133,7 @@ class Attention(nn.Module):
     """Causal self-attention with shared key/value heads, [b, t, c] -> [b, t, c].
 
     Args:
-        rope: of `rope_tables`; the layers of one model share them.
+        rope: result of `rope_tables`, shared by the layers of one model.
     """
 
     def __init__(self, config: LlamaConfig, rope: tuple[Tensor, Tensor]) -> None:
@@ -145,6 +147,7 @@ class Attention(nn.Module):
         self.register_buffer("sin", rope[1], persistent=False)
 
     def forward(self, x_btc: Tensor) -> Tensor:
+        """Projects, rotates, attends and projects back."""
         t, h, g = x_btc.shape[1], self.heads, self.kv_heads
         # Split, not slices: the backward of a split is one concat, that of slices fills with zeros and adds.
         qk_btnd, v_btgd = self.qkv(x_btc).unflatten(-1, (h + 2 * g, -1)).split((h + g, g), dim=2)
@@ -158,7 +161,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x)), gate and up in one weight: [b, t, c] -> [b, t, c]."""
+    """Gated MLP, down(silu(gate(x)) * up(x)), with gate and up in one weight: [b, t, c] -> [b, t, c]."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -166,6 +169,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.ffn, config.hidden, bias=False)
 
     def forward(self, x_btc: Tensor) -> Tensor:
+        """Applies the gated MLP."""
         gate, up = self.gate_up(x_btc).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)
 
@@ -181,6 +185,7 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x_btc: Tensor) -> Tensor:
+        """Applies attention and MLP, each with a norm before it and a residual around it."""
         x_btc = x_btc + self.attention(self.norm_attention(x_btc))
         return x_btc + self.mlp(self.norm_mlp(x_btc))
 
@@ -200,7 +205,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Standard normal embeddings, narrow weights; what adds to the residual stream starts smaller."""
+        """Makes embeddings standard normal and weights narrow, and smaller if they add to the residual."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Linear):
                 adds = name.endswith(("attention.out", "mlp.down"))
@@ -209,7 +214,7 @@ class Llama(nn.Module):
     def forward(self, inputs: Tensor, targets_bt: Tensor | None = None) -> Tensor:
         """The mean loss in FP32; `targets_bt` only for cross-entropy, in nats."""
         x_btc = inputs if self.tokens is None else self.tokens(inputs)
-        # Around the layers, not in them: a compiled layer need not know of it.
+        # Around the layers instead of inside, so that compiled layers do not see it.
         with sdpa_kernel(ATTENTION, set_priority=True) if x_btc.is_cuda else nullcontext():
             for layer in self.layers:
                 x_btc = layer(x_btc)
@@ -221,7 +226,7 @@ class Llama(nn.Module):
 def mean_loss(config: LlamaConfig, y: Tensor, targets_bt: Tensor | None) -> Tensor:
     """Mean loss of logits or activations [b, t, ...], in FP32 whatever the compute dtype.
 
-    In bf16 a sum over a vocabulary loses the loss's last digits.
+    In bf16 a sum over a vocabulary would lose the loss's last digits.
     """
     if config.loss == "mean-square":
         return y.float().square().mean()

@@ -1,4 +1,4 @@
-"""How `step.py` and `hf.py` time a step: the same steps for every engine, one engine after the other.
+"""Timing of steps for `step.py` and `hf.py`: the same steps for every engine, one engine after the other.
 
 In:   a `Job`: the variants of a `Workload`, which builds, shards and steps a model in each variant's way.
 Out:  a `VariantRuns` for each variant.
@@ -43,13 +43,17 @@ class Variant(Protocol):
     """An engine in one of its modes; hashable, and can be pickled."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name in files and on the command line."""
+        ...
 
     @property
-    def label(self) -> str: ...
+    def label(self) -> str:
+        """The name in tables and pictures."""
+        ...
 
     def unavailable(self, device: torch.device) -> str:
-        """Why it cannot run here; empty if it can."""
+        """The reason why it cannot run here; empty if it can."""
         ...
 
 
@@ -58,11 +62,11 @@ V_contra = TypeVar("V_contra", bound=Variant, contravariant=True)
 
 
 class Started(NamedTuple):
-    """A model in the hands of an engine, ready for its first step.
+    """A sharded model, ready for its first step.
 
     Attributes:
-        loss: of one microbatch, 0-dim, with its graph.
-        is_replayed: microbatches go through `flatfsdp.replayed`.
+        loss: computes the loss of one microbatch, 0-dim, with its graph.
+        is_replayed: whether microbatches go through `flatfsdp.replayed`.
     """
 
     model: nn.Module
@@ -72,7 +76,7 @@ class Started(NamedTuple):
 
 
 class Workload(Protocol[V_contra]):
-    """What all variants of a benchmark train; a dataclass that can be pickled."""
+    """The model and data that all variants of a benchmark train; a dataclass that can be pickled."""
 
     def batches(self, rank: Rank, count: int) -> list[Batch]:
         """The microbatches of a step, the same in every step and for every variant."""
@@ -83,24 +87,25 @@ class Workload(Protocol[V_contra]):
     ) -> AbstractContextManager[Started]:
         """Builds the model, from torch's default generator, and shards it.
 
-        What a variant changes for the whole process lasts as long as the context.
+        Process-wide changes of a variant last as long as the context.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Job(Generic[V]):
-    """What every rank measures.
+    """The settings of a measurement.
 
     Attributes:
-        name: of the files with the results.
-        microbatches: of a step, one sequence each.
-        reshard: parameters are freed after each forward and backward (ZeRO-3), or kept for a step (ZeRO-2).
-        steps, warmup: of each run, timed and before those.
-        rounds: how often the variants are measured in turn.
-        breakdown: profile one more step of each variant and sort its kernels.
+        name: name of the files with the results.
+        microbatches: microbatches of a step, one sequence each.
+        reshard: whether parameters are freed after each forward and backward (ZeRO-3) or kept for a step
+            (ZeRO-2).
+        steps, warmup: timed steps of each run, and steps before those.
+        rounds: number of times that the variants are measured in turn.
+        breakdown: whether to profile one more step of each variant and classify its kernels.
         traces: folder for a Chrome trace of that step.
-        identity: time FlatFSDP's steps whose collectives carry what they are for by turns with others.
+        identity: whether to time FlatFSDP's steps with and without identities in collectives, in turns.
     """
 
     name: str
@@ -116,10 +121,11 @@ class Job(Generic[V]):
     identity: bool = False
 
     def order(self) -> list[V]:
+        """The order of the runs; the first variant comes again at the end."""
         return [*(self.variants * self.rounds), self.variants[0]]
 
     def settings(self) -> dict[str, Any]:
-        """All of it for a JSON file, the workload's own settings among the others."""
+        """All settings for a JSON file, including the workload's own."""
         found = asdict(self)
         own = found.pop("workload")
         names = [variant.name for variant in self.variants]
@@ -131,21 +137,22 @@ class Run:
     """One variant, built, warmed up and timed once.
 
     Attributes:
-        ms: of each timed step.
-        losses: of each step, those of warm-up included; mean over microbatches.
-        peak_gib: most memory allocated during the timed steps.
-        peak_reserved_gib: most memory that PyTorch had from the GPU meanwhile, allocated or not.
-        leftover_gib: allocated before the model was built: the data, and what earlier runs did not free.
+        ms: time of each timed step.
+        losses: loss of each step, including warm-up; mean over microbatches.
+        peak_gib: peak of allocated memory during the timed steps.
+        peak_reserved_gib: peak of memory that PyTorch reserved meanwhile, allocated or not.
+        leftover_gib: allocated before the model was built: the data, and memory that earlier runs did not
+            free.
         static_gib: allocated between two steps, without what was left over.
-        reported_gib: what FlatFSDP's memory report says about that; None for other engines.
+        reported_gib: the same according to FlatFSDP's memory report; None for other engines.
         buffers: all rows of that report, with bytes.
-        breakdown: of one step of rank 0; None if it was not asked for, or without a GPU.
-        checked_ms, unchecked_ms: of further steps, by turns, whose collectives carry what they are for, and
-            of such that do not; None if that was not asked for, for other engines, and for replayed ones.
-        replays: microbatches of the timed steps that were CUDA graphs, which should be all; None if none was
-            to be one.
-        host_ms: a microbatch's time on the host, which waits for nothing; median of one further step.  None
-            for other engines than FlatFSDP, and on CPUs.
+        breakdown: of one step of rank 0; None if not requested, or without a GPU.
+        checked_ms, unchecked_ms: further steps in turns, with and without identities in collectives; None if
+            not requested, for other engines, and for replayed ones.
+        replays: number of microbatches of the timed steps that were CUDA graphs, which should be all; None if
+            none was to be one.
+        host_ms: host time of a microbatch without waiting; median over one further step.  None for engines
+            other than FlatFSDP, and on CPUs.
     """
 
     ms: list[float]
@@ -165,11 +172,11 @@ class Run:
 
 @dataclass(frozen=True)
 class VariantRuns(Generic[V]):
-    """All runs of a variant, over all ranks: the slowest one's times, the mean of losses, the highest peak.
+    """All runs of a variant over all ranks: the slowest one's times, the mean of losses, the highest peak.
 
     Attributes:
         skipped: why it could not be measured here, or empty.
-        failed: what went wrong in one of its runs, or empty.
+        failed: error of one of its runs, or empty.
     """
 
     variant: V
@@ -184,7 +191,7 @@ class VariantRuns(Generic[V]):
 
 
 def measure_all(rank: Rank, job: Job[V]) -> list[VariantRuns[V]]:
-    """On one rank: every variant, by turns; all ranks return the same."""
+    """Measures every variant in turns; all ranks return the same."""
     batches = job.workload.batches(rank, job.microbatches)
     runs: dict[V, list[Run]] = {variant: [] for variant in job.variants}
     skipped = {variant: variant.unavailable(rank.device) for variant in job.variants}
@@ -221,7 +228,12 @@ def _measure_steps(
     """Warms up, and times the steps.
 
     Args:
-        leftover: GiB that were allocated before the model was built.
+        job: the settings.
+        variant: the engine.
+        started: its model.
+        batches: microbatches of a step.
+        rank: this rank.
+        leftover: GiB allocated before the model was built.
     """
     model, optimizer, loss_of, is_replayed = started
     is_timed_on_host = isinstance(model, UnitMethods) and rank.device.type == "cuda"
@@ -253,7 +265,7 @@ def _measure_steps(
         checked, unchecked = _by_turns(model, lambda: losses.append(step()), job.steps, rank.device)
     host_ms = _host_ms(microbatch, lambda run: losses.append(step(run))) if is_timed_on_host else None
     values = torch.stack(losses).tolist()
-    # With NaN in the data a GPU draws less power and runs faster: such a time is no result.
+    # With NaN in the data a GPU draws less power and runs faster: such a time is invalid.
     wrong = [index for index, value in enumerate(values) if not math.isfinite(value)]
     if wrong:
         raise FloatingPointError(f"the loss of step {wrong[0]} is {values[wrong[0]]}")
@@ -284,10 +296,9 @@ def _replays_of(microbatch: object) -> int:
 def _host_ms(
     microbatch: Callable[[Batch], Tensor], step: Callable[[Callable[[Batch], Tensor]], None]
 ) -> float:
-    """Milliseconds of the host for a microbatch, the median of a step's.
+    """Milliseconds of the host for a microbatch, as the median of a step's.
 
-    The GPU has nothing left to do before each: a host that runs too far ahead has to wait, and that is not
-    its own time.
+    The GPU is idle before each: a host that runs too far ahead has to wait, and that is not its own time.
     """
     times: list[float] = []
 
@@ -316,7 +327,7 @@ def _position(model: nn.Module, is_last: bool, reshard: bool) -> AbstractContext
 def _by_turns(
     model: nn.Module, step: Callable[[], None], steps: int, device: torch.device
 ) -> tuple[list[float], list[float]]:
-    """Milliseconds of steps whose collectives carry what they are for, and of those between, which do not."""
+    """Milliseconds of steps with identities in collectives, and of steps without, in turns."""
     groups = [group for _, group in named_groups(model)]
     carried = [group.model for group in groups]
     turn = itertools.cycle((True, False))
@@ -334,11 +345,11 @@ def _by_turns(
 
 
 def _profile(step: Callable[[], Tensor], job: Job[V], variant: V, rank: Rank) -> Breakdown | None:
-    """Profiles one step on rank 0: what its GPU did, and a Chrome trace if that is wanted."""
+    """Profiles one step on rank 0: its GPU's kernels, and a Chrome trace if requested."""
     if rank.index != 0:
         step()
         return None
-    # Recording every operator of the host would make gaps that are not there.
+    # Recording every operator of the host would create gaps that are not real.
     activities = [ProfilerActivity.CUDA] if job.traces is None and rank.device.type == "cuda" else None
     with profile(activities=activities) as recorded:
         step().item()
@@ -355,7 +366,7 @@ def _over_ranks(runs: list[Run]) -> Run:
         peak_gib=max(run.peak_gib for run in runs),
         peak_reserved_gib=max(run.peak_reserved_gib for run in runs),
         leftover_gib=max(run.leftover_gib for run in runs),
-        # As one rank has them, so that they belong together.
+        # From one rank, so that the numbers belong together.
         static_gib=runs[0].static_gib,
         reported_gib=runs[0].reported_gib,
         buffers=runs[0].buffers,
@@ -372,6 +383,6 @@ def _least(of_ranks: Iterable[int | None]) -> int | None:
 
 
 def _slowest(of_ranks: Iterable[list[float] | None]) -> list[float] | None:
-    """Each step's time on the rank that took longest."""
+    """Each step's time on the slowest rank."""
     found = [milliseconds for milliseconds in of_ranks if milliseconds is not None]
     return [max(step) for step in zip(*found, strict=True)] if found else None

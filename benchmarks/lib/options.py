@@ -1,4 +1,4 @@
-"""The options that several benchmarks share, each written once, and those of the commands that fit."""
+"""Command-line options shared by several benchmarks, and of the commands that fit."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ Out = Annotated[
 
 
 def one_device(device: Device) -> torch.device:
-    """Device of a benchmark without ranks: the GPU, unless a CPU is asked for.
+    """The device of a benchmark without ranks: the GPU, unless a CPU is requested.
 
     Raises:
         typer.BadParameter: if there is no GPU.

@@ -1,4 +1,4 @@
-"""How `replay.py` times the host: one microbatch after the other, each with an idle GPU.
+"""Timing of the host for `replay.py`: one microbatch after the other, each with an idle GPU.
 
 In:   a `Job`: depths of a model.
 Out:  a `HostTime` for each depth, precision and place in a step.
@@ -29,20 +29,20 @@ from lib.llama import LlamaConfig
 
 MICROBATCHES = 4
 WARM_UP = 6
-"""Steps before all microbatches are replayed: eager ones, and one that records."""
+"""Number of steps before all microbatches are replayed: eager ones, and one that records."""
 
 ENGINES = (Engine.flat_fused_replay, Engine.flat_fused_fp8_replay)
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank measures.
+    """The settings of a measurement.
 
     Attributes:
-        layers: depths of the model, each measured on its own.
-        tokens: of a microbatch.
-        reshard: ZeRO-3, or ZeRO-2.
-        steps: timed, of `MICROBATCHES` microbatches each.
+        layers: depths of the model, each measured separately.
+        tokens: tokens of a microbatch.
+        reshard: True for ZeRO-3, False for ZeRO-2.
+        steps: number of timed steps of `MICROBATCHES` microbatches each.
     """
 
     layers: tuple[int, ...]
@@ -51,22 +51,22 @@ class Job:
     steps: int
 
     def config(self, layers: int) -> LlamaConfig:
-        """As `hf.py --size 1b`, with a smaller vocabulary, which the host does not notice."""
+        """The sizes of `hf.py --size 1b`, with a smaller vocabulary, which does not affect the host."""
         return replace(SIZES["1b"], layers=layers, seq=self.tokens, vocab=32_000)
 
 
 @dataclass(frozen=True)
 class HostTime:
-    """Of one kind of microbatch; microseconds, medians, on the slowest rank.
+    """Times of one kind of microbatch; microseconds, medians, on the slowest rank.
 
     Attributes:
-        layers: of the model.
+        layers: depth of the model.
         engine: bf16 or FP8.
         place: first, middle or last of its step.
-        nodes: of its graph: kernels, copies, collectives.
-        replay_us: of a replayed microbatch.
-        launch_us: of that, inside of the CUDA driver's launch of the graph.
-        eager_us: of an eager one.
+        nodes: number of nodes of its graph: kernels, copies, collectives.
+        replay_us: time of a replayed microbatch.
+        launch_us: the part of it inside the CUDA driver's launch of the graph.
+        eager_us: time of an eager one.
     """
 
     layers: int
@@ -79,14 +79,14 @@ class HostTime:
 
 
 class Launched(NamedTuple):
-    """A graph that was launched, and what that took."""
+    """A launched graph, and its launch time."""
 
     nodes: int
     microseconds: float
 
 
 class CountedGraph(torch.cuda.CUDAGraph):
-    """Says what it launches; a graph is kept as it was recorded, so that its nodes can be counted."""
+    """Records its launches; the graph is kept as recorded, so that its nodes can be counted."""
 
     launches: list[Launched]
 
@@ -94,10 +94,12 @@ class CountedGraph(torch.cuda.CUDAGraph):
         super().__init__(True)  # type: ignore[call-arg]
 
     def capture_end(self) -> None:
+        """Ends the capture, and counts the nodes."""
         super().capture_end()
         self._nodes = _nodes_of(self)
 
     def replay(self) -> None:
+        """Replays, and records the time of the launch."""
         start = time.perf_counter()
         super().replay()
         self.launches.append(Launched(self._nodes, 1e6 * (time.perf_counter() - start)))
@@ -113,14 +115,14 @@ def _nodes_of(graph: torch.cuda.CUDAGraph) -> int:
 
 
 def measure_all(rank: Rank, job: Job) -> list[HostTime]:
-    """On one rank; all ranks return the same."""
+    """Measures all depths; all ranks return the same."""
     return [
         each for layers in job.layers for engine in ENGINES for each in measure(rank, job, layers, engine)
     ]
 
 
 def measure(rank: Rank, job: Job, layers: int, engine: Engine) -> Iterator[HostTime]:
-    """One model, eager and replayed."""
+    """Measures one model, eager and replayed."""
     mine = _on_rank(rank, job, layers, engine)
     free_memory(rank.device)
     everyones: list[Any] = [None] * rank.world

@@ -1,11 +1,11 @@
-"""One Llama layer that N ranks share, in every way that `tensor_parallel.py` measures.
+"""One Llama layer shared by N ranks, in every way that `tensor_parallel.py` measures.
 
 In:   one whole layer in bf16, the same on every rank, an input and an output gradient.
 Out:  layers that are ready to run, each with this rank's part of the whole one's parameters.
 Next: `tensor_parallel.py` times them and compares them with the whole layer.
 
-Activations are [t, b, c]: the sequence is in front, so that no gather along it has to copy.  Shapes in names
-are as in `llama.py`.
+Activations are [t, b, c]: the sequence comes first, so that no all-gather along it has to copy.  Shapes in
+names are as in `llama.py`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ LAYERS = {
 
 
 class Engine(str, Enum):
+    """The measured engines."""
+
     torch = "torch"
     compiled = "torch-compile"
     torchao = "torchao"
@@ -59,19 +61,22 @@ class Engine(str, Enum):
 
     @property
     def is_ours(self) -> bool:
+        """Whether it is FlatFSDP's."""
         return self in (Engine.bf16, Engine.fp8)
 
     @property
     def is_compiled(self) -> bool:
+        """Whether its layer is compiled."""
         return self in (Engine.compiled, Engine.torchao)
 
     @property
     def is_fp8(self) -> bool:
+        """Whether its GEMMs are in FP8."""
         return self in (Engine.torchao, Engine.fp8)
 
 
 class Split(str, Enum):
-    """`one`: each rank has the whole layer and computes it alone, for comparison."""
+    """How ranks share the layer; with `one`, each computes the whole layer alone, for comparison."""
 
     one = "one"
     tensor = "tp"
@@ -80,6 +85,7 @@ class Split(str, Enum):
 
     @property
     def splits_sequence(self) -> bool:
+        """Whether ranks have parts of the sequence between layers."""
         return self in (Split.sequence, Split.overlap)
 
 
@@ -100,21 +106,23 @@ SPLIT_LABELS = {
 
 @dataclass(frozen=True)
 class Mode:
-    """Whose layer, and how it is split."""
+    """An engine's layer, and how it is split."""
 
     engine: Engine
     split: Split
 
     @property
     def name(self) -> str:
+        """The name in files and on the command line."""
         return f"{self.engine.value}-{self.split.value}"
 
     @property
     def label(self) -> str:
+        """The name in tables and pictures."""
         return f"{ENGINE_LABELS[self.engine]}, {SPLIT_LABELS[self.split]}"
 
     def unavailable(self, device: torch.device) -> str:
-        """Why it cannot be measured here, or empty."""
+        """The reason why it cannot be measured here, or empty."""
         if self.engine is Engine.torchao and importlib.util.find_spec("torchao") is None:
             return "torchao is not installed"
         if self.engine is Engine.torchao and device.type != "cuda":
@@ -127,18 +135,18 @@ class Mode:
 MODES = {
     mode.name: mode
     for mode in (Mode(engine, split) for split in Split for engine in Engine)
-    # Eager PyTorch has nothing that overlaps.
+    # Eager PyTorch has no overlap.
     if mode != Mode(Engine.torch, Split.overlap)
 }
 
 EAGER_MODES = tuple(name for name, mode in MODES.items() if not mode.engine.is_compiled)
 USUAL_MODES = (*EAGER_MODES, "torch-compile-sp", "torch-compile-overlap", "torchao-sp")
-"""Compiled only as it is fastest: to compile one takes ten seconds."""
+"""The default modes; compiled only where that is fastest, because compiling one takes ten seconds."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What all contestants compute: the whole layer, and its input and output gradient, [t, b, c] in bf16."""
+    """The whole layer, its input and its output gradient, [t, b, c] in bf16, for all contestants."""
 
     config: LlamaConfig
     ranks: Ranks
@@ -148,7 +156,7 @@ class Problem:
 
     @staticmethod
     def of(config: LlamaConfig, batch: int, ranks: Ranks, device: torch.device) -> Problem:
-        """Equal on all ranks."""
+        """Makes the problem, which is equal on all ranks."""
         torch.manual_seed(0)
         with device:
             layer = PlainLayer(config).to(torch.bfloat16)
@@ -162,7 +170,7 @@ class Problem:
 
     @cached_property
     def sizes(self) -> dict[str, tuple[int, tuple[int, ...]]]:
-        """Split of each parameter: its dimension, and the parts of that, of which ranks have a share each."""
+        """The split of each parameter: its dimension, and the parts that are split over the ranks."""
         config = self.config
         kv = config.kv_heads * config.head_dim
         return {
@@ -188,8 +196,9 @@ class Contestant:
     """A layer that is ready to run.
 
     Attributes:
-        run: forward.
-        x: input, dy: output's gradient; this rank's rows.
+        run: computes the forward.
+        x: this rank's rows of the input.
+        dy: this rank's rows of the output's gradient.
         named: the parameters, by their names in the plain layer.
     """
 
@@ -200,7 +209,7 @@ class Contestant:
     named: dict[str, nn.Parameter]
 
     def step(self) -> Tensor:
-        """Forward and backward, as in a further microbatch: fused gradients are added, others are new."""
+        """Runs forward and backward, as in a later microbatch: fused gradients are added, others are new."""
         self.x.grad = None
         for parameter in self.named.values():
             parameter.grad = None
@@ -209,7 +218,7 @@ class Contestant:
         return out
 
     def results(self) -> dict[str, Tensor]:
-        """Results of one step from no gradients: this rank's part of the output and of all gradients.
+        """This rank's part of the output and all gradients of one step without previous gradients.
 
         Raises:
             FloatingPointError: if one is not finite: NaNs run faster.
@@ -226,10 +235,10 @@ class Contestant:
         return found
 
     def compile(self, *, overlaps: bool) -> None:
-        """Compiles the layer, of which compiled code runs from now on.
+        """Compiles the layer; compiled code runs from now on.
 
         Args:
-            overlaps: gathers and reductions are done in chunks, beside their products.
+            overlaps: split all-gathers and reductions into chunks that overlap with their GEMMs.
         """
         if overlaps:
             from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -241,7 +250,7 @@ class Contestant:
 
 
 def _complete_grad(parameter: nn.Parameter) -> Tensor | None:
-    """Summed over ranks where each has the gradient of its tokens only."""
+    """The gradient, summed over ranks if each has that of its tokens only."""
     grad = getattr(parameter, "main_grad", None)
     grad = parameter.grad if grad is None else grad
     if isinstance(grad, DTensor):
@@ -255,7 +264,7 @@ def _complete_grad(parameter: nn.Parameter) -> Tensor | None:
 
 
 def whole_results(engine: Engine, problem: Problem) -> dict[str, Tensor]:
-    """What an engine's layer computes on one GPU alone, once delayed scales have settled."""
+    """The results of an engine's layer on one GPU alone, once delayed scales have settled."""
     alone = build(Mode(engine, Split.one), problem)
     for _ in range(3):
         alone.step()
@@ -263,7 +272,7 @@ def whole_results(engine: Engine, problem: Problem) -> dict[str, Tensor]:
 
 
 def build(mode: Mode, problem: Problem) -> Contestant:
-    """Eager, and with parameters of its own."""
+    """Makes an eager contestant with its own parameters."""
     make = _ours if mode.engine.is_ours else _plain
     module, run, named = make(mode, problem)
     x, dy = (problem.rows(whole, mode.split) for whole in (problem.x, problem.dy))
@@ -277,7 +286,7 @@ Built = tuple[nn.Module, Callable[[Tensor], Tensor], dict[str, nn.Parameter]]
 
 
 def _ours(mode: Mode, problem: Problem) -> Built:
-    """Weights are cast to FP8 once, and their gradients are added to FP32 main_grad inside the product."""
+    """Makes our layer, with FP8 weights cast once and gradients added to FP32 main_grad in the GEMM."""
     config, split = problem.config, mode.split
     parallel: dict[str, Any] = {}
     if split is not Split.one:
@@ -321,9 +330,10 @@ def _ours(mode: Mode, problem: Problem) -> Built:
 
 
 class SequenceFirst(Attention):
-    """Attention as `Attention`, but [t, b, c] -> [t, b, c], and of as many heads as this rank has."""
+    """The `Attention` with [t, b, c] -> [t, b, c], and with this rank's heads only."""
 
     def forward(self, x_tbc: Tensor) -> Tensor:
+        """Projects, rotates, attends and projects back."""
         h, g = self.heads, self.kv_heads
         qk_tbnd, v_tbgd = self.qkv(x_tbc).unflatten(-1, (h + 2 * g, -1)).split((h + g, g), dim=2)
         cos, sin = (table[: len(qk_tbnd), None].to(qk_tbnd.dtype) for table in (self.cos, self.sin))
@@ -345,7 +355,7 @@ class PlainLayer(Layer):
 
 
 def _plain(mode: Mode, problem: Problem) -> Built:
-    """Its fused projections are cut as ours are: a rank has a share of the queries, keys and values each."""
+    """Makes PyTorch's layer; its fused projections are split like ours, part by part."""
     layer = copy.deepcopy(problem.layer)
     if mode.split is not Split.one:
         for name, (dim, sizes) in problem.sizes.items():
@@ -361,7 +371,7 @@ def _plain(mode: Mode, problem: Problem) -> Built:
         parallelize_module(layer, mesh, _plan(mode))
 
     def forward(x: Tensor) -> Tensor:
-        # Around the layer, not in it: a compiled one need not know of it.
+        # Around the layer instead of inside, so that a compiled one does not see it.
         with sdpa_kernel(ATTENTION, set_priority=True) if x.is_cuda else nullcontext():
             return layer(x)
 
@@ -369,7 +379,7 @@ def _plain(mode: Mode, problem: Problem) -> Built:
 
 
 def _plan(mode: Mode) -> dict[str, ParallelStyle]:
-    """What DTensor makes of each module."""
+    """The DTensor style of each module."""
     column, row = ColwiseParallel, RowwiseParallel
     if mode.engine is Engine.torchao:
         from torchao.float8.float8_tensor_parallel import Float8ColwiseParallel, Float8RowwiseParallel
@@ -386,6 +396,6 @@ def _plan(mode: Mode) -> dict[str, ParallelStyle]:
 
 @torch.no_grad()
 def _arrange(parameter: nn.Parameter, dim: int, sizes: tuple[int, ...], ranks: int) -> None:
-    """Moves each rank's share of all parts to where DTensor cuts."""
+    """Moves each rank's share of all parts to where DTensor splits."""
     shares = [part_of(parameter, dim, sizes, Ranks(None, ranks, rank)) for rank in range(ranks)]
     parameter.copy_(torch.cat(shares, dim))

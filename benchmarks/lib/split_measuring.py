@@ -1,4 +1,4 @@
-"""How `tensor_parallel.py` times a layer that ranks share, and compares it with whole ones.
+"""Timing of a layer shared by ranks for `tensor_parallel.py`, and comparison with whole ones.
 
 In:   a `Job`, on every rank.
 Out:  a `ModeRuns` for each mode: times, traffic and errors, over all ranks.
@@ -35,17 +35,17 @@ TOLERANCES = {
     WHOLE: {"bf16": 0.03, "fp8": 0.2},
     PLAIN: {"bf16": 0.03, "fp8": 0.4},
 }
-"""Largest errors beside the same engine's layer on one GPU, and beside the plain layer in bf16."""
+"""Largest errors relative to the same engine's layer on one GPU, and to the plain layer in bf16."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank measures.
+    """The settings of a measurement.
 
     Attributes:
         config: one layer, with the length of a sequence.
-        rounds: how often the modes are measured in turn; the first one once more at the end.
-        breakdown: profile one more step of each mode and sort its kernels.
+        rounds: number of times that the modes are measured in turn; the first one once more at the end.
+        breakdown: whether to profile one more step of each mode and classify its kernels.
     """
 
     shape: str
@@ -59,6 +59,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
+        """Tokens of a microbatch."""
         return self.batch * self.config.seq
 
     @property
@@ -67,6 +68,7 @@ class Job:
         return self.tokens * flops_per_token(self.config)
 
     def order(self) -> list[Mode]:
+        """The order of the runs; the first mode comes again at the end."""
         return [*(self.modes * self.rounds), self.modes[0]]
 
 
@@ -75,12 +77,12 @@ class Run:
     """One mode, built, warmed up and timed once.
 
     Attributes:
-        ms: of each timed step; the slowest rank's.
-        host_ms: of one rank's host to launch a step; None on CPUs, where launching is computing.
-        peak_gib: most memory allocated during the timed steps, without what is there for the comparison.
+        ms: time of each timed step on the slowest rank.
+        host_ms: time of one rank's host to launch a step; None on CPUs, where launching is computing.
+        peak_gib: peak of allocated memory during the timed steps, without what is there for the comparison.
         calls, sent: of one step and rank, by kind of collective; None for compiled layers.
-        errors: of output and gradients, by what they are compared with; the worst rank's.
-        breakdown: of one step of rank 0; None if it was not asked for, or without a GPU.
+        errors: of output and gradients, by their reference; the worst rank's.
+        breakdown: of one step of rank 0; None if not requested, or without a GPU.
     """
 
     ms: list[float]
@@ -98,7 +100,7 @@ class ModeRuns:
 
     Attributes:
         skipped: why it could not be measured here, or empty.
-        failed: what went wrong, or empty.
+        failed: its error, or empty.
     """
 
     mode: Mode
@@ -113,7 +115,7 @@ class ModeRuns:
 
 
 def measure_all(rank: Rank, jobs: Sequence[Job]) -> list[list[ModeRuns]]:
-    """On one rank: every job's modes, by turns; all ranks return the same."""
+    """Measures every job's modes in turns; all ranks return the same."""
     return [_measure_job(rank, job) for job in jobs]
 
 
@@ -143,13 +145,13 @@ def _measure_job(rank: Rank, job: Job) -> list[ModeRuns]:
 
 
 def _references(job: Job, device: torch.device) -> list[Engine]:
-    """Engines whose whole layer others are compared with."""
+    """The engines whose whole layer others are compared with."""
     measured = [_eager(mode.engine) for mode in job.modes if not mode.unavailable(device)]
     return list(dict.fromkeys([Engine.torch, *measured]))
 
 
 def _eager(engine: Engine) -> Engine:
-    """Whose results compiled code is to have."""
+    """The engine whose results compiled code has to reproduce."""
     return Engine.torch if engine is Engine.compiled else engine
 
 
@@ -184,11 +186,11 @@ def _measure(mode: Mode, job: Job, rank: Rank, problem: Problem, expected: Refer
 
 
 def _profile(step: Callable[[], object], rank: Rank) -> Breakdown | None:
-    """What rank 0's GPU does during one step."""
+    """Profiles rank 0's GPU during one step."""
     if rank.index != 0:
         step()
         return None
-    # Recording every operator of the host would make gaps that are not there.
+    # Recording every operator of the host would create gaps that are not real.
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         step()
         torch.cuda.synchronize()
@@ -198,7 +200,7 @@ def _profile(step: Callable[[], object], rank: Rank) -> Breakdown | None:
 def _compare(
     mode: Mode, layer: Contestant, problem: Problem, expected: References
 ) -> dict[str, dict[str, float]]:
-    """Errors of this rank's parts, by what they are compared with.
+    """Errors of this rank's parts, by their reference.
 
     Raises:
         ArithmeticError: if one is too large; times of a layer that computes something else mean nothing.
@@ -212,7 +214,7 @@ def _compare(
     for key, tolerances in TOLERANCES.items():
         tolerance = tolerances["fp8" if mode.engine.is_fp8 else "bf16"]
         for name, error in errors[key].items():
-            # A NaN fails, too.
+            # Written so that NaN fails.
             if not error <= tolerance:
                 raise ArithmeticError(
                     f"{name} is off by {error:.2g} of its norm, beside the {key} layer's; rounding explains "
@@ -222,7 +224,7 @@ def _compare(
 
 
 def relative_error(ours: Tensor, exact: Tensor) -> float:
-    """|ours - exact| / |exact|."""
+    """The relative error, |ours - exact| / |exact|."""
     if ours.shape != exact.shape:
         raise ValueError(f"the shape is {tuple(ours.shape)}, and should be {tuple(exact.shape)}")
     return float((ours.float() - exact.float()).norm() / exact.float().norm())

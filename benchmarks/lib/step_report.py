@@ -1,7 +1,7 @@
-"""What `step.py` and `hf.py` say about the variants that they have measured: rows, a table and a picture.
+"""Reports of `step.py` and `hf.py` about measured variants: rows, a table and a picture.
 
 In:   the `VariantRuns` of all variants.
-Out:  `summary`, a row for the JSON file; `show` and `draw` read such rows.
+Out:  `summary` makes a row for the JSON file; `show` and `draw` read such rows.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ Row = dict[str, Any]
 
 
 def summary(row: VariantRuns[V], job: Job[V], config: LlamaConfig) -> Row:
-    """One variant with what follows from its runs; None where it has no run.
+    """One variant with figures derived from its runs; None without a run.
 
     Args:
-        config: sizes of what was trained.
+        row: the variant's runs.
+        job: the settings.
+        config: sizes of the trained model.
     """
     ms = row.ms
     per_second = None if ms is None else 1e3 * job.microbatches * config.seq / ms
@@ -49,9 +51,9 @@ def summary(row: VariantRuns[V], job: Job[V], config: LlamaConfig) -> Row:
 
 
 def _not_replayed(row: VariantRuns[V], job: Job[V]) -> int | None:
-    """Microbatches of timed steps that were to be CUDA graphs, and were not: then the time is not theirs.
+    """Number of microbatches in timed steps that should have been CUDA graphs and were not.
 
-    None if none was to be one.
+    The time is not theirs then.  None if none should have been one.
     """
     counts = [run.replays for run in row.runs if run.replays is not None]
     return len(counts) * job.steps * job.microbatches - sum(counts) if counts else None
@@ -60,7 +62,7 @@ def _not_replayed(row: VariantRuns[V], job: Job[V]) -> int | None:
 def time_against(
     ms: float | None, peers: Collection[Variant], rows: Sequence[VariantRuns[V]]
 ) -> float | None:
-    """Relative to the fastest of these; below 1 is faster, None if nothing was measured on either side."""
+    """Time relative to the fastest of these; below 1 is faster, None if one side was not measured."""
     theirs = [row.ms for row in rows if row.variant in peers and row.ms is not None]
     return None if ms is None or not theirs else ms / min(theirs)
 
@@ -80,10 +82,13 @@ def console_of() -> Console:
 
 
 def show(rows: Sequence[Row], title: str, ratios: Mapping[str, str], console: Console) -> None:
-    """Times, memory and losses of each variant; then what failed, memory between steps, and kernels.
+    """Prints times, memory and losses of each variant; then failures, memory between steps, and kernels.
 
     Args:
-        ratios: whom times are relative to, and the key of a row that says so.
+        rows: results of `summary`.
+        title: title of the table.
+        ratios: references of relative times, and the keys of a row that hold them.
+        console: where to print.
     """
     table = Table(title=f"\n{title}", title_justify="left", box=None, padding=(0, 0, 0, 2))
     table.add_column("engine", no_wrap=True)
@@ -121,7 +126,7 @@ def show(rows: Sequence[Row], title: str, ratios: Mapping[str, str], console: Co
 
 
 def _show_host(rows: Sequence[Row], console: Console) -> None:
-    """The host's time, and which rows have not measured what they say."""
+    """Prints the host's time, and which rows have not measured what they state."""
     for row in rows:
         if row["host_ms"] is not None:
             console.print(
@@ -156,7 +161,7 @@ def _show_memory(rows: Sequence[Row], console: Console) -> None:
 
 
 def _show_breakdown(rows: Sequence[Row], console: Console) -> None:
-    """One line for each engine that was profiled: milliseconds of rank 0's GPU."""
+    """Prints one line for each profiled engine: milliseconds of rank 0's GPU."""
     found = {
         row["label"]: run["breakdown"]
         for row in rows
@@ -195,10 +200,13 @@ CLASS_COLORS = {
 def draw(
     rows: Sequence[Row], title: str, ratios: Mapping[str, str], colors: Mapping[str, str], path: Path
 ) -> None:
-    """One bar for each variant that ran: milliseconds a step; below, what its GPU did if that is known.
+    """Draws one bar for each variant that ran: milliseconds per step; below, its GPU's breakdown if known.
 
     Args:
-        ratios: as of `show`.
+        rows: results of `summary`.
+        path: the file.
+        title: title of the picture.
+        ratios: references of relative times, and the keys of a row that hold them.
         colors: by the name of a row.
     """
     rows = [row for row in rows if row["runs"]]
@@ -229,7 +237,7 @@ def _draw_times(axis: Any, rows: Sequence[Row], ratios: Mapping[str, str], color
 
 
 def _draw_breakdowns(axis: Any, rows: Sequence[Row]) -> None:
-    """Stacked: each class's time alone, time in which classes overlap, and gaps."""
+    """Draws stacks: each class's time alone, time in which classes overlap, and gaps."""
     labels = [row["label"] for row in rows]
     found = [row["runs"][0]["breakdown"] for row in rows]
     left = [0.0] * len(rows)

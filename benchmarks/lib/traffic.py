@@ -1,11 +1,12 @@
-"""What a rank sends, by kind of collective: counted below autograd, whoever calls it.
+"""Bytes that a rank sends, by kind of collective, counted below autograd whoever calls it.
 
 In:   any code that communicates: through torch.distributed, as FlatFSDP does, through DTensor's functional
-      collectives, or inside the products of torch.ops.symm_mem.
+    collectives,
+      or inside the GEMMs of torch.ops.symm_mem.
 Out:  calls and bytes of each kind.
 Next: `tensor_parallel.py` counts one step of every layer.
 
-Compiled code is not seen; count before it is compiled.
+Compiled code is not visible; count before compiling.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Rule(NamedTuple):
     """How to read one operator.
 
     Attributes:
-        payload: bytes of the whole tensor, from arguments, result and number of ranks.
+        payload: computes the bytes of the whole tensor from arguments, result and number of ranks.
     """
 
     kind: str
@@ -65,7 +66,7 @@ RULES = {
     "symm_mem::fused_matmul_reduce_scatter": Rule(REDUCE_SCATTER, _shares_of_result),
     "symm_mem::fused_scaled_matmul_reduce_scatter": Rule(REDUCE_SCATTER, _shares_of_result),
 }
-"""By the operators' names; a fused product's is what its chunks are together."""
+"""Rules by operator name; that of a fused GEMM covers all its chunks."""
 
 OTHERS = frozenset(
     {"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd", "c10d::barrier"}
@@ -74,15 +75,15 @@ OTHERS = frozenset(
 
 
 class Traffic(TorchDispatchMode):
-    """Counts while it is entered; all collectives are those of one group.
+    """Counts inside the context; all collectives are those of one group.
 
     Attributes:
         calls: by kind.
-        sent: bytes that this rank sends, by kind, if no more is sent than must be: (N - 1) / N of the whole
+        sent: bytes that this rank sends, by kind, in a bandwidth-optimal algorithm: (N - 1) / N of the whole
             tensor, and twice that for an all-reduce.
 
     Raises:
-        NotImplementedError: for a collective that it does not know, when that is called.
+        NotImplementedError: when an unknown collective is called.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -113,6 +114,6 @@ class Traffic(TorchDispatchMode):
 
 
 def _are_numbers(args: Sequence[Any]) -> bool:
-    """Whether ranks only say what they are about to send, as they do with gloo, and in a step's beginning."""
+    """Whether ranks only announce what they will send, as with gloo, and at the beginning of a step."""
     tensors = [arg for arg in tree_leaves(args) if isinstance(arg, Tensor)]
     return bool(tensors) and all(tensor.dtype == torch.int64 for tensor in tensors)

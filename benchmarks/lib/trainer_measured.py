@@ -1,4 +1,4 @@
-"""How `trainer.py` times a program with transformers' Trainer, and with ours in its place.
+"""Timing of a program with transformers' Trainer, and with ours in its place, for `trainer.py`.
 
 In:   a `Job`: engines, a size of Llama, TrainingArguments.
 Out:  a `Trained` for each engine: times and losses of its steps; whether a resumed run has the same bits.
@@ -38,6 +38,8 @@ from lib.measuring import SEED
 
 
 class Engine(str, Enum):
+    """The measured engines."""
+
     fsdp2 = "fsdp2"
     flat = "flat"
     flat_fused = "flat-fused"
@@ -47,11 +49,12 @@ class Engine(str, Enum):
 
     @property
     def label(self) -> str:
+        """The name in tables and pictures."""
         return _LABELS[self]
 
     @property
     def arguments(self) -> FlatArguments:
-        """Of ours."""
+        """The `FlatArguments` of our engines."""
         is_fp8 = "fp8" in self.value
         return FlatArguments(
             fuse="fused" in self.value,
@@ -73,15 +76,15 @@ _LABELS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What every rank measures.
+    """The settings of a measurement.
 
     Attributes:
         size: key of `SIZES`.
-        microbatches: of a step, one sequence each.
-        steps, warmup: of each run, timed and before those.
+        microbatches: microbatches of a step, one sequence each.
+        steps, warmup: timed steps of each run, and steps before those.
         engines: in this order.
-        folder: for checkpoints of runs that are interrupted and resumed, which are deleted; None: there are
-            no such runs.
+        folder: for checkpoints of runs that are interrupted and resumed, which are deleted; None: no such
+            runs.
     """
 
     size: str
@@ -93,19 +96,20 @@ class Job:
 
     @property
     def seq(self) -> int:
+        """Tokens of a sequence."""
         return SIZES[self.size].seq
 
 
 @dataclass(frozen=True)
 class Trained:
-    """One engine, over all ranks: the slowest one's times, the highest peak.
+    """One engine over all ranks: the slowest one's times, the highest peak.
 
     Attributes:
-        ms: of each timed step.
-        losses: that the trainer has logged, of all steps.
-        is_resumed_equal: whether a run that was interrupted in the middle, and resumed, has the losses and
-            the shards of one that was not, bit for bit; None if that was not asked for.
-        failed: what went wrong, or empty.
+        ms: time of each timed step.
+        losses: losses that the trainer has logged, of all steps.
+        is_resumed_equal: whether a run that was interrupted in the middle and resumed has losses and shards
+            bit-equal to an uninterrupted one; None if not requested.
+        failed: its error, or empty.
     """
 
     engine: Engine
@@ -117,7 +121,7 @@ class Trained:
 
 
 class Text(Dataset[dict[str, Tensor]]):
-    """Windows of real text, a byte a token."""
+    """Windows of real text, one byte per token."""
 
     def __init__(self, config: LlamaConfig) -> None:
         self._config = config
@@ -136,13 +140,14 @@ class Text(Dataset[dict[str, Tensor]]):
 
 
 class Timer(transformers.TrainerCallback):
-    """Marks the end of each step; stops after some if that is wanted."""
+    """Marks the end of each step; stops after a given number if requested."""
 
     def __init__(self, device: torch.device, warmup: int, last: int | None = None) -> None:
         self.clock = Clock(device)
         self._device, self._warmup, self._last = device, warmup, last
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Marks the step's end; starts counting after warm-up."""
         if state.global_step == self._warmup:
             start_together(self._device)
         if state.global_step >= self._warmup:
@@ -152,7 +157,7 @@ class Timer(transformers.TrainerCallback):
 
 
 def measure_all(rank: Rank, job: Job) -> list[Trained]:
-    """On one rank; all ranks return the same."""
+    """Measures all engines; all ranks return the same."""
     found = []
     for engine in job.engines:
         outcome = on_all_ranks(lambda: _measure(rank, job, engine), rank)  # noqa: B023 - called here
@@ -225,7 +230,7 @@ def _shards_of(trainer: Any) -> list[Tensor]:
 def _started(
     rank: Rank, job: Job, engine: Engine, folder: Path, callback: Any = None, **options: Any
 ) -> Iterator[Any]:
-    """A trainer; what Accelerate keeps of it for the whole process is forgotten at the end."""
+    """Makes a trainer; what Accelerate keeps of it for the whole process is cleared at the end."""
     before, common = dict(os.environ), {"save_strategy": "no"}
     os.environ |= {name: str(rank.index) for name in ("RANK", "LOCAL_RANK")}
     os.environ |= {name: str(rank.world) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}

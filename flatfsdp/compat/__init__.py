@@ -1,1 +1,1 @@
-"""Other libraries' interfaces over this engine: change an import, or nothing, and keep the program."""
+"""Interfaces of other libraries over this engine: programs change one import, or nothing."""

@@ -1,7 +1,7 @@
-"""All ranks begin with the first rank's values, as under DistributedDataParallel.
+"""Copies the first rank's values to all ranks, as DistributedDataParallel does.
 
 In:   a model that ranks may have initialised differently.
-Out:  the first rank's parameters and buffers on all of them.
+Out:  the first rank's parameters and buffers on all ranks.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def take_from_first_rank(model: nn.Module, device: torch.device) -> None:
     """Copies the first rank's parameters and buffers to all ranks, one at a time.  Collective.
 
     Args:
-        model: not sharded; in host memory or on the device.  What is on the meta device is left alone.
-        device: through which ranks communicate.
+        model: not sharded; in host memory or on the device.  Tensors on the meta device are skipped.
+        device: device of the communication.
 
     Raises:
-        RuntimeError: if names, shapes, dtypes or `requires_grad` are not the same on all ranks; on all ranks.
+        RuntimeError: if names, shapes, dtypes or `requires_grad` differ between ranks; on all ranks.
     """
     world = Ranks.of(default_group())
     if world.size == 1:

@@ -1,4 +1,4 @@
-"""8 bits: recipes, autocast, quantizers, scaling states, recompute with the same scales, and counts."""
+"""FP8 training: recipes, autocast, quantizers, scaling state, recompute, overflow counts."""
 
 from flatfsdp.fp8.autocast import autocast, fp8_autocast
 from flatfsdp.fp8.overflows import Overflows, count_overflows
@@ -6,7 +6,7 @@ from flatfsdp.fp8.recipe import BlockScaling, CurrentScaling, DelayedScaling, Fo
 from flatfsdp.fp8.recompute import checkpoint
 
 Float8CurrentScaling, Float8BlockScaling = CurrentScaling, BlockScaling
-"""Transformer Engine's names."""
+"""Transformer Engine's names of these recipes."""
 
 __all__ = [
     "BlockScaling",

@@ -1,7 +1,7 @@
-"""Where FP8 is on, with which recipe, and when scales move on.
+"""`autocast`: turns FP8 on, with a recipe, and updates the scales.
 
 In:   `with autocast(recipe=...)` around a forward.
-Out:  `current_region()`, which layers ask in their forward; scales are updated at the exit of the outermost
+Out:  `current_region()`, which layers read in their forward; scales are updated at the exit of the outermost
       region (forward tensors) and at the end of each backward (gradients).
 Next: `casts.py` makes quantizers from a region.
 """
@@ -25,30 +25,30 @@ def autocast(
     recipe: Recipe | None = None,
     amax_reduction_group: dist.ProcessGroup | None = None,
 ) -> Iterator[None]:
-    """Runs the layers of `flatfsdp.layers` inside with FP8 GEMMs; backward may be outside.
+    """Context in which layers of `flatfsdp.layers` run FP8 GEMMs; the backward may run outside.
 
         with autocast(recipe=DelayedScaling(amax_history_len=16)):
             loss = model(tokens)
         loss.backward()
 
-    With `DelayedScaling`, the forward's scales are updated when the outermost region ends, the gradients'
-    when a backward ends: one all-reduce of one small vector each.  All ranks of the group have to run the
-    same layers, and as many regions and backwards.  Without gradients (evaluation) nothing is recorded.  A
-    forward that ends in an exception updates nothing.  Capturing a step in a CUDA graph, whose replays would
-    not see new scales, raises a RuntimeError.
+    With `DelayedScaling`, the forward's scales are updated when the outermost region ends, and the gradients'
+    when a backward ends, with one all-reduce of a small vector each.  All ranks of the group have to run the
+    same layers, and equally many regions and backwards.  Without gradients (evaluation) nothing is recorded.
+    A forward that raises updates nothing.  Capturing a step in a CUDA graph raises a RuntimeError, because
+    replays would not see new scales.
 
     Args:
-        enabled: False switches FP8 off inside.
-        calibrating: with enabled=False: record amaxes, for a later FP8 run, while computing without FP8.
-        recipe: DelayedScaling() if not given.
+        enabled: False turns FP8 off inside.
+        calibrating: with enabled=False: record amaxes for a later FP8 run while computing without FP8.
+        recipe: default: DelayedScaling().
         amax_reduction_group: ranks that hold parts of the same tensors, such as all data-parallel ranks;
-            default: all ranks, where torch.distributed is initialised; in the forward of a pipeline stage
-            (`FlatStage`) those that have this stage.
+            default: all ranks, if torch.distributed is initialised; in the forward of a pipeline stage
+            (`FlatStage`) the ranks with this stage.
 
     Raises:
-        TypeError: if `recipe` is no recipe, or stands where `enabled` or `calibrating` does.
-        ValueError: in a pipeline stage, if amax_reduction_group has ranks of other stages: around a step at
-            once, in a forward after the step, on every rank.
+        TypeError: if `recipe` is not a recipe, or was passed as `enabled` or `calibrating`.
+        ValueError: in a pipeline stage, if amax_reduction_group has ranks of other stages: immediately around
+            a step; after the step, on every rank, if it was entered in a forward.
     """
     for name, value in (("enabled", enabled), ("calibrating", calibrating)):
         if not isinstance(value, bool):
@@ -64,7 +64,7 @@ def autocast(
     if stage is not None:
         stage.confine(region)
     if outer is not None:
-        # One update, at the end of the outermost region.
+        # There is one update, at the end of the outermost region.
         region._used = outer._used
     try:
         with entered(region):

@@ -1,8 +1,8 @@
-"""How the input, the weight and the gradient of a linear map are cast in one call.
+"""`Casts`: how the input, weight and gradient of a linear map are cast in one call.
 
-In:   the recipe of the region around the call; with delayed scaling the layer's scales, too.
-Out:  `Casts`, a quantizer for each of the three.
-Next: `layers/base.py` hands them to the linear primitive; `quantizers.py` casts.
+In:   the recipe of the region around the call; with delayed scaling, the layer's scales, too.
+Out:  `Casts`, with a quantizer for each of the three.
+Next: `layers/base.py` passes them to the linear primitive; `quantizers.py` casts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ from flatfsdp.fp8.region import Region
 
 @dataclass(slots=True)
 class Casts:
-    """How the tensors of one linear map are cast in one call.
+    """Quantizers for the tensors of one linear map in one call.
 
     Attributes:
-        grad: called in backward.
-        is_fp8: whether GEMMs are in FP8.
-        recipe: whose casts these are; None without FP8.
+        x: for the input.
+        weight: for the weight.
+        grad: makes the one for the output's gradient, in backward.
+        split: which GEMMs use split accumulation.
+        recipe: the recipe of these casts; None without FP8.
     """
 
     x: Quantizer
@@ -36,6 +38,7 @@ class Casts:
 
     @property
     def is_fp8(self) -> bool:
+        """Whether GEMMs are in FP8."""
         return self.recipe is not None
 
 
@@ -44,7 +47,7 @@ WITHOUT_FP8 = Casts(Unquantized(), Unquantized(), Unquantized, SplitAccumulator(
 
 @cache
 def stateless_casts(recipe: CurrentScaling | BlockScaling) -> Casts:
-    """Casts of a recipe whose scales come from the tensors themselves."""
+    """The casts of a recipe whose scales come from the tensors themselves."""
     if isinstance(recipe, CurrentScaling):
         forward, backward = (
             Current(dtype, recipe.amax_epsilon, recipe.power_of_two_scales)
@@ -65,13 +68,15 @@ def delayed_casts(
     records: bool,
     use: Use | None,
 ) -> list[Casts]:
-    """Casts with delayed scaling, for each linear map of a layer.
+    """The casts of a layer's linear maps with delayed scaling.
 
     Args:
-        forward: of the inputs and the weights: x, weight, x, weight, ...
-        backward: of the gradients, one a map.
+        region: the autocast around the call.
+        recipe: its recipe.
+        forward: scales of the inputs and weights: x, weight, x, weight, ...
+        backward: scales of the gradients, one per map.
         records: whether this forward records amaxes.
-        use: inside a checkpoint: which use this is.
+        use: inside a checkpoint: the use of the layer that this call is.
     """
     scales = forward.scales() if use is None else use.scales_of(forward)
     dtype = recipe.fp8_format.forward

@@ -1,14 +1,14 @@
-"""Scaling state of delayed scaling: the scales that casts use now, and the amax histories behind them.
+"""State of delayed scaling: the current scales of casts, and the amax histories behind them.
 
 In:   amaxes, which cast kernels write into row 0 of the histories.
-Out:  `Scales` for casts; once a forward and once a backward `Arena.update` makes the next ones.
+Out:  `Scales` for casts; `Arena.update` makes the next ones, once per forward and once per backward.
 Next: `fp8/autocast.py` decides when to update; `quantizers.py` casts.
 
-    Scaling     one direction (forward or backward) of one module: a few columns of an arena, which are the
+    Scaling     one direction (forward or backward) of one module: some columns of an arena, which are the
                 module's buffers fp8_<direction>_scale [n] and fp8_<direction>_amax_history [L, n]
     Arena       the columns of many modules: one all-reduce and one launch update all of them
-    Scales      one generation of scales; never written again, so whoever holds one, a tensor that was cast
-                with it or a recomputation, sees the values of that time
+    Scales      one generation of scales, never overwritten: a tensor cast with it, or a recomputation, keeps
+                the values of its time
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Direction = Literal["forward", "backward"]
 
 
 class Observer(Protocol):
-    """Somebody who looks at amaxes."""
+    """An object that inspects amaxes before each update."""
 
     def before_update(self, arena: Arena) -> None:
-        """Row 0 of the history has the amaxes since the last update, and `scale` is that of their casts."""
+        """Called while row 0 of the history has the latest amaxes, and `scale` the scales of their casts."""
 
 
 class Arena:
@@ -48,13 +48,16 @@ class Arena:
 
     Args:
         fp8_max: largest number of each tensor's format.
+        length: rows of the history.
+        device: device of the buffers.
 
     Attributes:
-        scale: FP32 [n]; what checkpoints save and load, in place.
-        history: FP32 [L, n]; row 0 is raised by casts, row 1 is the oldest update, row L - 1 the latest.
+        scale: FP32 [n]; saved and loaded by checkpoints, in place.
+        history: FP32 [L, n]; casts raise row 0, row 1 is the oldest update, row L - 1 the latest.
         fp8_max: FP32 [n].
-        observers: are called before each update, in this order; usually nobody.
-        is_recorded: whether a CUDA graph is captured that begins with `renew`: its replays see new scales.
+        observers: called before each update, in this order; usually empty.
+        is_recorded: whether the CUDA graph being captured begins with `renew`, so that its replays see new
+            scales.
     """
 
     def __init__(self, fp8_max: Sequence[float], length: int, device: torch.device) -> None:
@@ -71,26 +74,27 @@ class Arena:
         self.is_recorded = False
 
     def renew(self) -> None:
-        """Casts read the scales anew from `scale`: what they had is of another recording, or of none."""
+        """Makes casts read `scale` again: cached scales belong to another recording, or to none."""
         self._version, self._scales = -1, ()
 
     @property
     def members(self) -> list[Scaling]:
-        """Those whose columns it has."""
+        """The `Scaling`s whose columns it holds."""
         alive = (member() for member in self._members)
         return [scaling for scaling in alive if scaling is not None and scaling.arena is self]
 
     def add(self, scaling: Scaling) -> None:
+        """Adds a member."""
         self._members.append(weakref.ref(scaling))
 
     def observe(self, observers: Iterable[Observer]) -> None:
-        """Adds to those who are called before each update."""
+        """Adds observers, which are called before each update."""
         self.observers.update(dict.fromkeys(observers))
 
     @property
     def scales(self) -> tuple[Scales, ...]:
-        """The current generation, of each tensor."""
-        # Loading a checkpoint writes to `scale` and leaves another version behind.
+        """The current generation of scales, by tensor."""
+        # Loading a checkpoint writes to `scale` and changes its version.
         if self._version != self.scale._version:
             with torch.inference_mode(False):
                 self._scales = one_by_one(align_inverses(Scales(self.scale.clone(), self.scale.reciprocal())))
@@ -98,8 +102,11 @@ class Arena:
         return self._scales
 
     def agree(self, recipe: DelayedScaling, group: dist.ProcessGroup) -> None:
-        """The first time over `group`: raises RuntimeError on every rank unless all have the same layers and
-        recipe."""
+        """Checks, the first time over `group`, that all ranks have the same layers and recipe.
+
+        Raises:
+            RuntimeError: if they differ; on every rank.
+        """
         if self._agreed is None or self._agreed() is not group:
             lines = [*(scaling.label for scaling in self.members), f"recipe {recipe}"]
             check_same_on_all_ranks(lines, [Ranks.of(group)], self.scale.device)
@@ -108,10 +115,10 @@ class Arena:
     @torch.no_grad()
     @torch.inference_mode(False)
     def update(self, recipe: DelayedScaling, group: dist.ProcessGroup | None) -> None:
-        """Makes the next generation; `group` takes the largest amax of its ranks first.
+        """Makes the next generation of scales, after a max-reduction of the amaxes over `group`.
 
         Raises:
-            RuntimeError: while a CUDA graph is captured, which would replay casts with today's scales.
+            RuntimeError: while a CUDA graph is captured, whose replays would cast with the scales of now.
         """
         if is_captured(self.scale.device) and not self.is_recorded:
             raise RuntimeError(
@@ -129,7 +136,7 @@ class Arena:
     @torch.no_grad()
     @torch.inference_mode(False)
     def rescale(self, recipe: DelayedScaling) -> None:
-        """Scales for another format or margin from what the history remembers; nothing is rolled."""
+        """Recomputes scales for another format or margin from the history, which does not roll."""
         remembered = self.history[1:]
         if len(remembered):
             is_latest = recipe.amax_compute_algo == "most_recent"
@@ -151,16 +158,19 @@ class Arena:
 
 
 class Scaling:
-    """One direction of one module.
+    """The scales of one direction of one module.
 
     Args:
         owner: the module whose buffers these are.
+        direction: forward or backward.
         dtypes: the FP8 format of each tensor.
+        recipe: the recipe.
+        device: device of the buffers.
 
     Attributes:
-        was_loaded: whether the buffers hold what a checkpoint has saved, maybe with another recipe.
+        was_loaded: whether the buffers come from a checkpoint, possibly with another recipe.
         amaxes: where casts of each tensor record their amax, FP32 [1].
-        columns: which of the arena's are this module's.
+        columns: this module's columns of the arena.
     """
 
     def __init__(
@@ -183,20 +193,22 @@ class Scaling:
 
     @property
     def device(self) -> torch.device:
+        """The device of the buffers."""
         return self.arena.scale.device
 
     @property
     def scale_means(self) -> tuple[object, ...]:
-        """What a scale depends on besides the amax."""
+        """The values that a scale depends on besides the amax."""
         return (*self.fp8_max, self.recipe.margin, self.recipe.power_of_two_scales)
 
     @property
     def label(self) -> str:
+        """A description for the comparison of ranks."""
         return f"an FP8 {type(self.owner).__name__} with {len(self.fp8_max)} {self._keys[0]}"
 
     @property
     def is_current(self) -> bool:
-        """Whether the owner's buffers are still those of the arena; a copy or a move makes others."""
+        """Whether the owner's buffers are still those of the arena; a copy or move replaces them."""
         buffers = self.owner._buffers
         return all(map(is_, map(buffers.get, self._keys), self._views))
 
@@ -205,11 +217,11 @@ class Scaling:
         return self.arena.scales[self.columns]
 
     def forget(self) -> None:
-        """Drops the amaxes since the last update."""
+        """Discards the amaxes since the last update."""
         self._row0.zero_()
 
     def _adopt(self, device: torch.device) -> None:
-        """An arena of its own, with what the owner's buffers hold: loaded, copied, moved, or nothing yet."""
+        """Makes an arena of its own from the owner's buffers, if there are any (loaded, copied or moved)."""
         scale, history = (self.owner._buffers.get(key) for key in self._keys)
         arena = Arena(self.fp8_max, self.recipe.amax_history_len, device)
         n = len(self.fp8_max)
@@ -221,7 +233,7 @@ class Scaling:
                 )
             with torch.no_grad():
                 arena.scale.copy_(scale)
-                # The latest updates count, wherever a longer or shorter history was saved.
+                # The latest updates are kept, whether a longer or shorter history was saved.
                 arena.history[0].copy_(history[0])
                 kept = min(history.shape[0], arena.history.shape[0]) - 1
                 if kept:
@@ -229,7 +241,7 @@ class Scaling:
         self.move_to(arena, 0)
 
     def move_to(self, arena: Arena, start: int) -> None:
-        """Takes `arena`'s columns from `start` on, which hold its values already."""
+        """Takes over `arena`'s columns from `start`, which already hold its values."""
         n = len(self.fp8_max)
         self.arena, self.columns = arena, slice(start, start + n)
         arena.add(self)
@@ -240,24 +252,26 @@ class Scaling:
             self.owner.register_buffer(key, view)
 
     def copy_to(self, arena: Arena, start: int) -> None:
+        """Copies its values into `arena`'s columns from `start`."""
         n = len(self.fp8_max)
         arena.scale.narrow(0, start, n).copy_(self._views[0])
         arena.history.narrow(1, start, n).copy_(self._views[1])
 
 
 def is_captured(device: torch.device) -> bool:
-    """Whether what is launched now becomes part of a CUDA graph."""
+    """Whether work launched now becomes part of a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def buffer_names(direction: Direction) -> tuple[str, str]:
+    """The names of a direction's scale and history buffers."""
     return f"fp8_{direction}_scale", f"fp8_{direction}_amax_history"
 
 
 def update(scalings: Iterable[Scaling], group: dist.ProcessGroup | None) -> None:
     """Updates the scales of all that were used; collective over `group`, if given."""
     by_kind: dict[tuple[DelayedScaling, torch.device], list[Arena]] = {}
-    # One look-up for each arena, whose members are of one kind: to hash a recipe takes long.
+    # One look-up per arena, whose members share a recipe: hashing a recipe is slow.
     for arena, scaling in {scaling.arena: scaling for scaling in scalings}.items():
         by_kind.setdefault((scaling.recipe, scaling.device), []).append(arena)
     for (recipe, device), arenas in by_kind.items():
@@ -272,7 +286,7 @@ def update(scalings: Iterable[Scaling], group: dist.ProcessGroup | None) -> None
 def _merged(arenas: Sequence[Arena], recipe: DelayedScaling, device: torch.device) -> Arena:
     """A new arena with the columns of all members of these, side by side.
 
-    Of all, not only of those that were used: layers that run in several regions would go back and forth.
+    Unused members are included: layers that run in several regions would otherwise move back and forth.
     """
     members = [scaling for arena in arenas for scaling in arena.members]
     fp8_max = [limit for scaling in members for limit in scaling.fp8_max]

@@ -4,7 +4,7 @@ In:   a model; arenas before their updates (delayed scaling), matrices before th
 Out:  counts on the device, which `Overflows` reads on request.
 Next: `kernels/cast/overflows.py` adds to the counts of a whole arena in one launch.
 
-While nobody counts, layers cast with the quantizers they always have, and arenas have no observers.
+Without an active count, layers use their ordinary quantizers, and arenas have no observers.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from flatfsdp.kernels.cast.overflows import count_overflows as add_overflows
 from flatfsdp.torch_private import in_backward
 
 COUNTS = ("amaxes", "saturated", "infinite", "nan")
-"""Keys of the counts of a tensor, in the order of the rows of a `Tally`."""
+"""Names of the counts of a tensor, in the order of a `Tally`'s rows."""
 
 
 class Countable(nn.Module):
     """A layer whose casts can be counted.
 
     Attributes:
-        linear_maps: the names of its weights; inputs and gradients are named alike.
-        overflow_counters: who counts at the moment.
+        linear_maps: names of its weights; inputs and gradients are named after them.
+        overflow_counters: the active counts.
     """
 
     linear_maps: ClassVar[tuple[str, ...]]
@@ -50,33 +50,39 @@ class Countable(nn.Module):
 
 @contextmanager
 def count_overflows(model: nn.Module) -> Iterator[Overflows]:
-    """Counts the amaxes inside that overflow, for each FP8 layer of `model` and each of its tensors.
+    """Counts overflowing amaxes, for each FP8 layer of `model` and each of its tensors.
 
         with count_overflows(model) as overflows:
             train_step(model)
         print(overflows)
 
-    An FP8 cast saturates: an infinite input gives a finite result, which no check for NaN sees, and with
-    delayed scaling so does a number that is larger than the scale of the last steps allows.  What is counted,
-    on the device and without a synchronisation with the host:
+    An FP8 cast saturates: an infinite input gives a finite result, which no check for NaN sees.  With delayed
+    scaling, so does a number larger than the scale of the last steps allows.  Counts are kept on the device,
+    without synchronisation with the host:
 
-    - `DelayedScaling`: amaxes as they enter the history, one for each tensor that was cast since the last
-      update, against the scale of these casts.  Where ranks share scales, amaxes are of all ranks that do,
-      and so are the counts, on each of them.
-    - `CurrentScaling`, `BlockScaling`: every cast of a matrix, by an amax of its own, which takes one more
-      read of the matrix.  Scales fit every finite amax, so that only infinity saturates.  Counts are of this
-      rank, also where tensor-parallel ranks have rows of one matrix.
+    - `DelayedScaling`: amaxes as they enter the history, one for each tensor cast since the last update, and
+      the scale of these casts.  If ranks share scales, amaxes are reduced over them first, and each of
+      them has the same counts.
+    - `CurrentScaling`, `BlockScaling`: each cast of a matrix, by its own amax, which takes one more read of the
+      matrix.  Scales fit every finite amax, so only infinity saturates.  Counts are this rank's, even if
+      tensor-parallel ranks share a matrix by rows.
 
-    An amax of 0 is not counted; a NaN hides whatever else is in its tensor.  Recomputed casts are not counted
-    again, nor are weights that are not cast in a call: those of an earlier microbatch, and those that
-    FlatFSDP keeps in FP8, which their unit casts.  With delayed scaling nothing is recorded, and so nothing
-    counted, in a forward without gradients.  Both the forward and the backward have to run inside.
+    An amax of 0 is not counted; a NaN hides all other values of its tensor.  Recomputed casts are not counted
+    again, and neither are weights that a call does not cast: those kept from an earlier microbatch, and those
+    that FlatFSDP stores in FP8.  With delayed scaling a forward without gradients records nothing, so nothing
+    is counted.  Both forward and backward have to run inside.
 
     Layers have the names of `model.named_modules()` before it was wrapped.  Copies of the model and replays
     of CUDA graphs are not counted.  Several counts may be active at once, each with its own numbers.
 
+    Args:
+        model: the model, wrapped or not.
+
+    Yields:
+        The counts.
+
     Raises:
-        RuntimeError: in a cast that a CUDA graph captures: its replays would count on after the end.
+        RuntimeError: in a cast captured by a CUDA graph: its replays would continue to count after the end.
     """
     layers: dict[Countable, str] = {}
     for prefix, module in prefixed_modules(model):
@@ -98,17 +104,17 @@ def count_overflows(model: nn.Module) -> Iterator[Overflows]:
 
 
 class Label(NamedTuple):
-    """A tensor of a layer: "input", "weight" or "grad_output", behind the name of its map if it has one."""
+    """A tensor of a layer: "input", "weight" or "grad_output", with its map's name as a prefix."""
 
     layer: str
     tensor: str
 
 
 class Tally(NamedTuple):
-    """Counts of some tensors.
+    """Counts of several tensors.
 
     Attributes:
-        labels: of n tensors; None for those of layers that are not counted.
+        labels: of n tensors; None for tensors of layers that are not counted.
         counts: int64 [4, n], the rows of `COUNTS`.
     """
 
@@ -117,6 +123,7 @@ class Tally(NamedTuple):
 
     @staticmethod
     def of(labels: list[Label | None], device: torch.device) -> Tally:
+        """A tally with zero counts."""
         with torch.inference_mode(False):
             return Tally(labels, torch.zeros(ROWS, len(labels), dtype=torch.int64, device=device))
 
@@ -124,14 +131,15 @@ class Tally(NamedTuple):
 class Overflows:
     """Counts of a model, by layer and tensor.  Reading them waits for the device; counting does not.
 
-    What is counted of a tensor:
+    Counts of a tensor:
 
         amaxes      amaxes that were not 0: updates with delayed scaling, else casts
-        saturated   of these, larger than the scale of their cast allowed, infinite ones among them
-        infinite    of these, infinite: the cast has made the largest FP8 number of them
+        saturated   of these, larger than the scale of their cast allowed, including infinite ones
+        infinite    of these, infinite: the cast turned them into the largest FP8 number
         nan         of these, NaN, which the cast keeps
 
-    Tensors are `input`, `weight` and `grad_output`; in a layer with several maps `fc1_input` and so on.
+    Tensors are `input`, `weight` and `grad_output`, with a prefix such as `fc1_` in a layer with several
+    maps.
 
     Args:
         layers: the layers to count, with their names.
@@ -151,7 +159,7 @@ class Overflows:
     # ---- reading ----------------------------------------------------------------------------------------
 
     def table(self) -> dict[str, dict[str, dict[str, int]]]:
-        """Counts by layer and tensor, of all tensors with an amax; waits for the device.
+        """Counts by layer and tensor, for all tensors with an amax; waits for the device.
 
         {"blocks.0.up": {"input": {"amaxes": 8, "saturated": 1, "infinite": 0, "nan": 0}, ...}, ...}
         """
@@ -162,7 +170,7 @@ class Overflows:
         return table
 
     def totals(self) -> dict[str, int]:
-        """Counts over all tensors; waits for the device."""
+        """Counts summed over all tensors; waits for the device."""
         return _by_name([sum(row) for row in zip([0] * len(COUNTS), *self._read().values(), strict=True)])
 
     def __str__(self) -> str:
@@ -191,14 +199,14 @@ class Overflows:
     # ---- counting ---------------------------------------------------------------------------------------
 
     def before_update(self, arena: Arena) -> None:
-        """Adds what casts have recorded in an arena since its last update."""
+        """Adds the amaxes that casts have recorded in an arena since its last update."""
         tally = self._of_arenas.get(arena)
         if tally is None:
             tally = self._of_arenas[arena] = Tally.of(self._columns(arena), arena.scale.device)
         add_overflows(arena.history[0], arena.scale, arena.fp8_max, tally.counts)
 
     def before_cast(self, layer: Countable, tensor: str, amax: Tensor) -> None:
-        """Adds the amax of one cast, FP32 [1], to which the scale will be fitted."""
+        """Adds the amax of one cast, FP32 [1], before its scale is computed."""
         label, device = Label(self._names[layer], tensor), amax.device
         tally = self._of_casts.get((label, device))
         if tally is None:
@@ -206,7 +214,7 @@ class Overflows:
         add_overflows(amax, *_fits_all_finite(device), tally.counts)
 
     def leave_arenas(self) -> None:
-        """Stops counting in every arena it has seen."""
+        """Stops counting in every arena seen so far."""
         for arena in self._of_arenas:
             arena.observers.pop(self, None)
 
@@ -223,7 +231,7 @@ class Overflows:
 
 
 def counted(layer: Countable, casts: list[Casts]) -> list[Casts]:
-    """Casts with scales of the tensors themselves, counted by those who count in `layer`."""
+    """Wraps casts with current or block scales so that the active counts of `layer` see their matrices."""
     tape = current_tape()
     is_repeated = in_backward() if tape is None else tape.is_replay
     return [
@@ -237,14 +245,14 @@ def _counted_map(layer: Countable, prefix: str, casts: Casts, is_repeated: bool)
         return Counted(inner, partial(_count, layer, prefix + kind))
 
     counted = replace(casts, grad=lambda: look(casts.grad(), "grad_output"))
-    # A gradient reaches only one of the runs.
+    # Only one of the runs gets a gradient.
     if is_repeated:
         return counted
     return replace(counted, x=look(casts.x, "input"), weight=look(casts.weight, "weight"))
 
 
 def _count(layer: Countable, tensor: str, x: Tensor) -> None:
-    """Adds the amax of a matrix that is about to be cast, if somebody still counts in `layer`."""
+    """Adds the amax of a matrix that is about to be cast, if a count is still active in `layer`."""
     if not layer.overflow_counters:
         return
     if is_captured(x.device):
@@ -259,10 +267,11 @@ def _count(layer: Countable, tensor: str, x: Tensor) -> None:
 
 @dataclass(slots=True)
 class Counted:
-    """A quantizer, and a look at each matrix before it is cast.
+    """A quantizer that shows each matrix to a count before it is cast.
 
     Attributes:
-        count: is given the matrix.
+        inner: the quantizer.
+        count: called with the matrix.
     """
 
     inner: Quantizer
@@ -270,30 +279,36 @@ class Counted:
 
     @property
     def fused(self) -> dict[str, Any] | None:
+        """The inner quantizer's arguments for a kernel that casts."""
         return self.inner.fused
 
     def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
+        """The inner quantizer's operand."""
         return self.inner.operand(rowwise, columnwise)
 
     def cast(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
     ) -> Quantized:
+        """Counts the matrix, and casts it with the inner quantizer."""
         self.count(x)
         return self.inner.cast(x, rowwise=rowwise, columnwise=columnwise, column_sum=column_sum)
 
     def silent(self) -> Quantizer:
+        """The inner quantizer without recording, and without counting."""
         return self.inner.silent()
 
     def for_rows(self, ranks: Ranks) -> Quantizer:
+        """The same for this rank's rows; each rank counts its own."""
         return replace(self, inner=self.inner.for_rows(ranks))
 
     def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
-        # Each rank has counted its own rows.
+        """The inner quantizer's operand of all gathered rows, which is not counted."""
+        # Each rank has already counted its own rows.
         return self.inner.of_rows(gathered, rowwise=rowwise, columnwise=columnwise)
 
 
 def _prefixes(layer: Any) -> list[str]:
-    """What the names of each linear map's tensors begin with: nothing, or such as "fc1_"."""
+    """The prefix of the names of each linear map's tensors: "", or for example "fc1_"."""
     return [name.removesuffix("weight") for name in layer.linear_maps]
 
 
@@ -303,7 +318,7 @@ def _by_name(counts: list[int]) -> dict[str, int]:
 
 @cache
 def _fits_all_finite(device: torch.device) -> tuple[Tensor, Tensor]:
-    """A scale and a largest number, FP32 [1], for which only infinity is too large; never written."""
+    """A scale and a largest number, FP32 [1], that only infinity exceeds; never written."""
     with torch.inference_mode(False):
         one = torch.ones(1, device=device, dtype=torch.float32)
         return one, torch.full_like(one, torch.finfo(torch.float32).max)

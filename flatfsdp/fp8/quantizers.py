@@ -1,14 +1,14 @@
-"""How one tensor of a layer gets to FP8: a quantizer for each recipe.
+"""Quantizers, which cast the tensors of a layer to FP8; one class per recipe.
 
 In:   a matrix in FP32, fp16 or bf16.
-Out:  an `Operand`, and the column sums where they are asked for (a bias gradient is one).
+Out:  an `Operand`, and the column sums if requested (a bias gradient is one).
 Next: `matmul/gemms.py` multiplies operands.
 
-A kernel that produces the matrix (a norm, an activation) can cast it in the same pass if the scale is known
-before: it asks for `fused` and then calls `operand` on what it has written.
+A kernel that produces the matrix (a norm, an activation) can cast it in the same pass if the scale is already
+known: it reads `fused`, and passes the result to `operand`.
 
-Where each of several ranks has rows of one matrix, `for_rows` casts them for the way, and `of_rows` makes of
-all of them, gathered, what the matrix itself would have been cast to.
+Where ranks share a matrix by rows, `for_rows` gives the quantizer of a rank's rows before the all-gather.
+`of_rows` then makes the operand that casting the whole matrix would have given.
 """
 
 from __future__ import annotations
@@ -33,42 +33,48 @@ from flatfsdp.kernels.cast.transpose import transpose
 
 
 class Quantized(NamedTuple):
+    """An operand, with column sums of the matrix if requested."""
+
     operand: Operand
     column_sum: Tensor | None
-    """[cols]."""
+    """[cols]"""
 
 
 class Quantizer(Protocol):
+    """Casts one tensor of a layer in each call."""
+
     @property
     def fused(self) -> dict[str, Any] | None:
-        """Arguments scale, amax and dtype for a kernel that casts what it produces; None: cast it later."""
+        """Arguments scale, amax and dtype for a kernel that casts its own result; None: cast it later."""
 
     def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
-        """What a kernel has cast with `fused`."""
+        """The operand from the result of a kernel that cast with `fused`."""
 
     def cast(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
     ) -> Quantized:
-        """Casts a matrix in the forms that the coming GEMMs read.
+        """Casts a matrix to the forms that the following GEMMs read.
 
         Args:
             x: [rows, cols], contiguous.
-            column_sum: dtype of the sums over its rows; None: they are not wanted.
+            rowwise: whether the row-major form is needed.
+            columnwise: whether the transposed form is needed.
+            column_sum: dtype of the sums over its rows; None: not needed.
         """
 
     def silent(self) -> Quantizer:
-        """The same casts, and no amax is recorded."""
+        """The same quantizer, without recording amaxes."""
 
     def for_rows(self, ranks: Ranks) -> Quantizer:
-        """Casts this rank's rows, of a matrix of which each rank has some, into what is gathered."""
+        """The quantizer for this rank's rows of a matrix shared by rows, before the all-gather."""
 
     def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
-        """The operand of all rows; `gathered` has either `high` or `rowwise`."""
+        """The operand of all gathered rows; `gathered` has either `high` or `rowwise`."""
 
 
 @dataclass(slots=True)
 class Unquantized:
-    """No cast: GEMMs are in the dtype of the activations.
+    """No cast: GEMMs run in the dtype of the activations.
 
     Attributes:
         amax: where a calibrating run records the amax; None: nowhere.
@@ -78,33 +84,40 @@ class Unquantized:
 
     @property
     def fused(self) -> None:
+        """None: there is no cast to fuse."""
         return None
 
     def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
+        """Never called, because `fused` is None."""
         raise AssertionError("nothing is cast without FP8")
 
     def cast(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
     ) -> Quantized:
+        """Returns the matrix itself; records its amax in a calibrating run."""
         if self.amax is not None:
             max_abs(x, self.amax)
         return Quantized(Operand(high=x), None if column_sum is None else sum_columns(x, column_sum))
 
     def silent(self) -> Unquantized:
+        """The same without recording."""
         return Unquantized()
 
     def for_rows(self, ranks: Ranks) -> Unquantized:
+        """Unchanged: rows are gathered without a cast."""
         return self
 
     def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
+        """The gathered rows themselves."""
         return gathered
 
 
 @dataclass(slots=True)
 class Delayed:
-    """Delayed scaling: the scale is known.
+    """Delayed scaling: the scale is known before the cast.
 
     Attributes:
+        dtype: the FP8 format.
         scale, scale_inv: FP32 [1], of one generation.
         amax: FP32 [1], raised by every cast; None: record nothing.
     """
@@ -116,14 +129,17 @@ class Delayed:
 
     @property
     def fused(self) -> dict[str, Any]:
+        """The scale, amax and dtype for a kernel that casts its own result."""
         return {"scale": self.scale, "amax": self.amax, "dtype": self.dtype}
 
     def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
+        """The operand of a cast with this scale."""
         return Operand(None, rowwise, columnwise, self.scale_inv, self.scale_inv)
 
     def cast(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
     ) -> Quantized:
+        """Casts with the known scale, in one pass."""
         result = cast(
             x,
             self.scale,
@@ -136,22 +152,28 @@ class Delayed:
         return Quantized(self.operand(result.rowwise, result.columnwise), result.column_sum)
 
     def silent(self) -> Delayed:
+        """The same without recording amaxes."""
         return Delayed(self.dtype, self.scale, self.scale_inv, None)
 
     def for_rows(self, ranks: Ranks) -> Delayed:
+        """Unchanged: ranks that share a layer share its scales."""
         # Ranks that share a layer share its scales.
         return self
 
     def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
+        """The gathered operand, transposed as well if needed."""
         return with_columnwise(gathered) if columnwise else gathered
 
 
 @dataclass(slots=True)
 class Current:
-    """Current scaling: the scale comes from the tensor itself, in a pass of its own.
+    """Current scaling: the scale comes from the tensor itself, in a separate pass.
 
     Attributes:
-        ranks: that have rows of the tensor; None: this one alone.
+        dtype: the FP8 format.
+        epsilon: smallest amax.
+        power_of_two: whether scales are rounded down to powers of two.
+        ranks: ranks that share the tensor by rows; None: this one alone.
     """
 
     dtype: torch.dtype
@@ -161,14 +183,17 @@ class Current:
 
     @property
     def fused(self) -> None:
+        """None: the scale is not known before the matrix is."""
         return None
 
     def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
+        """Never called, because `fused` is None."""
         raise AssertionError("current scaling casts when the amax is known")
 
     def cast(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
     ) -> Quantized:
+        """Finds the amax, over all `ranks`, and casts with its scale."""
         amax = max_abs(x)
         if self.ranks is not None:
             with launch_on_host(self.ranks, Identity.counting(Action.AMAX, amax.numel()), amax.device):
@@ -184,32 +209,38 @@ class Current:
         )
 
     def silent(self) -> Current:
+        """Unchanged: there is nothing to record."""
         return self
 
     def for_rows(self, ranks: Ranks) -> Current:
+        """The same with an amax over `ranks`."""
         return replace(self, ranks=ranks)
 
     def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
+        """The gathered operand, transposed as well if needed."""
         return with_columnwise(gathered) if columnwise else gathered
 
 
 @dataclass(slots=True)
 class Blockwise:
-    """Block scaling: one scale a block, from the block itself, in the pass that casts."""
+    """Block scaling: one scale per block, computed in the pass that casts it."""
 
     block: Block
     power_of_two: bool
 
     @property
     def fused(self) -> None:
+        """None: the scales are not known before the matrix is."""
         return None
 
     def operand(self, rowwise: Tensor | None, columnwise: Tensor | None) -> Operand:
+        """Never called, because `fused` is None."""
         raise AssertionError("block scaling casts when the amaxes are known")
 
     def cast(
         self, x: Tensor, *, rowwise: bool, columnwise: bool, column_sum: torch.dtype | None = None
     ) -> Quantized:
+        """Casts each block with its own scale, in one pass."""
         cast = block_cast(
             x, block=self.block, rowwise=rowwise, columnwise=columnwise, power_of_two=self.power_of_two
         )
@@ -219,30 +250,33 @@ class Blockwise:
         return Quantized(operand, None if column_sum is None else sum_columns(x, column_sum))
 
     def silent(self) -> Blockwise:
+        """Unchanged: there is nothing to record."""
         return self
 
     def for_rows(self, ranks: Ranks) -> Unquantized:
-        # Columnwise blocks reach over the rows of several ranks.
+        """No cast: rows are gathered in the dtype of the activations."""
+        # Columnwise blocks span the rows of several ranks.
         return Unquantized()
 
     def of_rows(self, gathered: Operand, *, rowwise: bool, columnwise: bool) -> Operand:
+        """Casts the gathered rows."""
         assert gathered.high is not None
         return self.cast(gathered.high, rowwise=rowwise, columnwise=columnwise).operand
 
 
 def with_columnwise(operand: Operand) -> Operand:
-    """Adds what the same cast would have made for dgrad or wgrad; there is one scale for the tensor."""
+    """Adds the transposed form that the same cast would have made; the tensor has a single scale."""
     assert operand.rowwise is not None
     return operand._replace(columnwise=transpose(operand.rowwise), columnwise_inv=operand.rowwise_inv)
 
 
 def dequantized(operand: Operand, dtype: torch.dtype) -> Operand:
-    """The values that FP8 bytes with one scale stand for, rounded once to `dtype`; no host sync.
+    """Widens FP8 bytes with one scale, rounded once to `dtype`; no host sync.
 
     Bytes per element: 3 to widen and 4 to multiply, for bf16.
     """
     assert operand.rowwise is not None and operand.rowwise_inv is not None
-    # The product is computed in FP32, the dtype of the inverse.
+    # The multiplication is in FP32, the dtype of the inverse.
     return Operand(high=operand.rowwise.to(dtype).mul_(operand.rowwise_inv))
 
 

@@ -1,6 +1,6 @@
-"""FP8 recipes: how scales are found, which format each tensor has, how GEMMs accumulate.
+"""FP8 recipes: the source of scales, the format of each tensor, the accumulation of GEMMs.
 
-Plain frozen values, with Transformer Engine's names where it has them.
+They are plain frozen values, with Transformer Engine's names where it has the same.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def _check_bool(name: str, value: object) -> None:
 
 @dataclass(frozen=True)
 class SplitAccumulator:
-    """Whether a GEMM's partial sums are promoted to FP32 every 128 elements, instead of staying in the
-    tensor core's accumulator of about 14 bits."""
+    """Whether a GEMM's partial sums are promoted to FP32 every 128 elements.
+
+    Otherwise they stay in the tensor core's accumulator of about 14 bits.
+    """
 
     fprop: bool = False
     dgrad: bool = True
@@ -48,7 +50,7 @@ class SplitAccumulator:
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """Per-tensor scales from the largest values of earlier steps: no pass over the data before the cast.
+    """Per-tensor scales from the amaxes of earlier steps: no pass over the data before the cast.
 
     scale = fp8_max / amax / 2^margin, where amax is the largest of the last `amax_history_len` updates, or
     the latest one.  An amax of 0, infinity or NaN keeps the scale.
@@ -56,13 +58,13 @@ class DelayedScaling:
     Attributes:
         margin: the scale is divided by 2^margin.
         fp8_format: E4M3 forward and E5M2 backward (HYBRID), or E4M3 for both.
-        amax_history_len: updates that are remembered.
+        amax_history_len: number of updates remembered.
         amax_compute_algo: "max" or "most_recent".
         reduce_amax: take the maximum over the ranks of autocast's amax_reduction_group.
-        power_of_two_scales: floor scales to powers of two.  Then scaling changes no mantissa, and weight
-            gradients accumulated inside the GEMM are bit-equal to a GEMM and an addition; any other scale
-            rounds once more or less.
-        split_accumulator: see there.
+        power_of_two_scales: round scales down to powers of two.  Then scaling changes no mantissa, and weight
+            gradients accumulated inside the GEMM are bit-equal to a GEMM and an addition; with other scales
+            the number of roundings differs by one.
+        split_accumulator: which GEMMs promote partial sums to FP32.
     """
 
     margin: int = 0
@@ -90,11 +92,13 @@ class DelayedScaling:
 
 @dataclass(frozen=True)
 class CurrentScaling:
-    """Per-tensor scales from the data itself: one more pass over it, nothing to remember or save.
+    """Per-tensor scales from the data itself: one more pass over it, no state.
 
     Attributes:
-        amax_epsilon: an amax below this counts as this.
-        fp8_format, power_of_two_scales, split_accumulator: as in DelayedScaling.
+        amax_epsilon: smallest amax; smaller ones are raised to it.
+        fp8_format: E4M3 forward and E5M2 backward (HYBRID), or E4M3 for both.
+        power_of_two_scales: round scales down to powers of two.
+        split_accumulator: which GEMMs promote partial sums to FP32.
     """
 
     fp8_format: Format = Format.HYBRID
@@ -110,9 +114,10 @@ class CurrentScaling:
 
 @dataclass(frozen=True)
 class BlockScaling:
-    """A scale for each 1 x 128 run of activations and gradients and each 128 x 128 block of weights, in E4M3.
+    """One scale per 1 x 128 run of activations and gradients and per 128 x 128 block of weights, in E4M3.
 
-    Sums are always promoted to FP32 (`split_accumulator` is on for all three).  For Hopper GPUs only.
+    Partial sums are always promoted to FP32 (`split_accumulator` is on for all three GEMMs).  Hopper GPUs
+    only.
     """
 
     fp8_format: Format = Format.E4M3

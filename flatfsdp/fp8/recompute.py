@@ -1,11 +1,11 @@
-"""Activation recompute with the scales of the first time.
+"""`checkpoint`: activation recompute with the scales of the first run.
 
-In:   a function with FP8 layers inside, which autograd will run once more in backward.
-Out:  the second run casts with the same scales, records no amax, and casts no weight again that is cached.
+In:   a function with FP8 layers inside, which autograd runs again in backward.
+Out:  the second run casts with the same scales, records no amax, and does not repeat cached casts of weights.
 
 A `Tape` holds the region and the scales of each use, in order; tapes of nested checkpoints form a chain.
-PyTorch's own checkpoints know nothing of tapes: what they run finds them on the Python stack
-(`torch_private.running_checkpoints`), and the tape hangs on what the checkpoint itself keeps for backward.
+PyTorch's own checkpoints have no tapes: layers inside find the checkpoint on the Python stack
+(`torch_private.running_checkpoints`), and the tape is attached to what it keeps for backward.
 """
 
 from __future__ import annotations
@@ -37,25 +37,26 @@ class Use:
     """One use of a layer inside a checkpoint.
 
     Attributes:
-        region: the autocast of the first run; None where there was none.
-        scales: that the first run cast with; None until it has.
+        region: the autocast of the first run; None if there was none.
+        scales: the scales of the first run's casts; None before them.
     """
 
     region: Region | None
     scales: tuple[Scales, ...] | None = None
 
     def scales_of(self, scaling: Scaling) -> tuple[Scales, ...]:
-        """The scales for this use: today's in the first run, and then those of the first run."""
+        """The scales for this use: the current ones in the first run, then those of the first run."""
         if self.scales is None:
             self.scales = scaling.scales()
         return self.scales
 
 
 class Tape:
-    """What one checkpoint cast with.
+    """The regions and scales that one checkpoint used.
 
     Attributes:
         trains: whether gradients were on when the checkpoint was called; inside a reentrant one they are off.
+        uses: the uses of each layer, in order.
         is_replay: whether this run repeats an earlier one.
     """
 
@@ -79,14 +80,14 @@ class Tape:
         return self._tracker is tracker or (self._outer is not None and self._outer.repeats(tracker))
 
     def replay(self) -> Tape:
-        """The tape of one more run of the same."""
+        """The tape of another run of the same function."""
         return Tape(None, self.uses, self.trains, self._tracker)
 
     def next_use(self, layer: nn.Module) -> Use | None:
-        """The next use of `layer`: a new one, or that of the run that is repeated; None if that had none.
+        """The next use of `layer`: a new one, or the repeated run's; None if that did not use the layer.
 
         Raises:
-            RuntimeError: if the run that is repeated did not use the layer so often.
+            RuntimeError: if the repeated run used the layer fewer times.
         """
         if self._recorded is None:
             use = Use(current_region()) if self._outer is None else self._outer.next_use(layer)
@@ -110,7 +111,7 @@ _tape: ContextVar[Tape | None] = ContextVar("flatfsdp_tape", default=None)
 
 
 def current_tape() -> Tape | None:
-    """The tape of the innermost checkpoint that runs now: of `checkpoint`, or of PyTorch's own."""
+    """The tape of the innermost running checkpoint, ours or PyTorch's."""
     ours = _tape.get()
     if ours is None and not may_run_in_checkpoint():
         return None
@@ -127,7 +128,7 @@ def current_tape() -> Tape | None:
 
 
 def _tape_of(run: CheckpointRun, outer: Tape | None) -> Tape:
-    """The tape of one of PyTorch's checkpoints, which keeps it."""
+    """The tape of one of PyTorch's checkpoints, which holds it."""
     kept = vars(run.owner)
     if run.recomputation is None:
         first: Tape | None = kept.get(_FIRST)
@@ -136,7 +137,7 @@ def _tape_of(run: CheckpointRun, outer: Tape | None) -> Tape:
         return first
     recomputation, replay = kept.get(_REPLAY, (None, None))
     if replay is None or recomputation != run.recomputation:
-        # A forward without such layers has no tape.
+        # A forward without FP8 layers has left no tape.
         replay = kept.get(_FIRST, Tape(None, None, trains=True)).replay()
         kept[_REPLAY] = run.recomputation, replay
     return replay
@@ -162,7 +163,7 @@ class _Recomputed:
         self._tracker = tracker
         self._states: Any = None
         self._outer = outer = current_tape()
-        # Inside a reentrant checkpoint gradients are off for the first time.
+        # Inside a reentrant checkpoint, gradients are off in the first run.
         self._trains = torch.is_grad_enabled() if outer is None else outer.trains
         self._first: Tape | None = None
 
@@ -185,31 +186,32 @@ def checkpoint(
     get_rng_state_tracker: GetTracker | None = None,
     **kwargs: Any,
 ) -> Any:
-    """`torch.utils.checkpoint.checkpoint`, with the states of a tracker of random numbers put back, too.
+    """`torch.utils.checkpoint.checkpoint` that also restores the states of a random-number tracker.
 
-    FP8 layers give the same results, bit for bit, inside PyTorch's own function as well.
+    FP8 layers give bit-equal results inside PyTorch's own function as well.
 
     Args:
         function: a module or function; autocast may be inside or around it.
-        use_reentrant: as in torch.  With True the gradients' scales are updated once a checkpoint.
-        get_rng_state_tracker: the one that layers inside got, if it is not FlatFSDP's: the states that it has
-            (`get_states`, `set_states`) are put back for the recomputation.
-        kwargs: for `function`, or torch's own, such as preserve_rng_state.
+        args: positional arguments of `function`.
+        use_reentrant: as in torch.  With True the gradients' scales are updated once per checkpoint.
+        get_rng_state_tracker: the tracker passed to the layers inside, if it is not FlatFSDP's; its states
+            (`get_states`, `set_states`) are restored for the recomputation.
+        kwargs: keyword arguments of `function`, or torch's own, such as preserve_rng_state.
     """
     tracker = None if get_rng_state_tracker is None else get_rng_state_tracker()
     return torch_checkpoint(_Recomputed(function, tracker), *args, use_reentrant=use_reentrant, **kwargs)
 
 
 def has_states(tracker: object) -> bool:
-    """Whether numbers depend on more than torch's default generators, which checkpoints put back."""
+    """Whether a tracker has state besides torch's default generators, which checkpoints restore."""
     return hasattr(tracker, "get_states")
 
 
 def require_repeatable(tracker: Tracker) -> None:
-    """Checks that a recomputation draws the forward's numbers.
+    """Checks that a recomputation draws the same numbers as the forward.
 
     Raises:
-        RuntimeError: in a recomputation, if it would draw other numbers from `tracker` than the forward.
+        RuntimeError: in a recomputation that would draw other numbers from `tracker`.
     """
     if not has_states(tracker):
         return
@@ -223,7 +225,7 @@ def require_repeatable(tracker: Tracker) -> None:
 
 @contextmanager
 def _back_at(tracker: Any, states: Any) -> Iterator[None]:
-    """Inside, the tracker has the states of earlier."""
+    """Context in which the tracker has earlier states."""
     now = tracker.get_states()
     tracker.set_states(states)
     try:
@@ -233,15 +235,16 @@ def _back_at(tracker: Any, states: Any) -> Iterator[None]:
 
 
 def records_amax(tape: Tape | None) -> bool:
-    """Whether a forward that runs now is to record amaxes: it trains, and for the first time.
+    """Whether the running forward records amaxes: it trains, and it is the first run.
 
     Args:
-        tape: the current one.
+        tape: the current tape, or None.
     """
     return torch.is_grad_enabled() if tape is None else tape.trains and not tape.is_replay
 
 
 def raise_recomputed() -> NoReturn:
+    """Raises the error of a recomputation that FlatFSDP does not recognise."""
     raise RuntimeError(
         "an FP8 layer is recomputed in backward by something that FlatFSDP does not know, or in eval() mode "
         "by a reentrant checkpoint; its scales have moved on by then, and its autocast is over: use "

@@ -1,6 +1,6 @@
-"""`Region`: one `autocast`, and the scaling states that forwards and backwards inside it have used.
+"""`Region`: one `autocast`, with the scaling state used by forwards and backwards inside it.
 
-In:   layers, which ask `current_region()` in their forward.
+In:   layers, which call `current_region()` in their forward.
 Out:  scales are updated when the outermost region ends, and at the end of each backward.
 """
 
@@ -18,13 +18,13 @@ from flatfsdp.torch_private import call_at_end_of_backward, running_backward
 
 
 class Region:
-    """One `autocast`, and what ran in it.
+    """One `autocast`, and the scales used in it.
 
     Attributes:
         recipe: how to scale.
         enabled: whether GEMMs are in FP8.
         calibrating: whether amaxes are recorded although GEMMs are not in FP8.
-        group: ranks that share scales; None for this one alone.
+        group: rank group that shares scales; None for this rank alone.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Region:
 
     @contextmanager
     def noted(self) -> Iterator[list[Scaling]]:
-        """Gives a list that has, afterwards, what forwards inside have recorded amaxes in."""
+        """Context whose list contains, at exit, the scales for which forwards inside recorded amaxes."""
         found: list[Scaling] = []
         before, self._used = self._used, {}
         try:
@@ -56,22 +56,23 @@ class Region:
             self._used = {**before, **self._used}
 
     def use(self, scaling: Scaling) -> None:
-        """A forward records amaxes in it."""
+        """Notes that a forward records amaxes in `scaling`."""
         self._used[scaling] = None
 
     def use_in_backward(self, scaling: Scaling) -> None:
-        """The running backward records amaxes in it."""
+        """Notes that the running backward records amaxes in `scaling`."""
         self._used_backward[scaling] = None
         if self._backward != running_backward():
             self._backward = running_backward()
             call_at_end_of_backward(self._end_backward)
 
     def end_forward(self) -> None:
+        """Updates the scales that forwards have used."""
         used, self._used = self._used, {}
         update(used, self.group)
 
     def forget(self) -> None:
-        """The forward failed: what it recorded may be NaN, and would stay for as long as a history is."""
+        """Discards the amaxes of a failed forward: they may be NaN, and would stay as long as the history."""
         for scaling in self._used:
             scaling.forget()
         self._used.clear()

@@ -1,4 +1,4 @@
-"""Which ranks share scales inside a pipeline stage: those that have the same stage.
+"""`StageRanks`: the ranks that share scales inside a pipeline stage, which are those with the same stage.
 
 In:   the ranks of a stage (`parallel/stage.py`), and the group that a region was given.
 Out:  the group over which the region reduces amaxes.
@@ -22,10 +22,10 @@ class StageRanks:
     """The ranks of a pipeline stage.
 
     Attributes:
-        others: ranks that have other stages.  A reduction with them would never end: they wait for what this
-            rank computes after it.
-        make_group: a group of the ranks that have this stage; None for this one alone.  Collective.
-        postponed: regions of this step were given ranks of other stages.
+        others: ranks with other stages.  A reduction with them would deadlock: they wait for later results of
+            this rank.
+        make_group: returns a group of the ranks with this stage; None for this rank alone.  Collective.
+        postponed: errors of regions in this step that were given ranks of other stages.
     """
 
     others: frozenset[int]
@@ -33,10 +33,10 @@ class StageRanks:
     postponed: list[ValueError] = field(default_factory=list)
 
     def check(self, region: Region) -> None:
-        """Checks over which ranks a region reduces amaxes.
+        """Checks the ranks over which a region reduces amaxes.
 
         Raises:
-            ValueError: if the region reduces amaxes over other stages.
+            ValueError: if they include ranks with other stages.
         """
         if region.reduces and self.others & set(dist.get_process_group_ranks(region.group)):
             raise ValueError(
@@ -46,9 +46,9 @@ class StageRanks:
             )
 
     def confine(self, region: Region) -> None:
-        """Lets a region that should reduce over other stages reduce over this one, until `raise_postponed`.
+        """Makes a region that would reduce over other stages reduce over this one, until `raise_postponed`.
 
-        It is in a forward: an error now would come on one rank, and the others wait for its result.
+        It runs in a forward: an error there would occur on one rank while the others wait for its result.
         """
         try:
             self.check(region)
@@ -57,7 +57,7 @@ class StageRanks:
             region.group = self.make_group()
 
     def raise_postponed(self) -> None:
-        """Raises what `confine` postponed, where all ranks come without waiting for each other.
+        """Raises an error that `confine` postponed; call it where no rank waits for another.
 
         Raises:
             ValueError: if a region was confined.
@@ -73,10 +73,11 @@ _stage: ContextVar[StageRanks | None] = ContextVar("flatfsdp_stage_ranks", defau
 
 @contextmanager
 def inside_stage(ranks: StageRanks) -> Iterator[None]:
-    """Regions inside share scales with the ranks that have this stage, unless they are given others.
+    """Context in which regions share scales with the ranks of this stage, unless they are given others.
 
     Raises:
-        ValueError: at once, if a region around has ranks of other stages.  One inside is confined.
+        ValueError: immediately, if a region around it has ranks of other stages.  Regions inside are
+            confined.
     """
     outer = current_region()
     if outer is not None:
@@ -94,7 +95,7 @@ def current_stage() -> StageRanks | None:
 
 
 def sharing_scales(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
-    """The ranks that share scales, if a region is given `group`."""
+    """The rank group that shares scales if a region is given `group`."""
     if group is not None or default_group() is None:
         return group
     stage = current_stage()

@@ -1,6 +1,6 @@
-"""A layer's FP8 state in checkpoints: scales and histories, which appear on first use or when loaded.
+"""A layer's FP8 state in checkpoints: scales and histories, created on first use or on load.
 
-In:   a state dict with them, from before FP8, or of Transformer Engine's layers.
+In:   a state dict that contains them, or one from before FP8, or one of Transformer Engine's layers.
 Out:  late buffers, which stay in FP32 when the layer is cast.
 Next: `delayed_scaling.py` reads and updates them.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 class WithoutExtraState(nn.Module):
-    """Loads Transformer Engine's checkpoints, in which layers and norms pickle FP8 state; it is not read."""
+    """Ignores the pickled FP8 state of layers and norms in Transformer Engine's checkpoints."""
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -28,13 +28,13 @@ class LateBuffers(WithoutExtraState):
     """A layer with buffers that appear on first use.
 
     Attributes:
-        late_buffers: their names; they are FP32 and keep their dtype, and loading makes them.
+        late_buffers: their names; they stay in FP32, and loading a checkpoint creates them.
     """
 
     late_buffers: ClassVar[tuple[str, ...]] = ()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> LateBuffers:
-        """Moves the state along; scales stay in FP32 when the module is cast."""
+        """Moves the state as well, but keeps scales in FP32 when the module is cast."""
         state = {key: self._buffers.pop(key) for key in self.late_buffers if key in self._buffers}
         super()._apply(fn, recurse)
         for key, tensor in state.items():
@@ -62,24 +62,25 @@ class LateBuffers(WithoutExtraState):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        # A checkpoint may be from before FP8.
+        # A checkpoint may predate FP8.
         for key in self.late_buffers:
             if prefix + key in missing_keys:
                 missing_keys.remove(prefix + key)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # What is saved should not drag along the arena of the whole model.
+        # A copy, so that saving it does not save the whole model's arena.
         for key in self.late_buffers:
             if self._buffers.get(key) is not None:
                 destination[prefix + key] = destination[prefix + key].contiguous().clone()
 
     def prepare_load(self, shapes: Mapping[str, torch.Size], device: torch.device | None) -> None:
-        """Makes room for state that a checkpoint has.
+        """Creates the buffers that a checkpoint contains.
 
         Args:
-            shapes: of the late buffers in the checkpoint, by their names; this layer may not have run yet, or
-                with a history of another length.
+            shapes: shapes of the late buffers in the checkpoint, by their names.  This layer may not have run
+                yet, or with a history of another length.
+            device: device of new buffers.
         """
         for key, shape in shapes.items():
             own = self._buffers.get(key)

@@ -1,13 +1,13 @@
-"""Scales of delayed scaling as they were when a step began, should the step be left out.
+"""`StepScales`: restores delayed-scaling state to the beginning of a step that the optimizer skips.
 
-In:   the scaling states that the training forwards of a step use (`note`).
-Out:  the same states after the optimizer has decided (`settle`): as they are, or as they were.
+In:   the scaling states that training forwards of a step use (`note`).
+Out:  the same states after the optimizer's decision (`settle`): kept or restored.
 Next: the engine begins a step with its first training forward; optimizers settle it.
 
-    scale, history --first forward: copied--> forwards and backwards move on --settle--> as now, or as then
+    scale, history --first forward: copied--> forwards and backwards update --settle--> kept or restored
 
-Forwards and backwards of a step with a NaN have recorded amaxes that would hold back scales for as long as a
-history is.  Nobody waits for the device to know whether that was so.
+A step with a NaN has recorded amaxes that would hold back scales as long as the history.  The decision is
+made on the device, without a host sync.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class Snapshot(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Neighbouring columns of an arena, and where a snapshot has what they once were.
+    """Adjacent columns of an arena, and their place in a snapshot.
 
     Attributes:
         start, size: in the arena.
-        then: where they start in the snapshot.
+        snapshot: the copies.
+        then: their start in the snapshot.
     """
 
     start: int
@@ -45,10 +46,10 @@ class Columns(NamedTuple):
 
 
 class StepScales:
-    """The scales of one model as they were when its step began; a `Moved` of `contract/flat_shard.py`.
+    """The scales of one model at the beginning of a step; a `Moved` of `contract/flat_shard.py`.
 
-    A step begins with a training forward after an optimizer has settled the last one, or has written to the
-    parameters without a word.
+    A step begins with the first training forward after an optimizer has settled the last one, or has changed
+    the parameters without settling it.
     """
 
     def __init__(self) -> None:
@@ -61,7 +62,7 @@ class StepScales:
         self._outer: StepScales | None = None
 
     def begin_forward(self, parameters: object) -> None:
-        """A training forward begins: until `end_forward`, layers note here what they use.
+        """Begins a training forward; until `end_forward`, layers note the scales that they use here.
 
         Args:
             parameters: versions of the model's parameters.
@@ -73,13 +74,13 @@ class StepScales:
         _current.set(self)
 
     def end_forward(self) -> None:
-        """The forward is over, if one has begun."""
+        """Ends the forward, if one has begun."""
         if self._is_inside:
             _current.set(self._outer)
             self._outer, self._is_inside = None, False
 
     def forget(self) -> None:
-        """The step is over, or given up."""
+        """Forgets the step, which is over or abandoned."""
         self._snapshots.clear()
         self._then.clear()
         self._settled_by.clear()
@@ -87,11 +88,11 @@ class StepScales:
 
     @property
     def noted(self) -> list[Scaling]:
-        """What forwards of this step have used so far."""
+        """The scales that forwards of this step have used so far."""
         return list(self._then)
 
     def note(self, scaling: Scaling) -> None:
-        """A forward is going to use it."""
+        """Notes that a forward is about to use `scaling`."""
         if scaling in self._then:
             return
         arena = scaling.arena
@@ -103,10 +104,14 @@ class StepScales:
     @torch.no_grad()
     @torch.inference_mode(False)
     def settle(self, taken: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Puts back what was there when the step began, where `taken` is 0.
+        """Restores the state from the beginning of the step if `taken` is 0.
 
-        Of several optimizers that one model has, each may do that.  A second step of one of them, without a
-        forward before it, has moved no scales.
+        Each of a model's optimizers may call it.  A second step of one of them, without a forward before it,
+        has changed no scales.
+
+        Args:
+            taken: one number on the device; 0 if the step was skipped.
+            optimizer: the caller.
         """
         if optimizer in self._settled_by:
             return
@@ -126,7 +131,7 @@ class StepScales:
 
 
 def _neighbours(of_arena: Iterable[Columns]) -> list[list[Columns]]:
-    """Columns in their order, in runs without a gap."""
+    """Sorts columns into runs without gaps."""
     runs: list[list[Columns]] = []
     end = -1
     for columns in sorted(of_arena, key=lambda columns: columns.start):
@@ -139,13 +144,13 @@ def _neighbours(of_arena: Iterable[Columns]) -> list[list[Columns]]:
 
 
 def _saved(run: Sequence[Columns], size: int) -> tuple[Tensor, Tensor]:
-    """What a run once was: scales [size] and history [L, size]."""
+    """The snapshot of a run: scales [size] and history [L, size]."""
     first = run[0]
     shift = first.then - first.start
     if all(own.snapshot is first.snapshot and own.then - own.start == shift for own in run):
         saved = first.snapshot
         return saved.scale.narrow(0, first.then, size), saved.history.narrow(1, first.then, size)
-    # Several arenas have become one since the step began, as in the first step of all.
+    # Several arenas were merged since the step began, as in the very first step.
     scales = [own.snapshot.scale.narrow(0, own.then, own.size) for own in run]
     histories = [own.snapshot.history.narrow(1, own.then, own.size) for own in run]
     return torch.cat(scales), torch.cat(histories, dim=1)
@@ -155,7 +160,7 @@ _current: ContextVar[StepScales | None] = ContextVar("flatfsdp_step_scales", def
 
 
 def note(scalings: Iterable[Scaling]) -> None:
-    """A layer's training forward is going to use these; outside of FlatFSDP nobody asks."""
+    """Notes that a layer's training forward is about to use these; does nothing outside FlatFSDP."""
     step = _current.get()
     if step is not None:
         for scaling in scalings:

@@ -1,4 +1,4 @@
-"""Modules: transformer layers whose GEMMs may be in FP8, with Transformer Engine's interface."""
+"""Transformer layers with optional FP8 GEMMs and Transformer Engine's interface."""
 
 from flatfsdp.layers.attention.dot_product import DotProductAttention
 from flatfsdp.layers.attention.multihead import MultiheadAttention

@@ -1,4 +1,4 @@
-"""`MatmulLayer`, the base of layers with linear maps: what one call of each of their GEMMs takes.
+"""`MatmulLayer`, the base of layers with linear maps: it prepares the operands of each GEMM in a call.
 
 In:   a layer's forward, with or without an `autocast` around it.
 Out:  for each linear map the quantizers (`fp8/casts.py`), the weight (`weight_cache.py`) and a `LinearCall`.
@@ -62,17 +62,17 @@ _STATE = (
     "allows_fp8",
     "overflow_counters",
 )
-"""What a `MatmulLayer` has in its `__dict__` besides a module's own."""
+"""The entries that a `MatmulLayer` adds to the `__dict__` of a module."""
 
 
 class MapOf(NamedTuple):
     """One linear map in a call.
 
     Attributes:
-        name: in the owner's `linear_maps`.
+        name: its entry in the owner's `linear_maps`.
         weight: [out_features, in_features], or [in_features, out_features] if `transposed`.
-        bias: [out_features], if the GEMM is to add one.
-        transposed: as GPT-2's Conv1D has its weight.
+        bias: [out_features], if the GEMM adds one.
+        transposed: whether the weight is stored as in GPT-2's Conv1D.
     """
 
     name: str
@@ -84,12 +84,13 @@ class MapOf(NamedTuple):
 class MatmulLayer(LateBuffers, Countable, Declaring):
     """A layer with one or more linear maps.
 
-    Args: see `MatmulOptions`.
+    Args:
+        options: options of every layer with linear maps, listed in `MatmulOptions`.
 
     Attributes:
-        linear_maps: the names of their weights, in the order of the forward.
-        exchanges: what ranks send each other, by those names.
-        allows_fp8: False: GEMMs are never in FP8, whatever autocast says.
+        linear_maps: names of the layer's weights, in forward order.
+        exchanges: the tensor-parallel communication of each linear map, by the weight's name.
+        allows_fp8: False keeps all GEMMs out of FP8, whatever autocast says.
     """
 
     late_buffers: ClassVar[tuple[str, ...]] = (*buffer_names("forward"), *buffer_names("backward"))
@@ -113,9 +114,9 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         tp_overlap: bool = False,
         get_rng_state_tracker: GetTracker | None = None,
     ) -> None:
-        """Gives the module what such a layer has besides parameters.
+        """Initialises everything that a `MatmulLayer` has besides its parameters.
 
-        By itself for a module that was constructed as another layer, and is of a subclass of both now.
+        Also called on its own, for a module of another class that was converted in place.
         """
         name = type(self).__name__
         self._parallel = TensorParallel.of(name, tp_group, tp_size, sequence_parallel, tp_overlap)
@@ -129,27 +130,27 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         self._ran_in_fp8 = False
 
     def _resign(self) -> None:
-        """Takes what `_become` and calls have given the module, scales and their histories among it."""
+        """Removes what `_become` and later calls have added, including scales and their histories."""
         for name in _STATE:
             vars(self).pop(name, None)
         for name in self.late_buffers:
             self._buffers.pop(name, None)
 
     def _new_parameter(self, *shape: int) -> nn.Parameter:
-        """Makes a parameter, uninitialised, for the constructor."""
+        """Makes an uninitialised parameter for the constructor."""
         return new_parameter(*shape, dtype=self._params_dtype, device=self._params_device)
 
     # ---- how to cast ------------------------------------------------------------------------------------
 
     def casts(self, device: torch.device) -> list[Casts]:
-        """How this call casts, for each linear map.
+        """The casts of this call, one entry for each linear map.
 
         Raises:
-            RuntimeError: if FP8 is asked for on a device without it.
+            RuntimeError: if FP8 is requested on a device without it.
         """
         if not self.allows_fp8:
             return [WITHOUT_FP8] * len(self.linear_maps)
-        # Nobody computes gradients of an evaluation, and to look for checkpoints takes the host some time.
+        # An evaluation has no backward, and looking for checkpoints costs host time.
         is_evaluation = not (self.training or torch.is_grad_enabled())
         tape = None if is_evaluation else current_tape()
         use = None if tape is None else tape.next_use(self)
@@ -196,11 +197,14 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
     def _scaling(
         self, direction: Direction, recipe: DelayedScaling, device: torch.device, *, renew: bool
     ) -> Scaling:
-        """This layer's scales of one direction, made or renewed where they are missing or stale.
+        """This layer's scales of one direction, created or renewed if they are missing or stale.
 
         Args:
-            renew: for another recipe.  A forward that records nothing changes nothing: on one rank alone it
-                would change which collectives that rank joins.
+            direction: forward or backward.
+            recipe: of this call.
+            device: of this call.
+            renew: whether a changed recipe renews them.  A forward that records nothing must not: on one rank
+                alone it would change which collectives that rank joins.
         """
         before = self._scalings.get(direction)
         is_same = not renew or (before is not None and _equal(before.recipe, recipe))
@@ -230,16 +234,21 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         is_first_microbatch: bool | None,
         sources: Iterable[Tensor | None],
     ) -> tuple[Operand, LinearCall]:
-        """The weight and the call that the linear primitive takes for one linear map.
+        """Prepares the operand and the call of the linear primitive for one linear map.
 
         Args:
-            dtype: of the activations.
-            sources: what the map's input is computed from; None for what is not there.
+            of: the linear map.
+            casts: how its operands are cast.
+            dtype: dtype of the activations.
+            is_first_microbatch: True casts the FP8 weight and keeps it, False reuses it, None casts every
+                time.
+            sources: tensors that the map's input is computed from; None entries are skipped.
 
         Raises:
-            RuntimeError: see `WeightCache.operand`.
+            RuntimeError: if no usable cast of the weight is kept, or its stored FP8 form does not fit the
+                recipe.
             ValueError: if FP8 GEMMs cannot read a transposed weight.
-            TypeError: if is_first_microbatch is something else than None, True and False.
+            TypeError: if is_first_microbatch is not None, True or False.
         """
         name, weight, bias, transposed = of
         require_bool_or_none(type(self).__name__, is_first_microbatch)
@@ -249,7 +258,7 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         if transposed:
             require_turnable(self, name, casts.recipe, stored is not None)
         if stored is not None and casts.recipe is None:
-            # In backward, too, which may come after the memory was given back and gathered again.
+            # Widened again in backward: the memory may have been freed and gathered anew by then.
             stored = partial(_widened, stored, dtype)
         operand = self._weight_cache.operand(
             name,
@@ -288,17 +297,17 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         return operand, call
 
     def _declare_delays(self) -> None:
-        """Marks the weights, once they are there, if their gradients come late."""
+        """Marks the weights whose gradients are computed outside of the backward."""
         if self._delayed_wgrads is None:
             return
         for name in self.linear_maps:
             SKIP_BACKWARD_POST_HOOK.leave(self.get_parameter(name), True)
 
     def backward_dw(self) -> None:
-        """Computes the weight gradients that the oldest backward has left: with `delay_wgrad_compute`.
+        """Computes the weight gradients that the oldest backward deferred (`delay_wgrad_compute`).
 
         Raises:
-            RuntimeError: if no backward has left any.
+            RuntimeError: if no backward has deferred any.
         """
         if self._delayed_wgrads is None:
             return
@@ -312,31 +321,33 @@ class MatmulLayer(LateBuffers, Countable, Declaring):
         return f"{type(self).__name__}.{weight}"
 
     def fp8_weights(self) -> tuple[str, ...]:
-        """Names of weights that only FP8 GEMMs read, so that they may be kept in FP8: of parameters, or of
-        joints (`contract/joint.py`)."""
+        """Names of weights that only FP8 GEMMs read, so that they may be stored in FP8.
+
+        A name stands for a parameter or for a joint of several (`contract/joint.py`).
+        """
         return tuple(name for name in self.linear_maps if self.allows_fp8 and _suit_fp8(self._parts_of(name)))
 
     def _parts_of(self, name: str) -> Sequence[Tensor | None]:
-        """The parameters that are a linear map's weight."""
+        """The parameters that form a linear map's weight."""
         return [getattr(self, name, None)]
 
     # ---- module protocol --------------------------------------------------------------------------------
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MatmulLayer:
-        """Forgets what was cast of the parameters before it; else as `LateBuffers`."""
+        """Applies `fn` as `LateBuffers` does, and drops the casts of the previous parameters."""
         super()._apply(fn, recurse)
         self._weight_cache.kept.clear()
         return self
 
     def prepare_load(self, shapes: Mapping[str, torch.Size], device: torch.device | None) -> None:
-        """Forgets what belongs to the parameters before it; else as `LateBuffers`."""
+        """Prepares for loading as `LateBuffers` does, and drops what belongs to the previous parameters."""
         self._weight_cache.kept.clear()
         for scaling in self._scalings.values():
             scaling.was_loaded = True
         super().prepare_load(shapes, device)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles have the buffers, and find their own place in an arena."""
+        """The state for copies and pickles: they keep the buffers and get their own place in an arena."""
         fresh = {
             "_scalings": {},
             "overflow_counters": (),
@@ -351,12 +362,12 @@ def _suit_fp8(weights: Iterable[Tensor | None]) -> bool:
 
 
 def _widened(stored: Callable[[], Operand], dtype: torch.dtype) -> Operand:
-    """A weight that is kept in FP8, for GEMMs that are not."""
+    """Widens a weight that is stored in FP8, for GEMMs that are not in FP8."""
     return dequantized(stored(), dtype)
 
 
 def _requires_grad(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether one of them does.  A generator inside any() takes three times as long."""
+    """Whether any tensor requires a gradient.  A generator inside any() takes three times as long."""
     for tensor in tensors:  # noqa: SIM110
         if tensor is not None and tensor.requires_grad:
             return True
@@ -364,18 +375,18 @@ def _requires_grad(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _equal(one: Recipe, other: Recipe) -> bool:
-    """Usually they are one object, and to compare all fields takes longer."""
+    """Compares recipes; usually both are one object, and comparing all fields takes longer."""
     return one is other or one == other
 
 
 def _can_overlap(device: torch.device, recipe: Recipe | None) -> bool:
-    # Block scaling casts after a gather.
+    # Block scaling casts after the all-gather.
     return overlapped.is_available(device) and not isinstance(recipe, BlockScaling)
 
 
 @cache
 def _warn_of_change(before: Recipe, after: Recipe) -> None:
-    """Once for all layers."""
+    """Warns of a changed recipe, once for all layers."""
     logger.warning(
         "the FP8 recipe changed from %s to %s; delayed scaling goes on with the scales and histories it has",
         before,

@@ -1,10 +1,10 @@
-"""Calls of linear maps, whoever has the parameters: of our layers, or of a model of another library.
+"""Calls of linear maps, with parameters of our own layers or of another library's model.
 
-In:   an owner, which has scales, exchanges and casts; parameters as arguments; an input [..., features].
-Out:  what `nodes/` computes.
-Next: `linear.py`, `layernorm_linear.py` and `layernorm_mlp.py` call these with parameters of their own.
+In:   an owner with scales, exchanges and casts; parameters as arguments; an input [..., features].
+Out:  the results of `nodes/`.
+Next: `linear.py`, `layernorm_linear.py` and `layernorm_mlp.py` call these with their own parameters.
 
-A call of an owner begins with `prepare`, once for all of its maps:
+An owner's call begins with `prepare`, once for all of its maps:
 
     ready = prepare(owner, inp, qkv, proj)
     mixed, _, summed = norm_linear(owner, norm, qkv, ready)
@@ -36,6 +36,7 @@ class NormOf(NamedTuple):
 
     Attributes:
         weight, bias: [features]; RMSNorm has no bias.
+        kind: LayerNorm or RMSNorm, with its epsilon.
     """
 
     weight: Tensor
@@ -44,13 +45,13 @@ class NormOf(NamedTuple):
 
 
 class Called(NamedTuple):
-    """What a call that begins with a norm gives.
+    """The results of a call that begins with a norm.
 
     Attributes:
         out: [..., out_features].
-        normalized: norm(x), [tokens, features]; None if it is not asked for.
-        summed: what was normalized, [tokens, features].  Its gradient is added inside the norm's backward, so
-            that it is what a residual connection around the call should take.
+        normalized: norm(x), [tokens, features]; None if not requested.
+        summed: the norm's input, [tokens, features].  A residual connection around the call should use it:
+            its gradient is then added inside the norm's backward.
     """
 
     out: Tensor
@@ -59,15 +60,15 @@ class Called(NamedTuple):
 
 
 class CallInput(NamedTuple):
-    """The input of one map of an owner, checked; and how the call casts.
+    """The checked input of one of an owner's maps, and the casts of the call.
 
     Attributes:
-        inp: [..., in_features], as it was given.
+        inp: [..., in_features], as passed by the caller.
         x: [tokens, in_features], contiguous, in the dtype of the activations.
-        leading: the shape of the map's result, without its last dimension.
-        casts: of this map and those that follow.
-        added: rows at the end of `x` that repeat the last one: FP8 GEMMs need multiples of 16 tokens.  They
-            change no amax, and their gradients are zero.
+        leading: shape of the map's result without its last dimension.
+        casts: of this map and the following ones.
+        added: number of rows appended to `x` as copies of its last row, because FP8 GEMMs need multiples of
+            16 tokens.  They change no amax, and their gradients are zero.
     """
 
     inp: Tensor
@@ -77,34 +78,36 @@ class CallInput(NamedTuple):
     added: int = 0
 
     def of_next(self, owner: MatmulLayer, of: MapOf, inp: Tensor) -> CallInput:
-        """The input of the owner's next map, in the same call.
+        """Prepares the input of the owner's next map in the same call.
 
         Raises:
-            ValueError, TypeError: see `Linear.forward`.
+            ValueError, TypeError: if the input's shape or dtype does not fit, or a size does not suit FP8.
         """
         return _ready(owner, (of,), inp, _matrix(owner, of, inp), self.casts[1:])
 
     def padded(self, rows: Tensor | None) -> Tensor | None:
-        """Another matrix of the same tokens, with the rows that `x` has."""
+        """Appends to another matrix of the same tokens as many rows as `x` got."""
         return rows if rows is None or not self.added else _with_rows(rows, self.added)
 
     def unpadded(self, rows: Tensor) -> Tensor:
-        """A result, without those rows."""
+        """Removes the appended rows from a result."""
         return rows.narrow(0, 0, rows.shape[0] - self.added) if self.added else rows
 
 
 def prepare(owner: MatmulLayer, inp: Tensor, *maps: MapOf) -> CallInput:
-    """Checks the input of a call, and says how the call casts.
+    """Checks the input of a call and decides how the call casts.
 
-    With delayed scaling a forward that trains counts as a use of the owner's scales, which move on after it:
-    once a call, and only where the input is right.
+    With delayed scaling, a training forward counts as one use of the owner's scales, which roll afterwards:
+    once a call, and only if the input is valid.
 
     Args:
-        inp: of the first map: [..., in_features].
-        maps: all of `owner.linear_maps`, in their order.
+        owner: the layer.
+        inp: input of the first map, [..., in_features].
+        maps: all of `owner.linear_maps`, in order.
 
     Raises:
-        ValueError, TypeError, RuntimeError: see `Linear.forward`.
+        ValueError, TypeError: if the input's shape or dtype does not fit, or a size does not suit FP8.
+        RuntimeError: if the device has no FP8.
     """
     matrix = _matrix(owner, maps[0], inp)
     return _ready(owner, maps, inp, matrix, owner.casts(inp.device))
@@ -113,13 +116,17 @@ def prepare(owner: MatmulLayer, inp: Tensor, *maps: MapOf) -> CallInput:
 def linear(
     owner: MatmulLayer, of: MapOf, ready: CallInput, *, is_first_microbatch: bool | None = None
 ) -> Tensor:
-    """x w^T + b, [..., out_features].
+    """One linear map, x w^T + b: [..., out_features].
 
     Args:
-        is_first_microbatch: see `Linear.forward`.
+        owner: the layer.
+        of: the linear map.
+        ready: its input, from `prepare` or `CallInput.of_next`.
+        is_first_microbatch: True casts the FP8 weight and keeps it, False reuses it, None casts every time.
 
     Raises:
-        TypeError, RuntimeError: see `Linear.forward`.
+        TypeError: if is_first_microbatch is not None, True or False.
+        RuntimeError: if no usable cast of the weight is kept.
     """
     inp, x, leading, casts, _ = ready
     operand, call = owner.prepare_map(of, casts[0], x.dtype, is_first_microbatch, (inp,))
@@ -137,16 +144,21 @@ def norm_linear(
     keep: bool = False,
     is_first_microbatch: bool | None = None,
 ) -> Called:
-    """norm(x) w^T + b, or norm(x + residual) w^T + b, [..., out_features].
+    """A norm and a linear map: norm(x) w^T + b, or norm(x + residual) w^T + b, [..., out_features].
 
     Args:
-        residual: of the input's shape.
-        keep: whether norm(x) is asked for, too.
-        is_first_microbatch: as `linear`.
+        owner: the layer.
+        norm: the norm.
+        of: the linear map.
+        ready: its input, from `prepare`.
+        residual: added to the input before the norm; of the input's shape.
+        keep: whether to return norm(x) as well.
+        is_first_microbatch: True casts the FP8 weight and keeps it, False reuses it, None casts every time.
 
     Raises:
         ValueError: if the residual has another shape.
-        TypeError, RuntimeError: see `Linear.forward`.
+        TypeError: if is_first_microbatch is not None, True or False.
+        RuntimeError: if no usable cast of the weight is kept.
     """
     inp, x, leading, casts, _ = ready
     added = ready.padded(residual_matrix(residual, inp, x.dtype, owner))
@@ -170,15 +182,25 @@ def norm_mlp(
     checkpoint: bool = False,
     is_first_microbatch: bool | None = None,
 ) -> Called:
-    """fc2(activation(fc1(norm(x)))), or norm(x + residual), in the input's shape.
+    """A norm and an MLP: fc2(activation(fc1(norm(x)))), or with norm(x + residual), in the input's shape.
 
     Args:
+        owner: the layer.
+        norm: the norm.
+        fc1: the first linear map.
+        fc2: the second linear map.
+        ready: input of fc1, from `prepare`.
         activation: a name in `flatfsdp.kernels.activation.NAMES`.
-        checkpoint: see `LayerNormMLP`.
-        residual, keep, is_first_microbatch: as `norm_linear`.
+        residual: added to the input before the norm; of the input's shape.
+        keep: whether to return norm(x) as well.
+        checkpoint: save only the input, and recompute norm, fc1 and activation in backward.
+        is_first_microbatch: True casts the FP8 weights and keeps them, False reuses them, None casts every
+            time.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as `norm_linear`.
+        ValueError: if the residual has another shape.
+        TypeError: if is_first_microbatch is not None, True or False.
+        RuntimeError: if no usable cast of a weight is kept.
     """
     inp, x, _, casts, _ = ready
     added = ready.padded(residual_matrix(residual, inp, x.dtype, owner))
@@ -218,12 +240,12 @@ def _ready(
     matrix: tuple[Tensor, tuple[int, ...]],
     casts: list[Casts],
 ) -> CallInput:
-    """The input of the first of these maps, as its GEMMs read it."""
+    """The input of the first of these maps, in the form that its GEMMs read."""
     x, leading = matrix
     if casts[0].recipe is None:
         return CallInput(inp, x, leading, casts)
     exchanges = [owner.exchanges.get(of.name, UNSPLIT) for of in maps]
-    # Where ranks have rows of one matrix each, those at the end of a rank's would be in the midst.
+    # With one matrix split by rows over ranks, rows appended on one rank would lie in the middle of it.
     added = 0 if any(each.splits_rows for each in exchanges) else -x.shape[0] % ALIGNMENT
     if added:
         x = _with_rows(x, added)
@@ -237,12 +259,12 @@ def _ready(
 
 
 def _with_rows(rows: Tensor, added: int) -> Tensor:
-    """A matrix with its last row once more, `added` times."""
+    """Appends the last row of a matrix `added` times."""
     return torch.cat([rows, rows[-1:].expand(added, -1)])
 
 
 def _matrix(owner: MatmulLayer, of: MapOf, inp: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-    """`x` and `leading` of a `CallInput`."""
+    """The fields `x` and `leading` of a `CallInput`."""
     x = as_matrix(
         inp, of.weight.shape[0 if of.transposed else 1], activation_dtype(inp, owner, of.weight), owner
     )

@@ -1,4 +1,4 @@
-"""What an FP8 layer asks for before it computes: devices, sizes, equal scales.
+"""Checks before an FP8 layer computes: devices, sizes, shared scales.
 
 In:   a layer's arguments and the region around its call.
 Out:  nothing, or an error that names the layer, the cause and the fix.
@@ -22,13 +22,14 @@ from flatfsdp.matmul.exchange import Exchange
 
 @cache
 def require_fp8(device: torch.device, by_block: bool) -> None:
-    """Checks that a device can multiply FP8 numbers.
+    """Checks that a device has FP8 GEMMs.
 
     Args:
-        by_block: whether each block has a scale of its own.
+        device: where the GEMMs run.
+        by_block: whether each block has its own scale.
 
     Raises:
-        RuntimeError: if a GPU cannot multiply such FP8 numbers; CPUs do it in FP32.
+        RuntimeError: if a GPU has no such FP8 GEMMs; CPUs emulate them in FP32.
     """
     if device.type != "cuda":
         return
@@ -49,10 +50,14 @@ def require_fp8_shape(layer: nn.Module, name: str, tokens: int, in_features: int
     """Checks that a GEMM of these sizes can be in FP8.
 
     Args:
-        name: of the layer's weight.
+        layer: the layer, for messages.
+        name: name of the layer's weight.
+        tokens: rows of the input.
+        in_features: columns of the input.
+        out_features: columns of the result.
 
     Raises:
-        ValueError: if a GEMM of these sizes cannot be in FP8.
+        ValueError: if a size is not a multiple of 16.
     """
     sizes = {"tokens": tokens, "in_features": in_features, "out_features": out_features}
     for what, size in sizes.items():
@@ -67,11 +72,13 @@ def require_turnable(layer: nn.Module, name: str, recipe: Recipe | None, is_stor
     """Checks that FP8 GEMMs can read a weight [in_features, out_features].
 
     Args:
-        name: of the layer's weight.
-        is_stored: whether FlatFSDP keeps it in FP8.
+        layer: the layer, for messages.
+        name: name of the layer's weight.
+        recipe: of the call; None without FP8.
+        is_stored: whether FlatFSDP stores the weight in FP8.
 
     Raises:
-        ValueError: if its transpose would be another cast, or is not there.
+        ValueError: if the transposed operand is not stored, or block scaling would scale other blocks.
     """
     if is_stored:
         raise ValueError(
@@ -87,10 +94,10 @@ def require_turnable(layer: nn.Module, name: str, recipe: Recipe | None, is_stor
 
 
 def require_bool_or_none(layer: str, is_first_microbatch: object) -> None:
-    """Checks the argument of a layer's forward.
+    """Checks the `is_first_microbatch` argument of a layer's forward.
 
     Raises:
-        TypeError: for other truth values, such as NumPy's, which would count as neither.
+        TypeError: for anything but None, True and False; NumPy's booleans would count as neither.
     """
     if is_first_microbatch is not None and not isinstance(is_first_microbatch, bool):
         raise TypeError(
@@ -104,14 +111,16 @@ def require_shared_scales(
     recipe: DelayedScaling,
     amax_group: dist.ProcessGroup | None,
 ) -> None:
-    """Checks that ranks which gather FP8 numbers have equal scales.
+    """Checks that ranks which gather FP8 tensors from each other have equal scales.
 
     Args:
-        exchanges: of the layer's linear maps, by the names of their weights.
-        amax_group: the ranks over which the region takes the largest amaxes.
+        layer: the layer, for messages.
+        exchanges: communication of the layer's linear maps, by the names of their weights.
+        recipe: of the call.
+        amax_group: rank group over which the region reduces amaxes.
 
     Raises:
-        ValueError: if ranks that gather FP8 numbers would have different scales.
+        ValueError: if their scales could differ.
     """
     for name, exchange in exchanges.items():
         gathers = exchange.gathers_input or exchange.gathers_grad
@@ -124,7 +133,7 @@ def require_shared_scales(
 
 
 def _covers(group: dist.ProcessGroup | None, others: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks of `others` are in `group`."""
+    """Whether `group` contains all ranks of `others`."""
     if others is None or group is others:
         return True
     if group is None:
@@ -138,4 +147,4 @@ def _covers(group: dist.ProcessGroup | None, others: dist.ProcessGroup | None) -
 
 
 _covered: WeakKeyDictionary[dist.ProcessGroup, WeakSet[dist.ProcessGroup]] = WeakKeyDictionary()
-"""Groups whose ranks are known to be in another group; found out once, and not in every forward."""
+"""Groups known to be contained in another group; determined once, not in every forward."""

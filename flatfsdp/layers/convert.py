@@ -1,10 +1,10 @@
-"""Existing models: their nn.Linear, and GPT-2's Conv1D, become layers of ours in place.
+"""`convert`: replaces the nn.Linear and GPT-2 Conv1D layers of an existing model with ours, in place.
 
 In:   a model, before FlatFSDP shards it.
-Out:  the same model; what computes in FP8 is then up to `autocast`.
+Out:  the same model; which layers compute in FP8 then depends on `autocast`.
 
-A layer stays the object that it was, with its parameters and hooks, and an instance of its own class: what
-adapts nn.Linear, such as PEFT, adapts it before and after.
+A converted layer stays the same object, with its parameters and hooks, and an instance of its own class:
+tools that adapt nn.Linear, such as PEFT, work before and after.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from flatfsdp.torch_private import never_traced
 logger = logging.getLogger(__name__)
 
 LinearFilter = Callable[[Any, str], bool]
-"""Whether to convert a layer, an nn.Linear or Conv1D, by itself and its name in the model."""
+"""Whether to convert a layer (an nn.Linear or Conv1D), given the layer and its name in the model."""
 
 Model = TypeVar("Model", bound=nn.Module)
 
 SMALLEST = 1024
-"""On an H200, with 8192 tokens, casting costs what FP8 gains at about this width."""
+"""Smallest width for which FP8 gains more than the casts cost, on an H200 with 8192 tokens."""
 
 
 def is_large_enough(layer: nn.Module, name: str) -> bool:
@@ -43,10 +43,10 @@ def is_large_enough(layer: nn.Module, name: str) -> bool:
 
 
 class ConvertedLinear(Mixed, MatmulLayer):
-    """What stands in front of nn.Linear, or of Conv1D of transformers, whose weight is [in, out].
+    """Mixed into the class of a converted nn.Linear, or transformers' Conv1D (whose weight is [in, out]).
 
     Attributes:
-        is_transposed: whether it is a Conv1D.
+        is_transposed: whether the layer is a Conv1D.
     """
 
     is_transposed: ClassVar[bool]
@@ -55,19 +55,28 @@ class ConvertedLinear(Mixed, MatmulLayer):
 
     @classmethod
     def about(cls, plain: type[nn.Module]) -> About:
+        """Class attributes of the mixed class."""
         return {"is_transposed": plain is not nn.Linear}
 
     @never_traced
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """[..., in_features] to [..., out_features].
+        """One linear map: [..., in_features] to [..., out_features].
 
-        Args and raises: as `Linear.forward`.
+        Args:
+            inp: [..., in_features].
+            is_first_microbatch: True casts the FP8 weight and keeps it, False reuses it, None casts every
+                time.
+
+        Raises:
+            ValueError: if the input's size does not fit, or a size does not suit FP8.
+            TypeError: if the input's dtype is not the weight's and torch.autocast is off.
+            RuntimeError: if the device has no FP8, or no usable cast of the weight is kept.
         """
         of = MapOf("weight", self.weight, self.bias, self.is_transposed)
         return linear(self, of, prepare(self, inp, of), is_first_microbatch=is_first_microbatch)
 
     def fp8_weights(self) -> tuple[str, ...]:
-        """As of each `MatmulLayer`; FP8 GEMMs read no transposed weight as it is stored."""
+        """Names of weights that may be stored in FP8; none for a Conv1D, whose GEMMs read the transpose."""
         return () if self.is_transposed else super().fp8_weights()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -80,23 +89,26 @@ def convert(
     fp8: bool = True,
     fuse_wgrad_accumulation: FuseWgrad | None = None,
 ) -> Model:
-    """Lets our kernels compute the nn.Linear and Conv1D of `model`, in place.
+    """Makes our kernels compute the nn.Linear and Conv1D layers of `model`, in place.
 
-    The layers stay what they were: the same objects, of the same classes by name, with their parameters,
-    hooks and ties.  Which matrices are left as they are, and why, is logged.
+    The layers stay the same objects, with the same class names, parameters, hooks and ties.  The log lists
+    the matrices that were not converted, with the reasons.
 
     Args:
-        filter: called with each nn.Linear or Conv1D and its name; default with fp8: `is_large_enough`, else
-            all.
-        fp8: False: the layers never compute in FP8, whatever autocast says; for fused weight gradients alone.
-        fuse_wgrad_accumulation: see `flatfsdp.layers.Linear`; default: not with fp8, and True without.
+        model: the model, before it is sharded or wrapped.
+        filter: called with each nn.Linear or Conv1D and its name; default: `is_large_enough` with fp8, else
+            all layers.
+        fp8: False keeps the layers out of FP8, whatever autocast says; use it for fused weight gradients
+            alone.
+        fuse_wgrad_accumulation: add weight gradients to FP32 `main_grad` buffers in the GEMM; default: False
+            with fp8, True without.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: if no layer is converted, the model is sharded, or a weight is not the layer's parameter,
-            but computed by a hook.
+        ValueError: if no layer is converted, the model is already sharded, or a weight is computed by a hook
+            instead of being the layer's parameter.
     """
     fuses = not fp8 if fuse_wgrad_accumulation is None else fuse_wgrad_accumulation
     if filter is None:
@@ -121,7 +133,7 @@ def convert(
 
 
 def _can_be_converted(module: nn.Module) -> bool:
-    """Subclasses compute something else."""
+    """Whether a layer is exactly an nn.Linear or Conv1D; subclasses compute something else."""
     kind = type(module)
     is_conv1d = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
     return kind is nn.Linear or is_conv1d
@@ -144,16 +156,16 @@ def _sharded(name: str) -> str:
 
 
 def _require_unsharded(model: nn.Module) -> None:
-    """Raises ValueError if `model` was sharded in place, which makes other classes of its nn.Linear."""
+    """Raises ValueError if `model` was sharded in place, which changes its layers' classes."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and "weight" in taken_from(module):
             raise ValueError(_sharded(name))
 
 
 def _log(model: nn.Module, chosen: Collection[nn.Module], known: Collection[nn.Module]) -> None:
-    """Says in one line which matrices are not converted, and why; a warning if no filter could choose them.
+    """Logs in one line which matrices are not converted, and why; a warning if no filter could choose them.
 
-    Layers of one name but for their numbers are counted together.
+    Layers whose names differ only in numbers are counted together.
     """
     converted = {module.get_parameter("weight") for module in chosen}
     elements: Counter[str] = Counter()
@@ -165,7 +177,7 @@ def _log(model: nn.Module, chosen: Collection[nn.Module], known: Collection[nn.M
             if module in known:
                 reason = "not chosen by the filter"
             elif isinstance(module, nn.Embedding):
-                reason = "a table"
+                reason = "an embedding table"
             else:
                 reason = f"{parameter.dim()}-D, of {type(module).__name__}, which is no nn.Linear"
                 level = logging.WARNING

@@ -1,4 +1,4 @@
-"""Bias, dropout and residual in one pass; backward drops the same elements, of which only the seed is stored.
+"""Bias, dropout and residual in one pass; backward regenerates the mask from the stored seed.
 
 In:   x [..., cols], a bias, a residual;  out: residual + dropout(x + bias), of x's shape.
 Next: `kernels/dropout.py`.
@@ -21,22 +21,22 @@ from flatfsdp.torch_private import never_traced, once_differentiable
 
 
 class OwnNumbers:
-    """Random numbers for dropout of what other tensor-parallel ranks do not have.
+    """Random numbers for dropout of activations that differ between tensor-parallel ranks.
 
     Args:
-        get_tracker: gives an object with `fork()`, as Transformer Engine's and Megatron's; default: an
-            `RNGTracker`.
-        ranks: that share the layer.
+        get_tracker: returns an object with `fork()`, such as Transformer Engine's or Megatron's tracker;
+            default: an `RNGTracker`.
+        ranks: the tensor-parallel ranks that share the layer.
     """
 
     def __init__(self, get_tracker: GetTracker | None, ranks: Ranks) -> None:
         self._tracker = RNGTracker.over(ranks) if get_tracker is None else get_tracker()
 
     def drawn(self, are_drawn: bool) -> AbstractContextManager[Any]:
-        """Inside, this rank's own; nothing happens unless there are any to draw.
+        """Context that draws from this rank's own generator; does nothing if no numbers are drawn.
 
         Raises:
-            RuntimeError: see `require_repeatable`.
+            RuntimeError: if recomputation could not repeat the tracker's numbers.
         """
         if not are_drawn:
             return nullcontext()
@@ -47,7 +47,7 @@ class OwnNumbers:
 def bias_dropout_add(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, p: float, training: bool
 ) -> Tensor:
-    """residual + dropout(x + bias), in the dtype that x and the residual promote to.
+    """Computes residual + dropout(x + bias), in the dtype that x and the residual promote to.
 
     Args:
         x: [..., cols], FP32, fp16 or bf16.
@@ -115,5 +115,5 @@ class _BiasDropoutAdd(torch.autograd.Function):
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Contiguous, 2-D."""
+    """A contiguous matrix of x's rows."""
     return x.reshape(-1, x.shape[-1]).contiguous()

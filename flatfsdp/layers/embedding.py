@@ -1,10 +1,10 @@
-"""`Embedding`: nn.Embedding whose gradient is added to an FP32 `main_grad` row by row.
+"""`Embedding`: nn.Embedding whose gradient is added row by row to an FP32 `main_grad`.
 
 In:   ids [...], int64 or int32;  out: [..., embedding_dim].
 Next: the first layer of a model.
 
-Tensor-parallel ranks have consecutive rows each.  A rank looks up zeros for the ids of others, and what it
-looks up is summed over the ranks: exactly, as all but one have zeros.
+Each tensor-parallel rank holds consecutive rows.  It looks up zeros for ids of other ranks, and the results
+are summed over the ranks; the sum is exact, because all terms but one are zero.
 """
 
 from __future__ import annotations
@@ -28,24 +28,26 @@ from flatfsdp.torch_private import once_differentiable, receives_gradient
 
 
 class Embedding(Declaring):
-    """One row of `weight` for each id.
+    """A lookup table that returns one row of `weight` for each id.
 
     Args:
-        num_embeddings, embedding_dim: shape of the whole table.
-        padding_idx: an id whose row gets no gradient, and starts as zeros.
+        num_embeddings: rows of the whole table.
+        embedding_dim: columns of the table.
+        padding_idx: an id whose row gets no gradient and starts as zeros.
         init_method: fills the table in place; default: normal with standard deviation 0.023.
-        params_dtype, device: of the table.
-        fuse_wgrad_accumulation: add the gradient to the FP32 `main_grad` of the table, of which only the rows
-            of the batch's ids are touched, instead of giving autograd a gradient of the whole table.
-        tp_group: ranks that share the table's rows.  All of them get the same ids.
-        tp_size: of the group; may be left out.
+        params_dtype: dtype of the table; default: torch's default dtype.
+        device: device of the table; default: torch's default device.
+        fuse_wgrad_accumulation: add the gradient to the table's FP32 `main_grad`, touching only the rows of
+            the batch's ids, instead of passing autograd a gradient of the whole table.
+        tp_group: tensor-parallel ranks that share the table's rows.  All of them get the same ids.
+        tp_size: size of the group; may be left out.
         sequence_parallel: each rank returns its part of dimension 0.
 
     Attributes:
         weight: [num_embeddings / tp_size, embedding_dim].
 
     Raises:
-        ValueError: if padding_idx is outside of the table, or the ranks cannot share its rows equally.
+        ValueError: if padding_idx is outside the table, or its rows do not divide evenly over the ranks.
     """
 
     def __init__(
@@ -73,7 +75,7 @@ class Embedding(Declaring):
         self.init_method = normal_init if init_method is None else init_method
         self.fuse_wgrad_accumulation = fuse_wgrad_accumulation
         self.weight = new_parameter(rows, embedding_dim, dtype=params_dtype, device=device)
-        # The summed rows of a linear map that is split by its input.
+        # The rank's lookups are summed like the outputs of a row-parallel linear map.
         self._exchange = Exchange.of(self._parallel, "row")
         if self._is_split:
             declare_split(self.weight, 0, (num_embeddings,), self._parallel.ranks)
@@ -81,6 +83,7 @@ class Embedding(Declaring):
 
     @property
     def exchanges(self) -> dict[str, Exchange]:
+        """The tensor-parallel communication of the table, by the parameter's name."""
         return {"weight": self._exchange}
 
     @property
@@ -93,28 +96,32 @@ class Embedding(Declaring):
 
     @property
     def _padding_row(self) -> int | None:
-        """The padding id's row, if it is one of this rank's."""
+        """The local row of the padding id, or None if another rank holds it."""
         row = -1 if self.padding_idx is None else self.padding_idx - self._first_row
         return row if 0 <= row < len(self.weight) else None
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialises the table where it is; nothing on the meta device."""
+        """Initialises the table in place; does nothing on the meta device."""
         if not self.weight.is_meta:
             initialize(self.weight, self.init_method, self._parallel.ranks)
             if are_known(self._parallel.ranks) and self._padding_row is not None:
                 self.weight[self._padding_row].zero_()
 
     def forward(self, ids: Tensor, is_first_microbatch: bool | None = None) -> Tensor:
-        """[...] to [..., embedding_dim], in the table's dtype; with `sequence_parallel` part of dimension 0.
+        """Looks up ids [...]: [..., embedding_dim] in the table's dtype.
 
         Args:
-            is_first_microbatch: True overwrites a plain `main_grad`, as in `Linear`.
+            ids: int64 or int32, of any shape.
+            is_first_microbatch: True overwrites a plain `main_grad`, False and None add to it.
+
+        Returns:
+            The rows; with `sequence_parallel`, this rank's part of dimension 0.
 
         Raises:
-            TypeError: if is_first_microbatch is something else than None, True and False.
-            IndexError, RuntimeError: if an id is outside of the table; on a GPU as a failed assertion, later.
-            ValueError: if tensor-parallel ranks cannot share dimension 0 equally.
+            TypeError: if is_first_microbatch is not None, True or False.
+            IndexError, RuntimeError: if an id is outside the table; on a GPU later, as a failed assertion.
+            ValueError: if dimension 0 does not divide evenly over the tensor-parallel ranks.
         """
         require_bool_or_none("Embedding", is_first_microbatch)
         if self._is_split:
@@ -132,7 +139,7 @@ class Embedding(Declaring):
         return _Sum.apply(rows, self._exchange) if self._is_split else rows
 
     def _own_rows(self, ids: Tensor) -> Tensor:
-        """Rows of `weight`, and -1 for the ids of other ranks."""
+        """Local rows of `weight` for these ids, and -1 for ids of other ranks."""
         torch._assert_async(
             ((ids >= 0) & (ids < self.num_embeddings)).all(),
             f"Embedding: an id is outside of the table of {self.num_embeddings} rows",
@@ -141,6 +148,7 @@ class Embedding(Declaring):
         return torch.where((row >= 0) & (row < len(self.weight)), row, -1)
 
     def extra_repr(self) -> str:
+        """Settings shown in the module's repr."""
         return f"{self.num_embeddings}, {self.embedding_dim}"
 
 
@@ -154,19 +162,20 @@ def look_up(
     is_split: bool = False,
     is_first_microbatch: bool | None = None,
 ) -> Tensor:
-    """Rows of a table: [...] to [..., embedding_dim].
+    """Looks up rows of a table: [...] to [..., embedding_dim].
 
     Args:
         owner: the layer, for messages.
         weight: [rows, embedding_dim].
-        padding_row: gets no gradient.
-        fuse_wgrad_accumulation: add the gradient to the table's FP32 `main_grad`; see `Embedding`.  There is
-            one way to do so, "two_pass" too.
-        is_split: -1 stands for rows of other ranks, and gives zeros.
-        is_first_microbatch: see `Embedding.forward`.
+        ids: rows of `weight`, of any shape.
+        padding_row: a row that gets no gradient.
+        fuse_wgrad_accumulation: add the gradient to the table's FP32 `main_grad`; "two_pass" does the same as
+            True here.
+        is_split: whether -1 stands for rows of other ranks, which are looked up as zeros.
+        is_first_microbatch: True overwrites a plain `main_grad`, False and None add to it.
 
     Raises:
-        IndexError, RuntimeError: if an id is outside of the table; on a GPU as a failed assertion, later.
+        IndexError, RuntimeError: if an id is outside the table; on a GPU later, as a failed assertion.
     """
     fuses = fuse_wgrad_accumulation
     if fuses == "if_claimed":
@@ -178,7 +187,7 @@ def look_up(
 
 
 def _rows_of(weight: Tensor, rows: Tensor, padding_row: int | None, is_split: bool) -> Tensor:
-    """Rows of the weight, and zeros for -1 if the table is split."""
+    """Rows of the weight, with zeros for -1 if the table is split."""
     if not is_split:
         return F.embedding(rows, weight, padding_row)
     found = F.embedding(rows.clamp(min=0), weight, padding_row)
@@ -186,11 +195,11 @@ def _rows_of(weight: Tensor, rows: Tensor, padding_row: int | None, is_split: bo
 
 
 class _Spec(NamedTuple):
-    """What one look-up needs besides tensors.
+    """The arguments of one look-up besides its tensors.
 
     Attributes:
-        name: of the table, for messages.
-        padding_row, is_split, is_first_microbatch: see `look_up`.
+        name: name of the table, for messages.
+        padding_row, is_split, is_first_microbatch: the arguments of `look_up`.
     """
 
     name: str
@@ -219,7 +228,7 @@ class _Embedding(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """Sums what ranks have looked up, or gives each its part of the sum."""
+    """Sums the ranks' look-ups, or gives each rank its part of the sum."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, exchange: Exchange) -> Tensor:

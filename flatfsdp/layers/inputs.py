@@ -1,4 +1,4 @@
-"""The input of a layer, as the matrix that its first GEMM or norm reads.
+"""Turns a layer's input into the matrix that its first GEMM or norm reads.
 
 In:   [..., features], in FP32, fp16 or bf16.
 Out:  [tokens, features], contiguous, in the dtype of the activations.
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 INPUT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-"""What layers take activations in."""
+"""Activation dtypes that layers accept."""
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """What torch.autocast casts to; None if it is off, or unknown to the device, as to the meta device."""
+    """The dtype that torch.autocast casts to; None if it is off or does not know the device (meta)."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
@@ -25,7 +25,7 @@ def activation_dtype(x: Tensor, layer: nn.Module, weight: Tensor) -> torch.dtype
     """The dtype of a layer's input after torch.autocast, if that is on.
 
     Raises:
-        TypeError: if it is no floating-point dtype for GEMMs, or not the weight's without torch.autocast.
+        TypeError: if GEMMs do not support the dtype, or it is not the weight's and torch.autocast is off.
     """
     cast_to = autocast_dtype(x.device.type)
     if cast_to is not None:
@@ -39,10 +39,10 @@ def activation_dtype(x: Tensor, layer: nn.Module, weight: Tensor) -> torch.dtype
 
 
 def as_matrix(inp: Tensor, features: int, dtype: torch.dtype, layer: nn.Module) -> Tensor:
-    """[..., features] as a contiguous [tokens, features] in `dtype`.
+    """Makes [..., features] a contiguous [tokens, features] in `dtype`.
 
     Raises:
-        ValueError: if the last dimension is another one.
+        ValueError: if the last dimension has another size.
     """
     if inp.dim() == 0 or inp.shape[-1] != features:
         raise ValueError(
@@ -52,7 +52,7 @@ def as_matrix(inp: Tensor, features: int, dtype: torch.dtype, layer: nn.Module) 
     if inp.dtype is not dtype:
         inp = inp.to(dtype)
     if inp.dim() != 2:
-        # With no tokens a -1 would be ambiguous.
+        # Without tokens, a -1 would be ambiguous.
         inp = inp.reshape(inp.numel() // features, features)
     return inp.contiguous()
 
@@ -60,10 +60,10 @@ def as_matrix(inp: Tensor, features: int, dtype: torch.dtype, layer: nn.Module) 
 def residual_matrix(
     residual: Tensor | None, inp: Tensor, dtype: torch.dtype, layer: nn.Module
 ) -> Tensor | None:
-    """What is added to `inp`, as `as_matrix` makes it.
+    """Makes the residual that is added to `inp` a matrix, like `as_matrix`.
 
     Raises:
-        ValueError: if the two have different shapes.
+        ValueError: if the two shapes differ.
     """
     if residual is None:
         return None
@@ -73,7 +73,7 @@ def residual_matrix(
             f"input's, {tuple(inp.shape)}"
         )
     if residual.is_leaf and residual.requires_grad:
-        # Both addends get one gradient.  For leaves autograd keeps it, and copies none that comes through a
-        # view, so that further backwards would add to both.
+        # Both addends get the same gradient tensor.  Autograd stores it in a leaf's .grad without a copy if
+        # it comes through a view, and a second backward would then add to both.
         residual = residual * 1
     return as_matrix(residual, inp.shape[-1], dtype, layer)

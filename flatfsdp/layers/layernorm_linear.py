@@ -1,7 +1,7 @@
-"""`LayerNormLinear`: a norm and a linear layer as one autograd node; in FP8 the norm casts its own result.
+"""`LayerNormLinear`: a norm and a linear layer as one autograd node; in FP8 the norm's kernel also casts.
 
 In:   [..., in_features];  out: [..., out_features].
-Next: `layers/attention/multihead.py` has one for query, key and value.
+Next: `layers/attention/multihead.py` uses it for query, key and value.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ from flatfsdp.torch_private import never_traced
 
 
 class LayerNormLinear(NormFirst, Projection):
-    """y = norm(x) w^T + b, or norm(x + residual) w^T + b.
+    """A norm and a linear map: y = norm(x) w^T + b, or norm(x + residual) w^T + b.
 
     Args:
-        in_features, out_features, bias: as `Linear`.
-        eps: of the norm.
-        normalization, zero_centered_gamma: see `BlockOptions`.
+        in_features: size of the input; a multiple of 16 for FP8.
+        out_features: size of the output; a multiple of 16 for FP8.
+        eps: epsilon of the norm.
+        bias: whether the linear map has a bias.
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: the norm's gain is 1 + its weight.
         return_layernorm_output: return norm(x) as well.
-        options: see `LinearOptions`; parallel_mode cannot be "row".
+        options: the further options of `Linear`, listed in `LinearOptions`; parallel_mode cannot be "row".
 
     Attributes:
         layer_norm_weight, layer_norm_bias: [in_features]; RMSNorm has no bias.
-        weight, bias: as `Linear`'s.
+        weight: [out_features, in_features].
+        bias: [out_features], or None.
 
     Raises:
-        ValueError: as `Linear`.
+        ValueError: if options contradict each other, or a size does not divide evenly over the ranks.
     """
 
     @takes_te_arguments
@@ -60,6 +64,7 @@ class LayerNormLinear(NormFirst, Projection):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Initialises the parameters in place; does nothing on the meta device."""
         super().reset_parameters()
         self._reset_norm()
 
@@ -72,21 +77,25 @@ class LayerNormLinear(NormFirst, Projection):
         residual: Tensor | None = None,
         return_residual: bool = False,
     ) -> Any:
-        """[..., in_features] to [..., out_features], of this rank's part.
+        """Normalizes and multiplies: [..., in_features] to [..., out_features] of this rank.
 
         Args:
-            is_first_microbatch: as `Linear`.
+            inp: [..., in_features].
+            is_first_microbatch: True casts the FP8 weight and keeps it, False reuses it, None casts every
+                time.
             residual: of inp's shape; the norm adds it to `inp` in the same pass.
             return_residual: return `inp`, or inp + residual, as well, for a residual connection around this
-                layer: its gradient is then added inside the norm's backward.  In torch.autocast's dtype,
-                where that is on.
+                layer: its gradient is then added inside the norm's backward.  Under torch.autocast it has
+                autocast's dtype.
 
         Returns:
-            out, or a tuple of out, the bias with `return_bias`, the norm's result with
-            `return_layernorm_output` and what was normalized with `return_residual`.
+            out, or a tuple of out, the bias (`return_bias`), the norm's result (`return_layernorm_output`)
+            and the norm's input (`return_residual`).
 
         Raises:
-            ValueError, TypeError, RuntimeError: as `Linear`.
+            ValueError: if a shape does not fit, or a size does not suit FP8.
+            TypeError: if the input's dtype is not the weight's and torch.autocast is off.
+            RuntimeError: if the device has no FP8, or no usable cast of the weight is kept.
         """
         bias = self._whole_bias()
         of = MapOf("weight", self._whole_weight(), None if self.return_bias else bias)

@@ -1,7 +1,7 @@
-"""`LayerNormMLP`: norm, two linear maps and the activation between them as one autograd node.
+"""`LayerNormMLP`: a norm, two linear maps and the activation between them as one autograd node.
 
-In:   [..., hidden_size], perhaps a residual that is added first;  out: [..., hidden_size].
-Next: `transformer.py` has one as its second half.
+In:   [..., hidden_size], optionally a residual to add first;  out: [..., hidden_size].
+Next: `transformer.py` uses it as its second half.
 """
 
 from __future__ import annotations
@@ -27,29 +27,36 @@ from flatfsdp.torch_private import never_traced
 
 
 class LayerNormMLP(NormFirst):
-    """y = fc2(activation(fc1(norm(x)))), or norm(x + residual), with Transformer Engine's arguments.
+    """A norm and an MLP: y = fc2(activation(fc1(norm(x)))), with Transformer Engine's arguments.
 
     Args:
-        hidden_size: of input and output.
-        ffn_hidden_size: between the maps.
-        eps: of the norm.
+        hidden_size: size of input and output.
+        ffn_hidden_size: size between the two linear maps.
+        eps: epsilon of the norm.
         activation: a name in `flatfsdp.kernels.activation.NAMES`; gated ones (swiglu, geglu, ...) double
             fc1's rows: [activated | linear].
-        init_method, output_layer_init_method: fill fc1's and fc2's weight; see `LinearOptions`.
-        return_bias: do not add fc2's bias but return (out, bias).
+        init_method: fills fc1's weight in place; default: normal with standard deviation 0.023.
+        output_layer_init_method: the same for fc2's weight.
+        return_bias: return (out, bias) instead of adding fc2's bias.
         return_layernorm_output: return norm(x) as well.
-        checkpoint: save only the input, and compute norm, fc1 and activation again in backward.  The name is
+        checkpoint: save only the input, and recompute norm, fc1 and activation in backward.  The name is
             Transformer Engine's; nothing is saved to disk.
-        bias, normalization, zero_centered_gamma, set_parallel_mode, options: see `BlockOptions`.
+        bias: whether the linear maps have biases.
+        normalization: "LayerNorm" or "RMSNorm".
+        zero_centered_gamma: the norm's gain is 1 + its weight.
+        set_parallel_mode: the ranks of `tp_group` share fc1's rows and fc2's columns.
+        options: options of every layer with linear maps, listed in `MatmulOptions`.
 
     Attributes:
-        hidden_size, ffn_hidden_size: the second one is this rank's part.
+        hidden_size: size of input and output.
+        ffn_hidden_size: this rank's part of the size between the maps.
         layer_norm_weight, layer_norm_bias: [hidden_size]; RMSNorm has no bias.
         fc1_weight: [ffn_hidden_size, hidden_size], twice the rows if gated;  fc1_bias: its rows.
         fc2_weight: [hidden_size, ffn_hidden_size];  fc2_bias: [hidden_size].
 
     Raises:
-        ValueError: for an unknown activation or normalization, or if ranks cannot share a size equally.
+        ValueError: for an unknown activation or normalization, or a size that does not divide evenly over the
+            ranks.
     """
 
     linear_maps = ("fc1_weight", "fc2_weight")
@@ -104,7 +111,11 @@ class LayerNormMLP(NormFirst):
         """Makes the parameters of fc1 or fc2.
 
         Args:
-            sizes: see `declare_map`.
+            name: "fc1" or "fc2".
+            shape: of this rank's weight.
+            bias: whether there is one.
+            mode: "column", "row" or None.
+            sizes: sizes of the parts of the split dimension, over all ranks.
         """
         weight = self._new_parameter(*shape)
         added = self._new_parameter(shape[0]) if bias else None
@@ -115,7 +126,7 @@ class LayerNormMLP(NormFirst):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialises the parameters where they are; nothing on the meta device."""
+        """Initialises the parameters in place; does nothing on the meta device."""
         self._reset_norm()
         for init, weight, bias in zip(
             self.init_methods,
@@ -137,18 +148,24 @@ class LayerNormMLP(NormFirst):
         residual: Tensor | None = None,
         return_residual: bool = False,
     ) -> Any:
-        """[..., hidden_size] to [..., hidden_size].
+        """Normalizes the input and applies the MLP: [..., hidden_size] to the same shape.
 
         Args:
-            is_first_microbatch: as `Linear`.
-            residual, return_residual: as `LayerNormLinear`.
+            inp: [..., hidden_size].
+            is_first_microbatch: True casts the FP8 weights and keeps them, False reuses them, None casts
+                every time.
+            residual: of inp's shape; the norm adds it to `inp` in the same pass.
+            return_residual: return `inp`, or inp + residual, as well, for a residual connection around this
+                layer.
 
         Returns:
-            out, or a tuple of out, the bias with `return_bias`, the norm's result with
-            `return_layernorm_output` and what was normalized with `return_residual`.
+            out, or a tuple of out, the bias (`return_bias`), the norm's result (`return_layernorm_output`)
+            and the norm's input (`return_residual`).
 
         Raises:
-            ValueError, TypeError, RuntimeError: as `Linear`.
+            ValueError: if a shape does not fit, or a size does not suit FP8.
+            TypeError: if the input's dtype is not the weight's and torch.autocast is off.
+            RuntimeError: if the device has no FP8, or no usable cast of a weight is kept.
         """
         fc1 = MapOf("fc1_weight", self.fc1_weight, self.fc1_bias)
         bias = self.fc2_bias
@@ -168,4 +185,5 @@ class LayerNormMLP(NormFirst):
         return self._results(called, bias, inp, return_residual=return_residual)
 
     def extra_repr(self) -> str:
+        """Settings shown in the module's repr."""
         return f"{self.hidden_size}, {self.ffn_hidden_size}, activation={self.activation!r}"

@@ -1,4 +1,4 @@
-"""`Linear`: nn.Linear with FP8 GEMMs and the weight gradient accumulated in FP32.
+"""`Linear`: nn.Linear with optional FP8 GEMMs and FP32 accumulation of the weight gradient.
 
 In:   [..., in_features];  out: [..., out_features].
 Next: `calls.py`.
@@ -20,21 +20,22 @@ from flatfsdp.torch_private import never_traced
 
 
 class Linear(Projection):
-    """y = x w^T + b.  Drop-in for nn.Linear, with Transformer Engine's arguments.
+    """A linear layer, y = x w^T + b.  Drop-in for nn.Linear, with Transformer Engine's arguments.
 
-    Inside `flatfsdp.fp8.autocast` GEMMs are in FP8; input, output and parameters keep their dtype.
+    Inside `flatfsdp.fp8.autocast` its GEMMs run in FP8; input, output and parameters keep their dtypes.
 
     Args:
-        in_features, out_features: sizes; multiples of 16 for FP8.
+        in_features: size of the input; a multiple of 16 for FP8.
+        out_features: size of the output; a multiple of 16 for FP8.
         bias: whether there is a bias.
-        options: see `LinearOptions`.
+        options: further options, listed in `LinearOptions`.
 
     Attributes:
         weight: [out_features, in_features].
         bias: [out_features], or None.
 
     Raises:
-        ValueError: if options contradict each other, or ranks cannot share a size equally.
+        ValueError: if options contradict each other, or a size does not divide evenly over the ranks.
     """
 
     @takes_te_arguments
@@ -46,16 +47,19 @@ class Linear(Projection):
 
     @never_traced
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        """[..., in_features] to [..., out_features], of this rank's part; with `return_bias`, (that, bias).
+        """Computes x w^T + b: [..., in_features] to this rank's [..., out_features].
+
+        With `return_bias` the result is (x w^T, bias).
 
         Args:
-            is_first_microbatch: FP8 weights are cast in every call (None), or in the first microbatch of a
-                step (True) and then reused (False).  A plain `main_grad` is overwritten by True.
+            inp: [..., in_features].
+            is_first_microbatch: True (the first microbatch of a step) casts the FP8 weight and keeps it,
+                False reuses it, None casts in every call.  True also overwrites a plain `main_grad`.
 
         Raises:
             ValueError: if the input's size does not fit, or a size does not suit FP8.
             TypeError: if the input's dtype is not the weight's and torch.autocast is off.
-            RuntimeError: if the device has no FP8, or see `WeightCache.operand`.
+            RuntimeError: if the device has no FP8, or no usable cast of the weight is kept.
         """
         bias = self._whole_bias()
         of = MapOf("weight", self._whole_weight(), None if self.return_bias else bias)

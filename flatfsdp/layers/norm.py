@@ -24,7 +24,7 @@ from flatfsdp.torch_private import once_differentiable
 
 
 class _NormLayer(WithoutExtraState, Declaring):
-    """The base of both norms."""
+    """Base of `LayerNorm` and `RMSNorm`."""
 
     normalization: ClassVar[str]
 
@@ -51,18 +51,18 @@ class _NormLayer(WithoutExtraState, Declaring):
         self.reset_parameters()
 
     def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
-        """Changes nothing: every rank has the whole norm.  For loops over all layers of a model."""
+        """Does nothing, because every rank has the whole norm; for loops over all layers of a model."""
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Makes the gain 1 and the bias 0."""
+        """Sets the gain to 1 and the bias to 0."""
         reset_norm(self.weight, self.bias, self.kind.zero_centered)
 
     def forward(self, inp: Tensor) -> Tensor:
-        """[..., *normalized_shape], FP32, fp16 or bf16, to the same shape and dtype.
+        """Normalizes [..., *normalized_shape], FP32, fp16 or bf16, to the same shape and dtype.
 
         Raises:
-            ValueError: if the last dimensions are others, or the dtype is another one.
+            ValueError: if the last dimensions or the dtype do not fit.
         """
         if inp.dtype not in INPUT_DTYPES:
             raise ValueError(
@@ -81,23 +81,23 @@ class _NormLayer(WithoutExtraState, Declaring):
 
 
 class LayerNorm(_NormLayer):
-    """y = (x - mean) / sqrt(variance + eps) * weight + bias.  Drop-in for nn.LayerNorm.
+    """Layer normalization, y = (x - mean) / sqrt(variance + eps) * weight + bias.  Drop-in for nn.LayerNorm.
 
     The arguments are Transformer Engine's.  Parameters and input may have different dtypes; the result has
-    the input's, under torch.autocast too.
+    the input's, also under torch.autocast.
 
     Args:
-        normalized_shape: the last dimensions, which are normalized together; an int for one of them.
+        normalized_shape: the last dimensions, which are normalized together; an int for a single one.
         eps: added to the variance; 0 is allowed.
-        sequence_parallel: changes nothing here: it becomes the parameters' attribute of that name, which says
-            that each tensor-parallel rank has a part of their gradient.
-        params_dtype: of the parameters; default: torch's default dtype.
-        zero_centered_gamma: the gain is 1 + weight, and the weight begins at 0.
-        device: of the parameters; "meta" to initialise them later with `reset_parameters`.
-        hidden_size: other name of `normalized_shape`.
+        sequence_parallel: has no effect on the computation; marks the parameters (attribute of that name) so
+            that their gradients are summed over the tensor-parallel ranks.
+        params_dtype: dtype of the parameters; default: torch's default dtype.
+        zero_centered_gamma: the gain is 1 + weight, and the weight starts at 0.
+        device: device of the parameters; "meta" to initialise them later with `reset_parameters`.
+        hidden_size: another name for `normalized_shape`.
 
     Attributes:
-        weight, bias: of `normalized_shape`.
+        weight, bias: parameters of shape `normalized_shape`.
 
     Raises:
         ValueError: if not exactly one of `normalized_shape` and `hidden_size` is given.
@@ -107,16 +107,22 @@ class LayerNorm(_NormLayer):
 
 
 class RMSNorm(_NormLayer):
-    """y = x / sqrt(mean of x^2 + eps) * weight; without a bias, else as `LayerNorm`."""
+    """Root-mean-square normalization, y = x / sqrt(mean of x^2 + eps) * weight.
+
+    It has no bias; the arguments are those of `LayerNorm`.
+    """
 
     normalization = "RMSNorm"
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, kind: NormKind) -> Tensor:
-    """Normalizes the last n elements of x, or its last dimensions that have n together; differentiable once.
+    """Normalizes the last n elements of x (one or several last dimensions); differentiable once.
 
     Args:
-        weight, bias: [n], in one dtype, which need not be x's.
+        x: [..., n], or with n elements in its last dimensions together.
+        weight: [n]; may have another dtype than x.
+        bias: like `weight`, or None.
+        kind: LayerNorm or RMSNorm, with its epsilon.
     """
     return _Norm.apply(x, weight, bias, kind)
 
@@ -142,7 +148,7 @@ class _Norm(torch.autograd.Function):
 
 
 def _rows(x: Tensor, weight: Tensor) -> Tensor:
-    """x as a contiguous matrix, one row for each time it is normalized."""
+    """A contiguous matrix of x with one row for each normalization."""
     return x.reshape(-1, weight.numel()).contiguous()
 
 
@@ -150,6 +156,6 @@ def _shape(
     layer: str, normalized_shape: int | Sequence[int] | None, hidden_size: int | None
 ) -> tuple[int, ...]:
     if (normalized_shape is None) == (hidden_size is None):
-        raise ValueError(f"{layer}: give normalized_shape, or hidden_size, which is the same")
+        raise ValueError(f"{layer}: give either normalized_shape or its alias hidden_size")
     shape = hidden_size if normalized_shape is None else normalized_shape
     return (shape,) if isinstance(shape, int) else tuple(shape or ())

@@ -19,16 +19,17 @@ class NormFirst(MatmulLayer):
     """A layer with linear maps that begins with a norm.
 
     Attributes:
-        norm: which one.
+        norm: kind of norm.
         layer_norm_weight, layer_norm_bias: [features]; RMSNorm has no bias.
-        return_bias, return_layernorm_output: what a call returns besides its result.
+        return_bias: whether a call returns the bias instead of adding it.
+        return_layernorm_output: whether a call returns norm(x) as well.
     """
 
     return_bias: bool
     return_layernorm_output: bool
 
     def _add_norm(self, features: int, kind: NormKind) -> None:
-        """Makes the norm's parameters, whose place among the others is that of this call."""
+        """Makes the norm's parameters; call it where they belong in the order of parameters."""
         self.norm = kind
         self.layer_norm_bias: nn.Parameter | None
         self.layer_norm_weight = self._new_parameter(features)
@@ -49,7 +50,7 @@ class NormFirst(MatmulLayer):
         *,
         return_residual: bool,
     ) -> Any:
-        """What a call returns: `out`, or a tuple of it and what else the layer and the call ask for."""
+        """Returns `out`, or a tuple of it and the further results that the layer and the call ask for."""
         out, normalized, summed = called
         results: list[Tensor | None] = [out]
         if self.return_bias:

@@ -1,7 +1,7 @@
 """A norm whose result is the operand of a GEMM: cast in the norm's own kernel where the scale is known.
 
-In:   [tokens, hidden], perhaps a residual that is added first, and the norm's parameters.
-Out:  an `Operand`, and the result itself where it is asked for; backward the gradients.
+In:   [tokens, hidden], optionally a residual to add first, and the norm's parameters.
+Out:  an `Operand`, and the result itself if requested; in backward the gradients.
 Next: `layernorm_linear.py` and `layernorm_mlp.py` begin with it.
 """
 
@@ -22,9 +22,10 @@ from flatfsdp.kernels.norm.forward import norm_forward
 
 @dataclass(frozen=True)
 class NormKind:
-    """Which norm a layer has.
+    """The kind of a layer's norm.
 
     Attributes:
+        eps: added to the variance or mean square.
         rms: RMSNorm, which has no bias, instead of LayerNorm.
         zero_centered: the gain is 1 + weight.
     """
@@ -35,7 +36,7 @@ class NormKind:
 
     @staticmethod
     def named(normalization: str, eps: float, zero_centered: bool) -> NormKind:
-        """The norm that Transformer Engine calls so.
+        """Looks up a norm by Transformer Engine's name.
 
         Raises:
             ValueError: for an unknown name.
@@ -46,12 +47,12 @@ class NormKind:
 
 
 class Normalized(NamedTuple):
-    """The result of a norm, and what its backward needs.
+    """The result of a norm, and the tensors that its backward needs.
 
     Attributes:
-        operand: for the GEMM that follows.
-        out: the norm's result, [tokens, hidden]; None if it was not asked for.
-        summed: what was normalized: x, or x + residual rounded to x's dtype; for backward.
+        operand: operand of the following GEMM.
+        out: the norm's result, [tokens, hidden]; None if not requested.
+        summed: the norm's input: x, or x + residual rounded to x's dtype; for backward.
         mean, rstd: FP32 [tokens], for backward; RMSNorm has no mean.
     """
 
@@ -76,9 +77,14 @@ def normalize(
     """Normalizes x, or x + residual, and casts the result.
 
     Args:
-        residual: is added to x in the same pass; of x's shape and dtype.
-        columnwise: whether the following GEMM will need a weight gradient.
-        keep: whether the result is wanted in x's dtype, too.
+        x: [tokens, hidden], contiguous.
+        weight: gain of the norm, [hidden].
+        bias: shift of the norm, [hidden]; None for RMSNorm.
+        kind: LayerNorm or RMSNorm, with its epsilon.
+        quantizer: casts the result for the following GEMM.
+        residual: added to x in the same pass; of x's shape and dtype.
+        columnwise: whether the following GEMM needs a weight gradient.
+        keep: whether to return the result in x's dtype as well.
     """
     fused = quantizer.fused
     result = norm_forward(
@@ -113,8 +119,13 @@ def normalize_backward(
     """Computes the gradients of a norm's input and parameters.
 
     Args:
-        x: what was normalized.
-        d_residual: a gradient that reaches x past the norm; it is added in the same pass.
+        dy: gradient of the norm's result.
+        x: the norm's input.
+        weight: gain of the norm.
+        mean: FP32 [tokens], from the forward; None for RMSNorm.
+        rstd: FP32 [tokens], from the forward.
+        kind: LayerNorm or RMSNorm, with its epsilon.
+        d_residual: a gradient that reaches x past the norm; added in the same pass.
     """
     residual = None if d_residual is None else d_residual.to(x.dtype).contiguous()
     return norm_backward(
@@ -130,7 +141,7 @@ def normalize_backward(
 
 
 class InputGrads(NamedTuple):
-    """Gradients of what a layer that begins with a norm takes for it; None: needs none."""
+    """Gradients of the inputs of a layer that begins with a norm; None where none is needed."""
 
     x: Tensor | None
     residual: Tensor | None
@@ -146,13 +157,14 @@ def input_grads(
     *,
     has_residual: bool,
 ) -> InputGrads:
-    """Computes the gradients of all that reaches a layer through its norm.
+    """Computes the gradients of the inputs and the norm's parameters.
 
     Args:
-        dy: of the norm's result; None if nothing reaches it.
-        saved: what was normalized, weight, mean and rstd; None where nothing before the GEMM is trained.
-        d_residual: as in `normalize_backward`.
-        has_residual: whether a residual was added to x, and needs a gradient: the same as x.
+        dy: gradient of the norm's result, or None.
+        saved: the norm's input, weight, mean and rstd; None where nothing before the GEMM is trained.
+        kind: LayerNorm or RMSNorm, with its epsilon.
+        d_residual: a gradient that reaches x past the norm, or None.
+        has_residual: whether a residual was added to x and needs a gradient, which is that of x.
     """
     x, weight, mean, rstd = saved
     if dy is None or x is None:
@@ -163,7 +175,7 @@ def input_grads(
 
 
 def add_to(grad: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """The sum of two gradients of one tensor, either of which may be missing."""
+    """Adds two gradients of one tensor, either of which may be missing."""
     if grad is None or other is None:
         return grad if other is None else other
     return grad + other
@@ -171,7 +183,7 @@ def add_to(grad: Tensor | None, other: Tensor | None) -> Tensor | None:
 
 @torch.no_grad()
 def reset_norm(weight: Tensor, bias: Tensor | None, zero_centered: bool) -> None:
-    """Makes the gain 1 and the shift 0."""
+    """Sets the gain to 1 and the shift to 0."""
     if not weight.is_meta:
         weight.fill_(0.0 if zero_centered else 1.0)
         if bias is not None:

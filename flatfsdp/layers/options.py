@@ -5,8 +5,8 @@
         BlockOptions        LayerNormMLP, with NormOptions
             AttentionOptions    MultiheadAttention, TransformerLayer
 
-The names are Transformer Engine's.  A constructor names the options that it uses itself, which have their
-defaults there, and passes the others on.
+The names are Transformer Engine's.  A constructor declares the options that it uses itself, with their
+defaults, and passes the others on.
 """
 
 from __future__ import annotations
@@ -24,27 +24,29 @@ from flatfsdp.matmul.linear_map import FuseWgrad
 
 
 class MatmulOptions(TypedDict, total=False):
-    """Keyword arguments of every layer that has linear maps, itself or in layers inside.
+    """Keyword arguments of every layer that has linear maps, itself or in an inner layer.
 
     Attributes:
-        fuse_wgrad_accumulation: add the weight's gradient to its FP32 `main_grad` in the GEMM itself, and
-            give autograd none; default: False.  Needs FlatFSDP, or a weight with a `main_grad`.  "two_pass"
-            gives the same bits with power-of-two scales, through an FP32 temporary.  "if_claimed": True where
-            FlatFSDP has the weight when the layer is called, False in a plain model.
-        delay_wgrad_compute: leave the weight's gradient out of the backward, until `backward_dw()` is called;
-            default: False.  Not in FlatFSDP, which reduces gradients in the backward.
-        params_dtype: of the parameters; default: torch's default dtype.
-        device: of the parameters; "meta" to initialise them later with `reset_parameters`.
-        tp_group: ranks that share the layer.
-        tp_size: their number; may be left out.  Without a tp_group: `set_tensor_parallel_group` brings it.
-        sequence_parallel: activations between the layers of these ranks are split over them along dimension
-            0, the sequence: what a column layer is given, and a row layer returns; default: False.
-        tp_overlap: on GPUs, with sequence_parallel: cut into chunks what would have to be sent before a GEMM,
-            or after it, and multiply the one while the other is sent; default: False.  See
-            `matmul/overlapped.py`.
-        get_rng_state_tracker: gives what draws the dropout of this rank's heads, or part of the sequence;
-            default: an `RNGTracker`.  Linear maps take it for Transformer Engine's sake: initial values are
-            those of one process.
+        fuse_wgrad_accumulation: add the weight gradient to the weight's FP32 `main_grad` in the GEMM itself,
+            and give autograd none; default: False.  Needs FlatFSDP, or a weight with a `main_grad`.
+            "two_pass" gives the same bits with power-of-two scales, through an FP32 temporary.  "if_claimed"
+            means True if FlatFSDP manages the weight when the layer is called, and False in a plain model.
+        delay_wgrad_compute: defer the weight gradient until `backward_dw()` is called; default: False.  Not
+            with FlatFSDP, which reduces gradients in the backward.
+        params_dtype: dtype of the parameters; default: torch's default dtype.
+        device: device of the parameters; "meta" to initialise them later with `reset_parameters`.
+        tp_group: tensor-parallel ranks that share the layer.
+        tp_size: size of tp_group; may be left out.  Without a tp_group, `set_tensor_parallel_group` sets it
+            later.
+        sequence_parallel: split activations between the layers over the tensor-parallel ranks along dimension
+            0, the sequence (the input of column-parallel and the output of row-parallel layers); default:
+            False.
+        tp_overlap: on GPUs, with sequence_parallel: split the all-gather before a GEMM, or the reduce-scatter
+            after it, into chunks, and compute one chunk while the next is sent; default: False
+            (`matmul/overlapped.py`).
+        get_rng_state_tracker: returns the random-number tracker for dropout that differs between
+            tensor-parallel ranks; default: an `RNGTracker`.  Linear maps accept it for compatibility with
+            Transformer Engine and ignore it: their initial values are those of one process.
     """
 
     fuse_wgrad_accumulation: FuseWgrad
@@ -62,18 +64,17 @@ class LinearOptions(MatmulOptions, total=False):
     """Keyword arguments of `Linear`, `LayerNormLinear` and `LinearCrossEntropy`.
 
     Attributes:
-        return_bias: do not add the bias but return (out, bias), for a later fused bias + dropout + add;
+        return_bias: return (out, bias) instead of adding the bias, for a later fused bias + dropout + add;
             default: False.
         init_method: fills the weight in place; default: normal with standard deviation 0.023.
-        parameters_split: the weight's rows, and the bias, as several parameters: names, or names and
-            numbers of rows.  Named <name>_weight and <name>_bias.  They are still one operand: FlatFSDP keeps
-            them side by side, and in a plain model each call concatenates them.  With
-            fuse_wgrad_accumulation=True in FlatFSDP only; not with delay_wgrad_compute.
-        parallel_mode: how the ranks of `tp_group` share the weight: "column", by out_features, "row", by
-            in_features, or None, not at all, which is the default.  Sizes given are those of the whole
-            weight.
-        partition_sizes: "column": sizes of the parts of out_features of which each rank has its share, such
-            as those of queries, keys and values; default: one part.
+        parameters_split: make the weight's rows, and the bias, several parameters, given by names, or by
+            names and row counts; they are called <name>_weight and <name>_bias.  They remain one operand:
+            FlatFSDP stores them contiguously, and a plain model concatenates them in each call.  Together
+            with fuse_wgrad_accumulation=True only in FlatFSDP; not with delay_wgrad_compute.
+        parallel_mode: how the ranks of `tp_group` split the weight: "column", by out_features; "row", by
+            in_features; or None, the default: not at all.  Sizes given are those of the whole weight.
+        partition_sizes: for "column": sizes of consecutive parts of out_features, each of which is split over
+            the ranks, such as queries, keys and values; default: one part.
     """
 
     return_bias: bool
@@ -99,10 +100,9 @@ class BlockOptions(MatmulOptions, NormOptions, total=False):
     """Keyword arguments of both halves of a transformer layer.
 
     Attributes:
-        bias: whether the linear maps have one; default: True.
-        set_parallel_mode: the ranks of `tp_group` share the heads, or the width between the maps: the rows of
-            the first weight and the columns of the second; sizes given are those of the whole layer.
-            Default: False, they share nothing.
+        bias: whether the linear maps have biases; default: True.
+        set_parallel_mode: split the heads, or the width between the maps, over the ranks of `tp_group`; sizes
+            given are those of the whole layer; default: False, no split.
     """
 
     bias: bool
@@ -113,16 +113,18 @@ class AttentionOptions(BlockOptions, total=False):
     """Keyword arguments of `MultiheadAttention` and `TransformerLayer`.
 
     Attributes:
-        fuse_qkv_params: one weight for query, key and value; else query_weight, key_weight and value_weight;
-            default: False.  See `parameters_split` of `LinearOptions`.
-        qkv_weight_interleaved: with fuse_qkv_params: rows of the weight are [q.. k v] for each group of
-            heads, instead of [Q; K; V]; default: True.
-        rotary_pos_interleaved: RoPE turns pairs of neighbours instead of halves; default: False.
-        rotary_base: use RoPE with this base, unless a call brings other tables; default: only if it does.
+        fuse_qkv_params: one weight for query, key and value, instead of query_weight, key_weight and
+            value_weight (`parameters_split` of `LinearOptions`); default: False.
+        qkv_weight_interleaved: with fuse_qkv_params: the weight's rows are [q.. k v] for each group of heads,
+            instead of [Q; K; V]; default: True.
+        rotary_pos_interleaved: RoPE rotates pairs of neighbouring elements instead of pairs from the two
+            halves; default: False.
+        rotary_base: apply RoPE with this base unless a call passes tables; default: None, RoPE only with
+            passed tables.
         qk_norm_type: "L2Normalization", "RMSNorm" or "LayerNorm" of queries and keys over each head; default:
-            none.
-        qk_norm_eps: of these norms; default: 1e-6.
-        qk_norm_before_rope: before RoPE, instead of after it, which is the default.
+            no norm.
+        qk_norm_eps: epsilon of these norms; default: 1e-6.
+        qk_norm_before_rope: normalize before RoPE instead of after it; default: False.
     """
 
     fuse_qkv_params: bool
@@ -138,7 +140,7 @@ Options = TypeVar("Options")
 
 
 def only(kind: type[Options], options: Mapping[str, Any]) -> Options:
-    """Those of `options` that `kind`, one of the classes above, has."""
+    """Those of `options` that the class `kind` declares."""
     return cast(Options, {name: value for name, value in options.items() if name in kind.__annotations__})
 
 
@@ -146,7 +148,7 @@ def require_known(layer: str, kind: type, options: Mapping[str, Any]) -> None:
     """Checks keyword arguments that `only` would drop.
 
     Raises:
-        TypeError: if `kind` does not have one of them.
+        TypeError: if `kind` does not declare one of them.
     """
     for name in options:
         if name not in kind.__annotations__:
@@ -154,10 +156,10 @@ def require_known(layer: str, kind: type, options: Mapping[str, Any]) -> None:
 
 
 def shared_by(layer: str, options: MatmulOptions) -> TensorParallel:
-    """Which ranks share a layer with these options, and how.
+    """The tensor-parallel setting of a layer with these options.
 
     Raises:
-        ValueError: see `TensorParallel.of`.
+        ValueError: if the group does not have `tp_size` ranks, or an option needs a group.
     """
     return TensorParallel.of(
         layer,

@@ -1,4 +1,4 @@
-"""What the constructors of all layers have in common: new parameters and initial values."""
+"""New parameters and initial values, for the constructors of all layers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ InitMethod = Callable[[Tensor], Any]
 
 
 def normal_init(weight: Tensor) -> None:
-    """Transformer Engine's default: normal, standard deviation 0.023."""
+    """Fills a weight with Transformer Engine's default: normal, standard deviation 0.023."""
     weight.normal_(0.0, 0.023)
 
 
 def new_parameter(*shape: int, dtype: torch.dtype | None, device: torch.device | str | None) -> nn.Parameter:
-    """Uninitialised, in the default dtype and on the default device where None."""
+    """Makes an uninitialised parameter; None means torch's default dtype or device."""
     return nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))

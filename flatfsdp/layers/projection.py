@@ -1,4 +1,4 @@
-"""What `Linear` and `LayerNormLinear` have in common: the parameters of one linear map."""
+"""`Projection`: the base of `Linear` and `LayerNormLinear`, with the parameters of one linear map."""
 
 from __future__ import annotations
 
@@ -18,13 +18,21 @@ from flatfsdp.matmul.exchange import Exchange
 
 
 class Projection(MatmulLayer):
-    """A layer with one linear map: weight [out_features, in_features] and bias, maybe split by rows.
+    """A layer with one linear map: weight [out_features, in_features] and bias, optionally split by rows.
 
     Args:
-        options: see `MatmulOptions`;  the others: see `LinearOptions`.
+        in_features: size of the whole input.
+        out_features: size of the whole output.
+        bias: whether there is a bias.
+        return_bias: return the bias instead of adding it.
+        init_method: fills the weight in place.
+        parameters_split: names, and optionally row counts, of parameters that the weight is made of.
+        parallel_mode: "column", "row" or None.
+        partition_sizes: sizes of the parts of out_features that are split over ranks one by one.
+        options: options of every layer with linear maps, listed in `MatmulOptions`.
 
     Attributes:
-        in_features, out_features: of this rank's part.
+        in_features, out_features: sizes of this rank's part.
     """
 
     def __init__(
@@ -76,7 +84,7 @@ class Projection(MatmulLayer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialises the parameters where they are; nothing on the meta device."""
+        """Initialises the parameters in place; does nothing on the meta device."""
         for prefix in self._prefixes:
             weight, bias = getattr(self, f"{prefix}weight"), getattr(self, f"{prefix}bias")
             if not weight.is_meta:
@@ -85,27 +93,27 @@ class Projection(MatmulLayer):
                     bias.zero_()
 
     def declared_joints(self) -> tuple[Joint, ...]:
-        """Weight and bias, where they are several parameters, which the GEMM reads as one operand."""
+        """Weight and bias, if each is several parameters that the GEMM reads as one operand."""
         if not self._is_split:
             return ()
         has_bias = getattr(self, f"{self._prefixes[0]}bias") is not None
         return tuple(self._joint(kind) for kind in (("weight", "bias") if has_bias else ("weight",)))
 
     def _joint(self, kind: str) -> Joint:
-        # Not kept: a layer that refers to itself would be freed by the garbage collector only.
+        # Not stored: a layer that refers to itself would only be freed by the garbage collector.
         return Joint(kind, tuple([(self, f"{prefix}{kind}") for prefix in self._prefixes]))
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is x w^T + b of one weight, all of it here, with a gradient in the backward."""
+        """Whether it computes x w^T + b of one unsplit weight, with the weight gradient in the backward."""
         is_whole = self.exchanges["weight"].mode is None and not self._is_split
         return is_whole and not self.return_bias and self._delayed_wgrads is None
 
     def _whole_weight(self) -> Tensor:
-        """[out_features, in_features], of all parts.
+        """The joint weight, [out_features, in_features].
 
         Raises:
-            RuntimeError: if the GEMM of their gradients is to write to several places.
+            RuntimeError: if a fused weight gradient would have to be written to several buffers.
         """
         weight: Tensor
         if not self._is_split:
@@ -117,14 +125,14 @@ class Projection(MatmulLayer):
             parts = ", ".join(f"{prefix}weight" for prefix in self._prefixes)
             raise RuntimeError(
                 f"{type(self).__name__}: fuse_wgrad_accumulation={fuses!r} with "
-                f"{parts}: one GEMM writes their gradients to one buffer, which FlatFSDP has if they are in "
-                "one unit, of one dtype and all trained; wrap the layer so, or build it with "
+                f"{parts}: one GEMM writes their gradients to one buffer, so all have to be trained, in "
+                "one FlatFSDP unit and of one dtype; wrap the layer so, or build it with "
                 "fuse_wgrad_accumulation='if_claimed', or without parameters_split (fuse_qkv_params=True)"
             )
         return weight
 
     def _whole_bias(self) -> Tensor | None:
-        """[out_features], of all parts."""
+        """The joint bias, [out_features], or None."""
         bias: Tensor | None = getattr(self, f"{self._prefixes[0]}bias")
         return bias if bias is None or not self._is_split else self._whole("bias")
 
@@ -136,6 +144,7 @@ class Projection(MatmulLayer):
         return [getattr(self, f"{prefix}{name}") for prefix in self._prefixes]
 
     def extra_repr(self) -> str:
+        """Settings shown in the module's repr."""
         fused, size = self.fuse_wgrad_accumulation, self._parallel.ranks.size
         options = f", fuse_wgrad_accumulation={fused}" if fused else ""
         parallel = f", parallel_mode={self._mode!r} of {size}" if size > 1 else ""
@@ -148,7 +157,7 @@ def _rows(
     partition_sizes: Sequence[int] | None,
     out_features: int,
 ) -> dict[str, tuple[int, ...]]:
-    """Sizes of the parts of each weight's rows, by the prefix of its name."""
+    """Row counts of each weight's parts, by the prefix of its name."""
     if split is None:
         sizes = (out_features,) if partition_sizes is None else tuple(partition_sizes)
         if sum(sizes) != out_features:

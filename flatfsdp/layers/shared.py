@@ -1,4 +1,4 @@
-"""Layers that several ranks may share: their group, lasting marks, initial values that no split changes.
+"""Layers shared by tensor-parallel ranks: their group, parameter marks, split-independent initial values.
 
 In:   a layer's `TensorParallel`, and the marks of its parameters (`contract/tensor_parallel.py`).
 """
@@ -28,19 +28,21 @@ from flatfsdp.contract.tensor_parallel import (
 
 
 class Shared(nn.Module):
-    """A layer that several ranks may share, or that has such layers inside."""
+    """A layer that tensor-parallel ranks may share, or that contains such layers."""
 
     _parallel = TensorParallel(ALONE)
 
     def set_tensor_parallel_group(self, tp_group: dist.ProcessGroup | None) -> None:
-        """Says which ranks share a layer that was made with a tp_size and without a tp_group, as in
-        Transformer Engine, and initialises its weights, which were NaN, unless they have been loaded.
+        """Sets the tensor-parallel group of a layer that was made with a tp_size and without a tp_group.
 
-        Call it before the layer is used or wrapped, in the same order on all ranks.  The layers inside are
-        told, too.
+        Initialises its weights, which were NaN, unless they have been loaded.  Call it before the layer is
+        used or wrapped, in the same order on all ranks.  It applies to the inner layers, too.
+
+        Args:
+            tp_group: the tensor-parallel ranks; None is a single rank.
 
         Raises:
-            ValueError: if the group has another size than tp_size, or the layer has another group.
+            ValueError: if the group's size is not tp_size, or the layer already has another group.
         """
         ranks = Ranks.of(tp_group)
         layers = [layer for layer in self.modules() if isinstance(layer, Shared)]
@@ -81,14 +83,15 @@ class Shared(nn.Module):
 
 
 class Declaring(Shared):
-    """A layer whose parameters stay marked when others take their place.
+    """A layer whose marks on parameters survive when a parameter is replaced.
 
-    Others come with memory (`to_empty`), are loaded (`load_state_dict(assign=True)`), assigned or copied, and
-    PyTorch drops attributes then.  FlatFSDP would take the parts of several ranks for one parameter.
+    Parameters are replaced when memory is allocated (`to_empty`), loaded (`load_state_dict(assign=True)`),
+    assigned or copied, and PyTorch drops their attributes then.  Without the marks FlatFSDP would treat the
+    parts on several ranks as one parameter.
     """
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Marks the new parameter like the one before it; assigning a parameter calls this, too."""
+        """Marks the new parameter like its predecessor; assigning a parameter calls this, too."""
         before = self._parameters.get(name)
         super().register_parameter(name, param)
         mark_like(param, marks_of(before))
@@ -101,7 +104,7 @@ class Declaring(Shared):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies of parameters have no attributes."""
+        """The state with the parameters' marks, because copies of parameters lose their attributes."""
         marks = {name: marks_of(parameter) for name, parameter in self._parameters.items()}
         return {**self.__dict__, "_marks": marks}
 
@@ -114,10 +117,10 @@ class Declaring(Shared):
 
 @torch.no_grad()
 def initialize(parameter: nn.Parameter, init_method: Callable[[Tensor], Any], ranks: Ranks) -> None:
-    """Fills a rank's part with what one process would have there.
+    """Fills a rank's part of a parameter with the values that one process would draw.
 
-    Every rank draws the whole tensor from the default generator and keeps its part, so that neither the model
-    nor what is drawn next depends on the number of ranks.  Seed all ranks alike.
+    Every rank draws the whole tensor from the default generator and keeps its part.  So neither the model nor
+    later random numbers depend on the number of ranks.  Seed all ranks alike.
     """
     if not TENSOR_MODEL_PARALLEL.of(parameter) or ranks.size == 1:
         init_method(parameter)

@@ -1,10 +1,10 @@
-"""Transformer Engine's constructors: the order of their arguments, and those that have no counterpart here.
+"""Maps Transformer Engine's constructor arguments to ours.
 
-In:   what a program for Transformer Engine passes.
+In:   the arguments that a program written for Transformer Engine passes.
 Out:  keyword arguments of our constructors.
 
-Positional arguments have Transformer Engine's order (version 2.x).  What we do not have is accepted with the
-value that changes nothing, and otherwise refused by name.
+Positional arguments follow Transformer Engine's order (version 2.x).  An argument that we do not have is
+accepted if its value changes nothing, and otherwise refused by name.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ P = ParamSpec("P")
 
 
 class _Neutral(NamedTuple):
-    """Values of an argument that change nothing.
+    """Values with which an unsupported argument changes nothing.
 
     Attributes:
-        values: empty for all values.
-        instead: what to do with others.
+        values: the neutral values; empty means any value.
+        instead: advice for other values.
     """
 
     values: tuple[Any, ...] = ()
     instead: str = "leave it out"
 
     def accepts(self, value: Any) -> bool:
+        """Whether the value changes nothing."""
         if not self.values:
             return True
         if isinstance(value, dist.ProcessGroup):
-            # Of one rank: nothing is shared.
+            # A group of one rank shares nothing.
             return None in self.values and value.size() == 1
         return any(value is each or value == each for each in self.values)
 
@@ -78,12 +79,12 @@ _NEUTRAL: Mapping[str, Mapping[str, _Neutral]] = {
     "MultiheadAttention": {**_OF_ATTENTION, **dict.fromkeys(_OVERLAPS, _FALSE), **_HINTS},
     "TransformerLayer": {
         **_OF_ATTENTION,
-        # Without effect unless ub_tp_comm_overlap is True.
+        # These have no effect unless ub_tp_comm_overlap is True.
         **dict.fromkeys(_OVERLAPS, _ANY),
         **_HINTS,
         "ub_tp_comm_overlap": _FALSE,
         "activation_params": _NONE,
-        # Of decoder layers.
+        # These concern decoder layers.
         "enc_dec_attn_mask_type": _ANY,
         "enc_dec_window_size": _ANY,
         "enc_dec_bottom_right_diagonal": _ANY,
@@ -94,7 +95,7 @@ _NEUTRAL: Mapping[str, Mapping[str, _Neutral]] = {
         "pretrained_max_position_embeddings": _NONE,
     },
 }
-"""By class: arguments that we do not have."""
+"""Arguments that we do not have, by class."""
 
 _PARALLEL = "sequence_parallel fuse_wgrad_accumulation tp_group tp_size get_rng_state_tracker"
 _ORDER: Mapping[str, tuple[str, ...]] = {
@@ -147,15 +148,15 @@ _ORDER: Mapping[str, tuple[str, ...]] = {
         *("rotary_base", "interleaved"),
     ),
 }
-"""By class: positional arguments; what comes later is passed by name."""
+"""Positional arguments by class; later ones are passed by name."""
 
 
 def takes_te_arguments(init: Callable[P, None]) -> Callable[P, None]:
-    """Lets the constructor of a layer take what Transformer Engine's layer of this name takes.
+    """Decorates a layer's constructor to accept the arguments of Transformer Engine's layer of this name.
 
     Raises:
-        TypeError: where it is called with too many positional arguments, or one of them twice.
-        ValueError: with a value of an argument that we do not have, and that would change something.
+        TypeError: if it is called with too many positional arguments, or with one of them twice.
+        ValueError: if an argument that we do not have is passed with a value that would change something.
     """
     layer = init.__qualname__.split(".")[0]
     order, neutral = _ORDER[layer], _NEUTRAL[layer]
@@ -172,7 +173,7 @@ def takes_te_arguments(init: Callable[P, None]) -> Callable[P, None]:
             value = kwargs.pop(name)
             if not neutral[name].accepts(value):
                 raise ValueError(
-                    f"{layer}: {name}={value!r} is Transformer Engine's, and not supported here; "
+                    f"{layer}: {name}={value!r} is a Transformer Engine option that is not supported; "
                     f"{neutral[name].instead}"
                 )
         init(self, **kwargs)

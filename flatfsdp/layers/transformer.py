@@ -1,11 +1,11 @@
-"""`TransformerLayer`: attention and a two-layer perceptron, with a norm before and a residual around each.
+"""`TransformerLayer`: attention and an MLP, each with a norm before it and a residual around it.
 
 In:   [seq, batch, hidden] ("sbhd"), or [batch, seq, hidden] ("bshd");  out: the same shape.
 
     h   = x + dropout(self_attention(norm(x)))
     out = h + dropout(layernorm_mlp(h))
 
-The gradients of x and h that bypass the norms are added in the norms' backward kernels.  Without dropout the
+The gradients of x and h that bypass the norms are added in the norms' backward kernels.  Without dropout, the
 second norm's forward kernel computes h.
 """
 
@@ -33,27 +33,35 @@ class TransformerLayer(Shared):
     """One layer of a GPT, with Transformer Engine's arguments and parameter names.
 
     Args:
-        hidden_size: of input and output.
-        ffn_hidden_size, activation: of the perceptron; see `LayerNormMLP`.
-        layernorm_epsilon: of all norms.
-        hidden_dropout: of what both branches add to their residual.
-        init_method, output_layer_init_method: fill the first and the second weight of each branch.
-        self_attn_mask_type, attn_input_format: attn_mask_type and qkv_format of `DotProductAttention`.
-        num_attention_heads, num_gqa_groups, attention_dropout, layer_number, kv_channels, window_size: as
-            `MultiheadAttention`.
+        hidden_size: size of input and output.
+        ffn_hidden_size: size between the MLP's two linear maps.
+        num_attention_heads: heads of the query.
+        num_gqa_groups: heads of key and value; default: `num_attention_heads`.
+        layernorm_epsilon: epsilon of all norms.
+        hidden_dropout: dropout of both branches before they are added to their residuals.
+        attention_dropout: probability of dropping an attention weight in training.
+        init_method: fills the first weight of each branch.
+        output_layer_init_method: fills the second weight of each branch.
+        layer_number: a label only.
+        kv_channels: elements of a head; default: hidden_size / num_attention_heads.
+        self_attn_mask_type: "causal", "no_mask", "padding", "padding_causal" or "arbitrary".
+        window_size: (left, right): query i sees keys i - left to i + right only; -1 means no limit.
         apply_residual_connection_post_layernorm: the residuals are the norms' results, not their inputs.
         output_layernorm: no norm before attention, but one at the end.
         parallel_attention_mlp: out = x + dropout(self_attention(norm(x)) + layernorm_mlp(x)).
-        layer_type, drop_path_rate: only "encoder", which includes GPTs, and 0.
-        options: see `AttentionOptions`; of all parts.
+        layer_type: only "encoder", which includes GPTs.
+        drop_path_rate: only 0.
+        activation: of the MLP, a name in `flatfsdp.kernels.activation.NAMES`.
+        attn_input_format: "sbhd" ([seq, batch, hidden]) or "bshd" ([batch, seq, hidden]).
+        options: options of all inner layers, listed in `AttentionOptions`.
 
     Attributes:
-        self_attention: a MultiheadAttention.
-        layernorm_mlp: a LayerNormMLP.
-        layernorm: the norm at the end with `output_layernorm`.
+        self_attention: the `MultiheadAttention`.
+        layernorm_mlp: the `LayerNormMLP`.
+        layernorm: the final norm with `output_layernorm`.
 
     Raises:
-        ValueError: if options contradict each other, or ranks cannot share a size equally.
+        ValueError: if options contradict each other, or a size does not divide evenly over the ranks.
     """
 
     @takes_te_arguments
@@ -96,7 +104,7 @@ class TransformerLayer(Shared):
         self._numbers = OwnNumbers(options.get("get_rng_state_tracker"), self._parallel.ranks)
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
-        # Without dropout the GEMM adds the bias, and its gradient comes with the cast of dy.
+        # Without dropout the GEMM adds the bias, and the cast of dy sums its gradient.
         return_bias = hidden_dropout > 0 and not parallel_attention_mlp
         self.self_attention = MultiheadAttention(
             hidden_size,
@@ -140,12 +148,25 @@ class TransformerLayer(Shared):
         checkpoint_core_attention: bool = False,
         rotary_pos_emb: Tables | None = None,
     ) -> Tensor:
-        """[seq, batch, hidden_size], or batch first, to the same shape; arguments as `MultiheadAttention`.
+        """Runs the layer: [seq, batch, hidden_size], or batch first, to the same shape.
 
-        Under torch.autocast the residuals are in its dtype, too, and so is the result.
+        Under torch.autocast the residuals and the result have autocast's dtype.
+
+        Args:
+            hidden_states: [seq, batch, hidden_size], or batch first; with `sequence_parallel` this rank's
+                part.
+            attention_mask: bool, True where a key is masked out; for padding and "arbitrary" mask types.
+            self_attn_mask_type: overrides the constructor's for this call.
+            window_size: overrides the constructor's for this call.
+            is_first_microbatch: True casts the FP8 weights and keeps them, False reuses them, None casts
+                every time.
+            checkpoint_core_attention: save only query, key and value, and recompute attention in backward.
+            rotary_pos_emb: tables of `RotaryPositionEmbedding`, or (cos, sin), FP32 [at least seq, n].
 
         Raises:
-            ValueError, TypeError, RuntimeError: as `MultiheadAttention`.
+            ValueError: if a shape, mask or option does not fit, or a size does not suit FP8.
+            TypeError: if a dtype does not fit, or `rotary_pos_emb` is a single tensor.
+            RuntimeError: if the device has no FP8, or no usable cast of a weight is kept.
         """
         if (cast_to := autocast_dtype(hidden_states.device.type)) is not None:
             hidden_states = hidden_states.to(cast_to)
@@ -179,16 +200,16 @@ class TransformerLayer(Shared):
         return self.layernorm(out) if self.output_layernorm else out
 
     def backward_dw(self) -> None:
-        """Computes the weight gradients that the oldest backward has left; see `delay_wgrad_compute`.
+        """Computes the weight gradients that the oldest backward deferred (`delay_wgrad_compute`).
 
         Raises:
-            RuntimeError: if no backward has left any.
+            RuntimeError: if no backward has deferred any.
         """
         self.layernorm_mlp.backward_dw()
         self.self_attention.backward_dw()
 
     def _add(self, out: Tensor, *bias_and_residual: Tensor | None) -> Tensor:
-        """Residual + dropout(out + bias); the bias may be missing, or None."""
+        """Computes residual + dropout(out + bias); the bias may be missing, or None."""
         *bias, residual = bias_and_residual
         with self._numbers.drawn(self._splits_sequence and self.training and self.hidden_dropout > 0):
             return bias_dropout_add(
@@ -197,17 +218,17 @@ class TransformerLayer(Shared):
 
 
 def _check(layer_type: str, drop_path_rate: float, hidden_dropout: float) -> None:
-    """Checks options that are here for Transformer Engine's sake, and the dropout.
+    """Checks the dropout, and options that exist only for compatibility with Transformer Engine.
 
     Raises:
-        ValueError: see `TransformerLayer`.
+        ValueError: if one of them has an unsupported value.
     """
     if layer_type != "encoder":
         raise ValueError(
             f"layer_type is {layer_type!r}; there is no cross-attention, so it must be 'encoder'"
         )
     if drop_path_rate != 0:
-        raise ValueError(f"drop_path_rate is {drop_path_rate}; dropping whole paths is not offered: pass 0")
+        raise ValueError(f"drop_path_rate is {drop_path_rate}; dropping whole paths is not supported: pass 0")
     if not 0 <= hidden_dropout < 1:
         raise ValueError(f"hidden_dropout is {hidden_dropout}; it must be 0 <= p < 1")
 
@@ -215,7 +236,7 @@ def _check(layer_type: str, drop_path_rate: float, hidden_dropout: float) -> Non
 def _make_norm(
     hidden_size: int, eps: float, parallel: TensorParallel, options: AttentionOptions
 ) -> LayerNorm | RMSNorm:
-    """The norm at the end of a layer."""
+    """Makes the norm at the end of a layer."""
     norm = RMSNorm if options.get("normalization") == "RMSNorm" else LayerNorm
     return norm(
         hidden_size,

@@ -1,4 +1,4 @@
-"""Where a GEMM has its weight from: the flat buffer, a cast of this call, or one of the first microbatch.
+"""`WeightCache`: a weight's GEMM operand, from the flat buffer, cast now, or kept by the first microbatch.
 
 In:   a weight, and how it is cast in this call (`fp8/casts.py`).
 Out:  its `Operand`.
@@ -21,13 +21,13 @@ from flatfsdp.matmul.gemms import is_blockwise
 
 
 class WeightCache:
-    """The FP8 weights of one layer, as the first microbatch of a step has cast them.
+    """The FP8 weights of one layer, cast by the first microbatch of a step.
 
     Args:
-        layer: its name, for messages.
+        layer: name of the layer, for messages.
 
     Attributes:
-        kept: by the names of the weights, with the recipe of the cast.
+        kept: recipe and operand of each cast, by the weight's name.
     """
 
     def __init__(self, layer: str) -> None:
@@ -45,17 +45,20 @@ class WeightCache:
         stored: Callable[[], Operand] | None,
         columnwise: bool,
     ) -> Operand:
-        """The weight for GEMMs: in FP8 as FlatFSDP keeps it, or cast now or in the first microbatch.
+        """The weight as a GEMM operand: stored in FP8 by FlatFSDP, cast now, or kept by the first microbatch.
 
         Args:
-            is_first_microbatch: None: cast now, keep nothing; True: cast and keep; False: what is kept.
-            dtype: of the GEMMs without FP8.
-            stored: the weight's `FP8_OPERAND`; without FP8 GEMMs, what gives its values in `dtype`.
-            columnwise: whether dgrad will need it.
+            name: name of the weight.
+            weight: the parameter.
+            casts: how this call casts.
+            is_first_microbatch: None: cast now, keep nothing; True: cast and keep; False: reuse what is kept.
+            dtype: dtype of the GEMMs without FP8.
+            stored: the weight's `FP8_OPERAND`; without FP8 GEMMs, a function that widens it to `dtype`.
+            columnwise: whether dgrad needs it.
 
         Raises:
-            RuntimeError: if nothing is kept, or it was cast with another recipe; if the weight is kept in FP8
-                and GEMMs take a scale for each block.
+            RuntimeError: if nothing is kept, or it was cast with another recipe; if the weight is stored in
+                FP8 with one scale and the recipe uses a scale for each block.
         """
         if stored is not None:
             self._require_tensor_scaling(name, casts.recipe)
@@ -69,17 +72,17 @@ class WeightCache:
         else:
             operand = self.find(name, casts.recipe)
             if columnwise and operand.columnwise is None:
-                # Kept by a forward without gradients.
+                # A forward without gradients kept no columnwise form.
                 operand = _with_columnwise(operand, weight, casts.weight)
         if is_first_microbatch is not None:
             self.kept[name] = (casts.recipe, operand)
         return operand
 
     def find(self, name: str, recipe: Recipe) -> Operand:
-        """What the first microbatch has kept.
+        """The operand that the first microbatch has kept.
 
         Raises:
-            RuntimeError: if that is nothing, or it was cast with another recipe.
+            RuntimeError: if none is kept, or it was cast with another recipe.
         """
         kept_recipe, operand = self.kept.get(name, (None, None))
         if operand is None:
@@ -109,13 +112,13 @@ def _is_replay() -> bool:
 
 
 def turned(operand: Operand) -> Operand:
-    """The operand of the transpose: what GEMMs read of a weight [in_features, out_features]."""
+    """The operand of the transposed weight, from that of a weight [in_features, out_features]."""
     high, rowwise, columnwise, rowwise_inv, columnwise_inv = operand
     return Operand(None if high is None else high.t(), columnwise, rowwise, columnwise_inv, rowwise_inv)
 
 
 def _with_columnwise(operand: Operand, weight: Tensor, quantizer: Quantizer) -> Operand:
-    """Adds what the same cast would have made for dgrad."""
+    """Adds the columnwise form that the same cast would have made for dgrad."""
     if is_blockwise(operand.rowwise_inv):
         both = quantizer.cast(weight.detach().contiguous(), rowwise=False, columnwise=True).operand
         return operand._replace(columnwise=both.columnwise, columnwise_inv=both.columnwise_inv)

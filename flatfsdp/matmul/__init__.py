@@ -1,1 +1,1 @@
-"""The three GEMMs of a linear map, in FP8 or not, and what ranks exchange around them."""
+"""The three GEMMs of a linear map, in FP8 or not, and the tensor-parallel communication around them."""

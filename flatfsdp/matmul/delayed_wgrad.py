@@ -1,10 +1,10 @@
-"""Weight gradients that a backward leaves for later: until a layer's `backward_dw` is called.
+"""Weight gradients that a backward defers until a layer's `backward_dw` is called.
 
-In:   from each backward, the GEMM of a weight's gradient, not computed yet (`linear_map.py`).
-Out:  the same GEMM, so the same bits, in the weight's `main_grad` or `.grad`.
+In:   from each backward, the GEMM of a weight's gradient, not run yet (`linear_map.py`).
+Out:  the same GEMM, so bit-equal results, in the weight's `main_grad` or `.grad`.
 
-A pipeline's schedule can fill bubbles with them, as nothing waits for them before the optimizer does.  What
-they are computed from is kept until then.
+A pipeline schedule can fill bubbles with them, because nothing before the optimizer needs them.  Their
+operands are kept until then.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ Wgrad = Callable[[], Tensor | None]
 
 
 class DelayedWgrads:
-    """The weight gradients that a layer has left, by the weights' names in messages, the oldest first."""
+    """A layer's deferred weight gradients, by the weights' names in messages, the oldest first."""
 
     def __init__(self) -> None:
         self._wgrads: defaultdict[str, deque[Wgrad]] = defaultdict(deque)
 
     def put(self, name: str, wgrad: Wgrad) -> None:
+        """Defers a gradient."""
         self._wgrads[name].append(wgrad)
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
-"""What the ranks that share a linear map send each other.
+"""`Exchange`: the tensor-parallel communication around a linear map.
 
 In:   this rank's rows of a matrix, or its addend of a sum.
-Out:  all ranks' rows, or the sum, under way.
+Out:  all ranks' rows, or the sum, in flight.
 Next: `linear_map.py` multiplies before, during and after.
 """
 
@@ -22,7 +22,7 @@ from flatfsdp.contract.tensor_parallel import Mode, TensorParallel
 
 @dataclass(frozen=True)
 class Exchange:
-    """What the ranks that share a linear map send each other; all that is sent goes through here.
+    """The tensor-parallel communication of a linear map; all of it goes through here.
 
                 column          column, sequence    row             row, sequence
         x       is whole        gathered            is split        is split
@@ -30,10 +30,13 @@ class Exchange:
         dy      is split        is split            is whole        gathered
         dx      summed          summed, scattered   is split        is split
 
-    The sequence is dimension 0, and with it rows of matrices [tokens, features].
+    The sequence is dimension 0, and therefore splits the rows of matrices [tokens, features].
 
     Attributes:
-        mode: None: nothing is exchanged.
+        ranks: the tensor-parallel ranks.
+        mode: "column", "row", or None: no communication.
+        sequence_parallel: whether activations are split over the ranks along the sequence.
+        overlap: whether to overlap communication with the GEMM that needs it.
     """
 
     ranks: Ranks
@@ -43,40 +46,43 @@ class Exchange:
 
     @staticmethod
     def of(parallel: TensorParallel, mode: Mode | None) -> Exchange:
-        """The exchange around a linear map that the ranks of a layer share like this; None: they do not."""
+        """The exchange of a linear map that a layer's ranks split by `mode`; None: not at all."""
         mode = None if parallel.ranks.size == 1 else mode
         return Exchange(parallel.ranks, mode, parallel.sequence_parallel, parallel.overlap)
 
     @property
     def gathers_input(self) -> bool:
-        """Whether x is gathered, in forward and, rather than kept, once more in backward."""
+        """Whether x is gathered, in forward and, instead of being kept, again in backward."""
         return self.sequence_parallel and self.mode == "column"
 
     @property
     def gathers_grad(self) -> bool:
+        """Whether dy is gathered."""
         return self.sequence_parallel and self.mode == "row"
 
     @property
     def sums_output(self) -> bool:
+        """Whether y is summed over ranks."""
         return self.mode == "row"
 
     @property
     def sums_input_grad(self) -> bool:
+        """Whether dx is summed over ranks."""
         return self.mode == "column"
 
     def start_gather(self, part: Tensor) -> Pending:
-        """All ranks' rows."""
+        """Starts the all-gather of all ranks' rows."""
         with self._checked(part):
             return start_all_gather(part, self.ranks)
 
     def start_sum(self, addend: Tensor) -> Pending:
-        """The sum over ranks; of this rank's rows where the sequence is split."""
+        """Starts the sum over ranks; each gets its own rows if the sequence is split."""
         start = start_reduce_scatter if self.sequence_parallel else start_all_reduce
         with self._checked(addend):
             return start(addend, self.ranks)
 
     def _checked(self, sent: Tensor) -> AbstractContextManager[None]:
-        """Ranks whose batches differ raise."""
+        """Context in which ranks whose batches differ raise."""
         return launch_on_host(self.ranks, Identity.counting(Action.EXCHANGE, sent.numel()), sent.device)
 
     @property
@@ -92,8 +98,9 @@ class Exchange:
         """The output's shape, without its last dimension, for an input of `shape`.
 
         Raises:
-            ValueError: if there is no sequence, or the ranks cannot share it equally.
-            RuntimeError: if nobody has said which ranks these are.
+            ValueError: if there is no sequence dimension, or its length does not divide evenly over the
+                ranks.
+            RuntimeError: if the tensor-parallel group has not been set.
         """
         if self.mode is None:
             return tuple(shape[:-1])

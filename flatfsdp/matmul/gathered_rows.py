@@ -1,8 +1,8 @@
-"""An operand from the rows that each of several ranks has, as sequence parallelism splits them.
+"""All-gather of an operand whose rows are split over ranks by sequence parallelism.
 
-In:   this rank's rows as an `Operand`, cast by `Quantizer.for_rows`; in FP8 one byte an element is sent.
+In:   this rank's rows as an `Operand`, cast by `Quantizer.for_rows`; in FP8 one byte per element is sent.
 Out:  an `Operand` of all rows, in the forms that GEMMs read.
-Next: `linear_map.py` multiplies while the rows are on their way.
+Next: `linear_map.py` runs GEMMs while the rows are in flight.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from flatfsdp.matmul.exchange import Exchange
 
 
 class RowsUnderWay(NamedTuple):
-    """Rows that are under way.
+    """Rows in flight.
 
     Attributes:
-        rows: this rank's.
-        quantizer: of all rows; see `Quantizer.of_rows`.
+        rows: this rank's rows.
+        pending: their all-gather.
+        quantizer: makes the operand of all rows (`Quantizer.of_rows`).
     """
 
     rows: Operand
@@ -29,12 +30,13 @@ class RowsUnderWay(NamedTuple):
 
     @staticmethod
     def start(rows: Operand, quantizer: Quantizer, exchange: Exchange) -> RowsUnderWay:
+        """Starts the all-gather of `rows`."""
         part = rows.rowwise if rows.high is None else rows.high
         assert part is not None
         return RowsUnderWay(rows, exchange.start_gather(part), quantizer)
 
     def wait(self, *, rowwise: bool, columnwise: bool) -> Operand:
-        """All rows."""
+        """Waits, and returns the operand of all rows."""
         whole = self.pending.wait()
         field = "rowwise" if self.rows.high is None else "high"
         gathered = self.rows._replace(**{field: whole})

@@ -4,7 +4,7 @@
     dgrad   dx = dy w           dy [tokens, out]
     wgrad   dw = dy^T x         into an FP32 buffer, or as a tensor
 
-FP8 GEMMs give 1 / (scale of a * scale of b) times the FP32 sum.
+FP8 GEMMs return the FP32 sum times 1 / (scale of a * scale of b).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flatfsdp.kernels.grad.accumulate import accumulate
 def fprop(
     x: Operand, weight: Operand, bias: Tensor | None, dtype: torch.dtype, split: SplitAccumulator
 ) -> Tensor:
-    """[tokens, out] in `dtype`; the bias is in `dtype`, too."""
+    """Forward GEMM: [tokens, out] in `dtype`, which is also that of the bias."""
     if x.high is not None:
         assert weight.high is not None
         return F.linear(x.high, weight.high, bias)
@@ -32,7 +32,7 @@ def fprop(
 
 
 def dgrad(dy: Operand, weight: Operand, dtype: torch.dtype, split: SplitAccumulator) -> Tensor:
-    """[tokens, in] in `dtype`."""
+    """GEMM of the input's gradient: [tokens, in] in `dtype`."""
     if dy.high is not None:
         assert weight.high is not None
         return dy.high @ weight.high
@@ -40,7 +40,7 @@ def dgrad(dy: Operand, weight: Operand, dtype: torch.dtype, split: SplitAccumula
 
 
 def wgrad(dy: Operand, x: Operand, dtype: torch.dtype, split: SplitAccumulator) -> Tensor:
-    """[out, in] in `dtype`; with FP32 the same bits as `accumulate_wgrad` adds."""
+    """GEMM of the weight's gradient: [out, in] in `dtype`; in FP32 bit-equal to `accumulate_wgrad`."""
     if dtype == torch.float32 or _tokens(dy) == 0:
         rows, cols = _wgrad_shape(dy, x)
         target = _some(dy).new_empty(rows, cols, dtype=torch.float32)
@@ -67,7 +67,7 @@ def accumulate_wgrad(
         return
     assert dy.columnwise is not None and x.columnwise is not None
     if is_blockwise(dy.columnwise_inv):
-        # cuBLASLt has no beta for these.
+        # cuBLASLt supports no beta for block scaling.
         dw = _multiply(
             dy.columnwise, dy.columnwise_inv, x.columnwise, x.columnwise_inv, torch.float32, split.wgrad
         )
@@ -93,7 +93,7 @@ def _multiply(
     split: bool,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """a [m, k] times b [n, k] transposed."""
+    """Multiplies a [m, k] by b [n, k] transposed."""
     assert a is not None and a_inv is not None and b is not None and b_inv is not None
     if is_blockwise(a_inv):
         out = block_scaled_mm(a, a_inv, b, b_inv, dtype)
@@ -102,7 +102,7 @@ def _multiply(
 
 
 def is_blockwise(scale_inv: Tensor | None) -> bool:
-    """Whether there is a scale for each block; otherwise there is one for the tensor."""
+    """Whether there is one scale per block; otherwise there is one for the tensor."""
     return scale_inv is not None and scale_inv.dim() == 2
 
 

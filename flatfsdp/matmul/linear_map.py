@@ -1,21 +1,20 @@
-"""The linear primitive: what `Linear`, `LayerNormLinear` and `LayerNormMLP` are made of.
+"""The linear primitive, of which `Linear`, `LayerNormLinear` and `LayerNormMLP` are made.
 
 In:   the input as an `Operand` (a norm or an activation may have cast it already), weight and bias.
-Out:  forward the result, and what to save; backward the gradients of input, weight and bias.
+Out:  forward: the result, and what to save; backward: the gradients of input, weight and bias.
 Next: `layers/` composes it with norms and activations inside one autograd Function each.
 
     forward    x -> Operand    (cast here, or by the kernel that made x)
-               w -> Operand    once a call, or once a step (`WeightCache.operand`)
+                              w -> Operand    once per call, or once per step (`WeightCache.operand`)
                y = x w^T + b
-    saved      x for wgrad, w for dgrad: FP8, one byte an element each; a bf16 weight itself
+        saved      x for wgrad, w for dgrad: in FP8 one byte per element each; a bf16 weight itself
     backward   dy -> Operand   (cast, transposed and summed for the bias in one pass)
                dx = dy w,  dw = dy^T x, accumulated into main_grad or returned
 
-What the ranks of a tensor-parallel layer send each other (`Exchange`) is on its way during a GEMM where
-one is left to compute:
+Tensor-parallel communication (`Exchange`) overlaps with a GEMM if one is left to compute:
 
-    forward    x gathered, y = x w^T, y summed
-    backward   dy gathered, dx = dy w during x gathered once more, dw = dy^T x during dx summed
+        forward    gather x, y = x w^T, sum y
+        backward   gather dy, dx = dy w while x is gathered again, dw = dy^T x while dx is summed
 """
 
 from __future__ import annotations
@@ -43,13 +42,14 @@ from flatfsdp.matmul.gathered_rows import RowsUnderWay
 FuseWgrad = bool | Literal["two_pass", "if_claimed"]
 """Whether a layer adds its weight gradient to main_grad itself.
 
-"two_pass": in an FP32 GEMM and an addition, for comparison, rather than in the GEMM.  "if_claimed": where
-FlatFSDP has the weight when the layer is called, and not in a plain model.
+True: in the GEMM.  "two_pass": by an FP32 GEMM and an addition, for comparison.  "if_claimed": True if
+    FlatFSDP
+manages the weight when the layer is called, and False in a plain model.
 """
 
 
 def checked_fuse_wgrad(value: FuseWgrad, layer: str) -> FuseWgrad:
-    """The value, checked.
+    """Returns the value after checking it.
 
     Raises:
         ValueError: if it is none of the four.
@@ -64,22 +64,26 @@ def checked_fuse_wgrad(value: FuseWgrad, layer: str) -> FuseWgrad:
 
 @dataclass(slots=True)
 class LinearCall:
-    """One call of one linear map; what forward and backward need besides tensors.
+    """The arguments of one call of one linear map besides its tensors, for forward and backward.
 
     Attributes:
-        name: of the weight, for messages.
-        weight: the parameter to whose main_grad, or later `.grad`, the gradient goes; None: autograd gets it.
-        dtype: of activations and their gradients.
-        exchange: what is gathered and summed over tensor-parallel ranks.
-        quantizer: of x; of all its rows, where they are gathered.
-        grad_quantizer: makes the quantizer of dy, when backward comes to it.
-        stored_weight: gives the weight as FlatFSDP keeps it, when backward comes to it; None: it is saved.
-        needs_input_grad, needs_weight_grad: what is to be computed in backward.
-        bias_grad: dtype of the bias's gradient; None: it is not to be computed.
-        delayed: takes the weight's gradient, until `backward_dw`; None: it is computed in backward.
-        transposed: whether the weight is [in, out], and so is its gradient.
-        overlaps: whether GEMMs that wait for something sent begin with its first chunk.
-        keeps_gathered: whether gathered rows of x are kept for backward, not gathered once more.
+        name: name of the weight, for messages.
+        weight: the parameter whose main_grad, or later `.grad`, gets the gradient; None: autograd gets it.
+        weight_dtype: dtype of the weight's gradient for autograd.
+        dtype: dtype of activations and their gradients.
+        split: which GEMMs use split accumulation.
+        exchange: the tensor-parallel communication.
+        quantizer: casts x; all its rows, if they are gathered.
+        grad_quantizer: makes the quantizer of dy, in backward.
+        fuse_wgrad: whether the GEMM accumulates the weight's gradient, possibly in two passes.
+        is_first_microbatch: True overwrites a plain main_grad.
+        stored_weight: returns the weight as FlatFSDP stores it, in backward; None: it is saved.
+        needs_input_grad, needs_weight_grad: gradients to compute in backward.
+        bias_grad: dtype of the bias's gradient; None: not needed.
+        delayed: defers the weight's gradient until `backward_dw`; None: it is computed in backward.
+        transposed: whether the weight, and its gradient, is [in, out].
+        overlaps: whether GEMMs that wait for communication begin with its first chunk.
+        keeps_gathered: whether gathered rows of x are kept for backward instead of being gathered again.
     """
 
     name: str
@@ -103,25 +107,25 @@ class LinearCall:
 
     @property
     def input_quantizer(self) -> Quantizer:
-        """The quantizer of the rows of x that this rank has."""
+        """The quantizer of this rank's rows of x."""
         return self.quantizer.for_rows(self.exchange.ranks) if self.exchange.gathers_input else self.quantizer
 
     @property
     def wants_columnwise_input(self) -> bool:
-        """Whether the cast of x is to make what wgrad reads, which after a gather is made of all rows."""
+        """Whether the cast of x makes the operand of wgrad; after an all-gather it is made from all rows."""
         return self.needs_weight_grad and not self.exchange.gathers_input
 
     def again(self) -> LinearCall:
-        """For computing the same once more, in backward: no amax is recorded again."""
+        """The same call for recomputation in backward, without recording amaxes."""
         return replace(self, quantizer=self.quantizer.silent(), keeps_gathered=True)
 
 
 class LinearSaved(NamedTuple):
-    """What backward reads.
+    """Operands for backward.
 
     Attributes:
         x: for wgrad, or this rank's rows of it; empty if the weight gets no gradient.
-        weight: for dgrad; empty if the input gets no gradient, or if FlatFSDP keeps the weight.
+        weight: for dgrad; empty if the input gets no gradient, or if FlatFSDP stores the weight.
     """
 
     x: Operand
@@ -129,12 +133,12 @@ class LinearSaved(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """For `ctx.save_for_backward`."""
+        """The tensors for `ctx.save_for_backward`."""
         return (*self.x, *self.weight)
 
     @staticmethod
     def of(tensors: Sequence[Tensor | None]) -> LinearSaved:
-        """The same again, from what `ctx.saved_tensors` gives back of `tensors`."""
+        """Rebuilds it from `ctx.saved_tensors`."""
         middle = len(tensors) // 2
         return LinearSaved(Operand(*tensors[:middle]), Operand(*tensors[middle:]))
 
@@ -142,10 +146,13 @@ class LinearSaved(NamedTuple):
 def linear_forward(
     x: Operand, weight: Operand, bias: Tensor | None, call: LinearCall
 ) -> tuple[Tensor, LinearSaved]:
-    """x w^T + b, [tokens, out] in call.dtype.
+    """Computes x w^T + b, [tokens, out] in call.dtype, and what to save for backward.
 
     Args:
-        x: cast by call.input_quantizer.
+        x: the input, cast by call.input_quantizer.
+        weight: the weight's operand.
+        bias: [out], or None.
+        call: the linear map.
     """
     nothing = Operand()
     added = None if bias is None else bias.to(call.dtype)
@@ -157,7 +164,7 @@ def linear_forward(
 
 
 def _multiply(x: Operand, weight: Operand, bias: Tensor | None, call: LinearCall) -> tuple[Tensor, Operand]:
-    """The result, and what is kept of x for wgrad."""
+    """Returns the result, and the operand of x that is kept for wgrad."""
     exchange, dtype, split = call.exchange, call.dtype, call.split
     if exchange.gathers_input:
         columnwise = call.keeps_gathered and call.needs_weight_grad
@@ -179,9 +186,9 @@ def _multiply(x: Operand, weight: Operand, bias: Tensor | None, call: LinearCall
 
 
 def quantize_grad(dy: Tensor, call: LinearCall) -> Quantized:
-    """dy [tokens, out] as an Operand, empty if no GEMM needs it, and its column sums for the bias.
+    """Casts dy [tokens, out] to an operand, empty if no GEMM needs it, with its column sums for the bias.
 
-    Where ranks have rows of dy each, so do the operand and the sums.
+    If ranks split dy by rows, operand and sums are those of this rank's rows.
     """
     dy = dy.contiguous()
     rowwise, columnwise = call.needs_input_grad, call.needs_weight_grad
@@ -194,7 +201,7 @@ def quantize_grad(dy: Tensor, call: LinearCall) -> Quantized:
 
 
 class LinearGrads(NamedTuple):
-    """What backward returns; None: not needed.
+    """Gradients; None where not needed.
 
     Attributes:
         x: [tokens, in], in call.dtype.
@@ -208,7 +215,7 @@ class LinearGrads(NamedTuple):
 
 
 def linear_backward(dy: Quantized, saved: LinearSaved, call: LinearCall) -> LinearGrads:
-    """Gradients of input, weight and bias; the last one is in `dy`."""
+    """Computes the gradients of input and weight; that of the bias is in `dy`."""
     operand, dbias = dy
     gathering = dx = dweight = None
     if call.needs_weight_grad and call.exchange.gathers_input and not call.keeps_gathered:
@@ -231,7 +238,7 @@ def _start_input_grad(dy: Operand, saved: LinearSaved, call: LinearCall) -> Pend
 def _gather_and_start_input_grad(
     rows: Operand, saved: LinearSaved, call: LinearCall
 ) -> tuple[Operand, Pending | None]:
-    """dy of all ranks' rows, for wgrad, and dx if that is needed."""
+    """Returns dy of all ranks' rows, for wgrad, and dx if needed."""
     quantizer, exchange = call.grad_quantizer(), call.exchange
     rowwise, columnwise = call.needs_input_grad, call.needs_weight_grad
     if call.overlaps and rowwise:
@@ -248,14 +255,14 @@ def _weight(saved: LinearSaved, call: LinearCall) -> Operand:
 
 
 def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
-    """The weight's gradient; None: it is in main_grad, left for later, or this backward asks for none."""
+    """The weight's gradient; None if it is in main_grad, deferred, or not needed in this backward."""
     wanted = Wanted.ALL if call.weight is None else wanted_grads(call.weight)
     if wanted is Wanted.NONE:
         return None
-    # Of a weight [in, out] it is x^T dy.
+    # For a weight [in, out] it is x^T dy.
     left, right = (x, dy) if call.transposed else (dy, x)
     if wanted is Wanted.SOME:
-        # autograd gives those parts of a joint their gradients that it is asked for.
+        # Autograd gives the requested parts of a joint their gradients.
         return gemms.wgrad(left, right, call.weight_dtype, call.split)
     if call.delayed is not None:
         call.delayed.put(call.name, partial(_compute_weight_grad, left, right, call))
@@ -264,7 +271,7 @@ def weight_grad(dy: Operand, x: Operand, call: LinearCall) -> Tensor | None:
 
 
 def _compute_weight_grad(left: Operand, right: Operand, call: LinearCall) -> Tensor | None:
-    """left^T right, accumulated into main_grad, or returned."""
+    """Computes left^T right, accumulated into main_grad or returned."""
     if not call.fuse_wgrad:
         return gemms.wgrad(left, right, call.weight_dtype, call.split)
     assert call.weight is not None

@@ -1,17 +1,17 @@
-"""GEMMs that begin before all is there, and sums that begin before all is multiplied, over NVLink.
+"""GEMMs that overlap with the all-gather of their input or the reduce-scatter of their result, over NVLink.
 
-In:   operands, as `gemms`, and the ranks that have their rows, or addends.
-Out:  as a gather and then a GEMM, or a GEMM and then a sum that is scattered.
-Next: `linear_map.py` calls these where nothing else is left to compute meanwhile.
+In:   operands, as in `gemms`, and the ranks that share their rows or addends.
+Out:  the result of an all-gather and a GEMM, or of a GEMM and a reduce-scatter.
+Next: `linear_map.py` calls these if there is nothing else to compute meanwhile.
 
-torch.ops.symm_mem cuts rows into one chunk a rank.  A chunk is copied from another rank's memory, or to it,
-by the copy engine, while the chunk before or after it is multiplied.  GEMMs of fewer rows may be summed up
-in another order, and sums over ranks are in FP32 and rounded once, so results differ in the last digits from
-those of `gemms` and NCCL; they are the same in every run.
+torch.ops.symm_mem splits rows into one chunk per rank.  The copy engine copies a chunk from or to another
+rank's memory while the previous or next chunk is multiplied.  GEMMs with fewer rows may add in another order,
+and sums over ranks are in FP32 and rounded once, so results differ in the last digits from those of `gemms`
+and NCCL; they are the same in every run.
 
-PyTorch keeps one buffer a group in memory that all of its GPUs see: as large as the largest rows that were
-gathered, or as two chunks.  NVLink multicast is not used; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps PyTorch
-from setting it up.
+PyTorch keeps one buffer per group in memory shared by all its GPUs: as large as the largest gathered rows, or
+as two chunks.  NVLink multicast is not used; TORCH_SYMM_MEM_DISABLE_MULTICAST=1 keeps PyTorch from setting it
+up.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from flatfsdp.fp8.recipe import SplitAccumulator
 
 
 def is_available(device: torch.device) -> bool:
-    """Whether a device has these; elsewhere, things are sent first and multiplied then."""
+    """Whether a device supports this; elsewhere communication and GEMMs run one after the other."""
     return device.type == "cuda"
 
 
 class Gathered(NamedTuple):
-    """The result of a GEMM, and its first operand of all ranks' rows in the form in which they were sent."""
+    """The result of a GEMM, and its first operand with all ranks' rows, in the form that was sent."""
 
     out: Tensor
     operand: Operand
@@ -47,7 +47,7 @@ def gather_and_fprop(
     split: SplitAccumulator,
     ranks: Ranks,
 ) -> Gathered:
-    """x w^T + b, [tokens, out], where each rank has `rows` of x."""
+    """Computes x w^T + b, [tokens, out], where each rank has `rows` of x."""
     second = _turned(weight.rowwise if weight.high is None else weight.high)
     return _gather_and_multiply(rows, second, weight.rowwise_inv, bias, dtype, split.fprop, ranks)
 
@@ -55,7 +55,7 @@ def gather_and_fprop(
 def gather_and_dgrad(
     rows: Operand, weight: Operand, dtype: torch.dtype, split: SplitAccumulator, ranks: Ranks
 ) -> Gathered:
-    """dy w, [tokens, in], where each rank has `rows` of dy."""
+    """Computes dy w, [tokens, in], where each rank has `rows` of dy."""
     second = _turned(weight.columnwise) if weight.high is None else weight.high
     return _gather_and_multiply(rows, second, weight.columnwise_inv, None, dtype, split.dgrad, ranks)
 
@@ -85,11 +85,11 @@ def _gather_and_multiply(
     split: bool,
     ranks: Ranks,
 ) -> Gathered:
-    """The rows of all ranks times `second`, [k, n]."""
+    """Multiplies the rows of all ranks by `second`, [k, n]."""
     if rows.high is not None:
         whole, (out,) = _ops().fused_all_gather_matmul(rows.high, [second], 0, ranks.name)
         return Gathered(out if bias is None else out.add_(bias), Operand(high=whole))
-    # FP8 GEMMs with an FP32 result add no bias.
+    # FP8 GEMMs with an FP32 result support no bias.
     own_bias = None if dtype == torch.float32 else bias
     whole, (out,) = _ops().fused_all_gather_scaled_matmul(
         *(rows.rowwise, [second], rows.rowwise_inv, [second_inv], 0, ranks.name),
@@ -101,7 +101,7 @@ def _gather_and_multiply(
 
 
 def _turned(weight: Tensor | None) -> Tensor:
-    """[n, k] as [k, n], without a copy."""
+    """A [k, n] view of [n, k]."""
     assert weight is not None
     return weight.t()
 

@@ -19,8 +19,12 @@ class LlamaConfig:
     """Sizes of a Llama.
 
     Attributes:
+        layers: number of layers.
+        hidden: size of activations between layers.
         ffn: width of the gate and of the up projection each.
+        heads: number of query heads.
         kv_heads: key/value heads, each shared by heads / kv_heads query heads.
+        vocab: size of the vocabulary.
         seq: longest sequence, in tokens.
         rope_theta: wavelengths of positions are 2 pi to 2 pi * rope_theta tokens.
         norm_eps: added to the mean square in each norm.
@@ -41,10 +45,10 @@ class LlamaConfig:
 
     @staticmethod
     def load(path: Path) -> LlamaConfig:
-        """Reads a JSON object.
+        """Reads a JSON object with these fields.
 
         Raises:
-            ValueError: if it lacks a size, has other names, or something that is no number.
+            ValueError: if a size is missing, a name is unknown, or a value is not a number.
         """
         found = json.loads(path.read_text())
         names = {field.name: field.default is MISSING for field in fields(LlamaConfig)}
@@ -69,17 +73,18 @@ class LlamaConfig:
 
     @property
     def head_dim(self) -> int:
+        """Elements of a head."""
         return self.hidden // self.heads
 
     @property
     def layer_weights(self) -> int:
-        """Weights of a layer's products."""
+        """Number of weights in a layer's GEMMs."""
         key_and_value = 2 * self.kv_heads * self.head_dim
         return self.hidden * (2 * self.hidden + key_and_value) + 3 * self.hidden * self.ffn
 
     @property
     def head_layers(self) -> float:
-        """Operations of the head, in layers; counted as by `flops_per_token`."""
+        """Operations of the head, in units of a layer; counted as in `flops_per_token`."""
         return self.hidden * self.vocab / (self.layer_weights + self.hidden * self.seq)
 
 
@@ -90,19 +95,21 @@ PRESETS: dict[PresetName, LlamaConfig] = {
     "8b": LlamaConfig(32, 4096, 14_336, heads=32, kv_heads=8, vocab=128_256, seq=8192),
     "70b": LlamaConfig(80, 8192, 28_672, heads=64, kv_heads=8, vocab=128_256, seq=8192),
 }
-"""Llama 3's shapes, and two for tests on CPU, whose vocabulary is that of bytes."""
+"""Llama 3's shapes, and two for tests on CPU with a vocabulary of bytes."""
 
 
 def stage_layers(layers: int, stages: int, head_layers: float = 0.0) -> list[range]:
-    """The layers of each pipeline stage, in order, so that the stage with most work has as little as can be.
+    """The layers of each pipeline stage, in order, so that the busiest stage has as little work as possible.
 
-    Among stages without the head the first have one more where they cannot be equal.
+    Stages without the head differ by at most one layer; the first ones have more.
 
     Args:
-        head_layers: what the last stage has besides, in layers: `LlamaConfig.head_layers`.
+        layers: number of layers.
+        stages: number of stages.
+        head_layers: additional work of the last stage, in layers: `LlamaConfig.head_layers`.
 
     Raises:
-        ValueError: if a stage would have none.
+        ValueError: if a stage would have no layer.
     """
     if not 1 <= stages <= layers:
         raise ValueError(f"{layers} layers cannot be split into {stages} stages; each needs a layer")
@@ -123,11 +130,12 @@ def stage_layers(layers: int, stages: int, head_layers: float = 0.0) -> list[ran
 def flops_per_token(config: LlamaConfig, seq: int | None = None) -> int:
     """Operations of a forward and backward of the whole model, per token.
 
-    6 per weight of a product (a multiply and an add, in forward, dgrad and wgrad), plus causal attention:
-    6 * layers * hidden * seq, half of what attention without a mask takes.  Embedding, norms, the optimizer
-    and anything computed twice do not count.
+    They are 6 per weight of a GEMM (a multiply and an add, in forward, dgrad and wgrad), plus causal
+    attention: 6 * layers * hidden * seq, half of attention without a mask.  Embedding, norms, the optimizer
+    and recomputation do not count.
 
     Args:
+        config: sizes of the model.
         seq: length of the sequences; default: the longest.
     """
     weights = config.layers * config.layer_weights + config.hidden * config.vocab

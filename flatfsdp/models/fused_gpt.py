@@ -1,6 +1,6 @@
-"""The GPT of `gpt.py` in FlatFSDP's own layers: GEMMs in FP8, weight gradients straight into main_grad.
+"""The GPT of `gpt.py` in FlatFSDP's own layers: FP8 GEMMs, weight gradients straight into main_grad.
 
-In:   tokens int64 [batch, seq], and targets of the same shape or nothing.
+In:   tokens int64 [batch, seq], and optionally targets of the same shape.
 Out:  the mean next-byte loss (FP32, 0-dim), or the logits [batch, seq, vocab].
 Next: `training/gpt.py` wraps it, one unit for each `TransformerLayer` and one for the rest.
 """
@@ -17,10 +17,10 @@ from flatfsdp.models.gpt import GPTConfig, logits_or_loss
 
 
 class FusedGPT(nn.Module):
-    """The model of `GPT`, with the same initial distribution.
+    """The model of `GPT` in FlatFSDP's own layers, with the same initial distribution.
 
-    The same `seed` gives the same parameters on every rank.  The head stays out of FP8, as the last layer
-    usually does; its weight gradient is fused like the others.
+    The same `seed` gives the same parameters on every rank.  The head stays out of FP8, as is usual for the
+    last layer; its weight gradient is fused like the others.
     """
 
     def __init__(self, config: GPTConfig, seed: int = 0, fuse_wgrad_accumulation: FuseWgrad = True) -> None:
@@ -72,7 +72,10 @@ class FusedGPT(nn.Module):
         """The mean cross-entropy in nats (FP32) if there are targets, else the logits [b, t, v].
 
         Args:
-            is_first_microbatch: FP8 weights are cast in every microbatch (None), or in the first one only.
+            tokens_bt: int64 [batch, seq].
+            targets_bt: like `tokens_bt`, or None.
+            is_first_microbatch: True casts the FP8 weights and keeps them, False reuses them, None casts
+                every time.
 
         Raises:
             ValueError: if the sequence is longer than `config.seq`.

@@ -1,6 +1,6 @@
-"""A small GPT over bytes, free of any parallelism: what the examples and `verify` train.
+"""A small GPT over bytes without any parallelism, which the examples and `verify` train.
 
-In:   tokens int64 [batch, seq], and targets of the same shape or nothing.
+In:   tokens int64 [batch, seq], and optionally targets of the same shape.
 Out:  the mean next-byte loss (FP32, 0-dim), or the logits [batch, seq, vocab].
 Next: `training/gpt.py` wraps it, one unit for each `Block` and one for the rest.
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes of the model; `seq` is the longest sequence, and so the number of learned positions."""
+    """Sizes of the model; `seq` is the longest sequence, which is also the number of learned positions."""
 
     layers: int = 4
     hidden: int = 128
@@ -37,7 +37,7 @@ class GPTConfig:
             )
 
     def positions_of(self, tokens_bt: Tensor) -> Tensor:
-        """0, 1, 2, ..., int64 [t].
+        """The positions 0, 1, 2, ..., int64 [t].
 
         Raises:
             ValueError: if the sequence is longer than `seq`.
@@ -58,6 +58,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x_btc: Tensor) -> Tensor:
+        """Causal self-attention, [b, t, c] -> [b, t, c]."""
         q_bhtd, k_bhtd, v_bhtd = (
             part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self.qkv(x_btc).chunk(3, dim=-1)
         )
@@ -66,7 +67,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Four times wider inside, with a GELU: [b, t, c] -> [b, t, c]."""
+    """A two-layer MLP, four times wider inside, with a GELU: [b, t, c] -> [b, t, c]."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -74,6 +75,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(4 * config.hidden, config.hidden)
 
     def forward(self, x_btc: Tensor) -> Tensor:
+        """Both linear layers and the GELU, [b, t, c] -> [b, t, c]."""
         return self.down(F.gelu(self.up(x_btc), approximate="tanh"))
 
 
@@ -88,6 +90,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x_btc: Tensor) -> Tensor:
+        """Attention and MLP, each with a norm before it and a residual around it."""
         x_btc = x_btc + self.attention(self.norm_attention(x_btc))
         return x_btc + self.mlp(self.norm_mlp(x_btc))
 
@@ -107,15 +110,16 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
-        """Normal weights and zero biases; at every width the layers keep the scale of their input."""
+        """Makes weights normal and biases zero; at every width, layers keep the scale of their input."""
         for name, module in self.named_modules():
             if isinstance(module, nn.Embedding):
-                # Well above GPT-2's 0.02: the first norm divides by it, and multiplies the gradient by 50.
+                # Well above GPT-2's 0.02, by which the first norm would divide, multiplying the gradient by
+                # 50.
                 module.weight.normal_(0.0, 0.5, generator=generator)
             if isinstance(module, nn.Linear):
                 std = 0.5 / module.in_features**0.5
                 if name.endswith(("attention.out", "mlp.down")):
-                    # Two branches a layer write to the residual stream; their sum must not grow with depth.
+                    # Two branches per layer write to the residual stream; their sum must not grow with depth.
                     std /= (2 * self.config.layers) ** 0.5
                 module.weight.normal_(0.0, std, generator=generator)
                 if module.bias is not None:
@@ -135,9 +139,10 @@ class GPT(nn.Module):
 
 
 def logits_or_loss(logits_btv: Tensor, targets_bt: Tensor | None) -> Tensor:
-    """The mean cross-entropy if there are targets.
+    """The mean cross-entropy if there are targets, else the logits.
 
-    In FP32 whatever the compute dtype: in bf16 the sum of 256 exponentials loses the loss's last digits.
+    It is in FP32 whatever the compute dtype: in bf16 the sum of 256 exponentials would lose the loss's last
+    digits.
     """
     if targets_bt is None:
         return logits_btv

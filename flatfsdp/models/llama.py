@@ -1,7 +1,7 @@
-"""A Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU, and a head of its own.
+"""A Llama: RMSNorm, RoPE, grouped-query attention, SwiGLU, and an untied head.
 
 In:   tokens int64 [batch, seq]; in later pipeline stages activations [seq, batch, hidden].
-Out:  activations; of the last stage the mean loss, or logits [seq, batch, vocab].
+Out:  activations; from the last stage the mean loss, or logits [seq, batch, vocab].
 Next: FlatFSDP shards it, `parallel.FlatStage` runs it under a schedule.
 
 Shapes in names: b = batch, s = sequence, h = hidden, v = vocabulary.  With sequence parallelism each
@@ -46,29 +46,32 @@ class Llama(nn.Module):
         part = Llama(config, stage_layers(config.layers, 2)[mesh.pp_rank])      # one of two stages
         loss = model(tokens, targets)
 
-    Parameters have the names, and at first the values, that they have in the whole model in one process.
+    A stage's parameters have the names and the initial values of the whole model in one process.
 
     Args:
-        layers: consecutive ones; default: all.  Those from 0 come with the embedding, those to the end with
-            the last norm and the head.
-        tp_group, sequence_parallel, tp_overlap, fuse_wgrad_accumulation: of all layers; see `MatmulOptions`.
-        tp_size: of the group; may be left out.  Without the group the model cannot compute, but has its
-            parameters' shapes; see `plan`.
-        recipe: how to scale FP8 GEMMs, of the layers only; None: they are in the parameters' dtype.
-        amax_group: ranks that share scales; default: those that have this stage, if it is a `FlatStage`, else
-            all.
-        seed: of the initial values.
-        params_dtype: of the parameters; default: torch's default dtype.
-        device: of the parameters; default: torch's.  On "meta" they get values later: pass `initialize` to
-            FlatFSDP as `param_init_fn`.
+        config: sizes of the model.
+        layers: consecutive layers; default: all.  The first one comes with the embedding, the last one with
+            the final norm and the head.
+        tp_group: tensor-parallel ranks that share every layer.
+        tp_size: size of the group; may be left out.  Without the group the model cannot compute, but has the
+            right parameter shapes, which `plan` uses.
+        sequence_parallel: split activations between layers over the tensor-parallel ranks along the sequence.
+        tp_overlap: overlap tensor-parallel communication with GEMMs, on GPUs.
+        fuse_wgrad_accumulation: add weight gradients to FP32 `main_grad` buffers in the GEMM.
+        recipe: recipe of FP8 GEMMs, in the layers only; None: GEMMs are in the parameters' dtype.
+        amax_group: ranks that share scales; default: those with this stage, if it is a `FlatStage`, else all.
+        seed: seed of the initial values.
+        params_dtype: dtype of the parameters; default: torch's default dtype.
+        device: device of the parameters; default: torch's.  On "meta" they get values later: pass
+            `initialize` to FlatFSDP as `param_init_fn`.
 
     Attributes:
-        embedding, norm, head: None in stages without.
+        embedding, norm, head: None in stages without them.
         layers: by their number in the whole model.
 
     Raises:
-        ValueError: if `layers` are not layers of the model, or tensor-parallel ranks cannot share a size,
-            which may be one that only another stage has; with a recipe, if a size does not suit FP8.
+        ValueError: if `layers` are not layers of the model; if a size, even one that only another stage has,
+            does not divide evenly over the tensor-parallel ranks; with a recipe, if a size does not suit FP8.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class Llama(nn.Module):
         self.amax_group = amax_group
         self.seed = seed
         self.parallel = TensorParallel.of("Llama", tp_group, tp_size, sequence_parallel, tp_overlap)
-        # Stages without embedding and head raise with the others, and do not wait for them.
+        # Checked in every stage, so that all raise together and none waits.
         self.parallel.share("Llama", "vocab", config.vocab)
         self.rotary = RotaryPositionEmbedding(config.head_dim, rotary_base=config.rope_theta)
         options: MatmulOptions = {
@@ -112,7 +115,7 @@ class Llama(nn.Module):
         self.embedding = new.embedding() if layers.start == 0 else None
         self.layers = nn.ModuleDict({str(number): new.layer(number) for number in layers})
         if recipe is not None:
-            # All stages have such layers, and none waits for one that raises.
+            # All stages have such layers, so that all raise together.
             self.require_fp8_shapes(ALIGNMENT)
         has_head = layers.stop == config.layers
         self.norm = new.norm() if has_head else None
@@ -127,7 +130,7 @@ class Llama(nn.Module):
         """Checks that all GEMMs of the layers suit FP8, for `tokens` tokens.
 
         Raises:
-            ValueError: if one does not.
+            ValueError: if a size is not a multiple of 16.
         """
         for layer in self.layers.modules():
             if isinstance(layer, MatmulLayer):
@@ -136,7 +139,7 @@ class Llama(nn.Module):
                     require_fp8_shape(layer, name, tokens, in_features, out_features)
 
     def initialize(self, owner: nn.Module) -> None:
-        """Fills the parameters that one of the model's modules has, from the seed and its name."""
+        """Fills the parameters of one of the model's modules, from the seed and its name."""
         with seeded(self.seed, self._names[owner]):
             owner.reset_parameters()  # type: ignore[operator]
 
@@ -148,7 +151,8 @@ class Llama(nn.Module):
         Args:
             inputs: tokens [b, s] or, in a stage without the embedding, activations.
             targets_bs: tokens; only for the last stage.
-            is_first_microbatch: FP8 weights are cast in every microbatch (None), or in the first one only.
+            is_first_microbatch: True casts the FP8 weights and keeps them, False reuses them, None casts
+                every time.
 
         Raises:
             ValueError: if the sequence is longer than `config.seq`.
@@ -166,15 +170,15 @@ class Llama(nn.Module):
         return loss_or_logits_sbv
 
     def loss(self, logits_sbv: Tensor, targets_bs: Tensor) -> Tensor:
-        """The mean cross-entropy in nats, FP32, without dimension; a schedule's `loss_fn`.
+        """The mean cross-entropy in nats, FP32, 0-dim; use it as a schedule's `loss_fn`.
 
-        Its gradient is written over the logits: let the schedule not return them (`return_outputs=False`).
+        Its gradient overwrites the logits: do not let the schedule return them (`return_outputs=False`).
         """
         return cross_entropy(
             logits_sbv,
             targets_bs.t(),
             tp_group=self.parallel.ranks.group,
-            # Leaves are a schedule's, which finds out shapes with them.
+            # A schedule finds out shapes with leaves, which must not be overwritten.
             inplace_backward=not logits_sbv.is_leaf,
         )
 
@@ -194,20 +198,22 @@ class Llama(nn.Module):
 
 
 class _Factory:
-    """Makes the parts of a model, without memory for their parameters.
+    """Makes the parts of a model on the meta device.
 
     Args:
-        options: of all of its layers.
+        config: sizes of the model.
+        options: options of all of its layers.
     """
 
     def __init__(self, config: LlamaConfig, options: MatmulOptions) -> None:
         self._config = config
         self._options: MatmulOptions = {**options, "device": "meta"}
-        # GEMMs keep the scale of what they are given; what adds to the residual stream starts smaller.
+        # GEMMs keep the scale of their input; those that add to the residual stream start smaller.
         self._inner = _normal(config.hidden**-0.5)
         self._to_residual = _normal((2 * config.layers * config.hidden) ** -0.5)
 
     def embedding(self) -> Embedding:
+        """The embedding."""
         options = self._options
         return Embedding(
             self._config.vocab,
@@ -222,6 +228,7 @@ class _Factory:
         )
 
     def layer(self, number: int) -> TransformerLayer:
+        """One transformer layer."""
         config = self._config
         return TransformerLayer(
             config.hidden,
@@ -243,6 +250,7 @@ class _Factory:
         )
 
     def norm(self) -> RMSNorm:
+        """The final norm."""
         options = self._options
         return RMSNorm(
             self._config.hidden,
@@ -253,6 +261,7 @@ class _Factory:
         )
 
     def head(self) -> LinearCrossEntropy:
+        """The head, with the loss."""
         config = self._config
         return LinearCrossEntropy(
             config.hidden, config.vocab, init_method=self._inner, parallel_mode="column", **self._options

@@ -1,4 +1,4 @@
-"""This rank's stages of a Llama, sharded, and the schedule that runs them.
+"""`LlamaPipeline`: this rank's stages of a Llama, sharded, and the schedule that runs them.
 
 In:   the microbatches of a step.
 Out:  their losses, and reduced gradients.
@@ -45,7 +45,10 @@ def pipeline_stages(
     """The layers of all stages; pipeline rank r has stages r, r + pp_size, ...
 
     Args:
-        stages_per_rank: with the interleaved schedule; with others, and without a pipeline, there is one.
+        config: sizes of the model.
+        pp_size: number of pipeline ranks.
+        schedule: name of the schedule.
+        stages_per_rank: for the interleaved schedule; otherwise each rank has one stage.
 
     Raises:
         ValueError: if the schedule is unknown, or there are fewer layers than stages.
@@ -58,7 +61,7 @@ def pipeline_stages(
 
 
 class LlamaPipeline:
-    """A Llama over pipeline, data and tensor parallel ranks; each transformer layer is a unit.
+    """A Llama over pipeline-, data- and tensor-parallel ranks; each transformer layer is a unit.
 
         model = LlamaPipeline(PRESETS["1b"], make_mesh(pp=2, tp=2), "1f1b", microbatches=8, batch=1)
         optimizer = AdamW(model.parameters(), lr=3e-4, max_grad_norm=1.0, pp_group=model.mesh.pp_group)
@@ -70,31 +73,37 @@ class LlamaPipeline:
     after the other, without a schedule.
 
     Args:
-        schedule: "interleaved" has several stages on each rank.
-        microbatches: in one step.
+        config: sizes of the model.
+        mesh: the ranks and their dimensions.
+        schedule: "gpipe", "1f1b", or "interleaved", which has several stages on each rank.
+        microbatches: number of microbatches in one step.
         batch: sequences in one microbatch of one data-parallel rank, all of `config.seq` tokens.
-        device: where the model is; default: the CPU.
-        stages_per_rank: with the interleaved schedule.
-        precision: as of `FlatFSDP`.
-        sequence_parallel, tp_overlap, fuse_wgrad_accumulation, recipe, seed: as of `Llama`.
-        cache_fp8_weights: cast FP8 weights once a step, and keep them; as of `FlatStage`.
-        in_place: stages are Llamas that are sharded in place, and not wrapped.
-        replay: microbatches are CUDA graphs, by `flatfsdp.replayed`; for one pipeline rank.
-        fsdp_options: further ones of `FlatFSDP`.
+        device: device of the model; default: the CPU.
+        stages_per_rank: number of stages on each rank with the interleaved schedule.
+        precision: dtypes of parameters, computation and gradients; default: `Precision()`.
+        sequence_parallel: split activations between layers over the tensor-parallel ranks along the sequence.
+        tp_overlap: overlap tensor-parallel communication with GEMMs, on GPUs.
+        fuse_wgrad_accumulation: add weight gradients to FP32 `main_grad` buffers in the GEMM.
+        recipe: recipe of the layers' FP8 GEMMs; None: no FP8.
+        cache_fp8_weights: cast FP8 weights once a step, and keep them.
+        seed: seed of the initial values.
+        in_place: shard stages in place instead of wrapping them.
+        replay: run microbatches as CUDA graphs (`flatfsdp.replayed`); for one pipeline rank.
+        fsdp_options: further options of `FlatFSDP`.
 
     Attributes:
-        stages: of this rank, in the order of the model.
-        numbers: which ones of all stages they are.
-        has_first, has_last: whether the first, or last, stage of the model is among them.
+        stages: stages of this rank, in the order of the model.
+        numbers: their numbers among all stages.
+        has_first, has_last: whether this rank has the first, or the last, stage of the model.
 
     Raises:
-        ValueError: if the schedule is unknown or does not suit the number of microbatches; if there is one,
-            or FP8 weights are cached, and microbatches are to be replayed; if their number or `batch` is not
-            positive; if there are fewer layers than stages, or tensor-parallel ranks cannot share the
-            sequence equally; if the recipe does not suit the tokens of a microbatch, or FP8 weights; as
-            `Llama`.
+        ValueError: if the schedule is unknown or does not suit the number of microbatches; if `replay` is
+            combined with a schedule or cached FP8 weights; if the number of microbatches or `batch` is not
+            positive; if there are fewer layers than stages; if the sequence does not divide evenly over the
+            tensor-parallel ranks; if the recipe does not suit the tokens of a microbatch, or FP8 weights; if
+            `Llama` refuses the sizes.
         RuntimeError: on all ranks of `mesh`, before anything is built, if they were given different models or
-            steps.  `device` and `fsdp_options` may differ between stages.
+            steps. `device` and `fsdp_options` may differ between stages.
     """
 
     def __init__(
@@ -163,7 +172,7 @@ class LlamaPipeline:
                 seed=seed,
                 device="meta",
             )
-            # On the meta device up to here: no device ever has more than one whole unit.
+            # On the meta device up to here, so no device ever has more than one whole unit.
             self.stages.append(_sharded(part, mesh, in_place, **fsdp_options))
         self.has_first, self.has_last = 0 in numbers, len(layers) - 1 in numbers
         self._replayed = replayed(self.stages[0], self._forward_backward) if replay else None
@@ -176,12 +185,12 @@ class LlamaPipeline:
             self._schedule = SCHEDULES[schedule](some, microbatches, loss_fn=self.stages[-1].loss)
 
     def _flat_stages(self, total: int, length: int, dtype: torch.dtype) -> list[FlatStage]:
-        """This rank's stages as a schedule runs them.
+        """This rank's stages in the form that a schedule runs.
 
         Args:
-            total: stages of all ranks.
+            total: number of stages of all ranks.
             length: tokens of a sequence between layers, on each tensor-parallel rank.
-            dtype: of what stages send each other.
+            dtype: dtype of the tensors that stages send each other.
         """
         config, mesh = self.config, self.mesh
         tokens = torch.empty(self.batch, config.seq, dtype=torch.int64, device="meta")
@@ -193,7 +202,7 @@ class LlamaPipeline:
                 stage,
                 number,
                 total,
-                # Known, so that no forward of zeros has to find out, which would move FP8 scales.
+                # Given, so that no forward of zeros has to find them out, which would update FP8 scales.
                 input_args=tokens if number == 0 else hidden,
                 output_args=logits if number == total - 1 else hidden,
                 group=mesh.pp_group,
@@ -207,18 +216,18 @@ class LlamaPipeline:
         return (parameter for stage in self.stages for parameter in stage.parameters())
 
     def forward_backward(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """Runs the microbatches of a step; gradients, divided by their number, are reduced in the last
-        backward of each stage.
+        """Runs the microbatches of a step, and reduces gradients.
+
+        Gradients are divided by the number of microbatches, and reduced in the last backward of each stage.
 
         Args:
             batches: tokens and targets, int64 [batch, seq] each, of this data-parallel rank.
 
         Returns:
-            The loss of each microbatch, FP32, without dimensions, on ranks that have the last stage; else
-            nothing.
+            The loss of each microbatch, FP32, 0-dim, on ranks with the last stage; an empty list elsewhere.
 
         Raises:
-            ValueError: if there are not `microbatches` of them, or one has another shape.
+            ValueError: if the number of batches is not `microbatches`, or one has another shape.
         """
         self._check(batches)
         losses: list[Tensor] = []
@@ -230,7 +239,7 @@ class LlamaPipeline:
         return [loss.detach() for loss in losses]
 
     def _forward_backward(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
-        """One microbatch through the only stage; returns its loss."""
+        """Runs one microbatch through the only stage; returns its loss."""
         (model,) = self.stages
         is_first = model.fsdp_state.microbatch.is_first if self._cache_fp8_weights else None
         loss: Tensor = model(tokens_bs, targets_bs, is_first)
@@ -241,7 +250,7 @@ class LlamaPipeline:
     def evaluate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> list[Tensor]:
         """Losses of as many microbatches as a step has, without gradients.
 
-        It may come between steps, and leaves no trace in them.  Arguments, result and errors are those of
+        It may run between steps and does not affect them.  Arguments, result and errors are those of
         `forward_backward`.
         """
         self._check(batches)
@@ -253,7 +262,7 @@ class LlamaPipeline:
         return losses
 
     def _check(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Before anything is sent that another rank does not wait for."""
+        """Checks the batches before any rank sends anything."""
         if len(batches) != self.microbatches:
             raise ValueError(
                 f"there are {len(batches)} batches, and the pipeline is for {self.microbatches}: pass one "
@@ -270,7 +279,7 @@ class LlamaPipeline:
     def _run(
         self, run: Callable[..., Any], batches: Sequence[tuple[Tensor, Tensor]], losses: list[Tensor]
     ) -> None:
-        """All microbatches through the schedule; the last stage's losses go to `losses`."""
+        """Runs all microbatches through the schedule; the last stage's losses are appended to `losses`."""
         tokens_bs, targets_bs = (torch.cat(parts) for parts in zip(*batches, strict=True))
         with self._first.explained_step():
             run(
@@ -282,10 +291,10 @@ class LlamaPipeline:
 
 
 def _check_same(config: LlamaConfig, mesh: ParallelMesh, **arguments: Any) -> None:
-    """Compares what all ranks of `mesh` were given: the stages of different models make one with a hole.
+    """Compares the arguments of all ranks, as stages of different models would not fit together.
 
     Raises:
-        RuntimeError: see `LlamaPipeline`.
+        RuntimeError: if they differ; on all ranks.
     """
     sizes = {f"config.{name}": value for name, value in asdict(config).items()}
     lines = [f"{name}={value!r} of LlamaPipeline" for name, value in {**sizes, **arguments}.items()]
@@ -299,7 +308,7 @@ def _check_tokens(
     """Checks the sizes of a step.
 
     Raises:
-        ValueError: see `LlamaPipeline`.
+        ValueError: if a size is not positive, does not divide evenly, or does not suit FP8.
     """
     for name, count in (("microbatches", microbatches), ("batch", batch)):
         if count < 1:
@@ -319,7 +328,7 @@ def _check_replay(mesh: ParallelMesh, cache_fp8_weights: bool) -> None:
     """Checks that microbatches can be replayed.
 
     Raises:
-        ValueError: see `LlamaPipeline`.
+        ValueError: if there are pipeline or tensor-parallel ranks, or cached FP8 weights.
     """
     if mesh.pp_size > 1:
         raise ValueError(
@@ -339,10 +348,10 @@ def _check_replay(mesh: ParallelMesh, cache_fp8_weights: bool) -> None:
 
 
 def _check_fp8_weights(precision: Precision, recipe: Recipe | None) -> None:
-    """Checks that GEMMs can read the weights as they are kept.
+    """Checks that GEMMs can read the weights as they are stored.
 
     Raises:
-        ValueError: see `LlamaPipeline`.
+        ValueError: if weights are stored in FP8 with one scale, and the recipe is of another kind.
     """
     has_one_scale = isinstance(recipe, (CurrentScaling, DelayedScaling))
     if isinstance(precision.fp8_weights, CurrentScaling) and not has_one_scale:
@@ -353,7 +362,7 @@ def _check_fp8_weights(precision: Precision, recipe: Recipe | None) -> None:
 
 
 def _sharded(part: Llama, mesh: ParallelMesh, in_place: bool, **options: Any) -> Any:
-    """A stage whose transformer layers are a unit each."""
+    """Shards a stage, with one unit per transformer layer."""
     share = shard if in_place else auto_wrap
     layers = by_class(TransformerLayer)
     options["param_init_fn"] = part.initialize

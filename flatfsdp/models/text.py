@@ -1,7 +1,7 @@
 """Real text as bytes: every byte is a token, so there is no tokenizer to train or download.
 
-In:   nothing (the running Python's own standard library), or a path to any file or folder.
-Out:  a `Corpus` (uint8), and a `Sampler` that cuts (tokens, targets) batches out of it.
+In:   nothing (the running Python's standard library), or a path to any file or folder.
+Out:  a `Corpus` (uint8), and a `Sampler` that cuts (tokens, targets) batches from it.
 Next: the loops of `training` draw one batch for each step, microbatch and rank.
 """
 
@@ -25,7 +25,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "
 
 
 class DataError(ValueError):
-    """The data that the user asked for cannot be used; the message says why and what to do."""
+    """An error for unusable data; the message says why, and what to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Corpus:
 
     Attributes:
         bytes_n: uint8 [n], n > 0, on the CPU.
-        source: where it came from, for messages and reports.
+        source: its origin, for messages and reports.
     """
 
     bytes_n: Tensor
@@ -47,7 +47,7 @@ class Corpus:
 
 @dataclass(frozen=True, eq=False)
 class Sampler:
-    """Random windows of `seq` bytes; which ones is a pure function of `seed` and of the call's arguments."""
+    """Random windows of `seq` bytes; a pure function of `seed` and of the call's arguments."""
 
     corpus: Corpus
     batch: int
@@ -63,9 +63,9 @@ class Sampler:
             )
 
     def sample(self, step: int, microbatch: int, rank: int) -> tuple[Tensor, Tensor]:
-        """Returns tokens and targets, int64 [batch, seq] each; the targets are one byte further on."""
+        """Draws tokens and targets, int64 [batch, seq] each; the targets are shifted by one byte."""
         key = f"{self.seed}/{step}/{microbatch}/{rank}".encode()
-        # A hash and not a sum: neighbouring ranks, microbatches and steps must not share a seed.
+        # A hash instead of a sum: neighbouring ranks, microbatches and steps must not share a seed.
         seed = int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little")
         generator = torch.Generator().manual_seed(seed)
         starts_b = torch.randint(len(self.corpus.bytes_n) - self.seq, (self.batch,), generator=generator)
@@ -94,9 +94,9 @@ def load_corpus(path: Path | None) -> Corpus:
 
 
 def _files(folder: Path, skipped: frozenset[str]) -> Iterator[Path]:
-    """Every regular file below `folder`, in an order that is the same on every rank."""
+    """Every regular file below `folder`, in the same order on every rank."""
     for parent, folders, names in os.walk(folder):
-        # os.walk descends in the order that it finds in this list.
+        # os.walk descends in the order of this list.
         folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
         for name in sorted(names):
             file = Path(parent, name)
@@ -105,7 +105,7 @@ def _files(folder: Path, skipped: frozenset[str]) -> Iterator[Path]:
 
 
 def _read(files: Iterator[Path], limit: int) -> Tensor:
-    """The files' bytes one after the other, uint8 [n] with n <= limit."""
+    """The concatenated bytes of the files, uint8 [n] with n <= limit."""
     content = bytearray()
     for file in files:
         try:

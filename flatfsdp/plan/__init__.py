@@ -1,4 +1,4 @@
-"""What a training step will take, before anything is built: memory, traffic and time."""
+"""Predictions of a training step before anything is built: memory, traffic and time."""
 
 from flatfsdp.comm.parallelism import Parallelism
 from flatfsdp.plan.any_model import ModelPlan, UnitPlan, plan_model

@@ -1,8 +1,8 @@
-"""How long a GPU computes: products by their operations, everything else by the bytes that it moves.
+"""Computation time of a GPU: GEMMs and attention by their operations, everything else by the bytes it moves.
 
 In:   a `Job` and a `Machine`; sizes of one tensor-parallel rank, letters as in `activations.py`.
 Out:  seconds of one layer, of embedding and head, and of the optimizer.
-Next: `time.py` puts them together.
+Next: `time.py` combines them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from flatfsdp.plan.job import Job
 from flatfsdp.plan.machine import Machine
 
 BOTH_WAYS = 2 * FP8_BYTES
-"""An element that is cast is written twice, by rows and by columns."""
+"""Bytes that are written for each element that is cast, by rows and by columns."""
 
 
 class Work(NamedTuple):
-    """Seconds of one pass of one microbatch."""
+    """Seconds of one pass of one microbatch, by kind."""
 
     products: float = 0.0
     attention: float = 0.0
@@ -29,20 +29,27 @@ class Work(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """The sum of all kinds."""
         return sum(self)
 
 
 class Passes(NamedTuple):
+    """The forward and backward of one microbatch."""
+
     forward: Work
     backward: Work
 
 
 def layer(job: Job, machine: Machine) -> Passes:
-    """One microbatch through one layer.
+    """Time of one microbatch in one layer.
 
-    A product takes 2 operations a weight and token forward, 4 backward; causal attention 2 h seq and 4 h seq.
-    The product that makes a weight gradient reads and writes FP32 besides, which it does at its end, when it
-    does not multiply: that is counted as bytes.
+    A GEMM takes 2 operations per weight and token forward and 4 backward; causal attention 2 h seq and 4 h
+    seq. The GEMM of a weight gradient also reads and writes FP32 at its end, while it does not multiply; this
+    is counted as bytes.
+
+    Args:
+        job: the job.
+        machine: the machine.
     """
     z, config = Sizes.of(job), job.model
     weights = config.layer_weights // z.t
@@ -54,9 +61,11 @@ def layer(job: Job, machine: Machine) -> Passes:
 
 
 def _layer_bytes(job: Job) -> tuple[float, float]:
-    """Read and written outside of products and attention, forward and backward, for each token:
+    """Bytes moved outside of GEMMs and attention, forward and backward.
 
-        norm                       h (c + w) / s              w is written: an operand, or c
+    For each token:
+
+        norm                       h (c + w) / s              w bytes are written: an operand's, or c
         rotation, split            (h + 2 k) 2 c / t
         cast of attention's result h (c + 2) / t              only in FP8
         residual added, norm       h (3 c + w) / s
@@ -69,9 +78,9 @@ def _layer_bytes(job: Job) -> tuple[float, float]:
         rotation, joined           (h + 2 k) 2 c / t
         cast of d(query, key, value)   (h + 2 k) (c + 2) / t  only in FP8
 
-    Where no scale is known before (all but delayed scaling), what norms and activations return is written,
-    measured and read once more, and what is cast anyway is measured.  Weights that a layer casts itself, and
-    the transposed form of those stored in FP8, come on top.
+    If no scale is known beforehand (all recipes but delayed scaling), results of norms and activations are
+    written, measured and read again, and other casts are preceded by a pass that measures.  Casting weights
+    in the layer, and transposing those stored in FP8, comes on top.
     """
     z = Sizes.of(job)
     c, qkv = z.c, z.h + 2 * z.k
@@ -93,14 +102,18 @@ def _layer_bytes(job: Job) -> tuple[float, float]:
 
 
 def weight_grad_bytes(weights: int, job: Job) -> float:
-    """FP32 that is written in the first microbatch, and read and written in the others, on average; and the
-    gradient itself, written and read, where it is not added up in the product."""
+    """Bytes of FP32 accumulation, averaged over microbatches: a write in the first, a read and a write later.
+
+    A gradient that the GEMM does not accumulate is written and read besides.
+    """
     return weights * FP32_BYTES * (2 - 1 / job.microbatches) + 2 * unfused_grad(weights, job)
 
 
 def head(job: Job, machine: Machine) -> Passes:
-    """One microbatch through the last norm, the head and the loss, none of it in FP8: logits are read, then
-    read and overwritten with their gradient."""
+    """Time of one microbatch in the last norm, the head and the loss, none of it in FP8.
+
+    Logits are read once forward; backward reads them and overwrites them with their gradient.
+    """
     z = Sizes.of(job)
     weights = z.h * z.vocab // z.t
     product = 2 * weights * z.tokens / machine.product_flops(job.precision.compute, None)
@@ -113,7 +126,7 @@ def head(job: Job, machine: Machine) -> Passes:
 
 
 def embedding(job: Job, machine: Machine) -> Passes:
-    """One microbatch: rows are read and written; backward they are added to, in FP32."""
+    """Time of one microbatch in the embedding: rows are read and written; backward adds to them in FP32."""
     z = Sizes.of(job)
     forward, backward = z.tokens * z.h * 2 * z.c, z.tokens * z.h * (z.c + 2 * FP32_BYTES)
     return Passes(
@@ -124,9 +137,9 @@ def embedding(job: Job, machine: Machine) -> Passes:
 def optimizer(units: Sequence[Sequence[FlatLayout]], job: Job, machine: Machine) -> float:
     """Seconds of AdamW over all shards, once a step.
 
-    Of each element it reads gradient, parameter and two moments, writes the last three, all FP32, and the
-    compute shard; before, gradients are read for their norm.  FP8 weights are cast in the next forward: read,
-    and written in one byte.
+    For each element it reads gradient, parameter and two moments, and writes the last three, all FP32, and
+    the compute shard; the gradient norm reads gradients before.  FP8 weights are cast in the next forward:
+    read, and written in one byte.
     """
     precision, total = job.precision, 0
     for layout in (layout for unit in units for layout in unit):

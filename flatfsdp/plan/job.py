@@ -1,8 +1,8 @@
-"""What is planned: a Llama, how ranks share it, and what they do in one step.
+"""`Job`: a Llama, how ranks share it, and the shape of a step.
 
 In:   the options of `LlamaPipeline` and `make_mesh`, as numbers; no process group, no parameters.
-Out:  a `Job`, whose parts fit each other, or an error.
-Next: `parts.py` says what each rank has of it.
+Out:  a consistent `Job`, or an error.
+Next: `parts.py` derives each rank's parts.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ class Job:
     """One training step of a Llama in FlatFSDP's own layers, with AdamW in FP32.
 
     Attributes:
-        model: `model.seq` is the length of all sequences.
+        model: the model; `model.seq` is the length of all sequences.
+        ranks: how ranks share it.
         batch: sequences in one microbatch of one data-parallel rank.
-        microbatches: in one step.
-        precision: of the stations of a parameter; `precision.compute` is also that of activations.
-        recipe: of FP8 products; None: they are in `precision.compute`.
-        fuse_wgrad_accumulation: as of `Linear`.
-        schedule, stages_per_rank: as of `LlamaPipeline`; without effect where `ranks.pp` is 1.
-        reshard_after_forward: as of `FlatFSDP`: ZeRO-3, else ZeRO-2.
-        prefetch: as of `FlatFSDP`.
+        microbatches: microbatches in one step.
+        precision: dtypes of parameters and gradients; `precision.compute` is also that of activations.
+        recipe: recipe of FP8 GEMMs; None: GEMMs are in `precision.compute`.
+        fuse_wgrad_accumulation: whether GEMMs accumulate weight gradients, as in `Linear`.
+        schedule: pipeline schedule, without effect if `ranks.pp` is 1.
+        stages_per_rank: stages of each pipeline rank in an interleaved schedule.
+        reshard_after_forward: True for ZeRO-3, False for ZeRO-2.
+        prefetch: how many units are gathered ahead.
 
     Raises:
-        ValueError: if there are fewer layers than stages; if the schedule cannot run so many microbatches; if
-            FP8 weights have no recipe.
+        ValueError: if there are fewer layers than stages; if the schedule cannot run this number of
+            microbatches; if FP8 weights have no recipe.
     """
 
     model: LlamaConfig
@@ -101,17 +103,17 @@ class Job:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether products of layers are in FP8."""
+        """Whether GEMMs of layers are in FP8."""
         return self.recipe is not None
 
     @property
     def stores_fp8(self) -> bool:
-        """Whether weights of layers are in FP8 in the flat buffers."""
+        """Whether the flat buffers hold weights of layers in FP8."""
         return self.packs_fp8 and self.precision.fp8_weights != "in_layers"
 
     @property
     def packs_fp8(self) -> bool:
-        """Whether weights of layers are in flat buffers of their own, as those in FP8 are."""
+        """Whether weights of layers have their own flat buffers, as those in FP8 do."""
         return self.precision.fp8_weights is not None
 
 

@@ -1,8 +1,8 @@
-"""How long collectives take, by how the ranks of a group lie in hosts.
+"""Time of collectives, by how the ranks of a group are placed on hosts.
 
 In:   bytes that each rank sends, and a dimension of the mesh.
 Out:  seconds.
-Next: `time.py` says which of them are hidden.
+Next: `time.py` determines which of them are hidden.
 
     pp     outermost        ranks of one group are stride apart:   dp * tp
     dp_replicate                                                   dp_shard * tp
@@ -10,7 +10,7 @@ Next: `time.py` says which of them are hidden.
     tp     innermost                                               1
 
 Ranks are numbered host by host, so neighbours share NVLink.  A collective over several hosts moves all bytes
-into each host, which its ranks of the group share: with few of them there, the network is the limit.
+into each host, shared by the group's ranks on it: if these are few, the network is the limit.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from flatfsdp.plan.machine import Machine
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks of one dimension of the mesh.
+    """A rank group along one dimension of the mesh.
 
     Attributes:
-        stride: from one rank to the next.
+        machine: the machine.
+        size: number of ranks.
+        stride: distance from one rank to the next.
     """
 
     machine: Machine
@@ -36,14 +38,14 @@ class Group:
 
     @property
     def in_one_host(self) -> int:
-        """How many of its ranks a host has."""
+        """The number of its ranks on one host."""
         return min(self.size, max(1, self.machine.gpus_per_host // self.stride))
 
     def seconds(self, sent: float) -> float:
         """Time of one collective.
 
         Args:
-            sent: bytes, by each rank.
+            sent: bytes that each rank sends.
         """
         if self.size == 1 or not sent:
             return 0.0
@@ -56,7 +58,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups:
-    """Groups of one rank, by dimension of the mesh."""
+    """The groups of one rank, by dimension of the mesh."""
 
     tp: Group
     dp_shard: Group
@@ -65,6 +67,7 @@ class Groups:
 
     @staticmethod
     def of(ranks: Parallelism, machine: Machine) -> Groups:
+        """The groups of a mesh on a machine."""
         stride, found = 1, {}
         for name in ("tp", "dp_shard", "dp_replicate", "pp"):
             found[name] = Group(machine, getattr(ranks, name), stride)

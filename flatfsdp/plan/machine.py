@@ -1,4 +1,4 @@
-"""What one kind of machine can do: every number of a plan that was measured, or assumed, and not counted.
+"""`Machine`: the measured or assumed rates and sizes of a plan's hardware.
 
 In:   nothing, or a JSON file with some of the numbers.
 Out:  a `Machine`.
@@ -19,42 +19,47 @@ DIVISORS = (
     *("fp8_flops", "fp8_block_flops", "bf16_flops", "fp32_flops", "attention_flops", "narrow_attention"),
     *("memory_bandwidth", "gpus_per_host", "link_bandwidth", "network_bandwidth"),
 )
-"""Numbers of a machine that cannot be 0."""
+"""Numbers of a machine that must not be 0."""
 
 
 @dataclass(frozen=True)
 class Machine:
     """Rates and sizes of one kind of machine; by default hosts of eight H200s.
 
-    Rates are what long runs of our kernels reach, not what data sheets say.  Files are those in
-    benchmarks/results, from which `tests/unit/plan/test_measured.py` computes the numbers again.
+    Rates are what long runs of our kernels reach, not data-sheet values.  The files are in
+    benchmarks/results; `tests/unit/plan/test_measured.py` recomputes the numbers from them.
 
     Attributes:
+        name: name of the machine.
         gpu_memory: bytes; H200: 141 GB.
         workspaces: bytes that PyTorch's allocator hands out to cuBLAS, for forwards and backwards.
         reserved_memory: bytes that CUDA, cuBLAS and NCCL take for themselves.  Assumed.
-        fragmentation: share of what is allocated that PyTorch's allocator needs for gaps besides.  Assumed.
-        fp8_flops: of products with one scale a tensor, without bytes of FP32 gradients: layer.json, "gemms".
-        fp8_block_flops: of products with a scale a block; benchmarks/LOG.md.
-        bf16_flops: layer.json, what the bf16 layer takes besides attention and bytes.
+        fragmentation: memory lost to gaps in PyTorch's allocator, as a share of what is allocated.  Assumed.
+        fp8_flops: rate of GEMMs with one scale per tensor, without the bytes of FP32 gradients: layer.json,
+            "gemms".
+        fp8_block_flops: rate of GEMMs with one scale per block; benchmarks/LOG.md.
+        bf16_flops: rate of bf16 GEMMs: layer.json, the bf16 layer's time besides attention and bytes.
         fp32_flops: data sheet, 67e12 without tensor cores, times 0.75.  Not measured.
-        attention_flops: causal, forward and backward, heads of 128, long sequences.
-        attention_ramp: length of sequences with which it is half of that; both from 2048 tokens in
+        attention_flops: rate of causal attention, forward and backward, heads of 128, long sequences.
+        attention_ramp: sequence length at which attention reaches half of that; both from 2048 tokens in
             layer.json and 8192 in tensor-parallel-8b-2.json.
-        narrow_attention: the share of it with heads of 64: the mean of pretrain-1b-dp-2.json and -tp-2.json.
-        memory_bandwidth: bytes a second, read and written, that kernels reach: the median of kernels.json.
-        host_ms_bf16, host_ms_fp8: that the host needs for one layer's forward and backward in one microbatch,
-            inside of FlatFSDP: benchmarks/LOG.md, "Host time of a layer", and plan-1b-2.json, the interleaved
-            pipeline.  A GPU that is faster waits.
-        host_ms_exchange: what one collective of tensor-parallel ranks adds; the same file, TP 2 with FP8.
-        host_us_operator, host_us_kernel: that the host needs in any model to start an operator of PyTorch,
-            and one of our kernels with the layer around it: hf-1b-m8-reshard.json, "flat" and "flat-fused".
-        gpus_per_host: that NVLink connects.
-        link_bandwidth: bytes a second that one GPU sends through it in collectives; collectives-nccl-4.json.
+        narrow_attention: share of that rate with heads of 64: the mean of pretrain-1b-dp-2.json and
+            -tp-2.json.
+        memory_bandwidth: bytes per second, read and written, that kernels reach: the median of kernels.json.
+        host_ms_bf16, host_ms_fp8: host time of one layer's forward and backward in one microbatch, inside
+            FlatFSDP: benchmarks/LOG.md, "Host time of a layer", and plan-1b-2.json, the interleaved
+            pipeline.  A faster GPU waits for the host.
+        host_ms_exchange: host time of one collective of tensor-parallel ranks; the same file, TP 2 with FP8.
+        host_us_operator, host_us_kernel: host time in any model to start an operator of PyTorch, or one of
+            our kernels with the layer around it: hf-1b-m8-reshard.json, "flat" and "flat-fused".
+        gpus_per_host: number of GPUs connected by NVLink.
+        link_bandwidth: bytes per second that one GPU sends through NVLink in collectives;
+            collectives-nccl-4.json.
         link_latency: seconds of a collective of few bytes; the same file.
-        network_bandwidth: bytes a second that one GPU sends to other hosts: 400 Gbit/s, times 0.8.  Assumed.
+        network_bandwidth: bytes per second that one GPU sends to other hosts: 400 Gbit/s, times 0.8.
+            Assumed.
         network_latency: seconds that each further host of a collective adds.  Assumed.
-        hidden_exchange: share of what tensor-parallel ranks send that products hide: pretrain-1b-tp-2.json.
+        hidden_exchange: share of tensor-parallel communication that GEMMs hide: pretrain-1b-tp-2.json.
     """
 
     name: str = "H200"
@@ -104,10 +109,10 @@ class Machine:
 
     @staticmethod
     def load(path: Path) -> Machine:
-        """The default one with what a JSON object says.
+        """Reads a JSON object with numbers that differ from the default machine's.
 
         Raises:
-            ValueError: for anything else, and for names that a machine has not.
+            ValueError: if it is not such an object, or has a name that is not a number of a `Machine`.
         """
         found = json.loads(path.read_text())
         if not isinstance(found, dict):
@@ -121,21 +126,21 @@ class Machine:
         return replace(Machine(), **found)
 
     def with_gb(self, **fields_in_gb: float | None) -> Machine:
-        """The same with numbers given in 10^9 bytes, those that are not None."""
+        """Returns a copy with the given numbers, in 10^9 bytes; None keeps a number."""
         given = {name: value * 1e9 for name, value in fields_in_gb.items() if value is not None}
         return replace(self, **given)  # type: ignore[arg-type]
 
     def product_flops(self, dtype: torch.dtype, recipe: Recipe | None) -> float:
-        """Operations a second."""
+        """The rate of GEMMs, in operations per second."""
         if recipe is not None:
             return self.fp8_block_flops if isinstance(recipe, BlockScaling) else self.fp8_flops
         return self.fp32_flops if dtype == torch.float32 else self.bf16_flops
 
     def attention_rate(self, seq: int, head_dim: int) -> float:
-        """Operations a second, of those that a causal mask leaves."""
+        """The rate of attention, in operations per second that a causal mask leaves."""
         width = 1.0 if head_dim >= 128 else self.narrow_attention
         return width * self.attention_flops * seq / (seq + self.attention_ramp)
 
     def usable_memory(self) -> float:
-        """Bytes that a plan may come to."""
+        """Bytes that a plan may use."""
         return (self.gpu_memory - self.reserved_memory) / (1 + self.fragmentation)

@@ -1,16 +1,16 @@
-"""The memory of one rank: what is there between steps, and what is there at the fullest moment of a step.
+"""The memory of one rank, between steps and at the peak of a step.
 
 In:   a `Job`.
 Out:  a `MemoryPlan` of the pipeline rank that needs most.
-Next: `cli/plan.py` prints it; `search.py` compares.
+Next: `cli/plan.py` prints it; `search.py` compares plans.
 
-Buffers of parameters and gradients are those of `FlatFSDP.memory_report`, by the same code, from layouts in
-place of tensors.  Activations are added, and a moment is looked for:
+Buffers of parameters and gradients are those of `FlatFSDP.memory_report`, by the same code, from layouts
+instead of tensors.  Activations are added, and the peak is the largest of these moments:
 
-    the head's backward            most microbatches in flight, logits; gradients of the microbatches before
+    the head's backward            most microbatches in flight, logits; gradients of earlier microbatches
     the last layer's backward      the same without these logits, and what a layer's backward needs
-    the second backward            where all of a step's microbatches were in flight before the first one
-    the end of the last backward   activations are gone, all but a few units' gradients are reduced
+    the second backward            if all of a step's microbatches were in flight before the first one
+    the end of the last backward   activations are freed, gradients of all but a few units are reduced
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ class Line(NamedTuple):
     """Memory of one kind.
 
     Attributes:
-        note: what decides it.
+        name: the kind.
+        nbytes: bytes.
+        note: what determines it.
     """
 
     name: str
@@ -54,12 +56,12 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Memory of one rank at its fullest moment, in bytes.
+    """Memory of one rank at the peak of a step, in bytes.
 
     Attributes:
-        static: lines that are there between steps, too, without gradients.
-        passing: all others.
-        moment: when it is.
+        static: lines that also exist between steps, without gradients.
+        passing: all other lines.
+        moment: when the peak is.
     """
 
     static: tuple[Line, ...]
@@ -68,28 +70,28 @@ class StepMemory:
 
     @property
     def between_steps(self) -> int:
-        """Bytes that are there between steps."""
+        """Bytes between steps."""
         return sum(line.nbytes for line in self.static)
 
     @property
     def peak(self) -> int:
-        """What PyTorch's allocator hands out at most; without CUDA's and NCCL's own, and gaps."""
+        """Peak of bytes from PyTorch's allocator, without CUDA's and NCCL's own, and without gaps."""
         return self.between_steps + sum(line.nbytes for line in self.passing)
 
 
 @dataclass(frozen=True)
 class MemoryPlan(StepMemory):
-    """Memory of the fullest rank of a Llama's pipeline.
+    """Memory of the rank of a Llama's pipeline that needs most.
 
     Attributes:
-        pp_rank: whose it is.
+        pp_rank: the pipeline rank.
     """
 
     pp_rank: int
 
 
 def group_sizes(layout: FlatLayout, job: Job) -> GroupSizes:
-    """What `memory_report` finds in the group of this layout."""
+    """The sizes that `memory_report` finds in the group of this layout."""
     precision, shards = job.precision, job.ranks.dp_shard
     placement = None if job.ranks.tp == 1 else layout.placement
     shard, padded = layout.shard_numel(shards), layout.padded_numel(shards)
@@ -110,14 +112,14 @@ def group_sizes(layout: FlatLayout, job: Job) -> GroupSizes:
 
 
 def stage_sizes(part: Part, layouts: Layouts, job: Job) -> list[list[GroupSizes]]:
-    """Sizes of each unit of a stage, the root's first."""
+    """The sizes of each unit of a stage, the root's first."""
     root, *layers = layouts.units(part)
     of_root, of_layer = ([group_sizes(layout, job) for layout in unit] for unit in (root, layers[0]))
     return [of_root, *[of_layer] * len(layers)]
 
 
 def stage_report(units: Sequence[Sequence[GroupSizes]], job: Job) -> MemoryReport:
-    """What `memory_report` says of a stage after a step of AdamW, but for its counters of steps."""
+    """The `memory_report` of a stage after a step of AdamW, except for its counters of steps."""
     state = [group.master for unit in units for group in unit if group.master for _ in MOMENTS]
     return report_of(units, state, _ahead(job))
 
@@ -127,17 +129,17 @@ def _ahead(job: Job) -> int | None:
 
 
 def memory_plan(job: Job) -> MemoryPlan:
-    """Memory of the fullest rank.
+    """Memory of the rank that needs most.
 
     Raises:
-        ValueError: as `layouts_of`.
+        ValueError: if sizes do not divide evenly over the tensor-parallel ranks, or do not suit FP8.
     """
     return fullest(job, parts_of(job), layouts_of(job))
 
 
 def fullest(job: Job, parts: Sequence[Sequence[Part]], layouts: Layouts) -> MemoryPlan:
-    """Memory of the rank that needs most, where each pipeline rank has these stages."""
-    # Of ranks with the same stages the first has most microbatches in flight.
+    """Memory of the rank that needs most, given the stages of each pipeline rank."""
+    # Among ranks with equal stages, the first has most microbatches in flight.
     first = {tuple(of_rank): rank for rank, of_rank in reversed(list(enumerate(parts)))}
     plans = (_of_rank(job, rank, of_rank, layouts) for of_rank, rank in first.items())
     return max(plans, key=lambda plan: plan.peak)
@@ -163,7 +165,7 @@ def _there(lines: Iterable[Line]) -> tuple[Line, ...]:
 
 
 def _reported(reports: Sequence[MemoryReport]) -> tuple[Line, ...]:
-    """One line a buffer and dtype, of all stages."""
+    """One line per buffer and dtype, over all stages."""
     found: dict[str, int] = {}
     for row in (row for report in reports for row in report.rows if row.lives == ALWAYS):
         name = f"{row.buffer}, {str(row.dtype).removeprefix('torch.')}"
@@ -176,8 +178,8 @@ class _Rank:
     """A pipeline rank at moments of a step.
 
     Attributes:
-        stages: the sizes of all groups: of each stage those of each unit, the root's first.
-        flying: microbatches between forward and backward, of each stage, at most.
+        stages: the sizes of all groups, by stage and unit, the root's first.
+        flying: largest number of microbatches between forward and backward, by stage.
     """
 
     job: Job
@@ -188,6 +190,7 @@ class _Rank:
     # ---- parameters and gradients -----------------------------------------------------------------------
 
     def gathered(self) -> list[Line]:
+        """Lines of gathered parameters."""
         ahead = _ahead(self.job)
         live = "all units, until the last microbatch" if ahead is None else f"the root and {1 + ahead} units"
         return [
@@ -196,17 +199,18 @@ class _Rank:
         ]
 
     def _unsharded(self, buffer: str, ahead: int | None) -> int:
-        """Of roots between forward and backward, and of units of the one stage that computes."""
+        """Bytes of roots between forward and backward, and of units of the stage that computes."""
         sizes = [_by_unit(stage, buffer) for stage in self.stages]
         if ahead is None:
             return sum(map(sum, sizes))
         return sum(each[0] for each in sizes) + max(largest_window(each[1:], ahead) for each in sizes)
 
     def _main_grad(self, layers: int, *, embedding: bool) -> Line:
-        """Of roots, and of so many layers of the stage that computes.
+        """The gradients of roots, and of `layers` layers of the stage that computes.
 
         Args:
-            embedding: whether a root without the head has a gradient already.
+            layers: number of layers.
+            embedding: whether roots without the head already have gradients.
         """
         sizes = [_by_unit(stage, "main_grad") for stage in self.stages]
         pairs = zip(self.parts, sizes, strict=True)
@@ -226,28 +230,34 @@ class _Rank:
         return sum(self.flying) == len(self.parts) * self.job.microbatches
 
     def _gradients(self, layers: int) -> Line:
-        """When most microbatches are in flight and the backward of so many layers has begun."""
+        """The gradients with most microbatches in flight, when the backward of `layers` layers has begun."""
         if self._has_all_in_flight:
             return self._main_grad(layers, embedding=False)
         return self._all_main_grad()
 
     def at_the_head(self) -> list[Line]:
+        """Lines at the head's backward."""
         beside = activations.backward_of_head(self.job) if self.parts[-1].has_head else 0
         head = Line("backward of the head", beside, "what it needs beside")
         return [self._gradients(layers=0), *self._saved(self.flying, spent_logits=0), head]
 
     def at_the_last_layer(self) -> list[Line]:
+        """Lines at the last layer's backward."""
         return [self._gradients(layers=1), *self._saved(self.flying, spent_logits=1), self._backward()]
 
     def at_the_second_backward(self) -> list[Line]:
+        """Lines at the second backward; none unless all microbatches were in flight before the first one."""
         if not self._has_all_in_flight or self.job.microbatches == 1:
             return []
-        # The last stage's backward is the first one.
+        # The last stage's backward comes first.
         flying = [*self.flying[:-1], self.flying[-1] - 1]
         return [self._all_main_grad(), *self._saved(flying, spent_logits=1), self._backward()]
 
     def at_the_end(self) -> list[Line]:
-        """One layer computes, and others are being reduced; without shards, gradients stay where they are."""
+        """Lines at the end: one layer computes while others are reduced.
+
+        Without shards, gradients stay in place.
+        """
         reduced = sum(sum(_by_unit(stage, "reduced_grad")) for stage in self.stages)
         return [
             *([self._main_grad(1 + MAX_IN_FLIGHT, embedding=True)] if self.job.ranks.dp_shard > 1 else []),
@@ -260,10 +270,11 @@ class _Rank:
         return Line("backward of a layer", activations.backward_of_layer(self.job), "what it needs beside")
 
     def _saved(self, flying: Sequence[int], *, spent_logits: int) -> list[Line]:
-        """
+        """Lines of saved activations and logits.
+
         Args:
-            flying: microbatches of each stage.
-            spent_logits: of how many of them logits are gone.
+            flying: microbatches in flight, by stage.
+            spent_logits: how many of them no longer have logits.
         """
         layer, head = activations.saved_by_layer(self.job), activations.saved_by_head(self.job)
         between = activations.between_stages(self.job) if self.job.ranks.pp > 1 else 0
@@ -280,7 +291,7 @@ class _Rank:
         ]
 
     def stage_buffers(self) -> Line:
-        """Where torch's stages receive activations and gradients, one for each microbatch."""
+        """Bytes of torch's receive buffers for activations and gradients, one for each microbatch."""
         ends = sum((not part.has_embedding) + (not part.has_head) for part in self.parts)
         count = self.job.microbatches if self.job.ranks.pp > 1 else 0
         nbytes = ends * count * activations.between_stages(self.job)

@@ -1,10 +1,10 @@
-"""What each rank has of a model: the flat layouts of its units, packed by the engine's own code.
+"""Each rank's parts of a model: the flat layouts of its units, packed by the engine's own code.
 
 In:   a `Job`.
-Out:  for each pipeline rank its `Part`s, and for each of these the layouts of its units.
-Next: `memory.py` and `traffic.py` cut the layouts into shards.
+Out:  the `Part`s of each pipeline rank, and the layouts of their units.
+Next: `memory.py` and `traffic.py` shard the layouts.
 
-One layer is built, on the meta device, whatever the size of the model: all layers are alike.
+Only one layer is built, on the meta device: all layers are alike.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flatfsdp.models import Llama, LlamaConfig
 from flatfsdp.plan.job import Job
 
 UnitLayouts = tuple[FlatLayout, ...]
-"""Of the flat groups of one unit."""
+"""The layouts of one unit's flat groups."""
 
 
 class Part(NamedTuple):
@@ -49,6 +49,9 @@ class Layouts:
 
     Attributes:
         layer: of each transformer layer, which is a unit.
+        embedding: of a root with the embedding.
+        head: of a root with norm and head.
+        both: of a root with embedding, norm and head.
     """
 
     layer: UnitLayouts
@@ -57,7 +60,7 @@ class Layouts:
     both: UnitLayouts
 
     def units(self, part: Part) -> list[UnitLayouts]:
-        """Units of a stage in FlatFSDP's order: the root, with all that is in no layer, then the layers."""
+        """Units of a stage in FlatFSDP's order: the root, with everything outside layers, then the layers."""
         roots = {(True, True): self.both, (True, False): self.embedding, (False, True): self.head}
         return [roots.get(part[1:], ()), *[self.layer] * part.layers]
 
@@ -66,9 +69,9 @@ def layouts_of(job: Job) -> Layouts:
     """Packs the parts of the job's model.
 
     Raises:
-        ValueError: if tensor-parallel ranks cannot share a size; if a product cannot be in FP8.
+        ValueError: if sizes do not divide evenly over the tensor-parallel ranks, or do not suit FP8.
     """
-    # Lengths and depths change no layout.
+    # Layouts do not depend on sequence length and depth.
     config, ranks = replace(job.model, layers=1, seq=1), job.ranks
     model = _model(config, ranks.tp, ranks.sequence_parallel)
     if ranks.sequence_parallel:

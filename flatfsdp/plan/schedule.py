@@ -1,10 +1,10 @@
-"""How many microbatches a pipeline rank holds between forward and backward.
+"""The number of microbatches that a pipeline rank holds between forward and backward.
 
 In:   a `Job` and a pipeline rank.
-Out:  for each of its stages, forwards that wait for their backward, at most.
+Out:  for each of its stages, the largest number of forwards that wait for their backward.
 Next: `memory.py` counts their activations.
 
-The orders are those of torch.distributed.pipelining: `tests/dist/plan/test_plan.py` runs through them.
+The orders are those of torch.distributed.pipelining: `tests/dist/plan/test_plan.py` checks them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ def in_flight(job: Job, rank: int) -> list[int]:
 
     plain         1
     GPipe         all
-    1F1B          as many as there are ranks from here to the end
-    interleaved   (stages - 1) * round + 2 * (ranks behind this one) + 1 chunks, dealt out in rounds, where
-                  a round is of about as many microbatches as there are ranks
+    1F1B          the number of ranks from this one to the last
+    interleaved   (stages - 1) * round + 2 * (ranks after this one) + 1 chunks, dealt out in rounds of
+    about as
+                  many microbatches as there are ranks
     """
     ranks, count = job.ranks, job.microbatches
     if ranks.pp == 1:

@@ -1,11 +1,11 @@
-"""The fastest ways to spread a model over a number of GPUs, among those that fit.
+"""`search`: the fastest ways to spread a model over a number of GPUs, among those that fit.
 
-In:   a `Job`, of which the ranks are to be found, a `Machine` and sequences in a step.
+In:   a `Job` whose ranks are to be found, a `Machine`, and the number of sequences in a step.
 Out:  `Candidate`s, the fastest first.
 Next: `cli/plan.py` prints them.
 
-Times are computed for all, memory only from the fastest on, until enough fit.  Of ways that differ in the
-number of shards or the microbatch alone, the fastest is enough.
+Times are computed for all ways; memory only from the fastest on, until enough fit.  Of ways that differ only
+in the number of shards or the microbatch, the fastest one is kept.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ BATCHES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Candidate:
+    """One way to run a job, with its time and memory."""
+
     job: Job
     time: TimePlan
     memory: MemoryPlan
@@ -37,13 +39,15 @@ def search(job: Job, machine: Machine, global_batch: int, count: int) -> list[Ca
     """Finds the fastest ways to run a job, the fastest first.
 
     Args:
-        job: whose number of ranks is kept, and nothing else of `Way`, `batch` and `microbatches`.
+        job: the job; its ranks (except their number), schedule, resharding, batch and microbatches are
+            replaced.
+        machine: the machine.
         global_batch: sequences in one step of all ranks.
-        count: of candidates, at most.
+        count: largest number of candidates.
 
     Raises:
-        ValueError: if the ranks cannot share so many sequences in any way, no way has sizes that products in
-            FP8 can have, or nothing fits.
+        ValueError: if the ranks cannot share this many sequences in any way, no way has sizes that suit FP8
+            GEMMs, or nothing fits.
     """
     timed: list[tuple[TimePlan, Job]] = []
     refused: list[ValueError] = []
@@ -51,7 +55,7 @@ def search(job: Job, machine: Machine, global_batch: int, count: int) -> list[Ca
         try:
             timed.append((time_plan(each, machine), each))
         except ValueError as error:
-            # Sizes that products in FP8 cannot have; other ways may have others.
+            # Sizes that do not suit FP8 GEMMs; other ways may have other sizes.
             refused.append(error)
     if refused and not timed:
         raise refused[0]
@@ -83,7 +87,7 @@ def search(job: Job, machine: Machine, global_batch: int, count: int) -> list[Ca
 
 
 def _jobs(job: Job, machine: Machine, global_batch: int) -> Iterator[Job]:
-    """All that the checks of `Job` let pass."""
+    """All jobs that pass the checks of `Job`."""
     for way in _ways(job, machine):
         for batch in BATCHES:
             microbatches, rest = divmod(global_batch, way.ranks.dp * batch)
@@ -96,7 +100,7 @@ def _jobs(job: Job, machine: Machine, global_batch: int) -> Iterator[Job]:
 
 
 class Way(NamedTuple):
-    """How a job may be spread; fields are those of `Job`."""
+    """One way to spread a job; the fields are those of `Job`."""
 
     ranks: Parallelism
     schedule: ScheduleName
@@ -104,8 +108,11 @@ class Way(NamedTuple):
 
 
 def _ways(job: Job, machine: Machine) -> Iterator[Way]:
-    """Tensor-parallel ranks of one host, which share the sequence, too; shards of all data-parallel ranks, or
-    of a power of two of them; pipelines with one or two stages a rank."""
+    """All ways considered.
+
+    Tensor-parallel ranks are in one host and use sequence parallelism.  Shards are over all data-parallel
+    ranks, or a power of two of them.  Pipelines have one or two stages per rank.
+    """
     config, gpus = job.model, job.ranks.world
     for tp in _powers_of_two(min(machine.gpus_per_host, config.kv_heads)):
         if gpus % tp or config.vocab % tp or config.seq % tp or config.ffn % tp or config.kv_heads % tp:

@@ -1,19 +1,19 @@
-"""How long a step takes: computation, what communication leaves bare, the pipeline's bubble.
+"""The time of a step: computation, exposed communication, and the pipeline's bubble.
 
 In:   a `Job` and a `Machine`.
 Out:  a `TimePlan` of the slowest pipeline rank.
-Next: `cli/plan.py` prints it; `search.py` compares.
+Next: `cli/plan.py` prints it; `search.py` compares plans.
 
-What overlaps, as the engine does it:
+Overlap follows the engine:
 
-    gathers of a layer       beside the layer before; bare is what takes longer, the root's, and the first in
-                             a forward
-    reductions of a layer    beside layers that follow in the last backward; bare are the root's and the last
-    tensor-parallel ranks    beside products, by a share that was measured
-    pipeline stages          not at all: torch's schedules wait for what they receive
+    gathers of a layer       run beside the previous layer; exposed are any excess, the root's, and the first
+                             in a forward
+    reductions of a layer    run beside later layers in the last backward; exposed are the root's and the last
+    tensor-parallel ranks    run beside GEMMs, by a measured share
+    pipeline stages          no overlap: torch's schedules wait for what they receive
 
-What collectives beside products take of memory bandwidth and multiprocessors is not counted: planned steps
-are 6 to 9 % short where much is sent.
+The plan ignores the memory bandwidth and multiprocessors that collectives take from concurrent GEMMs: with
+much communication, planned steps are 6 to 9 % too short.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ EXCHANGE, PARAMETERS = "waiting for tensor-parallel ranks", "waiting for paramet
 STAGES, LAST_REDUCTION = "waiting for other stages", "waiting for the last reduction"
 HOST = "waiting for the host"
 BARE = (EXCHANGE, PARAMETERS, STAGES, LAST_REDUCTION)
-"""Lines of communication that nothing hides."""
+"""Lines of exposed communication."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """One step, in seconds.
+    """The time of one step, in seconds.
 
     Attributes:
-        lines: add up to the step.
-        communication: all that the rank sends in a step, beside computation or not.
-        flops: operations of one step and GPU.
+        lines: seconds by kind, which add up to the step.
+        communication: all communication of the rank in a step, hidden or not.
+        flops: operations of one step on one GPU.
     """
 
     lines: dict[str, float]
@@ -55,26 +55,27 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
+        """Seconds of the step."""
         return sum(self.lines.values())
 
     @property
     def hidden_share(self) -> float | None:
-        """Share of communication that computation hides; None if there is none."""
+        """The share of communication that computation hides; None if there is none."""
         bare = sum(self.lines.get(name, 0.0) for name in BARE)
         return 1 - bare / self.communication if self.communication else None
 
     @property
     def flops_per_second(self) -> float:
-        """Speed of one GPU."""
+        """The speed of one GPU."""
         return self.flops / self.seconds
 
 
 @dataclass(frozen=True)
 class TimePlan(StepTime):
-    """One step of a Llama; operations by `flops_per_token`.
+    """The time of one step of a Llama; operations by `flops_per_token`.
 
     Attributes:
-        pp_rank: the one that has most to do; lines and communication are its.
+        pp_rank: the slowest pipeline rank, whose lines and communication these are.
         tokens: of all ranks.
     """
 
@@ -83,7 +84,7 @@ class TimePlan(StepTime):
 
     @property
     def tokens_per_second(self) -> float:
-        """Speed of all GPUs."""
+        """The speed of all GPUs."""
         return self.tokens / self.seconds
 
 
@@ -91,19 +92,19 @@ def time_plan(job: Job, machine: Machine) -> TimePlan:
     """Plans the time of one step.
 
     Raises:
-        ValueError: as `layouts_of`.
+        ValueError: if sizes do not divide evenly over the tensor-parallel ranks, or do not suit FP8.
     """
     return step_of(job, machine, parts_of(job), layouts_of(job))
 
 
 def step_of(job: Job, machine: Machine, parts: Sequence[Sequence[Part]], layouts: Layouts) -> TimePlan:
-    """Plan of these stages of each pipeline rank.
+    """Plans the time of one step, given the stages of each pipeline rank.
 
-    A pipeline fills and drains once: while one rank has a microbatch, all others wait, for a part of a
-    microbatch where each rank has several stages.
+    A pipeline fills and drains once: while one rank has a microbatch, all others wait; with several stages
+    per rank, for a part of a microbatch.
     """
     groups = Groups.of(job.ranks, machine)
-    # Ranks in the middle of a pipeline are alike.
+    # Ranks in the middle of a pipeline are equal.
     different = {tuple(each): RankTime(job, machine, groups, each, layouts) for each in parts}
     kinds = {each: rank.microbatch() for each, rank in different.items()}
     seconds = [sum(kinds[tuple(each)].values()) for each in parts]
@@ -124,7 +125,7 @@ def step_of(job: Job, machine: Machine, parts: Sequence[Sequence[Part]], layouts
 
 @dataclass(frozen=True)
 class RankTime:
-    """One pipeline rank."""
+    """Times of one pipeline rank."""
 
     job: Job
     machine: Machine
@@ -135,7 +136,7 @@ class RankTime:
     # ---- one microbatch ---------------------------------------------------------------------------------
 
     def microbatch(self) -> dict[str, float]:
-        """Seconds by kind, of forward and backward through all stages of the rank, on average of a step."""
+        """Seconds by kind of forward and backward through all of the rank's stages, averaged over a step."""
         layer = compute.layer(self.job, self.machine)
         layers = sum(part.layers for part in self.parts)
         ends = [compute.head(self.job, self.machine)] * sum(part.has_head for part in self.parts)
@@ -155,13 +156,13 @@ class RankTime:
         }
 
     def _host_seconds(self) -> float:
-        """Of one layer."""
+        """Host time of one layer."""
         machine = self.machine
         own = machine.host_ms_fp8 if self.job.is_fp8 else machine.host_ms_bf16
         return (own + exchanges_of_layer(self.job) * machine.host_ms_exchange) / 1e3
 
     def _exchanged(self) -> float:
-        """What tensor-parallel ranks send in one microbatch."""
+        """Seconds of tensor-parallel communication in one microbatch."""
         exchanges = exchanges_of_layer(self.job)
         if not exchanges:
             return 0.0
@@ -170,14 +171,14 @@ class RankTime:
         return calls * self.groups.tp.seconds(sent / calls)
 
     def _transfers(self) -> float:
-        """Activations received in forward, gradients in backward."""
+        """Seconds of receiving activations in forward and gradients in backward."""
         if self.job.ranks.pp == 1:
             return 0.0
         ends = sum((not part.has_embedding) + (not part.has_head) for part in self.parts)
         return ends * self.groups.pp.seconds(between_stages(self.job))
 
     def _bare(self, layer: Passes) -> float:
-        """Of gathers and reductions, on average of a step's microbatches."""
+        """Exposed seconds of gathers and reductions, averaged over a step's microbatches."""
         frees, count = self.job.reshard_after_forward, self.job.microbatches
         gather, reduce = self._gather(self.layouts.layer), self._reduce(self.layouts.layer)
         forward, backward = layer.forward.seconds, layer.backward.seconds
@@ -185,14 +186,14 @@ class RankTime:
         roots = sum(self._gather(self.layouts.units(part)[0]) for part in self.parts)
         first = roots + len(self.parts) * gather + (layers - len(self.parts)) * max(0.0, gather - forward)
         again = layers * max(0.0, gather - backward)
-        # In the last backward a layer's gather goes first; nothing follows the last layer: see `once`.
+        # In the last backward a layer's gather goes first.  Nothing follows the last layer: `once` counts it.
         last = (layers - 1) * max(0.0, reduce - max(0.0, backward - (gather if frees else 0.0)))
         return (first + again if frees else first / count) + last / count
 
     # ---- once a step ------------------------------------------------------------------------------------
 
     def once(self) -> dict[str, float]:
-        """Reductions after the last backward, and the optimizer."""
+        """Seconds of the reductions after the last backward, and of the optimizer."""
         roots = [self.layouts.units(part)[0] for part in self.parts]
         units = [unit for part in self.parts for unit in self.layouts.units(part)]
         return {
@@ -201,7 +202,7 @@ class RankTime:
         }
 
     def communication(self) -> float:
-        """All that is sent in a step."""
+        """Seconds of all communication in a step."""
         times, layers = gathers(self.job), sum(part.layers for part in self.parts)
         layer, roots = self.layouts.layer, [self.layouts.units(part)[0] for part in self.parts]
         return (

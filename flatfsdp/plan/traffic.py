@@ -1,10 +1,10 @@
-"""What a rank sends in one step, as the byte ledger and a count of all collectives have it.
+"""The bytes that a rank sends in a step, as the byte ledger and a count of all collectives have them.
 
 In:   a `Job`.
 Out:  `Sent` of each pipeline rank.
-Next: `time.py` says how long it takes.
+Next: `time.py` converts it to time.
 
-Left out are amaxes and scales of FP8, a few bytes a weight, and the norm of the gradient.
+Not counted: amaxes and scales of FP8, a few bytes per weight, and the gradient norm.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Sent(NamedTuple):
     """Bytes that one rank sends in a step.
 
     Attributes:
-        gather, reduce, all_reduce, tp_all_reduce: as in `ByteLedger`: of parameters and gradients.
-        tp_layers: activations and their gradients, inside of layers, embedding and head.
+        gather, reduce, all_reduce, tp_all_reduce: parameters and gradients, as in `ByteLedger`.
+        tp_layers: activations and their gradients, inside layers, embedding and head.
         pp: activations and their gradients, between pipeline stages.
     """
 
@@ -40,6 +40,7 @@ class Sent(NamedTuple):
 
     @property
     def total(self) -> int:
+        """The sum of all kinds."""
         return sum(self)
 
 
@@ -47,7 +48,7 @@ def sent_by_rank(job: Job) -> list[Sent]:
     """Bytes that one rank of each pipeline rank sends.
 
     Raises:
-        ValueError: as `layouts_of`.
+        ValueError: if sizes do not divide evenly over the tensor-parallel ranks, or do not suit FP8.
     """
     layouts = layouts_of(job)
     return [_sum(sent_by_stage(part, layouts, job) for part in parts) for parts in parts_of(job)]
@@ -67,25 +68,30 @@ def sent_by_stage(part: Part, layouts: Layouts, job: Job) -> Sent:
 
 
 class Gathers(NamedTuple):
-    """How often a unit is gathered in a step."""
+    """The number of gathers of a unit in a step."""
 
     root: int
     layer: int
 
 
 def gathers(job: Job) -> Gathers:
-    """Once; or, if parameters are freed after use, in each forward and backward; the root's are kept from one
-    to the other."""
+    """How often units are gathered in a step.
+
+    Once; or, if parameters are freed after use, in each forward and backward, except for the root's, which
+    stay in between.
+    """
     if not job.reshard_after_forward:
         return Gathers(1, 1)
     return Gathers(job.microbatches, 2 * job.microbatches)
 
 
 def of_unit(groups: Sequence[FlatLayout], job: Job, times: int) -> Sent:
-    """Parameters and gradients of one unit.
+    """Bytes sent for the parameters and gradients of one unit.
 
     Args:
-        times: that it is gathered.
+        groups: layouts of its flat groups.
+        job: the job.
+        times: number of gathers.
     """
     ranks, precision = job.ranks, job.precision
     found = Sent()
@@ -107,7 +113,7 @@ def of_unit(groups: Sequence[FlatLayout], job: Job, times: int) -> Sent:
 
 
 def share(nbytes: int, ranks: int) -> int:
-    """What a rank sends so that all have all, or so that all have their part of a sum."""
+    """Bytes that a rank sends in an all-gather or a reduce-scatter of `nbytes`."""
     return nbytes * (ranks - 1) // ranks
 
 
@@ -120,7 +126,7 @@ class Exchanged(NamedTuple):
 
 
 def of_stage(part: Part, job: Job) -> Exchanged:
-    """Activations and their gradients of one microbatch."""
+    """Bytes sent for the activations of one microbatch and their gradients."""
     if job.ranks.tp == 1:
         return Exchanged(0, 0, 0)
     return Exchanged(
@@ -131,10 +137,12 @@ def of_stage(part: Part, job: Job) -> Exchanged:
 
 
 def exchanged_by_layer(job: Job) -> int:
-    """Bytes that attention and MLP send, a [tokens, h] matrix each time; see `Exchange`:
+    """Bytes that attention and MLP send for their [tokens, h] matrices (`Exchange`).
 
-    without sequence parallelism   y summed; dx summed                                    2 all-reduces of c
-    with                           y, dx summed and scattered                             2 of c
+    Each of the two sends:
+
+    without sequence parallelism   y summed; dx summed                                    2 all-reduces of
+    c with                           y, dx summed and scattered                             2 of c
                                    x gathered in forward and backward; dy gathered        3 of p
     """
     z = Sizes.of(job)
@@ -145,21 +153,23 @@ def exchanged_by_layer(job: Job) -> int:
 
 
 def exchanges_of_layer(job: Job) -> int:
-    """How many collectives these are."""
+    """The number of these collectives."""
     if job.ranks.tp == 1:
         return 0
     return 2 * (2 + 3) if job.ranks.sequence_parallel else 2 * 2
 
 
 def _embedding(job: Job) -> int:
-    """Rows are summed; with sequence parallelism scattered, and their gradient gathered."""
+    """Rows are summed; with sequence parallelism they are scattered, and their gradient is gathered."""
     z = Sizes.of(job)
     return 2 * share(z.tokens * z.h * z.c, z.t)
 
 
 def _head(job: Job) -> int:
-    """dx summed; with sequence parallelism scattered, and x gathered twice.  Statistics of logits are summed,
-    three numbers a token."""
+    """Bytes sent for dx, which is summed, or with sequence parallelism scattered, with x gathered twice.
+
+    Three statistics of the logits per token are summed as well.
+    """
     z = Sizes.of(job)
     times = 2 if z.s == 1 else 3
     return times * share(z.tokens * z.h * z.c, z.t) + 2 * share(3 * z.tokens * FP32_BYTES, z.t)
@@ -170,7 +180,7 @@ def _sum(all_sent: Iterable[Sent]) -> Sent:
 
 
 def named(sent: Sent) -> Iterator[tuple[str, int]]:
-    """Lines of a table."""
+    """The lines of a table."""
     names = {
         "gather": "parameters gathered",
         "reduce": "gradients reduced over shards",

@@ -1,1 +1,1 @@
-"""What a step did: traces, timelines, and bytes counted from outside the engine."""
+"""Measurements of a step: traces, timelines, and bytes counted from outside the engine."""

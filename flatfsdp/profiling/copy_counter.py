@@ -1,8 +1,8 @@
-"""Counts what any data-parallel engine really copies and sends on this rank, without asking the engine.
+"""Counts the bytes that any data-parallel engine copies and sends on this rank, without asking the engine.
 
-`byte_ledger.py` is the engine's own account; this is the measurement from outside that it is held against,
-and the only way to put FlatFSDP, FSDP2 and others in one table.  A `CopyCounter` is a `TorchDispatchMode`: it
-sees every operator below autograd, the optimizer's and the collectives' included, and sorts them by what the
+`byte_ledger.py` is the engine's own account; this is an independent measurement to check it against, and the
+only way to put FlatFSDP, FSDP2 and others in one table.  A `CopyCounter` is a `TorchDispatchMode`: it sees
+every operator below autograd, including the optimizer's and the collectives', and classifies them by what the
 kernel does, never by who called it:
 
     cast     copy into a narrower dtype, or into another one of the same width
@@ -12,29 +12,28 @@ kernel does, never by who called it:
     add      element-wise addition, in place or not
     scale    element-wise multiplication, division or clamping
     fill     a constant into memory
-    turn     copy of a transposed matrix, within one dtype
-    measure  norm or largest magnitude: all is read, little is written
-    staging  gloo's own copy of a reduce-scatter's result from its work buffer; NCCL has none
+        turn     copy of a transposed matrix, within one dtype
+        measure  norm or largest magnitude: reads everything, writes little
+        staging  gloo's own copy of a reduce-scatter's result from its work buffer; NCCL has none
 
-**Engine or model?**  An operator counts if the tensors it touches have at least `min_numel` elements.  Run a
-model whose activations are smaller than that and whose parameters, and 1/N shards of parameters, are larger
-(one sample of width 64, 64 x 64 weights on up to 4 ranks, `min_numel=256`): then every large operator is
-either a matrix product with a weight or the engine's.  This needs no list of engines, no knowledge of their
-buffers, and no guess about shapes.  What it leaves out is kept in `ignored_bytes`; engines that loop over
-small parameters (biases, norms) pay for them there.  Operators that are large and that this file does not
-know are listed in `unclassified`: a total is complete only if that is empty.  Use a fused optimizer
-(`AdamW(..., fused=True)`), whose one operator is known; one made of adds and multiplications would count as
-the engine's.
+**Engine or model?**  An operator counts if its tensors have at least `min_numel` elements.  Run a model whose
+activations are smaller than that and whose parameters, and 1/N shards of parameters, are larger (one sample
+of width 64, 64 x 64 weights on up to 4 ranks, `min_numel=256`): then every large operator is either a matrix
+multiplication with a weight or the engine's.  This needs no list of engines, no knowledge of their buffers,
+and no guess about shapes. Smaller copies are kept in `ignored_bytes`; engines that loop over small parameters
+(biases, norms) pay for them there. Large operators that this file does not know are listed in `unclassified`:
+a total is complete only if that is empty. Use a fused optimizer (`AdamW(..., fused=True)`), whose single
+operator is known; one made of adds and multiplications would be counted as the engine's.
 
 **Bytes** are those of an ideal kernel: each argument read once, each result written once, an expanded
 dimension once, single numbers never.  Temporaries inside a kernel do not count (PyTorch's CPU kernels widen a
 bf16 argument of a mixed-dtype add into one, its CUDA kernels do not; on the CPU each of `KERNELS` is many
-operators).  Nor does what a collective does internally.
+operators).  Neither does the internal work of a collective.
 
-**Where modes reach.**  Backward on CPU runs in the calling thread, so the mode is simply still on.  On CUDA
-it runs in one thread per device; autograd hands the caller's thread-local state, dispatch modes included, to
-those threads with each backward (`at::ThreadLocalState`), so the mode is on there too: seen with torch 2.11
-on an H200 and, on CPU, with 2.11 and 2.13.  Not seen are threads that an engine starts by itself, and kernels
+**Where modes reach.**  Backward on CPU runs in the calling thread, so the mode is still on.  On CUDA it runs
+in one thread per device; autograd passes the caller's thread-local state, including dispatch modes, to those
+threads with each backward (`at::ThreadLocalState`), so the mode is on there, too: observed with torch 2.11 on
+an H200 and, on CPU, with 2.11 and 2.13.  Not observed are threads that an engine starts itself, and kernels
 launched past the dispatcher (Triton, a backend's own copies).
 """
 
@@ -73,6 +72,7 @@ class Copy:
     """One local copy kernel.
 
     Attributes:
+        kind: what the kernel does.
         op: operator, such as `aten.copy_`.
         via: the engine's own operator that it ran in, such as `fsdp.chunk_cat`; empty if none.
         bytes: read plus written.
@@ -94,10 +94,12 @@ class Collective:
 
     Attributes:
         name: "all_gather", "reduce_scatter", "all_reduce", or the operator's name; "identity" for integers,
-            in which FlatFSDP says what its collectives are for.
+            with which FlatFSDP checks that ranks run the same collectives.
+        op: the operator.
         payload: bytes of the full buffer: an all-gather's result, a reduce-scatter's input.
-        wire: bytes that this rank sends in a bandwidth-optimal algorithm, which is what it receives too:
-            (N - 1) / N of the payload; twice that for an all-reduce.
+        wire: bytes that this rank sends in a bandwidth-optimal algorithm, and also receives: (N - 1) / N of
+            the payload; twice that for an all-reduce.
+        world_size: number of ranks.
     """
 
     name: str
@@ -108,7 +110,7 @@ class Collective:
 
 
 class CopyCounter(TorchDispatchMode):
-    """Records copies and collectives while it is entered; see the module's docstring for what that means.
+    """Records copies and collectives inside the context; the module's docstring defines them.
 
         with CopyCounter(min_numel=256) as counter:
             for batch in microbatches(model, batches):
@@ -117,14 +119,14 @@ class CopyCounter(TorchDispatchMode):
         print(counter.bytes_per_parameter(numel), counter.calls("all_gather"))
 
     Args:
-        min_numel: operators whose largest tensor (or list of tensors, added up) has fewer elements are the
-            model's arithmetic.
+        min_numel: operators whose largest tensor (or list of tensors, added up) has fewer elements are
+            attributed to the model.
 
     Attributes:
         copies: local copy kernels, in order.
-        collectives: in order.
+        collectives: collectives, in order.
         ignored_bytes: bytes of copies smaller than `min_numel`.
-        unclassified: large operators that are neither a known copy nor known arithmetic, and how often.
+        unclassified: large operators that are neither a known copy nor known arithmetic, with counts.
     """
 
     def __init__(self, min_numel: int) -> None:
@@ -152,11 +154,11 @@ class CopyCounter(TorchDispatchMode):
         return {kind: nbytes / num_parameters for kind, nbytes in totals.items()}
 
     def calls(self, name: str) -> int:
-        """Number of collectives of this name."""
+        """Number of collectives with this name."""
         return sum(c.name == name for c in self.collectives)
 
     def wire(self, name: str) -> float:
-        """Bytes on the wire of the collectives of this name."""
+        """Bytes on the wire of the collectives with this name."""
         return sum(c.wire for c in self.collectives if c.name == name)
 
     # -- recording ---------------------------------------------------------------------------------------
@@ -175,8 +177,8 @@ class CopyCounter(TorchDispatchMode):
         if func.namespace in OPENED_NAMESPACES and name not in ARITHMETIC:
             return self._open(func, args, kwargs)
         if name not in COPIES and name not in ARITHMETIC:
-            # Composite operators come here whole in inference mode and inside opened operators; a `reshape`
-            # may or may not copy, its parts tell.
+            # Composite operators arrive whole in inference mode and inside opened operators; whether a
+            # `reshape` copies is visible in its parts.
             with self:
                 decomposed = func.decompose(*args, **kwargs)
             if decomposed is not NotImplemented:
@@ -189,7 +191,7 @@ class CopyCounter(TorchDispatchMode):
         return result
 
     def _open(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs an engine's own operator with the mode on, so that what is inside is measured, not assumed."""
+        """Runs an engine's own operator with the mode on, so that its contents are measured, not assumed."""
         name = _name(func)
         tensor = next(_tensors([*args, *kwargs.values()]), None)
         key = "CPU" if tensor is None or tensor.device.type == "cpu" else "CUDA"
@@ -202,7 +204,7 @@ class CopyCounter(TorchDispatchMode):
         finally:
             self._via = outer
         if len(self.copies) == before and self.ignored_bytes == ignored:
-            # A kernel launched past the dispatcher: bytes moved that nobody counted.
+            # A kernel launched past the dispatcher: its bytes were not counted.
             self.unclassified[name] += 1
         return result
 
@@ -256,7 +258,7 @@ class CopyCounter(TorchDispatchMode):
                     self._staged[output.data_ptr(), output.numel()] += 1
 
     def _takes_staged(self, written: Tensor) -> bool:
-        """Whether this is gloo's copy of a reduce-scatter's result, which it makes inside `wait()`."""
+        """Whether this is gloo's copy of a reduce-scatter's result, made inside `wait()`."""
         key = (written.data_ptr(), written.numel())
         if not self._staged[key]:
             return False
@@ -267,7 +269,7 @@ class CopyCounter(TorchDispatchMode):
 # -- what is what ----------------------------------------------------------------------------------------
 
 OPENED_NAMESPACES = frozenset({"fsdp", "flatfsdp"})
-"""Operators of engines, FSDP2's and ours: the counter looks inside them."""
+"""Namespaces of engines' operators, FSDP2's and ours: the counter looks inside them."""
 
 Classify = Callable[[Sequence[Tensor], Sequence[Tensor]], Kind]
 
@@ -319,14 +321,14 @@ ARITHMETIC = frozenset(
         "_fused_sgd_ _fused_adam_ _fused_adamw_",
     )
 ) | {"flatfsdp.scaled_mm_", "flatfsdp.wgrad_", "flatfsdp.wgrad_fp8_"}
-"""The model's and the optimizer's own work on large tensors."""
+"""The model's and the optimizer's own operators on large tensors."""
 
 KERNELS: dict[str, tuple[Kind, tuple[str, ...]]] = {
     "flatfsdp.max_abs_many_": (Kind.MEASURE, ("tensors",)),
     "flatfsdp.cast_many_": (Kind.CAST, ("sources", "targets")),
     "flatfsdp.transpose_many_": (Kind.TURN, ("sources", "targets")),
 }
-"""Operators of ours that are one kernel on CUDA -> (what it does, arguments whose bytes it moves)."""
+"""Our operators that are one kernel on CUDA -> (what it does, arguments whose bytes it moves)."""
 
 METADATA = frozenset(
     _aten(
@@ -334,7 +336,7 @@ METADATA = frozenset(
         "lift_fresh detach_ t_ squeeze_ unsqueeze_ transpose_ as_strided_",
     )
 )
-"""Operators that allocate or relabel memory and move none."""
+"""Operators that allocate or relabel memory without moving data."""
 
 COLLECTIVES: dict[str, tuple[str, int, int]] = {
     "c10d._allgather_base_": ("all_gather", 0, 1),
@@ -348,7 +350,7 @@ COLLECTIVES: dict[str, tuple[str, int, int]] = {
     "c10d.broadcast_": ("broadcast", 0, 1),
     "c10d.alltoall_base_": ("all_to_all", 1, 1),
 }
-"""Operator -> (name, position of the argument that is the full payload, times that it crosses the wire)."""
+"""Operator -> (name, position of the argument with the full payload, times that it crosses the wire)."""
 
 _OVERWRITTEN = frozenset(
     {"aten.copy_", "aten._foreach_copy_", "aten.fill_", "aten.zero_", "aten._foreach_zero_"}
@@ -359,7 +361,7 @@ _OVERWRITTEN = frozenset(
 def _traffic(
     func: Any, name: str, args: Sequence[Any], kwargs: dict[str, Any], result: Any
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Tensors that the operator reads and those that it writes, from its schema."""
+    """Tensors that the operator reads and tensors that it writes, from its schema."""
     read: list[Tensor] = []
     written: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
@@ -382,7 +384,7 @@ def _name(func: Any) -> str:
 
 
 def _is_template(name: str) -> bool:
-    """Whether the operator's tensor arguments give a shape and dtype only."""
+    """Whether the operator's tensor arguments only give a shape and dtype."""
     return name.endswith("_like") or name.startswith("aten.new_")
 
 

@@ -1,4 +1,4 @@
-"""Where numbers were measured, for the reports that hold them."""
+"""The environment of a measurement, for reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from flatfsdp.comm.launch import Rank
 
 
 def environment(rank: Rank) -> dict[str, Any]:
-    """Versions, device and ranks; every rank must call it."""
+    """Versions, device and ranks; collective over all ranks."""
     cuda = rank.device.type == "cuda"
     gpus: list[str | None] = [None] * rank.world
     if cuda:

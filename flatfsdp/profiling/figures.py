@@ -1,4 +1,4 @@
-"""Figures of a training run as JSON that every parser reads.
+"""Figures of a training run as JSON that every parser accepts.
 
 In:   numbers, some of which may be NaN or infinite; text, lists and dicts.
 Out:  text.
@@ -14,7 +14,7 @@ from typing import Any
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """JSON in which NaN and infinite numbers, which JSON has not, are null; paths become strings."""
+    """Serializes to JSON with null for NaN and infinite numbers, which JSON lacks; paths become strings."""
     return json.dumps(_plain(value), indent=indent, default=str, allow_nan=False)
 
 

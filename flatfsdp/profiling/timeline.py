@@ -1,6 +1,6 @@
 """A picture of one step: when it computes, when it communicates, and where it does both.
 
-In:   spans of `trace.py`.
+In:   spans from `trace.py`.
 Out:  a PNG, and a small JSON file from which it can be drawn again.
 
     compute         |GEMM|cast| attention |GEMM|      |GEMM|        colored by class
@@ -46,7 +46,9 @@ class Track:
     """One kind of communication.
 
     Attributes:
-        under: where something is computed meanwhile.
+        kind: the kind.
+        busy: when it runs.
+        under: when computation runs as well.
     """
 
     kind: str
@@ -56,10 +58,11 @@ class Track:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What of a step's communication is hidden by its computation.
+    """The part of a step's communication that is hidden by its computation.
 
     Attributes:
         begin, end: of the step, in microseconds of the trace's clock.
+        compute: spans of computation, by class.
         tracks: by kind, the busiest first.
         everything: all kinds together.
     """
@@ -72,7 +75,7 @@ class Overlap:
 
     @property
     def hidden_share(self) -> float | None:
-        """Share of the time in which something is sent; None if nothing is."""
+        """The hidden share of the time in which something is sent; None if nothing is."""
         busy = length(self.everything.busy)
         return length(self.everything.under) / busy if busy else None
 
@@ -110,14 +113,14 @@ def overlap_of(spans: Sequence[Span]) -> Overlap:
 
 
 def draw_timeline(spans: Sequence[Span], path: Path, title: str) -> None:
-    """One row of computation, and one of each kind of communication; the title says how much was hidden.
+    """Draws one row of computation and one of each kind of communication; the title states the hidden share.
 
     Below the whole step there is a close-up, if communication and computation overlap anywhere.
 
     Raises:
         ValueError: if there are no spans.
     """
-    # Not with the module: traces are sorted, and kept, where nothing is drawn.
+    # Imported late: traces are also sorted, and saved, where nothing is drawn.
     from matplotlib.figure import Figure
 
     found = overlap_of(spans)
@@ -147,7 +150,7 @@ def _draw_window(axes: Axes, found: Overlap, window: Interval) -> None:
             for i in intervals
             if i.start < window.end and i.end > window.start
         ]
-        # Snapped to pixels, the shortest ones would be gone.
+        # Snapped to pixels, the shortest ones would disappear.
         axes.broken_barh(pieces, (row - height / 2, height), color=color, snap=False, **style)
 
     bars(found.everything.under, (rows - 1) / 2, rows, SHADE, linewidth=0, zorder=1)
@@ -198,7 +201,7 @@ def _legend(figure: Figure, axes: Axes, found: Overlap) -> None:
 
 
 def save_spans(spans: Sequence[Span], path: Path, title: str) -> None:
-    """Writes what `redraw` needs as JSON: some 25 bytes a span, times in tenths of a microsecond."""
+    """Writes the input of `redraw` as JSON: about 25 bytes per span, times in tenths of a microsecond."""
     begin = min((span.start for span in spans), default=0.0)
     names = {key: index for index, key in enumerate(dict.fromkeys((s.name, s.group) for s in spans))}
     rows = [
@@ -209,7 +212,7 @@ def save_spans(spans: Sequence[Span], path: Path, title: str) -> None:
 
 
 def load_spans(path: Path) -> tuple[list[Span], str]:
-    """What `save_spans` has written, and its title; times begin at 0."""
+    """Reads what `save_spans` wrote, with its title; times begin at 0."""
     kept = json.loads(path.read_text())
     spans = [
         Span(kept["names"][index][0], start, start + duration, lane, kept["names"][index][1])
@@ -219,7 +222,7 @@ def load_spans(path: Path) -> tuple[list[Span], str]:
 
 
 def redraw(path: Path) -> Path:
-    """Draws what `save_spans` has written, beside it; returns the picture's path."""
+    """Draws what `save_spans` wrote, beside it; returns the picture's path."""
     spans, title = load_spans(path)
     picture = path.with_suffix(".png")
     draw_timeline(spans, picture, title)

@@ -1,8 +1,8 @@
-"""What a GPU did during one step: time by class of kernel, and time without any.
+"""A GPU's time during one step: by class of kernel, and without any.
 
 In:   a torch.profiler recording of one rank's step.
 Out:  spans, and a `Breakdown` of them.
-Next: `timeline.py` draws the spans, and keeps them.
+Next: `timeline.py` draws the spans, and saves them.
 
     |--- GEMM ---|   |-- memory-bound --|                    busy: length of the union of a class's kernels
              |------ communication ------|                   alone: the part of it beside no other class
@@ -26,22 +26,21 @@ COMMUNICATION, ATTENTION, GEMM, MEMORY = "communication", "attention", "GEMM", "
 CLASSES = (GEMM, ATTENTION, MEMORY, COMMUNICATION)
 
 PATTERNS = (
-    # A copy from one GPU's memory to another's is part of a product with `tp_overlap`.
+    # With `tp_overlap`, copies between GPUs are part of a GEMM.
     (COMMUNICATION, r"nccl|gloo|^c10d::|memcpy ptop"),
     # Inductor names its kernels after what they replace, such as casts for `_scaled_mm`.
     (MEMORY, r"^triton_(poi|red|per|for)_"),
     (ATTENTION, r"sdpa|fmha|flash|attention|cudnn::fusion"),
     (GEMM, r"gemm|nvjet|cutlass|xmma|splitk|^triton_tem_|^aten::((add|b|_scaled_)?mm|matmul|linear)$"),
 )
-"""The first that is found in the name of a kernel, or of a CPU's operator, says its class; all others are
-memory-bound."""
+"""The first pattern found in a kernel's or CPU operator's name gives its class; others are memory-bound."""
 
 
 class Span(NamedTuple):
     """One kernel, or one copy by the GPU; times in microseconds.
 
-    `lane` is the number of its stream; of what ran on a CPU, that of its thread.  `group` says among whom a
-    collective is, such as "TP", where that is known.
+    `lane` is the number of its stream or, on a CPU, of its thread.  `group` names the rank group of a
+    collective, such as "TP", if it is known.
     """
 
     name: str
@@ -52,7 +51,7 @@ class Span(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Span of time, in microseconds."""
+    """A span of time, in microseconds."""
 
     start: float
     end: float
@@ -63,9 +62,9 @@ class Share:
     """Time of one class of kernels, in milliseconds.
 
     Attributes:
-        busy: time in which at least one of its kernels ran.
-        alone: the part of it in which no other class's did.
-        kernels: their number.
+        busy_ms: time in which at least one of its kernels ran.
+        alone_ms: the part of it in which no other class's ran.
+        kernels: number of kernels.
     """
 
     busy_ms: float
@@ -75,15 +74,15 @@ class Share:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """One step.
+    """The time of one step.
 
     Attributes:
-        step_ms: from the first kernel's start to the last one's end; the sum of what follows, with each
+        step_ms: from the first kernel's start to the last one's end; the sum of the following, with each
             class's time alone.
-        gaps_ms: no kernel ran.
-        overlap_ms: kernels of two classes or more ran.
+        gaps_ms: time without a kernel.
+        overlap_ms: time with kernels of two classes or more.
         shares: by class.
-        longest: kernels that took most time: their class, name and milliseconds, all calls together.
+        longest: kernels that took most time: class, name and milliseconds, all calls together.
     """
 
     step_ms: float
@@ -94,6 +93,7 @@ class Breakdown:
 
 
 def kernel_class(name: str) -> str:
+    """The class of a kernel, by its name."""
     return next((found for found, pattern in PATTERNS if re.search(pattern, name.lower())), MEMORY)
 
 
@@ -106,18 +106,18 @@ COLLECTIVES = (
     ("copy between GPUs", r"memcpy ptop"),
     ("barrier", r"barrier"),
 )
-"""Kinds of communication; the first that is found in a name."""
+"""Kinds of communication; the first pattern found in a name counts."""
 
 
 def collective_kind(span: Span) -> str:
-    """What a span of communication does, such as "all-gather", or "TP all-gather"."""
+    """The kind of a span of communication, such as "all-gather", or "TP all-gather"."""
     name = span.name.lower()
     kind = next((found for found, pattern in COLLECTIVES if re.search(pattern, name)), "other")
     return f"{span.group} {kind}".strip()
 
 
 def spans_of(recorded: profile) -> list[Span]:
-    """Everything that ran on the GPU; the profiler lists annotations there, too."""
+    """Everything that ran on the GPU, without annotations, which the profiler lists there, too."""
     return [
         Span(event.name, event.time_range.start, event.time_range.end, event.device_resource_id or 0)
         for event in recorded.events() or ()
@@ -126,10 +126,11 @@ def spans_of(recorded: profile) -> list[Span]:
 
 
 def spans_in(chrome_trace: Path, groups: Mapping[str, str]) -> list[Span]:
-    """Reads them from what `export_chrome_trace` has written, which knows process groups, too.
+    """Reads spans from a file of `export_chrome_trace`, which knows process groups, too.
 
     Args:
-        groups: what to call them, by `ProcessGroup.group_name`.
+        chrome_trace: the file.
+        groups: names for process groups, by `ProcessGroup.group_name`.
     """
     events = json.loads(chrome_trace.read_text())["traceEvents"]
     found = []
@@ -142,7 +143,7 @@ def spans_in(chrome_trace: Path, groups: Mapping[str, str]) -> list[Span]:
 
 
 def cpu_spans_of(recorded: profile) -> list[Span]:
-    """The outermost operators that ran on the CPU: instead of kernels, where there is no GPU."""
+    """The outermost operators that ran on the CPU, for machines without a GPU."""
     return [
         Span(event.name, event.time_range.start, event.time_range.end, event.thread)
         for event in recorded.events() or ()
@@ -151,12 +152,12 @@ def cpu_spans_of(recorded: profile) -> list[Span]:
 
 
 def _is_operator(event: FunctionEvent | None) -> bool:
-    """Neither a range nor a node of autograd."""
+    """Whether it is neither a range nor a node of autograd."""
     return event is not None and not event.is_async and re.match(r"\w+::|gloo:", event.name) is not None
 
 
 def breakdown(spans: Sequence[Span], longest: int = 12) -> Breakdown | None:
-    """None if nothing ran."""
+    """Sums up spans by class; None if nothing ran."""
     if not spans:
         return None
     by_class: dict[str, list[Span]] = {name: [] for name in CLASSES}
@@ -181,12 +182,12 @@ def breakdown(spans: Sequence[Span], longest: int = 12) -> Breakdown | None:
 
 
 def _covered(spans: Iterable[Span]) -> float:
-    """Length of the union."""
+    """Total time covered by the spans."""
     return length(union(spans))
 
 
 def union(spans: Iterable[Span | Interval]) -> list[Interval]:
-    """Intervals in which at least one runs: apart from each other, in order."""
+    """The intervals in which at least one of them runs: disjoint, in order."""
     found: list[Interval] = []
     for start, end in sorted((span.start, span.end) for span in spans):
         if found and start <= found[-1].end:
@@ -197,14 +198,14 @@ def union(spans: Iterable[Span | Interval]) -> list[Interval]:
 
 
 def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[Interval]:
-    """Intervals in which both run; arguments as `union` returns them, and so is the result."""
+    """The intervals in which both run; arguments and result are those of `union`."""
     found = []
     a, b = 0, 0
     while a < len(first) and b < len(second):
         start, end = max(first[a].start, second[b].start), min(first[a].end, second[b].end)
         if start < end:
             found.append(Interval(start, end))
-        # What ends first meets nothing more.
+        # The interval that ends first meets nothing more.
         if first[a].end < second[b].end:
             a += 1
         else:
@@ -213,5 +214,5 @@ def intersection(first: Sequence[Interval], second: Sequence[Interval]) -> list[
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Length of all together."""
+    """The total length of the intervals."""
     return sum(end - start for start, end in intervals)

@@ -1,1 +1,1 @@
-"""Rotary embeddings (`rope.py`), and query, key and value joined into one tensor (`join.py`)."""
+"""Rotary embeddings (`rope.py`), and joining query, key and value into one tensor (`join.py`)."""

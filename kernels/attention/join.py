@@ -1,11 +1,10 @@
 """Query, key and value, or their gradients, joined into one projection [.., .., (heads + 2 groups) * dim].
 
-    interleaved        each group of heads has its queries, its key, its value:  [q.. k v] [q.. k v] ...
-    not interleaved    all queries, all keys, all values:                        [Q; K; V]
+        interleaved        each group of heads has its queries, its key and its value:  [q.. k v] [q.. k v]
+        ... not interleaved    all queries, then all keys, then all values:                 [Q; K; V]
 
-Attention returns its gradients in whatever strides suit it, and three strided copies read and write with less
-than half of the bandwidth.  Here a program writes several heads of one token, each of which it reads where it
-lies.
+    Attention returns its gradients with arbitrary strides, and three strided copies reach less than half of
+    the bandwidth.  Here a program writes several heads of one token and reads each head from its own place.
 
 Bytes per element of p bytes: 2 p.
 """
@@ -87,7 +86,7 @@ def _join_kernel(
         is_query, is_key = slot < heads, slot < heads + groups
     slots = heads + 2 * groups
     col = tl.arange(0, BLOCK_DIM)
-    # Columns come before the choice: newer Tritons do not see through it that they are neighbours.
+    # Columns come before the choice: newer Tritons cannot see through it that the columns are contiguous.
     from_query = (query_ptr + at_query * query_head_stride)[:, None] + col[None, :]
     from_key = (key_ptr + at_key * key_head_stride)[:, None] + col[None, :]
     from_value = (value_ptr + at_value * value_head_stride)[:, None] + col[None, :]
@@ -111,8 +110,11 @@ def _prepared(
     """The kernel for one shape and layout.
 
     Args:
-        shape: the query's.
-        strides: those of query, key and value, as `_strides` gives them.
+        shape: shape of the query.
+        groups: heads of key and value.
+        strides: strides of query, key and value from `_strides`.
+        interleaved: whether each group of heads is stored as its queries, its key, its value.
+        block: the tile of one program.
     """
     seq, batch, heads, dim = shape
     return PreparedKernel(
@@ -124,7 +126,7 @@ def _prepared(
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Strides of the first three dimensions; 0 where it does not matter, which is a multiple of anything."""
+    """Strides of the first three dimensions; 0, a multiple of anything, for dimensions of size 1."""
     return [0 if size == 1 else stride for size, stride in zip(x.shape[:3], x.stride(), strict=False)]
 
 
@@ -136,13 +138,14 @@ _join_heads = operator(
 
 
 def join_heads(query: Tensor, key: Tensor, value: Tensor, *, interleaved: bool) -> Tensor:
-    """Copy three tensors of heads side by side, [a, b, (heads + 2 groups) * dim], contiguous.
+    """Copy three tensors of heads into one, [a, b, (heads + 2 groups) * dim], contiguous.
 
     Args:
         query: [a, b, heads, dim], where a and b are sequence and batch in either order; any dtype, any
-            strides but 1 for the last dimension.
-        key, value: [a, b, groups, dim] alike; `groups` divides `heads`.
-        interleaved: by groups of heads, each with its key and its value.
+            strides except that the last one is 1.
+        key: [a, b, groups, dim], likewise; `groups` divides `heads`.
+        value: the shape of `key`.
+        interleaved: whether each group of heads is stored as its queries, its key, its value.
 
     Raises:
         ValueError: if shapes, strides, dtypes or devices do not fit.

@@ -1,12 +1,12 @@
 """Rotary position embedding, forward and backward, of queries or keys.
 
-Each pair (a, b) of a head at position s turns by an angle of which the tables hold cosine and sine:
+Each pair (a, b) of a head at position s rotates by an angle whose cosine and sine are in the tables:
 
-    a' = a cos - b sin,  b' = b cos + a sin        the gradient turns back: `inverse` flips the sign of sin
+    a' = a cos - b sin,  b' = b cos + a sin        the gradient rotates back: `inverse` flips the sign of sin
 
 A pair is (x[i], x[i + n]) of the first 2 n elements of a head, or (x[2 i], x[2 i + 1]) if `interleaved`; n is
-the width of the tables.  Elements after the first 2 n stay as they are.  Su et al., RoFormer (2021); halves
-as in GPT-NeoX, interleaved as in GPT-J.
+the width of the tables.  Elements after the first 2 n are unchanged.  Su et al., RoFormer (2021); halves as
+in GPT-NeoX, interleaved as in GPT-J.
 
 Bytes per element of p bytes: 2 p, in place or not; the tables add 4 / heads.
 """
@@ -79,7 +79,7 @@ def _rope_kernel(
     BLOCK_PAIRS: tl.constexpr,  # PAIRS, rounded up to a power of two
     BLOCK_TAIL: tl.constexpr,  # TAIL, likewise
 ):
-    """Turn some heads of one token."""
+    """Rotate some heads of one token."""
     at_seq = (tl.program_id(0) // batch).to(tl.int64)
     at_batch = (tl.program_id(0) % batch).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)).to(tl.int64)
@@ -154,8 +154,12 @@ def _prepared(
     """The kernel for one shape and layout.
 
     Args:
-        strides: those of sequence, batch and heads, first of what is read and then of what is written.
-        form: pairs, elements behind them, whether they are interleaved, whether angles are negative.
+        seq: length of the sequence.
+        batch: number of sequences.
+        heads: number of heads.
+        strides: strides of sequence, batch and heads, first of the source and then of the result.
+        form: pairs, elements after them, whether pairs are interleaved, whether angles are negated.
+        block: the tile of one program.
     """
     tail = form[1]
     return PreparedKernel(
@@ -184,15 +188,17 @@ def rope(
     inverse: bool = False,
     in_place: bool = False,
 ) -> Tensor:
-    """Turn queries or keys by their positions, or their gradients back.
+    """Rotate queries or keys by their positions, or their gradients back.
 
     Args:
-        x: [seq, batch, heads, dim], or [batch, seq, heads, dim] if `batch_first`; FP32, FP16 or bf16; of its
-            strides only the last has to be 1, so it may be a slice of a joint projection.
-        cos, sin: FP32 [at least seq, n], contiguous; the first 2 n <= dim elements of each head turn.
-        interleaved: pairs are neighbours instead of halves.
-        inverse: turn by the negative angle, which is the gradient.
-        in_place: write into x and return it; else return a contiguous tensor.
+        x: [seq, batch, heads, dim], or [batch, seq, heads, dim] if `batch_first`; FP32, FP16 or bf16.  Only
+            its last stride has to be 1, so it may be a slice of a joint projection.
+        cos: FP32 [at least seq, n], contiguous; the first 2 n <= dim elements of each head are rotated.
+        sin: the shape of `cos`.
+        batch_first: whether the batch is the first dimension.
+        interleaved: pairs are neighbouring elements instead of one from each half.
+        inverse: rotate by the negative angle, for the gradient.
+        in_place: write into x and return it; otherwise return a contiguous tensor.
 
     Raises:
         ValueError: if shapes, strides or dtypes do not fit.

@@ -23,9 +23,9 @@ Bytes per element, x of p bytes: p + 1 for each layout; scales add 4 / 128 each,
 `_vectors_kernel` casts by blocks of 1x128, `_squares_kernel` by blocks of 128x128.  Arguments of both:
 
     x_ptr                input [rows, cols], FP32, fp16 or bf16
-    rowwise_ptr          q [rows, cols], E4M3; None with its scales if this layout is not asked for
-    columnwise_ptr       q transposed [cols, rows], E4M3; the same holds
-    epsilon_bits         the bits of epsilon, the least amax, as int32
+        rowwise_ptr          q [rows, cols], E4M3; None with its scales if this layout is not requested
+        columnwise_ptr       q transposed [cols, rows], E4M3; likewise
+        epsilon_bits         the bits of epsilon, the smallest amax, as int32
     POWER_OF_TWO         floor scales to powers of two
     LARGEST, FLT_MAX     largest numbers of E4M3 and of FP32
     WHOLE                rows are a multiple of WHOLE_ROWS, so that the transpose is written in wide stores
@@ -53,13 +53,13 @@ from flatfsdp.kernels.shared.triton import cdiv, jit, on_device_of, tl
 
 BLOCK = 128
 SCALE_PADDING = 4
-"""Group in which cuBLASLt reads the scales of 128x128 blocks along a row."""
+"""Number of scales to which cuBLASLt pads a row of scales of 128x128 blocks."""
 
 DTYPE = torch.float8_e4m3fn
 LARGEST = torch.finfo(DTYPE).max
 FLT_MAX = torch.finfo(torch.float32).max
 
-# A tile of 128 x 128 is read once and stays in registers.  Where blocks are rows only, tiles can be lower.
+# A tile of 128 x 128 is read once and stays in registers.  If blocks are rows only, tiles can be lower.
 NUM_WARPS = 8
 LOW_ROWS, LOW_WARPS = 32, 4
 
@@ -67,12 +67,12 @@ Block = Literal["1x128", "128x128"]
 
 
 class BlockCast(NamedTuple):
-    """Results of `block_cast`; None where not asked for."""
+    """Results of `block_cast`; None where not requested."""
 
     rowwise: Tensor | None
     """E4M3 [rows, cols]."""
     rowwise_scale_inv: Tensor | None
-    """FP32, laid out as the head of this file says; so is that of `columnwise`."""
+    """FP32; the module's docstring describes its layout and that of `columnwise_scale_inv`."""
     columnwise: Tensor | None
     """E4M3 [cols, rows]."""
     columnwise_scale_inv: Tensor | None
@@ -80,7 +80,7 @@ class BlockCast(NamedTuple):
 
 def _scale_of(amax: Tensor, power_of_two: bool, epsilon: float) -> Tensor:
     amax = amax.clamp(min=epsilon)  # which keeps NaN
-    # Not `LARGEST / amax`, which is a reciprocal and a product: two roundings.
+    # Not `LARGEST / amax`, which PyTorch computes as a reciprocal and a multiplication: two roundings.
     scale = (torch.full_like(amax, LARGEST) / amax).clamp(max=FLT_MAX)
     if power_of_two:
         # Without the mantissa: the largest power of two below.
@@ -93,7 +93,7 @@ def _quantized(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def _largest_in_blocks(values: Tensor, height: int) -> Tensor:
-    """max |values| of each block of `height` rows and 128 columns; NaN wins."""
+    """Largest magnitude of each block of `height` rows and 128 columns; NaN wins."""
     rows, cols = values.shape
     padding = (0, -cols % BLOCK, 0, -rows % height)
     padded = torch.nn.functional.pad(values.abs(), padding)
@@ -101,7 +101,7 @@ def _largest_in_blocks(values: Tensor, height: int) -> Tensor:
 
 
 def expand_blocks(of_blocks: Tensor, height: int, like: Tensor) -> Tensor:
-    """One number for each element of `like`, from one for each block of `height` rows and 128 columns."""
+    """Expand one number per block of `height` rows and 128 columns to one per element of `like`."""
     expanded = of_blocks.repeat_interleave(height, 0).repeat_interleave(BLOCK, 1)
     return expanded[: like.shape[0], : like.shape[1]]
 
@@ -142,7 +142,7 @@ def squares_reference(
 
 
 def vector_warps(dtype: torch.dtype) -> int:
-    """Warps for 1x128 blocks in both layouts: few, as each warp computes scales for all of its columns."""
+    """Number of warps for 1x128 blocks in both layouts: few, as each computes scales of all its columns."""
     return 4 if dtype.itemsize == 2 else 8
 
 
@@ -179,10 +179,10 @@ def _scales(
 
 @jit
 def _tile(rows, cols, BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """This program's tile of [BLOCK_ROWS, BLOCK].
+    """Locate this program's tile of [BLOCK_ROWS, BLOCK].
 
-    Its row and column among tiles, int64, and how many rows and columns the matrix has from its corner on,
-    int32.
+    Returns its row and column among tiles, int64, and the numbers of rows and columns from its corner to the
+    end of the matrix, int32.
     """
     across = tl.cdiv(cols, BLOCK)
     band, block = (tl.program_id(0) // across).to(tl.int64), (tl.program_id(0) % across).to(tl.int64)
@@ -337,16 +337,16 @@ def block_cast(
     Args:
         x: bf16, fp16 or FP32 [rows, cols], contiguous; there may be no rows.
         block: "1x128" or "128x128".
-        rowwise: return q [rows, cols] and its scales.
-        columnwise: return q transposed [cols, rows] and its scales.
-        power_of_two: scales are powers of two, so that scaling is exact.
-        epsilon: the least amax that a block's scale is computed from.
+        rowwise: whether to return q [rows, cols] and its scales.
+        columnwise: whether to return q transposed [cols, rows] and its scales.
+        power_of_two: round scales down to powers of two, so that scaling is exact.
+        epsilon: smallest amax that a block's scale is computed from.
 
     Returns:
-        The matrices, and `scale_inv` of each, FP32, as the head of this file says.
+        The matrices, and `scale_inv` of each, FP32, in the layout of the module's docstring.
 
     Raises:
-        ValueError: if x does not fit, the block is unknown, or neither layout is asked for.
+        ValueError: if x does not fit, the block is unknown, or neither layout is requested.
     """
     check_input("x", x)
     if block not in ("1x128", "128x128"):
@@ -371,12 +371,12 @@ def block_cast(
 
 
 def _vector_scales(x: Tensor, rows: int, cols: int) -> Tensor:
-    """Scales of 1x128 blocks, contiguous: the transpose of what `block_cast` returns."""
+    """Allocate scales of 1x128 blocks, contiguous: the transpose of what `block_cast` returns."""
     return x.new_empty(cdiv(cols, BLOCK), rows, dtype=torch.float32)
 
 
 def _square_scales(x: Tensor, rows: int, cols: int) -> Tensor:
-    """Scales of 128x128 blocks, with zeros in the padding."""
+    """Allocate scales of 128x128 blocks, with zeros in the padding."""
     return x.new_zeros(cdiv(rows, BLOCK), padded_blocks(cols), dtype=torch.float32)
 
 

@@ -9,7 +9,7 @@
 Bytes per element, x of p bytes: p + 1 for each layout; column sums add 8 for each band of rows, the height of
 a tile.  The amax is a maximum of integers (the bits of |x|), which no order of programs changes.
 
-As Transformer Engine's cast + transpose + dbias.
+The outputs are those of Transformer Engine's cast + transpose + dbias.
 
 `max_abs` is the amax alone, for scales that are computed from the tensor itself: p bytes per element.
 """
@@ -45,7 +45,7 @@ from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape,
 
 
 class Cast(NamedTuple):
-    """Results of `cast`; None where not asked for."""
+    """Results of `cast`; None where not requested."""
 
     rowwise: Tensor | None
     """FP8 [rows, cols]."""
@@ -151,19 +151,19 @@ def cast(
     columnwise: bool = False,
     column_sum: torch.dtype | None = None,
 ) -> Cast:
-    """Cast `x` to FP8, in the layouts that the coming GEMMs read.
+    """Cast `x` to FP8, in the layouts that the following GEMMs read.
 
     Args:
         x: bf16, fp16 or FP32 [rows, cols], contiguous.
-        scale: FP32, one element, on x's device; what it multiplies with has to be divided by in the GEMM.
+        scale: FP32, one element, on x's device; the GEMM has to divide by it.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         amax: FP32, one element, never negative; raised in place to max |x| if that is larger.
-        rowwise: return q [rows, cols].
-        columnwise: return q transposed [cols, rows].
-        column_sum: dtype of the sums over rows, [cols], of x before scaling; None: return none.
+        rowwise: whether to return q [rows, cols].
+        columnwise: whether to return q transposed [cols, rows].
+        column_sum: dtype of the sums over rows, [cols], of x before scaling; None: not returned.
 
     Raises:
-        ValueError: if a shape or dtype does not fit, or neither layout is asked for.
+        ValueError: if a shape or dtype does not fit, or neither layout is requested.
     """
     check_input("x", x)
     if dtype not in FP8_DTYPES:
@@ -213,7 +213,7 @@ _max_abs = operator(
 
 
 def max_abs(x: Tensor, out: Tensor | None = None) -> Tensor:
-    """The largest magnitude in `x`, FP32 [1]; 0 if it is empty, NaN if it holds one.
+    """Largest magnitude in `x`, FP32 [1]; 0 if x is empty, NaN if it contains NaN.
 
     Args:
         x: bf16, fp16 or FP32 [rows, cols], contiguous.

@@ -2,9 +2,9 @@
 
     out = sum over rows of float(x)          added up in FP32
 
-A program takes a slab of columns from the first row to the last, and nothing has to be added up after it.
-Only where that makes fewer than `PROGRAMS` programs, each slab is cut into bands of rows and `sum_bands`
-adds those.  The order of additions depends on the shape alone, so the result has the same bits every time.
+A program sums a slab of columns from the first row to the last, so nothing remains to be added.  Only if this
+gives fewer than `PROGRAMS` programs, each slab is split into bands of rows, which `sum_bands` adds.  The
+order of additions depends on the shape alone, so results are bit-equal in every run.
 
 Bytes per element, x of p bytes: p.
 """
@@ -20,11 +20,11 @@ from flatfsdp.kernels.shared.tiles import Tile, find
 from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 PROGRAMS = 128
-"""Number of programs that keeps the memory busy."""
+"""Number of programs that saturates the memory bandwidth."""
 
 
 def division(rows: int, cols: int, tile: Tile) -> tuple[int, int]:
-    """The number of bands into which a slab of columns is cut, at least one, and of tiles in a band."""
+    """Number of bands that a slab of columns is split into, at least one, and of tiles in a band."""
     tiles, slabs = cdiv(rows, tile.rows), max(1, cdiv(cols, tile.cols))
     steps = max(1, cdiv(tiles, max(1, PROGRAMS // slabs)))
     return max(1, cdiv(tiles, steps)), steps
@@ -87,7 +87,7 @@ def column_sum(x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
     Args:
         x: bf16, fp16 or FP32 [rows, cols], contiguous.
-        dtype: of the result, which is rounded once.
+        dtype: dtype of the result, which is rounded once.
 
     Raises:
         ValueError: if a shape, dtype or device does not fit.

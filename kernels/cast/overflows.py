@@ -1,14 +1,14 @@
-"""Counts of amaxes that do not fit their scale, of a whole model in one launch.
+"""Counts of amaxes that do not fit their scale, for a whole model in one launch.
 
-For each of n tensors, with an amax and the scale that its cast has used, 1 is added to each row that applies:
+For each of n tensors, with an amax and the scale that its cast used, 1 is added to each row that applies:
 
     row 0   the amax is not 0: something was cast
     row 1   scale > fp8_max / amax: the cast has saturated, as it does with an infinite amax
     row 2   the amax is infinite
     row 3   the amax is NaN, which rows 1 and 2 do not count
 
-A scale that was computed from the same amax, or from a larger one, is never too large: both are the same
-division, rounded alike.
+A scale computed from the same amax, or from a larger one, is never too large: both are the same division,
+rounded alike.
 
 Bytes: 76 n, launch-bound.
 """
@@ -28,7 +28,7 @@ ROWS = 4
 INFINITY = 0x7F800000
 """Bits of an infinite FP32 number; those of NaN are larger."""
 BLOCK = 128
-"""Tensors of one program."""
+"""Number of tensors of one program."""
 
 
 def count_reference(amax: Tensor, scale: Tensor, fp8_max: Tensor, counts: Tensor) -> None:
@@ -62,7 +62,7 @@ def _count_kernel(
 
 @jit
 def _add(counts_ptr, mask, applies):
-    """Add 1 to the counts of the tensors to which something applies."""
+    """Add 1 to the counts of the tensors selected by `applies`."""
     tl.store(counts_ptr, tl.load(counts_ptr, mask, 0) + applies.to(tl.int64), mask)
 
 
@@ -87,9 +87,9 @@ def count_overflows(amax: Tensor, scale: Tensor, fp8_max: Tensor, counts: Tensor
 
     Args:
         amax: FP32 [n], not negative.
-        scale: FP32 [n], of the casts in which amaxes were recorded.
+        scale: FP32 [n], the scales of the casts that recorded the amaxes.
         fp8_max: FP32 [n]: 448 for E4M3, 57344 for E5M2.
-        counts: int64 [4, n], what is added to; rows as the head of this file says.
+        counts: int64 [4, n], incremented; the module's docstring lists its rows.
 
     Raises:
         ValueError: if a shape or dtype does not fit, or a tensor is not contiguous.

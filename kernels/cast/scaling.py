@@ -1,4 +1,4 @@
-"""FP8 scales from amaxes: of a whole model at once for delayed scaling, of one tensor for current scaling.
+"""FP8 scales from amaxes: for a whole model at once in delayed scaling, for one tensor in current scaling.
 
 Delayed: for each of n tensors, with a history of L rows whose row 0 collects the running amax:
 
@@ -7,13 +7,13 @@ Delayed: for each of n tensors, with a history of L rows whose row 0 collects th
     scale = (fp8_max / amax) / 2^margin, floored to a power of two if asked
 
 An amax of 0, infinity or NaN keeps the old scale; a scale that overflows becomes the largest FP32 number.  A
-tensor with a == 0 was not cast since the last update: its history does not roll, and its scale stays.  As
-Transformer Engine since 0.13 (its CUDA kernel, not its Python fallback), which may rescale such a tensor.
+tensor with a == 0 was not cast since the last update: neither its history nor its scale changes.  This
+follows Transformer Engine since 0.13 (its CUDA kernel, not its Python fallback), which may rescale such a
+tensor.
 
-Current: the same with the amax of the tensor itself, at least `epsilon`, and 1 in place of the old scale.
+Current: the same with the amax of the tensor itself, at least `epsilon`, and 1 instead of the old scale.
 
-Scales are written to new tensors together with their inverses, so that what was cast with the old ones can
-still be read.
+Scales and their inverses are written to new tensors, so that tensors cast with the old ones stay readable.
 
 Bytes: 8 L n + 16 n, a few hundred kilobytes for a large model; launch-bound.
 """
@@ -32,9 +32,9 @@ from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape,
 
 FLT_MAX = torch.finfo(torch.float32).max
 EXPONENT = 0x7F800000
-"""Mask of an FP32 number's exponent, which leaves the largest power of two that is not above it."""
+"""Mask of an FP32 number's exponent; the masked number is the largest power of two not above it."""
 BLOCK = 128
-"""Tensors of one program in current scaling."""
+"""Number of tensors of one program in current scaling."""
 
 
 class Scales(NamedTuple):
@@ -59,7 +59,7 @@ def _write_scales(
     scale: Tensor,
     scale_inv: Tensor,
 ) -> None:
-    """Write scales and inverses in plain PyTorch; `otherwise` is the scale where the amax is of no use."""
+    """Write scales and inverses in plain PyTorch; `otherwise` is the scale for unusable amaxes."""
     candidate = fp8_max / amax * factor
     candidate = torch.where(candidate.isinf(), FLT_MAX, candidate)
     if power_of_two:
@@ -273,12 +273,13 @@ def update_scales(
 def current_scales(
     amax: Tensor, fp8_max: Tensor, *, epsilon: float = 0.0, power_of_two: bool = True
 ) -> Scales:
-    """Scales of n tensors from their own amaxes: fp8_max / max(amax, epsilon), or 1 if that is of no use.
+    """Scales of n tensors from their own amaxes: fp8_max / max(amax, epsilon), or 1 if that is not usable.
 
     Args:
         amax: FP32 [n], not negative.
         fp8_max: FP32 [n]: 448 for E4M3, 57344 for E5M2.
-        epsilon: an amax below this counts as this; one that then is 0, infinity or NaN gives the scale 1.
+        epsilon: smallest amax, to which smaller ones are raised; if it then is 0, infinity or NaN, the scale
+            is 1.
         power_of_two: floor scales to powers of two.
 
     Raises:
@@ -293,15 +294,16 @@ def current_scales(
 
 
 def align_inverses(scales: Scales) -> Scales:
-    """The same scales, with every inverse at a multiple of 16 bytes, as cuBLASLt wants it."""
+    """Copy inverses to multiples of 16 bytes, as cuBLASLt requires; the scales are unchanged."""
     inverses = scales.scale_inv.new_empty(scales.scale_inv.numel(), 4)[:, 0]
     return Scales(scales.scale, inverses.copy_(scales.scale_inv))
 
 
 def one_by_one(scales: Scales) -> tuple[Scales, ...]:
-    """Scales of each tensor, FP32 [1], in one go: n slices take ten times as long on the host.
+    """Split scales into one pair per tensor, FP32 [1], in one call.
 
-    Nobody may write to them: autograd does not know that they are views, which makes them cheaper still.
+    Slicing n times takes ten times as long on the host.  The results must not be written to: autograd does
+    not know that they are views, which makes the split cheaper still.
     """
     ones = [1] * scales.scale.numel()
     scale, scale_inv = (each.unsafe_split_with_sizes(ones) for each in scales)

@@ -1,17 +1,17 @@
-"""Casts of many weights' shards to FP8, one scale a weight: amaxes, then the cast, each in one launch.
+"""Casts of many weights' shards to FP8, one scale per weight: amaxes, then the cast, each in one launch.
 
 For each of n tensors, `rounded(x)` being float(x to bf16), or to whatever a layer computes in:
 
     max_abs_many:  amax[i]   = max(amax[i], max |rounded(source)|);  NaN wins
     cast_many:     target[i] = clamp(rounded(source) * scale[i], -max, max) to FP8;  NaN stays NaN
 
-A shard ends anywhere in a weight, so a rank sees pieces of weights: it finds its amaxes, all ranks take the
-largest, and each casts its own pieces by the same scales.  Rounding first gives the bits that a layer gets
-that casts its own weight: those of `cast.max_abs` and `cast.cast` on the rounded tensor.
+A shard may end anywhere in a weight, so a rank has pieces of weights: it finds their amaxes, the ranks reduce
+them, and each casts its own pieces by the same scales.  Rounding first gives the bits of a layer that casts
+its own weight: those of `cast.max_abs` and `cast.cast` on the rounded tensor.
 
 Bytes per element, source of p bytes: p for the amax, p + 1 for the cast.
 
-Addresses and sizes travel in one table (see `kept_table`).
+Addresses and sizes are passed in one table (`kept_table`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _max_abs_many_kernel(
     BLOCK: tl.constexpr,  # elements of one program
 ):
     """Raise an amax by one block of its tensor."""
-    # From the end: what the optimizer wrote last, before this, is still in the cache.
+    # From the end: what the optimizer wrote last is still in the cache.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     tensor = tensor_of_block(table_ptr, n, block, N_POW2)
     row_ptr = table_ptr + tensor
@@ -67,15 +67,15 @@ def _max_abs_many_kernel(
     offset = start + tl.arange(0, BLOCK)
     tensor_ptr = tl.load(row_ptr + n).to(tl.pointer_type(DTYPE))
     if ALIGNED:
-        # What Triton finds out by itself about arguments, but not about what is loaded.
+        # Triton derives this for arguments, but not for loaded addresses.
         tensor_ptr = tl.multiple_of(tensor_ptr, 16)
     numel = tl.load(row_ptr + 2 * n)
     if start + BLOCK <= numel:
-        # Without a mask that differs between elements, loads are as wide as they can be.
+        # With a uniform mask, loads are as wide as possible.
         largest = _max_abs_block(tensor_ptr, offset, tl.full([BLOCK], 1, tl.int1))
     else:
         largest = _max_abs_block(tensor_ptr, offset, offset < numel)
-    # Rounding keeps the order, so that the largest can be rounded rather than each.
+    # Rounding is monotonic, so it is enough to round the largest.
     rounded = largest.to(tl.float32, bitcast=True).to(THROUGH).to(tl.float32)
     raise_amax(amax_ptr + tensor, magnitude_bits(rounded))
 
@@ -112,13 +112,14 @@ _max_abs_many = operator(
 def max_abs_many(tensors: Sequence[Tensor], amax: Tensor, *, through: torch.dtype) -> None:
     """Raise each amax to the largest magnitude in its tensor, in place: one launch on CUDA.
 
-    Bit for bit what `cast.max_abs` does with `tensor.to(through)`, one by one.
+    Bit-equal to `cast.max_abs` on each `tensor.to(through)`.
 
     Args:
         tensors: [numel] each, any of them possibly empty; contiguous, of one dtype, FP32, bf16 or fp16.
         amax: FP32 [len(tensors)], never negative; amax[i] is raised to max |tensors[i]| if that is larger,
             and becomes NaN if tensors[i] holds one.
-        through: what elements are rounded to first: torch.bfloat16, float16, or float32 for no rounding.
+        through: dtype that elements are rounded to first: torch.bfloat16, float16, or float32 for no
+            rounding.
 
     Raises:
         ValueError: if a tensor's dtype, shape, device or layout does not fit.
@@ -165,13 +166,13 @@ def _cast_many_kernel(
     source_ptr = tl.load(row_ptr + n).to(tl.pointer_type(SOURCE))
     target_ptr = tl.load(row_ptr + 2 * n).to(tl.pointer_type(TARGET))
     if ALIGNED:
-        # What Triton finds out by itself about arguments, but not about what is loaded.
+        # Triton derives this for arguments, but not for loaded addresses.
         source_ptr = tl.multiple_of(source_ptr, 16)
         target_ptr = tl.multiple_of(target_ptr, 16)
     numel = tl.load(row_ptr + 3 * n)
     scale = tl.load(scale_ptr + tensor)
     if start + BLOCK <= numel:
-        # Without a mask that differs between elements, loads are as wide as they can be.
+        # With a uniform mask, loads are as wide as possible.
         _cast_block(source_ptr, target_ptr, scale, offset, tl.full([BLOCK], 1, tl.int1), THROUGH)
     else:
         _cast_block(source_ptr, target_ptr, scale, offset, offset < numel, THROUGH)
@@ -216,13 +217,14 @@ def cast_many(
 ) -> None:
     """Cast each source to its FP8 target, in place: one launch on CUDA.
 
-    Bit for bit what `cast.cast` makes of `source.to(through)`, one by one.
+    Bit-equal to `cast.cast` on each `source.to(through)`.
 
     Args:
         sources: [numel] each, any of them possibly empty; contiguous, of one dtype, FP32, bf16 or fp16.
         targets: contiguous and of their sources' shapes; all torch.float8_e4m3fn or all torch.float8_e5m2.
         scale: FP32 [len(sources)]; targets[i] is sources[i] times scale[i].
-        through: what elements are rounded to first: torch.bfloat16, float16, or float32 for no rounding.
+        through: dtype that elements are rounded to first: torch.bfloat16, float16, or float32 for no
+            rounding.
 
     Raises:
         ValueError: if the lists differ in length, or a tensor's dtype, shape, device or layout does not fit.

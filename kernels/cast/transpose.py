@@ -4,11 +4,12 @@
 
 Bytes per element: 2.  A scale belongs to the whole tensor, so moving bytes is exact.
 
-Arguments that kernels here share:
+Arguments shared by the kernels of this file:
 
     q_ptr                     matrix [rows, cols], FP8 as bytes
     out_ptr                   its transpose [cols, rows], FP8 as bytes
-    WHOLE                     rows of both start at multiples of 16 bytes (`is_whole`): move pairs of bytes
+        WHOLE                     rows of both start at multiples of 16 bytes (`is_whole`): move pairs of
+        bytes
     BLOCK_ROWS, BLOCK_COLS    size of a tile, which one program transposes
 """
 
@@ -106,7 +107,7 @@ def _transpose_kernel(
     q_ptr, out_ptr, rows, cols, WHOLE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_COLS: tl.constexpr
 ):
     """Transpose one matrix."""
-    # From the end: what was written last, before this, is still in the cache.
+    # From the end: what was written last is still in the cache.
     block = tl.num_programs(0) - 1 - tl.program_id(0)
     _transpose_block(q_ptr, out_ptr, rows, cols, block, WHOLE, BLOCK_ROWS, BLOCK_COLS)
 
@@ -163,7 +164,7 @@ def _transpose_many_kernel(
     rows = tl.load(row_ptr + 3 * n)
     cols = tl.load(row_ptr + 4 * n)
     if WHOLE:
-        # What Triton finds out by itself about arguments, but not about what is loaded.
+        # Triton derives this for arguments, but not for loaded values.
         q_ptr = tl.multiple_of(q_ptr, 16)
         out_ptr = tl.multiple_of(out_ptr, 16)
         rows = tl.multiple_of(rows, 16)
@@ -173,7 +174,7 @@ def _transpose_many_kernel(
 
 def transpose_many_launch(like: Tensor, sources: list[Tensor], targets: list[Tensor]) -> None:
     shapes = [source.shape for source in sources]
-    # One for all of them, whatever their widths.
+    # One tile for all of them, whatever their widths.
     tile = find("transpose", like.dtype, max(cols for _, cols in shapes))
     starts, blocks = first_blocks([cdiv(rows, tile.rows) * cdiv(cols, tile.cols) for rows, cols in shapes])
     fields = [
@@ -193,7 +194,7 @@ def _prepared_transpose_many(blocks: int, n: int, whole: bool, tile: Tile) -> Pr
     return PreparedKernel(_transpose_many_kernel, (blocks,), *numbers, **tile.options)
 
 
-# `like` is there for the dispatch, which looks at the first argument.
+# `like` exists for the dispatch, which reads the first argument.
 _transpose_many = operator(
     "transpose_many_(Tensor like, Tensor[] sources, Tensor(a!)[] targets) -> ()",
     reference=transpose_many_reference,
@@ -204,8 +205,8 @@ _transpose_many = operator(
 def transpose_many(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     """Transpose many FP8 matrices in one launch, such as all weights of a unit after their all-gather.
 
-    Addresses and shapes go to the device in a table (see `kept_table`) rather than as arguments: one
-    compiled kernel then serves every list, and nothing waits for the device.
+    Addresses and shapes are passed in a table on the device (`kept_table`) instead of as arguments, so one
+    compiled kernel serves every list, and nothing waits for the device.
 
     Args:
         pairs: source [rows, cols] and target [cols, rows], contiguous, of one dtype; all on one device.
@@ -231,7 +232,7 @@ def transpose_many(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
 
 
 def is_whole(q: Tensor, out: Tensor) -> bool:
-    """Whether every row of both starts at a multiple of the widest load, as in all that an FP8 GEMM takes."""
+    """Whether every row of both starts at a multiple of the widest load, as for all operands of FP8 GEMMs."""
     return is_aligned(q, out) and all(size % LOAD_BYTES == 0 for size in q.shape)
 
 

@@ -1,4 +1,4 @@
-"""GEMMs of FP8 matrices with a scale for each block, as `block_cast` makes them.
+"""GEMMs of FP8 matrices with one scale per block, as `block_cast` makes them.
 
     out = A B^T  with  A = a * a_scale_inv,  B = b * b_scale_inv, each element with the scale of its block
 
@@ -7,7 +7,7 @@
     wgrad    a = dy transposed [out, tokens], 1x128   b = x transposed [in, tokens], 1x128
 
 for a [M, K], b [N, K] and out [M, N].  On CUDA this is cuBLASLt through `torch._scaled_mm_v2`, on Hopper
-only.  Each 128 of K are summed in FP8's accumulator, then scaled and added up in FP32; there is no fast
+only. Each 128 of K are summed in FP8's accumulator, then scaled and accumulated in FP32; there is no fast
 accumulation.
 
 Bytes: those of a, b, their scales and out.
@@ -25,7 +25,7 @@ from flatfsdp.kernels.shared.triton import cdiv, on_device_of
 
 
 def dequantize(q: Tensor, scale_inv: Tensor) -> Tensor:
-    """The FP32 numbers [rows, cols] of a result of `block_cast`; exact if scales are powers of two."""
+    """The FP32 values [rows, cols] of a result of `block_cast`; exact if scales are powers of two."""
     height = 1 if scale_inv.shape[0] == q.shape[0] else BLOCK
     return q.float() * expand_blocks(scale_inv, height, q)
 
@@ -70,9 +70,9 @@ def block_scaled_mm(
 
     Args:
         a: E4M3 [M, K], contiguous; M is a multiple of 16 and may be 0.
-        a_scale_inv: of `block_cast(..., block="1x128")`: FP32 [M, ceil(K / 128)] with strides (1, M).
+        a_scale_inv: from `block_cast(..., block="1x128")`: FP32 [M, ceil(K / 128)] with strides (1, M).
         b: E4M3 [N, K], contiguous; N and K are multiples of 16.
-        b_scale_inv: as `a_scale_inv`, for N rows, or of block="128x128": FP32 [ceil(N / 128), blocks],
+        b_scale_inv: like `a_scale_inv`, for N rows, or from block="128x128": FP32 [ceil(N / 128), blocks],
             contiguous, with blocks = ceil(K / 128) padded to a multiple of 4.
         out_dtype: bf16, fp16 or FP32.
 

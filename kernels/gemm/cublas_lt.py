@@ -1,11 +1,11 @@
 """cuBLASLt through nvmath-python: one algorithm for each GEMM, chosen once and kept.
 
-In:   device, sizes and dtypes of a GEMM, a `Product`.
-Out:  a `PreparedMatmul`, or None: without nvmath-python, or without an algorithm.
+In:   device, sizes and dtypes of a GEMM, as a `Product`.
+Out:  a `PreparedMatmul`; None without nvmath-python, or without an algorithm.
 Next: `gemm.py` and `wgrad.py` run it, or else PyTorch's own GEMM.
 
-PyTorch asks cuBLASLt for an algorithm in every call, which is half of its time on the host, and takes the
-first choice, which on an H200 is not always the fastest: `tiles.py` knows others.
+PyTorch asks cuBLASLt for an algorithm in every call, which takes half of its host time, and uses the first
+choice, which on an H200 is not always the fastest: `tiles.py` lists faster ones.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from flatfsdp.kernels.shared.outputs import FP8_DTYPES
 _log = logging.getLogger(__name__)
 
 ADDRESS_ALIGNMENT = 16
-"""Bytes of which addresses of all matrices, and lengths of their rows, are multiples."""
+"""Addresses of all matrices, and lengths of their rows, are multiples of this number of bytes."""
 MAX_WORKSPACE = 32 << 20
 """Bytes of temporary memory that an algorithm may use."""
 MAX_CANDIDATES = 64
-"""Number of algorithms that cuBLASLt is asked for where its first choice will not do."""
+"""Number of algorithms to request from cuBLASLt if its first choice does not fit."""
 
 
 class Product(NamedTuple):
     """A GEMM: out [rows, cols] = a b, or out += a b, summed over `inner`.
 
     Attributes:
-        a_along, b_along: whether the operand is read along the sum: `a` is [rows, inner] and `b`
+        a_along, b_along: whether the operand is contiguous along the sum: `a` is [rows, inner] and `b` is
             [cols, inner]; otherwise they are [inner, rows] and [inner, cols].  FP8 needs both.
-        split_accumulator: FP8 only: partial sums are moved to FP32 registers now and then.
-        has_bias: a vector [cols] in `out_dtype` is added to FP32 sums and rounded with them.
+        split_accumulator: FP8 only: partial sums are promoted to FP32 registers at intervals.
+        has_bias: whether a vector [cols] in `out_dtype` is added to the FP32 sums and rounded with them.
     """
 
     rows: int
@@ -57,11 +57,12 @@ class Product(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
+        """Whether the operands are in FP8."""
         return self.a_dtype in FP8_DTYPES
 
     @property
     def sums_once(self) -> bool:
-        """Whether it must not use split-K, so that `out` is added once to one FP32 sum of each element."""
+        """Whether split-K is forbidden, so that one FP32 sum of each element is added once to `out`."""
         return self.out_dtype == torch.float32
 
 
@@ -84,7 +85,7 @@ def bindings() -> Any:
     return cublas_lt
 
 
-# Of cudaDataType_t, cublasComputeType_t and cublasOperation_t in CUDA's headers.
+# Values of cudaDataType_t, cublasComputeType_t and cublasOperation_t in CUDA's headers.
 _CUDA_TYPES = {
     torch.float32: 0,
     torch.float16: 2,
@@ -107,7 +108,7 @@ def _handle(device: torch.device) -> int:
 
 @lru_cache(maxsize=4096)
 def prepared_matmul(device: torch.device, product: Product) -> PreparedMatmul | None:
-    """The one `PreparedMatmul` of this product, or None if it does not run."""
+    """The `PreparedMatmul` of this GEMM, made once; None if cuBLASLt cannot run it."""
     # FP32 is left to PyTorch, which knows whether TF32 is allowed.
     if product.a_dtype == torch.float32 or 0 in product[:3] or bindings() is None:
         return None
@@ -119,15 +120,15 @@ def prepared_matmul(device: torch.device, product: Product) -> PreparedMatmul | 
 
 
 def is_readable(operand: Tensor) -> bool:
-    """Whether cuBLASLt can read this matrix, or bias, where it lies."""
+    """Whether cuBLASLt can read this matrix, or bias, in place."""
     return operand.is_contiguous() and operand.data_ptr() % ADDRESS_ALIGNMENT == 0
 
 
 class PreparedMatmul:
     """One GEMM on one device: descriptors, layouts and the algorithm, made once and run many times.
 
-    cuBLASLt thinks in columns first, so it computes the transpose, [cols, rows] = B^T A: its first operand
-    is `b` and its second one `a`.
+    cuBLASLt is column-major, so it computes the transpose, [cols, rows] = B^T A: its first operand is `b` and
+    its second one `a`.
 
     Attributes:
         is_possible: whether there is an algorithm to run.
@@ -153,26 +154,28 @@ class PreparedMatmul:
         if product.has_bias:
             self._describe(names.EPILOGUE, ctypes.c_int32(lt.Epilogue.BIAS))
             pointers += [names.BIAS_POINTER]
-        # Where scales and bias are, in memory that stays: a call has 20 microseconds on the host.
+        # Addresses of scales and bias, in memory that stays: a call has a budget of 20 microseconds on the
+        # host.
         self._addresses = (ctypes.c_int64 * len(pointers))()
         self._pointers = [
             (int(name), ctypes.addressof(self._addresses) + index * ctypes.sizeof(ctypes.c_int64))
             for index, name in enumerate(pointers)
         ]
-        # The choice may depend on whether there are scales and where a bias is aligned, not on what they are.
+        # The choice may depend on whether there are scales and on a bias's alignment, not on their values.
         something = torch.ones(cols if product.has_bias else 1, device=device)
         self._point_at([something] * len(pointers))
         self._algorithm = self._choose_algorithm(product)
         self.is_possible = self._algorithm is not None
         if self.is_possible:
-            # Read once, because these are computed; the algorithm is what a heuristic's result begins with.
+            # Read once, because these are computed properties; a heuristic's result begins with the
+            # algorithm.
             self._algorithm_address = self._algorithm.ptr
             self._workspace_size = self._algorithm.workspace_size
         layouts = (self._a_layout, self._b_layout, self._out_layout)
         weakref.finalize(self, _destroy, lt, self._operation, layouts).atexit = False
 
     def _layout(self, dtype: torch.dtype, rows: int, cols: int) -> int:
-        """The layout of a matrix [rows, cols], columns first, without gaps."""
+        """Make the layout of a column-major matrix [rows, cols] without gaps."""
         return self._lt.matrix_layout_create(_CUDA_TYPES[dtype], rows, cols, rows)
 
     def _describe(self, name: int, value: Any) -> None:
@@ -182,17 +185,17 @@ class PreparedMatmul:
         )
 
     def _point_at(self, tensors: list[Tensor]) -> None:
-        """Set where scales and bias are."""
+        """Set the addresses of scales and bias."""
         self._addresses[:] = [tensor.data_ptr() for tensor in tensors]
         for name, address in self._pointers:
             self._lt.matmul_desc_set_attribute(self._operation, name, address, 8)
 
     def _choose_algorithm(self, product: Product) -> Any:
-        """The algorithm for any beta and any buffer; None if cuBLASLt has none.
+        """Choose the algorithm for any beta and any buffer; None if cuBLASLt has none.
 
-        It has the preferred tile, or else is cuBLASLt's first choice.  For few outputs and a long sum
-        cuBLASLt may know no algorithm without split-K if asked for no other, and yet name some among many of
-        all kinds.
+        It has the preferred tile, or else is cuBLASLt's first choice.  For few outputs and a long sum,
+        cuBLASLt may find no algorithm without split-K when asked for those alone, and yet list some among
+        many of all kinds.
         """
         lt = self._lt
         tile = preferred_tile(product)
@@ -209,7 +212,7 @@ class PreparedMatmul:
         return None
 
     def offered_tiles(self) -> list[str]:
-        """Tiles of the algorithms without split-K, best first by cuBLASLt's reckoning."""
+        """Tiles of the algorithms without split-K, best first by cuBLASLt's estimate."""
         found = self._heuristics(self._lt.ReductionScheme.MASK, MAX_CANDIDATES)
         tiles = dict.fromkeys(self._tile(one) for one in found if self._sums_once(one))
         return [self._lt.MatmulTile(tile).name for tile in tiles]
@@ -221,7 +224,7 @@ class PreparedMatmul:
     def _heuristics(self, reduction_schemes: int, wanted: int) -> list[Any]:
         """Algorithms that cuBLASLt recommends, best first.
 
-        Alignments are the least that is allowed rather than those of the first call's buffers.
+        Alignments are the smallest that are allowed instead of those of the first call's buffers.
         """
         lt = self._lt
         names = lt.MatmulPreferenceAttribute
@@ -283,14 +286,19 @@ class PreparedMatmul:
         *,
         adds: bool = False,
     ) -> None:
-        """Write or add to `out`, contiguous and at a multiple of `ADDRESS_ALIGNMENT` like all operands.
+        """Write or add to `out`.
 
         Args:
-            scale_invs: what `a` and `b` are to be multiplied with, in FP8.
-            adds: add to `out`; otherwise what it holds is not read.
+            out: contiguous, at a multiple of `ADDRESS_ALIGNMENT`, like all operands.
+            a: first operand.
+            b: second operand.
+            scale_invs: factors of `a` and `b`, in FP8.
+            bias: [cols] in `out_dtype`, with `has_bias`.
+            adds: add to `out`; otherwise `out` is not read.
         """
         size = self._workspace_size
-        # Not kept: the allocator knows what each stream still uses, and this runs on any stream.
+        # Allocated in each call: the allocator tracks what each stream still uses, and this runs on any
+        # stream.
         workspace = out.new_empty(size, dtype=torch.uint8) if size else None
         pointed_at = [] if scale_invs is None else [scale_invs[1], scale_invs[0]]
         if bias is not None:
@@ -320,7 +328,7 @@ class PreparedMatmul:
 
 
 def _destroy(lt: Any, operation: int, layouts: tuple[int, ...]) -> None:
-    """Free the descriptors of one that was least recently used; GEMMs that it started do not need them."""
+    """Free the descriptors of a garbage-collected GEMM; work that it started does not need them."""
     lt.matmul_desc_destroy(operation)
     for layout in layouts:
         lt.matrix_layout_destroy(layout)

@@ -7,8 +7,8 @@
 
 for a [M, K], b [N, K] and out [M, N].  Hopper's FP8 GEMMs read both operands along K.  On CUDA this is
 cuBLASLt, by the algorithm that `cublas_lt.py` keeps for the shape, or else through `torch._scaled_mm`.  The
-bias is added to FP32 sums in the GEMM's epilogue and rounded with them.  An FP32 result gets it in a pass of
-its own, because `_scaled_mm` takes none there.
+bias is added to FP32 sums in the GEMM's epilogue and rounded with them.  An FP32 result gets it in a separate
+pass, because `_scaled_mm` supports no bias there.
 
 Bytes: those of a, b and out.
 """
@@ -28,7 +28,7 @@ FP8_PAIRS = {(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)}
 """Formats of the two operands of an FP8 GEMM."""
 
 ALIGNMENT = 16
-"""FP8 GEMMs take sizes, and addresses in bytes, that are multiples of it."""
+"""Sizes, and addresses in bytes, of FP8 GEMMs have to be multiples of it."""
 
 
 def reference(
@@ -116,11 +116,11 @@ def scaled_mm(
     Args:
         a: FP8 [M, K], contiguous; M may be 0.
         b: FP8 [N, K], contiguous; at most one of both is E5M2.
-        a_scale_inv: FP32, one element, what a is to be multiplied with (1 / scale of the cast).
+        a_scale_inv: FP32, one element, factor of a (1 / scale of the cast).
         b_scale_inv: the same for b.
         bias: [N], contiguous, in `out_dtype`; with FP32 results also in bf16 or fp16.
         out_dtype: bf16, fp16 or FP32.
-        split_accumulator: partial sums are moved to FP32 registers now and then, as in Transformer Engine's
+        split_accumulator: promote partial sums to FP32 registers at intervals, as in Transformer Engine's
             backward GEMMs.  False is fast accumulation, exact to about 13 bits.
 
     Raises:
@@ -141,7 +141,7 @@ def check_operands(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> None:
     """Check the operands of an FP8 GEMM.
 
     Raises:
-        ValueError: if `a` [M, K] and `b` [N, K] are no operands of an FP8 GEMM with such a result.
+        ValueError: if `a` [M, K] and `b` [N, K] cannot be operands of an FP8 GEMM with such a result.
     """
     if (a.dtype, b.dtype) not in FP8_PAIRS:
         raise ValueError(

@@ -1,7 +1,8 @@
-"""Tiles of the result that are faster for a GEMM on an H200 than cuBLASLt's first choice.
+"""Tiles of a GEMM's result that are faster on an H200 than cuBLASLt's first choice.
 
-Rules, and no autotuning at run time, so that every run and every rank adds up in one order.  They come from
-timing what cuBLASLt offers, as `benchmarks/products.py --sweep` does; benchmarks/LOG.md has figures.
+These are fixed rules without autotuning at run time, so that every run and every rank adds in the same
+order.  They come from timing all algorithms of cuBLASLt (`benchmarks/products.py --sweep`; figures in
+benchmarks/LOG.md).
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ if TYPE_CHECKING:
 
 FIRST_CHOICE = (256, 128)
 FORWARD = {FIRST_CHOICE: 1.0, (176, 128): 1.03, (168, 128): 1.03, (128, 160): 1.02}
-"""Columns and rows of a tile -> speed of FP8 GEMMs with fast accumulation; the usual first choice is 1."""
+"""Columns and rows of a tile -> speed of FP8 GEMMs with fast accumulation, relative to the first choice."""
 LONG_SUMS = FORWARD | {(128, 160): 1.0}
-"""Speeds for sums over more than 4096, in which a small tile reads more for each product."""
+"""Speeds for sums over more than 4096, in which a small tile reads more for each result."""
 
 
 def preferred_tile(product: Product) -> str | None:
-    """The name in cuBLASLt of the tile to ask for; None leaves it to cuBLASLt."""
+    """The name in cuBLASLt of the preferred tile; None leaves the choice to cuBLASLt."""
     if product.out_dtype == torch.float32:
         return _of_weight_gradient(product)
     # With split accumulators the first choice is within 2 % of the best.
@@ -34,7 +35,7 @@ def preferred_tile(product: Product) -> str | None:
 
 
 def _of_forward(product: Product) -> str | None:
-    """The tile with the shortest waves over all multiprocessors, if it is not the usual first choice.
+    """The tile that finishes its waves over all multiprocessors first, if it is not the usual first choice.
 
     Over 44 GEMMs of layers, 2048 to 16384 tokens, it takes 90 to 100 % of PyTorch's time, 97 % on average,
     and 0.4 % more than the best tile of each.
@@ -53,9 +54,10 @@ def _of_forward(product: Product) -> str | None:
 def _of_weight_gradient(product: Product) -> str | None:
     """The tile for FP32 results, measured with beta = 1 over shapes of layers, 1024 to 8192 tokens.
 
-    cuBLASLt foresees neither that the epilogue reads and writes FP32 nor the clock that a GPU keeps up.  In
-    16 bits 128 x 160 takes 1 to 9 % less time at 8192 tokens and 20 to 28 % less at 1024; for FP8 the first
-    choice is within 2 % of the best but for few tokens, where 128 x 128 takes 4 to 13 % less.
+    cuBLASLt does not account for the FP32 reads and writes of the epilogue, nor for the clock that a GPU
+    sustains.  In 16 bits, 128 x 160 takes 1 to 9 % less time at 8192 tokens and 20 to 28 % less at 1024; in
+    FP8 the first choice is within 2 % of the best, except for few tokens, where 128 x 128 takes 4 to 13 %
+    less.
     """
     size = product.rows * product.cols
     if size < 1 << 22 or (product.is_fp8 and product.inner > 1024):

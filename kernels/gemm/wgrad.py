@@ -1,26 +1,26 @@
 """The weight gradient, accumulated by the GEMM itself into the flat FP32 buffer.
 
-    target  = dy^T x           the first time  (what target held is not read)
-    target += dy^T x           later           (one rounding: the FP32 product is added to target)
+        target  = dy^T x           the first time  (target is not read)
+        target += dy^T x           later           (one rounding: the FP32 sum is added to target)
 
-for dy [tokens, out], x [tokens, in] and target [out, in].  What runs on CUDA:
+for dy [tokens, out], x [tokens, in] and target [out, in].  On CUDA it runs:
 
     FP8, bf16, fp16    cuBLASLt through nvmath-python, beta = 0 or 1, in place
-    the same without nvmath-python, or where cuBLASLt has no fitting algorithm, and FP32
+    the same without nvmath-python or without a fitting algorithm of cuBLASLt, and FP32
                        `torch._scaled_mm` or `torch.mm` into an FP32 temporary, which is copied or added
 
-Hopper's FP8 GEMM reads both operands along K, which is tokens here, so FP8 operands come transposed:
+Hopper's FP8 GEMM reads both operands along K, which is tokens here, so FP8 operands are passed transposed:
 dy_t [out, tokens] and x_t [in, tokens], as `cast(..., columnwise=True)` makes them.  There is no Triton GEMM
-here: on H200 one reaches 0.7 to 0.8 of `torch._scaled_mm` with an add in FP8, 1.03 of that in bf16.
+here: on H200 one reaches 0.7 to 0.8 of `torch._scaled_mm` with an add in FP8, and 1.03 of it in bf16.
 
 Bytes per element of the target, beyond the operands: 4 the first time and 8 later, in the GEMM's epilogue and
 hidden behind its arithmetic; a temporary and an add are 16.
 
-Bit for bit: a shape has one algorithm, without split-K, for beta = 0 and 1 and for every buffer.  In bf16 and
-fp16, fused is then equal to unfused (`wgrad_unfused`): FP32 sums are added to the target with one rounding.
-In FP8 it is if the scales are powers of two: scaling the sum is exact, and the rounding of the add is left;
-with other scales the fused form may round once where the unfused one rounds twice.  `torch.addmm` in place
-would not do: for beta = 1 cuBLAS may choose another algorithm than for beta = 0.
+Bit-equality: a shape has one algorithm, without split-K, for beta = 0 and 1 and for every buffer.  In bf16
+and fp16, fused therefore equals unfused (`wgrad_unfused`): FP32 sums are added to the target with one
+rounding.  In FP8 this holds if the scales are powers of two: scaling the sum is exact, and only the add
+rounds; with other scales the fused form may round once where the unfused one rounds twice.  `torch.addmm` in
+place does not qualify: for beta = 1 cuBLAS may choose another algorithm than for beta = 0.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _run(
     scale_invs: tuple[Tensor, Tensor] | None,
     first: bool,
 ) -> None:
-    """Run the GEMM, through a temporary where cuBLASLt cannot write to the target."""
+    """Run the GEMM, through a temporary if cuBLASLt cannot write to the target."""
     if target.data_ptr() % ADDRESS_ALIGNMENT:
         product = torch.empty_like(target)
         matmul.run(product, dy, x, scale_invs)
@@ -152,7 +152,7 @@ def _run(
 
 
 def _readable(operand: Tensor) -> Tensor:
-    """The operand, or a copy where cuBLASLt cannot read it: expanded gradients, slices at odd offsets."""
+    """The operand, or a copy if cuBLASLt cannot read it: expanded gradients, slices at odd offsets."""
     return operand if is_readable(operand) else operand.clone(memory_format=torch.contiguous_format)
 
 
@@ -168,16 +168,17 @@ def wgrad(
 ) -> None:
     """Write (`first`) or add the weight gradient dy^T x to `target`, in place.
 
+    FP8 operands are E4M3 or E5M2, not both E5M2, and out, in and tokens are multiples of 16.
+
     Args:
         target: FP32 [out, in], contiguous; usually a slot of the unit's flat gradient buffer.
         dy: [tokens, out] in bf16, fp16 or FP32; in FP8 its transpose [out, tokens], contiguous.
         x: [tokens, in] in dy's dtype; in FP8 its transpose [in, tokens], contiguous.
-        dy_scale_inv: FP8 only: FP32, one element, what dy is to be multiplied with (1 / scale of the cast).
+        first: overwrite `target` instead of adding to it.
+        dy_scale_inv: FP8 only: FP32, one element, factor of dy (1 / scale of the cast).
         x_scale_inv: the same for x.
-        split_accumulator: FP8 only: partial sums are moved to FP32 registers now and then, as in
-            Transformer Engine's backward GEMMs.  False is fast accumulation, exact to about 13 bits.
-
-    FP8 operands are E4M3 or E5M2, not both E5M2, and out, in and tokens are multiples of 16.
+        split_accumulator: FP8 only: promote partial sums to FP32 registers at intervals, as in Transformer
+            Engine's backward GEMMs.  False is fast accumulation, exact to about 13 bits.
 
     Raises:
         ValueError: if shapes, dtypes or devices do not fit, or scales are missing or not expected.
@@ -205,9 +206,9 @@ def wgrad_unfused(
     x_scale_inv: Tensor | None = None,
     split_accumulator: bool = True,
 ) -> None:
-    """Do the same in two passes: the GEMM into an FP32 temporary, which is then copied or added.
+    """Accumulate a weight gradient in two passes: a GEMM into an FP32 temporary, then a copy or an add.
 
-    This is a gradient that was not fused, with which the fused one is compared, bit for bit.
+    It is the unfused gradient that `wgrad` is compared with, bit for bit; the arguments are those of `wgrad`.
     """
     product = torch.empty_like(target)
     wgrad(

@@ -5,7 +5,7 @@ For each of n tensors, as `accumulate` does for one:
     target  = widen(grad)             the first time
     target += widen(grad)             later
 
-Weights whose GEMM accumulates in place need none of this.  What is left are norm weights and biases of a few
+Weights whose GEMM accumulates in place do not need this.  It handles norm weights and biases of a few
 kilobytes each, for which a launch costs more than the copy.
 
 Bytes per element, grad of p bytes: 4 + p the first time, 8 + p later.
@@ -68,11 +68,11 @@ def _accumulate_many_kernel(
     start = (block - tl.load(row_ptr)) * BLOCK
     offset = start + tl.arange(0, BLOCK)
     target_ptr = tl.load(row_ptr + n).to(tl.pointer_type(tl.float32))
-    # A gradient is read through one of the two: four bytes an element, or two.
+    # A gradient is read through one of the two: four bytes per element, or two.
     wide_ptr = tl.load(row_ptr + 2 * n).to(tl.pointer_type(tl.float32))
     narrow_ptr = tl.load(row_ptr + 2 * n).to(tl.pointer_type(tl.int16))
     if ALIGNED:
-        # What Triton finds out by itself about arguments, but not about what is loaded.
+        # Triton derives this for arguments, but not for loaded addresses.
         target_ptr = tl.multiple_of(target_ptr, 16)
         wide_ptr = tl.multiple_of(wide_ptr, 16)
         narrow_ptr = tl.multiple_of(narrow_ptr, 16)
@@ -80,7 +80,7 @@ def _accumulate_many_kernel(
     dtype = tl.load(row_ptr + 4 * n)
     is_first = tl.load(row_ptr + 5 * n)
     if start + BLOCK <= numel:
-        # Without a mask that differs between elements, loads are as wide as they can be.
+        # With a uniform mask, loads are as wide as possible.
         inside = tl.full([BLOCK], 1, tl.int1)
         _accumulate_block(target_ptr, wide_ptr, narrow_ptr, dtype, is_first, offset, inside)
     else:
@@ -110,7 +110,7 @@ def _prepared(blocks: int, n: int, aligned: bool, tile: Tile) -> PreparedKernel:
     )
 
 
-# `like` is there for the dispatch, which looks at the first argument.
+# `like` exists for the dispatch, which reads the first argument.
 _accumulate_many = operator(
     "accumulate_many_(Tensor like, Tensor(a!)[] targets, Tensor[] grads, bool[] first) -> ()",
     reference=reference,
@@ -121,12 +121,12 @@ _accumulate_many = operator(
 def accumulate_many(targets: Sequence[Tensor], grads: Sequence[Tensor], first: Sequence[bool]) -> None:
     """Write or add each gradient to its target, in place: one launch on CUDA.
 
-    Bit for bit what `accumulate` does one by one.
+    Bit-equal to `accumulate` on each pair.
 
     Args:
         targets: FP32, contiguous, disjoint; usually slices of a unit's flat gradient buffer.
         grads: FP32, bf16 or fp16, mixed as they come; each contiguous and of its target's shape and device.
-        first: True overwrites what the target holds, False adds.
+        first: for each pair: True overwrites the target, False adds.
 
     Raises:
         ValueError: if the lists differ in length, or a tensor's dtype, shape, device or layout does not fit.

@@ -1,17 +1,17 @@
-"""Gradient of an embedding, added to its FP32 accumulator without a gradient of the table's size.
+"""The gradient of an embedding, added to its FP32 accumulator without a gradient of the table's size.
 
     sum of row r = dy[t1] + dy[t2] + ...         FP32, over the tokens whose id is r, in their order
     target[r]    = sum                           the first time; rows without tokens become 0
     target[r]   += sum                           later; rows without tokens are not touched
 
-Every row is written once, by programs of its own, so the result is deterministic and does not depend on how
-ids are distributed.  Tokens come to their rows by a stable sort of the ids; no kernel adds with atomics, and
-the host does not wait for the number of different ids.  Up to `MOST_RANKED` tokens the sort is a count: each
-token's place is the number of tokens before it in the order of (id, token).  That compares all pairs, which
+Every row is written once, by its own programs, so the result is deterministic and does not depend on how ids
+are distributed.  A stable sort of the ids brings tokens to their rows; no kernel adds with atomics, and the
+host does not wait for the number of distinct ids.  Up to `MOST_RANKED` tokens the sort is a count: each
+token's place is the number of tokens before it in the order of (id, token).  This compares all pairs, which
 takes less time than the many launches of a radix sort.
 
-Bytes for n tokens of which m differ, h columns, dy of p bytes: n h p, and 4 m h the first time (after 4 bytes
-an element of the table, to clear it) or 8 m h later; the sort moves little in comparison.
+Bytes for n tokens with m distinct ids, h columns, dy of p bytes: n h p, and 4 m h the first time (after 4
+bytes per element of the table, to clear it) or 8 m h later; the sort moves little in comparison.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from flatfsdp.kernels.shared.triton import cdiv, jit, on_device_of, tl
 
 ID_DTYPES = (torch.int64, torch.int32)
 BLOCK_IDS = 32
-"""Sorted ids that are looked at together, for the end of a run of equal ones."""
+"""Number of sorted ids that are read together to find the end of a run of equal ones."""
 MOST_RANKED = 16384
-"""Most tokens that are sorted by a count; the pairs of more would take longer than a sort."""
+"""Largest number of tokens sorted by a count; for more, comparing all pairs takes longer than a sort."""
 LARGEST_ID = 2**19 - 2
-"""Largest id that a count sorts: FP32 numbers tell ids from -1 to here apart, see `_rank_kernel`."""
+"""Largest id that a count sorts: FP32 numbers distinguish ids from -1 to here (`_rank_kernel`)."""
 
 
 def tile(dtype: torch.dtype, cols: int) -> Tile:
-    """A row's tile, or one of a part of it."""
+    """The tile of a row, or of a part of it."""
     block = find("embedding_grad", dtype, cols)
     width = min(block.cols, max(32, power_of_two(cols)))
     return block._replace(cols=width, warps=min(block.warps, max(1, width // 256)))
@@ -56,7 +56,7 @@ def reference(target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None, 
 
 @jit
 def _number(ids, shift):
-    """An FP32 number in [1, 2], the larger the smaller the id is; neighbours are 2**-19 apart.
+    """Map ids to FP32 numbers in [1, 2], larger for smaller ids; adjacent ids are 2**-19 apart.
 
     A `shift` of 16 gives the number of the next smaller id.
     """
@@ -74,12 +74,12 @@ def _rank_kernel(
     STEPS: tl.constexpr,  # such blocks in an unrolled round
     IS_EARLY: tl.constexpr,  # launched by PDL: wait for the kernel before
 ):
-    """Store each id, and its token, at the place that it has when sorted.
+    """Store each id, and its token, at its place in the sorted order.
 
-    A pair costs one instruction, a multiplication and addition.  `scale` is 0.5 divided by what lies half-way
-    between the number of an id and that of the next smaller one.  Numbers of smaller ids times `scale` are
-    above 0.5, those of other ids below, and added to 2**23, from where on FP32 numbers are whole, they round
-    to 1 or 0.  (Rounding of `scale` and of the products takes less than two thirds of the distance.)
+    A pair costs one instruction, a multiply-add.  `scale` is 0.5 divided by the midpoint between the number
+    of an id and that of the next smaller one.  Numbers of smaller ids times `scale` are above 0.5, those of
+    other ids below. Added to 2**23, above which FP32 numbers are whole, they round to 1 or 0.  (Rounding of
+    `scale` and of the multiplications takes less than two thirds of the distance.)
     """
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
@@ -94,10 +94,10 @@ def _rank_kernel(
             begin = start + step * BLOCK_OTHERS
             other = (begin + tl.arange(0, BLOCK_OTHERS))[None, :]
             ids = tl.load(ids_ptr + other, other < n, 2**19 - 2)
-            # Before the middle block equal ids count, too: all of them are taken for the next smaller ones.
+            # Before the middle block equal ids count, too: all of them are treated as the next smaller ones.
             count += _number(ids, min(max(middle - begin, 0), 16)) * scale
     before = count.to(tl.int32, bitcast=True) - 0x4B000000
-    # In the middle block some of the equal ones count.
+    # In the middle block only some of the equal ones count.
     other = (middle + tl.arange(0, BLOCK_OTHERS))[None, :]
     is_equal = tl.load(ids_ptr + other, other < n, -1).to(tl.int32) == row
     before += (is_equal & (other < token)).to(tl.int32)
@@ -110,7 +110,7 @@ def sort_ids(ids: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
     """The ids in ascending order, int32, and their tokens; equal ids keep the order of their tokens."""
     n = len(ids)
     if n > MOST_RANKED or vocabulary > LARGEST_ID:
-        # Half the passes of a sort of 64-bit numbers.
+        # int32 halves the passes of a sort of 64-bit numbers.
         values, tokens = ids.int().sort(stable=True)
         return values, tokens
     sorted_ids, tokens = (ids.new_empty(n, dtype=torch.int32) for _ in range(2))
@@ -158,7 +158,7 @@ def _embedding_kernel(
     begin = tl.program_id(0) // across
     row = tl.load(ids_ptr + begin)
     token = tl.load(tokens_ptr + begin).to(tl.int64)
-    # Never so for ids of -1, which come first.
+    # This is never true for ids of -1, which come first.
     is_first_of_row = row != tl.load(ids_ptr + begin - 1, begin > 0, -1)
     if is_first_of_row & (row != padding_idx):
         col = (tl.program_id(0) % across) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
@@ -166,7 +166,7 @@ def _embedding_kernel(
         at_row = target_ptr + row.to(tl.int64) * cols + col
         if not FIRST:
             old = tl.load(at_row, mask, 0.0)
-        # The first token by itself: most ids occur once, and nothing then waits for the end of their run.
+        # The first token is separate: most ids occur once, and then nothing waits for the end of their run.
         total = tl.load(dy_ptr + token * cols + col, mask, 0.0).to(tl.float32)
         if row == tl.load(ids_ptr + begin + 1, begin + 1 < n, -1):
             for at in tl.range(begin + 1, _end_of_run(ids_ptr, begin, n, row, BLOCK_IDS), num_stages=STAGES):

@@ -1,5 +1,5 @@
 """LayerNorm and RMSNorm, forward and backward, with casts to FP8 inside.
 
-`forward.py` has the formulas and picks one of three kernels: `rows.py` as a rule, `transposed.py` for many
-rows in FP8 by columns, too, and `wide.py` for more than 16384 columns; `tensors.py` is what these share.
+`forward.py` has the formulas and chooses one of three kernels: usually `rows.py`, `transposed.py` for many
+rows that are also transposed in FP8, and `wide.py` for more than 16384 columns; they share `tensors.py`.
 """

@@ -7,12 +7,12 @@
 `d_residual` is the gradient that reaches the sum from elsewhere; it is added before dx is rounded.
 
 Bytes per element of p bytes: 2 p read, p more with `d_residual`, p written.  Rows of more than 8192 elements
-need another 2 p: their weight gradients do not fit into registers beside dx and get a kernel of their own.
+need another 2 p: their weight gradients do not fit into registers beside dx and have a separate kernel.
 
-Weight gradients are added up in FP32 and deterministic: each program sums the rows it owns, and `sum_bands`
-adds up the programs.  How many programs there are depends on the shape only.
+Weight gradients are summed in FP32 and deterministically: each program sums its own rows, and `sum_bands`
+adds up the programs.  The number of programs depends on the shape only.
 
-Arguments that both kernels share:
+Arguments shared by both kernels:
 
     dy_ptr, x_ptr             gradient of the result, and x [rows, COLS], of one dtype, FP32, fp16 or bf16
     mean_ptr, rstd_ptr        statistics of each row [rows], FP32; no mean (None) for RMSNorm
@@ -35,13 +35,13 @@ from flatfsdp.kernels.shared.tiles import MULTIPROCESSORS, Tile, find, power_of_
 from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 WIDEST_FUSED = 8192
-"""Columns up to which one kernel yields dx and the weight gradients."""
+"""Largest number of columns for which one kernel computes dx and the weight gradients."""
 SHARED_MEMORY = 227 << 10
-"""Bytes of shared memory that a program may have on Hopper."""
+"""Bytes of shared memory available to a program on Hopper."""
 REGISTERS = 65536
 """Registers of a multiprocessor."""
 SUM_PROGRAMS = 16
-"""Bands of rows for weight gradients by a kernel of their own."""
+"""Number of bands of rows for the separate kernel of weight gradients."""
 
 
 class NormBackward(NamedTuple):
@@ -56,7 +56,7 @@ class NormBackward(NamedTuple):
 
 
 def row_tile(dtype: torch.dtype, cols: int) -> Tile:
-    """A tile of whole rows; of narrow ones more at a time."""
+    """A tile of whole rows; several at a time if they are narrow."""
     return _of_whole_rows(find("norm_backward", dtype, cols), dtype, cols)
 
 
@@ -64,13 +64,13 @@ def row_tile(dtype: torch.dtype, cols: int) -> Tile:
 def _of_whole_rows(tile: Tile, dtype: torch.dtype, cols: int) -> Tile:
     width = max(16, power_of_two(cols))
     rows = max(1, tile.rows * tile.cols // width)
-    # dy, x and the residual's gradient of every stage are in shared memory.
+    # Shared memory holds dy, x and the residual's gradient of every stage.
     fitting = SHARED_MEMORY // (3 * rows * width * dtype.itemsize)
     return tile._replace(rows=rows, cols=width, stages=max(1, min(tile.stages, fitting)))
 
 
 def programs_of(tile: Tile) -> int:
-    """The number of programs that run at once, with at most 128 registers for each thread."""
+    """Number of programs that run at once, with at most 128 registers per thread."""
     return MULTIPROCESSORS * max(1, REGISTERS // (32 * tile.warps * (tile.registers or 128)))
 
 
@@ -103,7 +103,7 @@ def reference(
 
 @jit
 def _normalized(x_ptr, mean_ptr, rstd, row, row_mask, index, mask):
-    """A tile of z, FP32; whatever comes of 0 where masked, as it is multiplied by gradients that are 0."""
+    """Compute a tile of z, FP32; masked elements are arbitrary, as their gradients are 0."""
     value = tl.load(x_ptr + index, mask, 0.0).to(tl.float32)
     if mean_ptr is not None:
         value -= tl.load(mean_ptr + row, row_mask, 0.0)[:, None]
@@ -112,7 +112,7 @@ def _normalized(x_ptr, mean_ptr, rstd, row, row_mask, index, mask):
 
 @jit
 def _sums(first, second):
-    """Sums of each row of two tiles, with one exchange between threads instead of two."""
+    """Sum each row of two tiles, with one exchange between threads instead of two."""
     return tl.split(tl.sum(tl.join(first, second), axis=1))
 
 
@@ -135,7 +135,7 @@ def _backward_kernel(
     BLOCK_COLS: tl.constexpr,  # its columns: COLS, rounded up to a power of two
     STAGES: tl.constexpr,
 ):
-    """Compute dx of some rows, and the weight gradients that they give unless `dweight_ptr` is None."""
+    """Compute dx of some rows, and their share of the weight gradients unless `dweight_ptr` is None."""
     program = tl.program_id(0)
     col = tl.arange(0, BLOCK_COLS)
     col_mask = col < COLS
@@ -189,7 +189,7 @@ def _weight_kernel(
     BLOCK_COLS: tl.constexpr,  # its columns, which one program takes
     STAGES: tl.constexpr,
 ):
-    """Compute the weight gradients that some rows give, in some columns."""
+    """Compute the share of some rows in the weight gradients of some columns."""
     program = tl.program_id(1)
     col = tl.program_id(0) * BLOCK_COLS + tl.arange(0, BLOCK_COLS)
     col_mask = col < COLS
@@ -262,7 +262,7 @@ def _prepared_weight(rows: int, rows_each: int, cols: int, tile: Tile) -> Prepar
 
 
 def _rows_each(rows: int, block: int, programs: int) -> int:
-    """Rows of one program, in whole blocks, where there are `programs` at most."""
+    """Number of rows of one program, in whole blocks, for at most `programs` programs."""
     return block * max(1, cdiv(rows, block * programs))
 
 
@@ -285,14 +285,17 @@ def norm_backward(
     zero_centered: bool = False,
     d_residual: Tensor | None = None,
 ) -> NormBackward:
-    """Gradients of `norm_forward`.
+    """Compute the gradients of `norm_forward`.
 
     Args:
         dy: [rows, cols], gradient of the result, in x's dtype.
         x: `NormForward.summed`, [rows, cols], FP32, FP16 or bf16.
         weight: [cols].
-        mean, rstd: FP32 [rows], from the forward; mean is None if `rms`.
-        d_residual: [rows, cols] in x's dtype, gradient that reaches x by other ways; added to dx.
+        mean: FP32 [rows], from the forward; None if `rms`.
+        rstd: FP32 [rows], from the forward.
+        rms: RMSNorm instead of LayerNorm.
+        zero_centered: the gain is 1 + weight.
+        d_residual: [rows, cols] in x's dtype, a gradient that reaches x by other ways; added to dx.
 
     Raises:
         ValueError: if shapes, dtypes or options do not fit.

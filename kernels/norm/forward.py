@@ -1,9 +1,10 @@
 """LayerNorm and RMSNorm, with the addition of a residual before and the cast to FP8 after, in one kernel.
 
-    summed = x + residual                          rounded to x's dtype: what later layers, and the norm, see
+        summed = x + residual                          rounded to x's dtype: what later layers, and the norm,
+        see
     mean = sum(summed) / n                         LayerNorm; RMSNorm subtracts nothing
     rstd = 1 / sqrt(sum((summed - mean)^2) / n + eps)
-    y = (summed - mean) * rstd * weight + bias     1 + weight in place of weight if `zero_centered`
+        y = (summed - mean) * rstd * weight + bias     1 + weight instead of weight if `zero_centered`
 
 LayerNorm is by Ba et al. (2016), RMSNorm by Zhang and Sennrich (2019); `zero_centered` is Transformer
 Engine's `zero_centered_gamma`.  Statistics are FP32, by two passes over a row or by merged blocks (Chan et
@@ -12,7 +13,7 @@ al., 1979), so that a large mean costs no digits.
 Bytes per element of p bytes: p read, 2 p more with a residual, p written in high precision, 1 for each FP8
 form.
 
-`rows.py` has the kernel for whole rows, `transposed.py` one for many rows that are to be transposed, and
+`rows.py` has the kernel for whole rows, `transposed.py` one for many rows that are also transposed, and
 `wide.py` one for rows too wide for registers.
 """
 
@@ -37,11 +38,11 @@ from flatfsdp.kernels.shared.outputs import (
 )
 
 WIDEST_ROW = 16384
-"""Columns of the widest row that a program keeps in registers."""
+"""Largest number of columns that a program keeps in registers."""
 
 
 class NormForward(NamedTuple):
-    """Results of `norm_forward`, which says what they are; None where not asked for."""
+    """Results of `norm_forward`; None where not requested."""
 
     out: Tensor | None
     rowwise: Tensor | None
@@ -136,14 +137,19 @@ def norm_forward(
     """Normalize the rows of x, or of x + residual.
 
     Args:
-        x: [rows, cols], FP32, FP16 or bf16, contiguous; so is `residual`, of x's dtype.
-        weight, bias: [cols] in any of these dtypes; bias may be None.
-        rms: RMSNorm, which has no bias, in place of LayerNorm.
+        x: [rows, cols], FP32, FP16 or bf16, contiguous.
+        weight: [cols] in any of these dtypes.
+        bias: like `weight`, or None.
+        eps: added to the variance or mean square.
+        rms: RMSNorm, which has no bias, instead of LayerNorm.
         zero_centered: the gain is 1 + weight.
-        scale: FP32, one element: what values are multiplied by before the cast to FP8.
-        amax: FP32, one element, becomes max(amax, max |y|) of the FP32 result, unscaled.
-        dtype: float8_e4m3fn or float8_e5m2, for the outputs that `rowwise` and `columnwise` ask for.
-        high_precision: whether y is wanted in x's dtype.
+        residual: added to x first; of x's shape and dtype, contiguous.
+        scale: FP32, one element: multiplies values before the cast to FP8.
+        amax: FP32, one element: raised to max |y| of the FP32 result before scaling.
+        dtype: float8_e4m3fn or float8_e5m2, the dtype of the FP8 outputs.
+        high_precision: whether to return y in x's dtype.
+        rowwise: whether to return y in FP8; ignored without `dtype`.
+        columnwise: whether to return y transposed in FP8.
 
     Returns:
         `out` [rows, cols] in x's dtype, `rowwise` [rows, cols] and `columnwise` [cols, rows] in FP8; `summed`

@@ -1,11 +1,11 @@
 """A norm whose programs keep whole rows in registers.
 
-For a columnwise output there are other programs between those, each of which transposes a tile of rowwise
-bytes, from the L2 cache, when all rows of the tile's band have arrived: 5 bytes an element in place of 4 for
-bf16, of which memory sees 4.  (To transpose by itself, a program would have to hold 32 rows, as memory takes
-no less than 32 bytes at a time: `transposed.py` does, where it can.)  They come some bands later and so
-rarely wait.  They wait for programs of smaller numbers only, and a GPU starts programs in the order of their
-numbers, which the scans of NVIDIA's CUB rely on, too: none waits for ever.
+For a columnwise output, other programs run between those.  Each transposes a tile of rowwise bytes, from the
+L2 cache, once all rows of the tile's band have arrived: 5 bytes per element instead of 4 for bf16, of which
+memory sees 4.  (To transpose its own rows, a program would have to hold 32 of them, because memory transfers
+at least 32 bytes: `transposed.py` does this where it can.)  They come some bands later and so rarely wait.
+They wait only for lower-numbered programs, and GPUs start programs in the order of their numbers (as CUB's
+scans rely on), so none waits for ever.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from flatfsdp.kernels.shared.tiles import Tile, find, power_of_two
 from flatfsdp.kernels.shared.triton import PreparedKernel, cdiv, for_each_shape, jit, tl
 
 CLEARED = 256
-"""Counters of arrivals that one program clears."""
+"""Number of arrival counters that one program clears."""
 KEPT = "evict_last"
-"""How the L2 cache treats rowwise bytes that will be transposed."""
+"""Eviction policy of the L2 cache for rowwise bytes that will be transposed."""
 
 
 def row_tile(dtype: torch.dtype, cols: int, *, rms: bool, is_transposed: bool) -> Tile:
     """A tile of whole rows; of narrow ones more at a time, in fewer steps.
 
     Args:
+        dtype: dtype of x.
+        cols: columns of x.
+        rms: RMSNorm instead of LayerNorm.
         is_transposed: whether other programs transpose.
     """
     kernel = "rms_norm" if rms else "layer_norm"
@@ -45,13 +48,13 @@ def _of_whole_rows(tile: Tile, cols: int) -> Tile:
 
 
 class TransposeWork(NamedTuple):
-    """Work of the programs that transpose what others have normalized.
+    """Parameters of the programs that transpose rows normalized by others.
 
     Attributes:
-        band: rows that are transposed together: as many bytes of a column are stored side by side.
+        band: rows that are transposed together, which is the number of contiguous bytes stored of a column.
         bytes: bytes that each thread transposes.
-        warps: warps that are under way between rows and their transpose, so that it need not wait.  An H200
-            holds up to 8448 at a time, and fewer of a kernel with many registers.
+        warps: warps in flight between rows and their transpose, so that it need not wait.  An H200 holds up
+            to 8448 at a time, and fewer of a kernel with many registers.
     """
 
     band: int
@@ -61,15 +64,15 @@ class TransposeWork(NamedTuple):
 
 TRANSPOSE_WORK = TransposeWork(band=64, bytes=64, warps=6144)
 SLIM_TRANSPOSE_WORK = TransposeWork(band=128, bytes=128, warps=4224)
-"""Work of programs with few warps, if there are many: as many bytes of a program, half as many programs."""
+"""Parameters for many programs of few warps each: as many bytes of a program, half as many programs."""
 SLIM_WARPS = 4
-"""Most warps of a program for `SLIM_TRANSPOSE_WORK`."""
+"""Largest number of warps of a program for `SLIM_TRANSPOSE_WORK`."""
 MANY_ELEMENTS = 2**25
-"""Least number of elements for which there are enough programs for `SLIM_TRANSPOSE_WORK`."""
+"""Smallest number of elements that gives enough programs for `SLIM_TRANSPOSE_WORK`."""
 
 
 def transpose_work(rows: int, cols: int, tile: Tile) -> TransposeWork:
-    """The work of the programs that transpose [rows, cols]."""
+    """The parameters of the programs that transpose [rows, cols]."""
     is_slim = tile.warps <= SLIM_WARPS and rows * cols >= MANY_ELEMENTS
     return SLIM_TRANSPOSE_WORK if is_slim else TRANSPOSE_WORK
 
@@ -106,7 +109,7 @@ def schedule(rows: int, cols: int, tile: Tile, *, is_transposed: bool) -> Schedu
 
 @jit
 def _peaks(value, VECTOR: tl.constexpr):
-    """The largest magnitudes of a tile in every VECTOR neighbouring columns, [cols / VECTOR]."""
+    """Largest magnitudes of a tile in groups of VECTOR neighbouring columns, [cols / VECTOR]."""
     of_columns = tl.reduce(value, 0, larger_magnitude)
     return tl.reduce(tl.reshape(of_columns, [value.shape[1] // VECTOR, VECTOR]), 1, larger_magnitude)
 
@@ -137,7 +140,7 @@ def _normalize(
 ):
     """Normalize the rows of one program; other arguments are those of `_row_kernel`."""
     col = tl.arange(0, BLOCK_COLS)
-    # None where there is nothing to mask: masks cost an instruction an element, at several places.
+    # None if there is nothing to mask: masks cost an instruction per element, in several places.
     col_mask = None if COLS == BLOCK_COLS else col < COLS
     mask = None if COLS == BLOCK_COLS else (col < COLS)[None, :]
     vector: tl.constexpr = 128 // x_ptr.dtype.element_ty.primitive_bitwidth
@@ -149,9 +152,9 @@ def _normalize(
         scale = tl.load(scale_ptr)
     largest = tl.zeros([BLOCK_COLS // vector], tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        # Below the last row, the last row again: the same numbers go to the same place.
+        # Below the last row, the last row is repeated: the same values are stored to the same place.
         row = tl.minimum(first + step * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS), rows - 1)
-        # Threads take 16 bytes of x each, as loads like it; stores of FP8 would make them take more.
+        # Threads take 16 bytes of x each, which suits loads; stores of FP8 would make them take more.
         index = tl.max_contiguous(row[:, None] * COLS + col[None, :], [1, vector])
         value = load_summed(x_ptr, residual_ptr, summed_ptr, index, mask, "")
         if STEPS == 1:

@@ -1,4 +1,4 @@
-"""Tensors and loads that the kernels of a norm's forward share."""
+"""Tensors and loads shared by the kernels of a norm's forward."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from flatfsdp.kernels.shared.triton import jit, tl
 
 
 class NormTensors(NamedTuple):
-    """Tensors of a norm's forward, in the order in which the kernels of `rows.py` and `wide.py` take them."""
+    """Tensors of a norm's forward, in the argument order of the kernels in `rows.py` and `wide.py`."""
 
     x: Tensor
     residual: Tensor | None
@@ -31,7 +31,7 @@ class NormTensors(NamedTuple):
 def load_fp32(pointers, mask, POLICY: tl.constexpr):
     """Load numbers of any dtype as FP32; 0 where masked, if there is a mask.
 
-    POLICY says how the cache treats them ("": as usual).
+    POLICY is the eviction policy of the cache ("": the default).
     """
     if mask is None:
         value = tl.load(pointers, eviction_policy=POLICY)

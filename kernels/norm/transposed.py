@@ -1,20 +1,20 @@
 """LayerNorm and RMSNorm of many rows, straight to FP8 by rows and by columns.
 
-A program takes 32 rows at a time, as memory takes 32 bytes of a column at least, and keeps their FP8 bytes in
-shared memory until it stores the columns.  It normalizes them in four sweeps of eight rows:
+A program takes 32 rows at a time, because memory transfers at least 32 bytes of a column, and keeps their FP8
+bytes in shared memory until it stores the columns.  It normalizes them in four sweeps of eight rows:
 
     start the copy of the next sweep's rows to shared memory
     find mean and rstd of these, in FP32, by two passes over registers
     y = (x - mean) * rstd * weight + bias, its amax, and its FP8 bytes, to memory and to shared memory
     after four sweeps: words of the bytes of four rows, to columns
 
-Sweep s has rows 4 w + s, for w from 0 to 7: in one place of all sweeps' bytes are then four neighbours of a
-column.  A thread has the same columns in all rows, so that its weights stay in registers; from shared memory
-they would be more than half of what moves there.  The L2 cache is asked to keep columns, of which
-neighbouring programs store the rest.
+Sweep s has rows 4 w + s, for w from 0 to 7, so that equal places of all sweeps' bytes are four neighbours of
+a column.  A thread has the same columns in all rows, so its weights stay in registers; from shared memory
+they would be more than half of its traffic.  The L2 cache is asked to keep columns, the rest of which
+neighbouring programs store.
 
 Bytes per element: 4 for bf16, of which memory sees 4.  It is written in Gluon, Triton's language of explicit
-layouts, which has no interpreter; what does not fit here goes to the other kernels of `norm_forward`.
+layouts, which has no interpreter; other inputs go to the other kernels of `norm_forward`.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ from flatfsdp.kernels.shared.triton import (
 
 WARPS = 8
 ROWS = 32
-"""Rows that a program takes at a time."""
+"""Number of rows that a program takes at a time."""
 WIDTHS = (2048, 4096)
-"""Numbers of columns that it takes; a program keeps 48 bytes of each column in shared memory."""
+"""Supported numbers of columns; a program keeps 48 bytes of each column in shared memory."""
 LEAST_BUSY = 0.9
-"""Least share of the multiprocessors that have something to do until the end."""
+"""Smallest share of multiprocessors that have work until the end."""
 MOST_ELEMENTS = 2**31
-"""Most elements of x: their indices are 32-bit numbers."""
+"""Largest number of elements of x: their indices are 32-bit numbers."""
 
 
 def fits(tensors: NormTensors) -> bool:
-    """Whether this kernel can take these tensors, and is faster than that of `rows.py`."""
+    """Whether this kernel supports these tensors, and is faster than that of `rows.py`."""
     x, columnwise = tensors.x, tensors.columnwise
     if columnwise is None or tensors.residual is not None or tensors.out is not None:
         return False
@@ -61,7 +61,7 @@ def fits(tensors: NormTensors) -> bool:
 
 
 def is_good_shape(rows: int, cols: int) -> bool:
-    """Whether this kernel can take the shape, and keeps enough multiprocessors busy."""
+    """Whether this kernel supports the shape, and keeps enough multiprocessors busy."""
     rounds = cdiv(rows // ROWS, MULTIPROCESSORS)
     are_busy = rows // ROWS >= LEAST_BUSY * rounds * MULTIPROCESSORS
     return are_busy and cols in WIDTHS and rows % ROWS == 0 and 0 < rows * cols <= MOST_ELEMENTS
@@ -118,7 +118,7 @@ def _to_fp8(even, odd):
 
 @gluon_jit
 def _pick(low, high, WHICH: gl.constexpr):
-    """Four bytes of the eight of two words: by the hexadecimal digits of `WHICH`, the last one first."""
+    """Pick four of the eight bytes of two words, by the hexadecimal digits of `WHICH`, the last one first."""
     return gl.inline_asm_elementwise(
         "prmt.b32 $0, $1, $2, " + WHICH + ";",
         "=r,r,r",
@@ -151,7 +151,7 @@ def _start_reading(
 
 @gluon_jit
 def _unpacked(parts):
-    """The even numbers of each part, and then the odd ones, as FP32."""
+    """The even numbers of each part, then the odd ones, as FP32."""
     return [_even(pairs) for pairs in parts] + [_odd(pairs) for pairs in parts]
 
 
@@ -164,7 +164,7 @@ def _load_weights(ptr, pair, parts):
 
 @gluon_jit
 def _mean(values, COLS: gl.constexpr):
-    """The mean of each row, of which `values` are the parts."""
+    """The mean of each row, whose parts are `values`."""
     total = values[0]
     for i in gl.static_range(1, len(values)):
         total += values[i]
@@ -224,7 +224,7 @@ def _kernel(
     WARPS: gl.constexpr,  # warps of a program
     IS_EARLY: gl.constexpr,  # launched by PDL: wait for the kernel before
 ):
-    """Normalize, cast and transpose 32 rows at a time, as the head of this file says."""
+    """Normalize, cast and transpose 32 rows at a time, as the module's docstring describes."""
     # A warp has 128 pairs of all eight rows at a time; later, 16 words of columns and 32 rows.
     BY_ROWS: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, WARPS], [1, 0])
     BY_COLUMNS: gl.constexpr = gl.BlockedLayout([4, 1], [2, 16], [1, WARPS], [0, 1])

@@ -1,6 +1,6 @@
 """A norm of rows too wide for registers: a program reads its band of rows twice.
 
-Statistics are of merged blocks (Chan et al., 1979).
+Statistics are those of merged blocks (Chan et al., 1979).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _wide_kernel(
     BLOCK_COLS: tl.constexpr,  # columns of them that are read at a time
     STAGES: tl.constexpr,  # such blocks on their way from memory at a time, in the first pass
 ):
-    """Read a band of rows block by block, for statistics, and again backwards, as the cache holds the end."""
+    """Read a band of rows by blocks for statistics, then again backwards, because the cache holds the end."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = row < rows
     mean = tl.zeros([BLOCK_ROWS], tl.float32)

@@ -11,15 +11,15 @@ For each element, in FP32, with step t and a scale s of all gradients (clipping,
     rate = lr sqrt(1 - beta2^t) / (1 - beta1^t),  eps' = eps sqrt(1 - beta2^t)
 
 This is PyTorch's AdamW; both bias corrections are in rate and eps'.  The device computes these, in FP64 for
-all parameters at once (`bias_corrected`), because the host does not know how many steps were left out: see
-`taken` in `runs.py`.  What changes the parameter is added up first, so that a step rounds the parameter once.
-Each operation rounds to nearest and no two are contracted into one, so that reference and kernel have the
-same bits.
+all parameters at once (`bias_corrected`), because the host does not know how many steps were skipped (`taken`
+in `runs.py`).  All changes of the parameter are added up first, so that a step rounds it once.  Each
+operation rounds to nearest and no two are contracted, so that reference and kernel are bit-equal.
 
-Moments may be stored in bf16.  They are rounded when they are stored; the parameter sees them before that.
+Moments may be stored in bf16.  They are rounded when they are stored; the parameter update uses them
+unrounded.
 
-Bytes per element: 28, FP32 gradient and moments, of which 12 are written; 2 more for a bf16 copy.  A step
-that is left out writes the copy alone.
+Bytes per element: 28, FP32 gradient and moments, of which 12 are written; 2 more for a bf16 copy.  A skipped
+step writes only the copy.
 """
 
 from __future__ import annotations
@@ -65,6 +65,7 @@ class Numbers(NamedTuple):
 
     @staticmethod
     def of(lr: float, betas: tuple[float, float], weight_decay: float) -> Numbers:
+        """The numbers of these hyperparameters."""
         return Numbers(1 - betas[0], 1 - betas[1], lr * weight_decay)
 
 
@@ -80,13 +81,14 @@ class Corrected(NamedTuple):
 def bias_corrected(
     steps: Sequence[Tensor], options: Sequence[Corrected], dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
-    """rate and eps' of each parameter, [2]: the formula's numbers that depend on the count of its steps.
+    """Bias-corrected rate and eps' of each parameter, [2], which depend on the count of its steps.
 
-    Seven launches and one small copy to the device, however many parameters there are.
+    It takes seven launches and one small copy to the device, however many parameters there are.
 
     Args:
-        steps: updates of each parameter, this one included: 0-dim, all on one device.
-        dtype: of the results, which are computed in FP64.
+        steps: number of updates of each parameter, including this one: 0-dim, all on one device.
+        options: hyperparameters of each parameter.
+        dtype: dtype of the results, which are computed in FP64.
     """
     device = steps[0].device
     hyper = device_table(list(zip(*options, strict=True)), device, torch.float64)
@@ -137,7 +139,7 @@ def _update(
         g = g * grad_scale
     m = m + (g - m) * numbers.rest1
     v = v + (g * g - v) * numbers.rest2
-    # On a CPU, PyTorch's FP32 root may be MKL's, which is not always the nearest number.
+    # On a CPU, PyTorch's FP32 square root may be MKL's, which is not always correctly rounded.
     root = v.double().sqrt().to(wide)
     rate, eps = corrected.unbind()
     change = old * numbers.decay + m / (root + eps) * rate
@@ -170,7 +172,7 @@ def _update_block(
     param = tl.load(param_ptr, mask, 0.0)
     m += (g - m) * rest1
     v += (g * g - v) * rest2
-    # Triton's `/` and `sqrt` are not those of IEEE on a GPU.
+    # Triton's `/` and `sqrt` are not IEEE operations on a GPU.
     new = param - (param * decay + tl.div_rn(m, tl.sqrt_rn(v) + eps) * rate)
     is_new = written(mask, taken_ptr)
     tl.store(m_ptr, m.to(MOMENT), is_new)
@@ -196,7 +198,7 @@ def _adamw_kernel(
     """Update one block of one run."""
     place, left = place_of_program(table_ptr, n, N_POW2, BLOCK)
     if left >= BLOCK:
-        # Without a mask that differs between elements, loads are as wide as they can be.
+        # With a uniform mask, loads are as wide as possible.
         inside = tl.full([BLOCK], 1, tl.int1)
         _update_block(place, inside, grad_scale_ptr, taken_ptr, GRAD, MOMENT, DTYPE, BLOCK, ALIGNED)
     else:
@@ -227,7 +229,7 @@ def launch(
         reference(like, params, grads, exp_avgs, exp_avg_sqs, *rest)
 
 
-# `like` is there for the dispatch, which looks at the first argument.
+# `like` exists for the dispatch, which reads the first argument.
 _adamw = operator(
     "adamw_(Tensor like, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, "
     "Tensor(c!)[] exp_avg_sqs, float[] numbers, Tensor[] on_device, Tensor(d!)[] computes, "
@@ -247,10 +249,10 @@ def adamw(
     """Take one step for all runs, in place: one launch on CUDA.
 
     Args:
-        runs: with states [exp_avg, exp_avg_sq], `Numbers`, and on the device what `bias_corrected` returns.
+        runs: with states [exp_avg, exp_avg_sq], `Numbers`, and on the device the result of `bias_corrected`.
             All of one dtype per field.
         grad_scale: FP32, one element on the runs' device; multiplies every gradient.
-        taken: FP32, one element on the runs' device; 0 leaves the step out.
+        taken: FP32, one element on the runs' device; 0 skips the step.
         dtype: dtype of the copies, to which values are rounded for an amax; needed if a run has either.
 
     Raises:

@@ -1,32 +1,32 @@
-"""Runs of parameters, of which an optimizer's kernel updates many in one launch.
+"""Runs of parameters, many of which an optimizer's kernel updates in one launch.
 
 A run is a stretch of memory that is updated alike: an ordinary parameter, a portion of a flat shard, or one
-weight's part of it.  Beside the parameter it may have what the next forward needs of the new values, rounded
-to the `dtype` that the model computes in, one for the whole call:
+weight's part of it.  Besides the parameter it may have outputs for the next forward, rounded to the `dtype`
+that the model computes in, one for the whole call:
 
     compute = round(param)
     amax    = max(amax, max |round(param)|);  NaN wins
 
-A step may be left out, by a number on the device that the host does not know (`taken`): parameters and states
-then keep their bits, whatever the gradients are, and copy and amax are of the parameter as it is.
+A step may be skipped by a number on the device that the host does not know (`taken`): parameters and states
+then keep their bits, whatever the gradients are, and copy and amax are those of the unchanged parameter.
 
-All about the runs travels in one table (`device_table`), a column for each, with these rows:
+Everything about the runs is passed in one table (`device_table`), one column per run, with these rows:
 
     0 first block   1 elements   addresses: 2 param   3 grad   4 compute   5 amax   6 on_device   (0 for none)
     7 ...           the bits of the FP32 numbers that the host knows, then the addresses of the states
 
-so one compiled kernel serves lists of any length.  A program updates one block of one run; it finds its
-`place` by `place_of_program`, and by it what the table holds for this run.
+So one compiled kernel serves lists of any length.  A program updates one block of one run; it finds its
+`place` by `place_of_program`, and with it the table's entries for this run.
 
 In:   a list of `Run`, which an operator takes as `Columns` and a kernel as a `Table`.
 Next: `adamw.py` and `sgd.py`, which have the formulas.
 
-Arguments that functions of kernels share:
+Arguments shared by functions of kernels:
 
     place      (address of the run's column in the table, n, the program's first element in the run)
     ROW        row of the table, as above
     mask       elements of the block that the run has
-    taken_ptr  one FP32 number: 0 leaves the step out; None: it is taken
+        taken_ptr  one FP32 number: 0 skips the step; None: it is not skipped
     GRAD       dtype of the gradients;  DTYPE  dtype of the copies, None without copies and amaxes
     BLOCK      elements of one program
     ALIGNED    all tensors but amaxes start at multiples of 16 bytes
@@ -50,12 +50,12 @@ class Run(NamedTuple):
     """A stretch of elements that are updated alike; all tensors but `amax` of one shape, all on one device.
 
     Attributes:
-        param: updated in place.  The kernels are for contiguous FP32; anything else takes plain PyTorch.
+        param: updated in place.  The kernels need contiguous FP32; anything else is updated in plain PyTorch.
         grad: only read.
-        states: the optimizer's, updated in place.
-        numbers: of the optimizer's formula, such as a learning rate.
-        on_device: further numbers of it, which the device computes from a count of steps: FP32, contiguous
-            (FP64 for an FP64 parameter); or None.
+        states: states of the optimizer, updated in place.
+        numbers: numbers of the optimizer's formula, such as a learning rate.
+        on_device: further numbers, which the device computes from a count of steps: FP32, contiguous (FP64
+            for an FP64 parameter); or None.
         compute: set to the new values, in the dtype of the call; or None.
         amax: FP32, one element, raised to the largest magnitude of the new values; or None.
     """
@@ -70,7 +70,7 @@ class Run(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Runs as operators take them: a list for each field of `Run`, and empty tensors for None."""
+    """Runs in the form that operators take: a list for each field of `Run`, with empty tensors for None."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -82,7 +82,7 @@ class Columns(NamedTuple):
 
     @staticmethod
     def of(runs: Sequence[Run]) -> Columns:
-        """The columns of a list of runs that is not empty."""
+        """The columns of a nonempty list of runs."""
         none = runs[0].param.new_empty(0)
         return Columns(
             [run.param for run in runs],
@@ -96,7 +96,7 @@ class Columns(NamedTuple):
 
     @property
     def tensors(self) -> list[list[Tensor]]:
-        """Lists of tensors of the parameters' shapes, in the order of the table."""
+        """Lists of tensors with the parameters' shapes, in the order of the table."""
         return [self.params, self.grads, self.computes, *self.states]
 
     @property
@@ -170,11 +170,11 @@ def write_rounded(param: Tensor, compute: Tensor, amax: Tensor, dtype: torch.dty
 
 
 class Table(NamedTuple):
-    """Runs as kernels take them.
+    """Runs in the form that kernels take.
 
     Attributes:
-        rows: int64 [rows, n], on the device, laid out as the head of this file says.
-        blocks: programs that update all of them.
+        rows: int64 [rows, n], on the device, laid out as in the module's docstring.
+        blocks: number of programs that update all of them.
         aligned: whether everything starts at a multiple of the widest load.
     """
 
@@ -184,7 +184,7 @@ class Table(NamedTuple):
 
 
 def table_of(columns: Columns, block: int) -> Table:
-    """The table of runs; `block` is the number of elements that a program takes."""
+    """Make the table of runs; `block` is the number of elements of a program."""
     starts, blocks = first_blocks([cdiv(param.numel(), block) for param in columns.params])
     of_elements = [[tensor.data_ptr() for tensor in row] for row in columns.tensors]
     bits = torch.tensor(columns.numbers, dtype=torch.float32, device="cpu").view(torch.int32)
@@ -213,8 +213,11 @@ def launch_runs(
 
     Args:
         kernel: takes (table, n, grad_scale, taken, N_POW2, *constants, BLOCK, ALIGNED).
-        name: the kernel's in the table of tiles.
-        constants: what the kernel's constexprs between these are, such as Triton's dtypes of the gradients.
+        name: name of the kernel in the table of tiles.
+        columns: the runs.
+        grad_scale: FP32, one element, or None.
+        taken: FP32, one element, or None.
+        constants: the kernel's constexprs after N_POW2, such as Triton's dtypes of the gradients.
     """
     tile = find(name, torch.float32, 1)
     table, n = table_of(columns, tile.cols), len(columns.params)
@@ -233,7 +236,7 @@ def place_of_program(
     N_POW2: tl.constexpr,  # n, rounded up to a power of two
     BLOCK: tl.constexpr,
 ):
-    """The program's `place`, and how many elements the run has from there."""
+    """Find the program's `place`, and how many elements the run has from there."""
     block = tl.program_id(0)
     run_ptr = table_ptr + tensor_of_block(table_ptr, n, block, N_POW2)
     start = (block - tl.load(run_ptr)) * BLOCK
@@ -242,7 +245,7 @@ def place_of_program(
 
 @jit
 def field(place, ROW: tl.constexpr):
-    """What the table holds for this run: an int64."""
+    """The table's entry in row ROW for this run: an int64."""
     run_ptr, n, _ = place
     return tl.load(run_ptr + ROW * n)
 
@@ -264,7 +267,7 @@ def elements(place, ROW: tl.constexpr, DTYPE: tl.constexpr, BLOCK: tl.constexpr,
     """Pointers to the program's block of the tensor whose address is in this row; DTYPE is its dtype."""
     first = field(place, ROW).to(tl.pointer_type(DTYPE)) + place[2]
     if ALIGNED:
-        # What Triton finds out by itself about arguments, but not about what is loaded.
+        # Triton derives this for arguments, but not for loaded addresses.
         first = tl.multiple_of(first, 16)
     return first + tl.arange(0, BLOCK)
 

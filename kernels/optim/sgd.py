@@ -9,12 +9,12 @@ For each element, in FP32, with a scale s for all gradients (clipping, the inver
     param = param - lr d
     compute = round(param);  amax = max(amax, max |round(param)|)
 
-This is PyTorch's SGD.  Whether a step is the first one is decided on the device, by a count of the steps
-that were not left out (`taken` in `runs.py`).  Each operation rounds to nearest and no two are contracted
-into one, so that reference and kernel have the same bits.
+This is PyTorch's SGD.  Whether a step is the first one is decided on the device, by a count of the steps that
+were not skipped (`taken` in `runs.py`).  Each operation rounds to nearest and no two are contracted, so that
+reference and kernel are bit-equal.
 
 Bytes per element: 20 with an FP32 gradient and momentum (8 of them written), 12 without momentum; 2 more for
-a bf16 copy.  A step that is left out writes the copy alone.
+a bf16 copy.  A skipped step writes only the copy.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _sgd_kernel(
     """Update one block of one run."""
     place, left = place_of_program(table_ptr, n, N_POW2, BLOCK)
     if left >= BLOCK:
-        # Without a mask that differs between elements, loads are as wide as they can be.
+        # With a uniform mask, loads are as wide as possible.
         inside = tl.full([BLOCK], 1, tl.int1)
         _update_block(place, inside, grad_scale_ptr, taken_ptr, GRAD, BUFFER, NESTEROV, DTYPE, BLOCK, ALIGNED)
     else:
@@ -186,7 +186,7 @@ def launch(
         reference(like, params, grads, buffers, *rest)
 
 
-# `like` is there for the dispatch, which looks at the first argument.
+# `like` exists for the dispatch, which reads the first argument.
 _sgd = operator(
     "sgd_(Tensor like, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] buffers, float[] numbers, "
     "Tensor[] on_device, Tensor(c!)[] computes, Tensor(d!)[] amaxes, Tensor? grad_scale, Tensor? taken, "
@@ -207,11 +207,11 @@ def sgd(
     """Take one step for all runs, in place: one launch on CUDA.
 
     Args:
-        runs: with `Numbers`, states [momentum buffer], or none in all runs, and with those, on the device,
-            the number of steps of the parameter, this one included.  All of one dtype per field.
+        runs: with `Numbers` and states [momentum buffer], or no states in any run; with states, on the device
+            the number of steps of the parameter, including this one.  All of one dtype per field.
         grad_scale: FP32, one element on the runs' device; multiplies every gradient.
-        taken: FP32, one element on the runs' device; 0 leaves the step out.
-        nesterov: take Nesterov's momentum, for all runs; needs buffers.
+        taken: FP32, one element on the runs' device; 0 skips the step.
+        nesterov: use Nesterov's momentum, for all runs; needs buffers.
         dtype: dtype of the copies, to which values are rounded for an amax; needed if a run has either.
 
     Raises:

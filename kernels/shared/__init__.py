@@ -1,4 +1,4 @@
-"""What several kernels use.  Read the first two before any kernel, and the others when a kernel imports them.
+"""Helpers of several kernels.  Read the first two first, and the others when a kernel imports them.
 
 triton.py    Triton, prepared launches, dtypes
 ops.py       kernels as PyTorch operators

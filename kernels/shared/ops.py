@@ -1,7 +1,7 @@
-"""Kernels as PyTorch operators, so that torch.compile, fake tensors and dispatch modes see one opaque call.
+"""Kernels as PyTorch operators: torch.compile, fake tensors and dispatch modes see one opaque call.
 
-Every operator writes into tensors that its caller has allocated and returns nothing: the schema names what is
-mutated, and the fake implementation has nothing to do.
+Every operator writes into tensors that its caller has allocated and returns nothing: the schema names the
+mutated tensors, and the fake implementation has nothing to do.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ def operator(
     launch: Callable[..., None],
     flops: Callable[..., int] | None = None,
 ) -> Callable[..., None]:
-    """Register `flatfsdp::<name>` and return the function to call it with.
+    """Register `flatfsdp::<name>`, and return the function that calls it.
 
     Args:
-        schema: such as "scale_(Tensor(a!) out, Tensor x, float factor) -> ()".
-        reference: plain PyTorch; runs on the CPU, and is what the kernel is tested against.
+        schema: for example "scale_(Tensor(a!) out, Tensor x, float factor) -> ()".
+        reference: plain PyTorch; runs on the CPU, and the kernel is tested against it.
         launch: starts the Triton kernel; runs on CUDA.
-        flops: for a GEMM, its operations from the shapes of its arguments: what FlopCounterMode counts.
+        flops: for a GEMM: its operations from the shapes of its arguments, for FlopCounterMode.
     """
     name = schema.partition("(")[0]
     _library.define(schema, tags=torch.Tag.pt2_compliant_tag)
@@ -39,13 +39,13 @@ def operator(
     _library.impl(name, launch, "CUDA")
     library.register_fake(f"flatfsdp::{name}", lambda *args, **kwargs: None, lib=_library)
     registered = getattr(torch.ops.flatfsdp, name).default
-    # Selective checkpointing keeps what operators return, and that is nothing: always run them again.
+    # Selective checkpointing keeps what operators return, which is nothing here: always run them again.
     SAC_IGNORED_OPS.add(registered)
     if flops is not None:
         register_flop_formula(getattr(torch.ops.flatfsdp, name))(flops)
 
     def call(first: Tensor, *args: Any) -> None:
-        # The dispatcher costs more host time than the launch; only who looks on needs it.
+        # The dispatcher costs more host time than the launch; only observers need it.
         if type(first) is not Tensor or torch.compiler.is_compiling() or _len_torch_dispatch_stack():
             registered(first, *args)
         elif torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(first.device.type):

@@ -1,14 +1,14 @@
-"""Outputs of fused kernels: the result in the activations' dtype, in FP8, or both; and the amax of it.
+"""Outputs of fused kernels: the result in the activations' dtype, in FP8, or both; and its amax.
 
-Rowwise FP8 is [rows, cols]; columnwise FP8 is its transpose, [cols, rows] and contiguous, as Hopper's FP8
-GEMMs take K-major operands only.  Both hold the same bytes.  Cast and amax take the FP32 value,
-before it is rounded to the activations' dtype, as in Transformer Engine's fused kernels:
+Rowwise FP8 is [rows, cols]; columnwise FP8 is its transpose, [cols, rows] and contiguous, because Hopper's
+FP8 GEMMs take K-major operands only.  Both hold the same bytes.  Cast and amax use the FP32 value before it
+is rounded to the activations' dtype, as in Transformer Engine's fused kernels:
 
     q = clamp(value * scale, -limit, limit) as FP8;  NaN stays NaN
     amax = max(amax, max |value|);  NaN wins
 
-Sums over rows, which gradients of biases and norms are, are taken in two stages and always in the same order:
-each program sums the band of rows that it works on, and `sum_bands` adds up the bands.
+Sums over rows (gradients of biases and norms) are computed in two stages, always in the same order: each
+program sums its own band of rows, and `sum_bands` adds up the bands.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HIGH_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Outputs(NamedTuple):
-    """The three forms of one result [rows, cols]; None where not asked for."""
+    """The three forms of one result [rows, cols]; None where not requested."""
 
     out: Tensor | None
     """[rows, cols] in the activations' dtype."""
@@ -94,13 +94,17 @@ def allocate_outputs(
     rowwise: bool,
     columnwise: bool,
 ) -> Outputs:
-    """Allocate the forms that are asked for, of a result [x.shape[0], cols].
+    """Allocate the requested forms of a result [x.shape[0], cols].
 
     Args:
+        x: the input, for the number of rows, dtype and device.
+        cols: columns of the result.
         scale: FP32, one element; needed with `dtype`.
         amax: FP32, one element, or None to record none.
-        dtype: dtype of the FP8 outputs; None for none, and then `rowwise` does not count.
-        high_precision: whether the result is wanted in x's dtype, too.
+        dtype: dtype of the FP8 outputs, or None; `rowwise` is ignored then.
+        high_precision: whether to allocate the result in x's dtype.
+        rowwise: whether to allocate the result in FP8.
+        columnwise: whether to allocate its transpose in FP8.
 
     Raises:
         ValueError: if the options contradict each other.
@@ -151,14 +155,14 @@ def write_outputs(
 
 @jit
 def saturate(value, DTYPE: tl.constexpr):
-    """FP32 cast to FP8, saturated at its largest number; NaN stays NaN."""
+    """Cast FP32 to FP8, saturated at its largest number; NaN stays NaN."""
     limit: tl.constexpr = 57344.0 if DTYPE.is_fp8e5() else 448.0
     return tl.clamp(value, -limit, limit, propagate_nan=tl.PropagateNan.ALL).to(DTYPE)
 
 
 @jit
 def magnitude_bits(value):
-    """The bits of |value|, FP32, as int32: in the order of the magnitudes, with NaN above infinity."""
+    """The bits of |value|, FP32, as int32: ordered like the magnitudes, with NaN above infinity."""
     return value.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -199,8 +203,8 @@ def store_outputs(
         if rowwise_ptr is not None:
             tl.store(rowwise_ptr + index, saturate(scaled, rowwise_ptr.dtype.element_ty), mask)
         if columnwise_ptr is not None:
-            # Without the clamp, which the GPU's conversion does itself, and by a conversion of its own: ptxas
-            # (12.8, 12.9; Triton issue 11111) loses bytes of FP8 pairs that are both stored and transposed.
+            # Without the clamp, which the GPU's conversion includes, and converted separately: ptxas (12.8,
+            # 12.9; Triton issue 11111) loses bytes of FP8 pairs that are both stored and transposed.
             transposed = tl.trans(scaled.to(columnwise_ptr.dtype.element_ty))
             at = columnwise_ptr + col[:, None].to(tl.int64) * rows + row[None, :]
             tl.store(at, transposed, tl.trans(mask))
@@ -208,9 +212,9 @@ def store_outputs(
 
 @jit
 def fold(value, ROWS: tl.constexpr):
-    """Partial column sums of a tile, [ROWS, cols]: row r sums the tile's rows r, r + ROWS, and so on.
+    """Compute partial column sums of a tile, [ROWS, cols]: row r sums the tile's rows r, r + ROWS, and so on.
 
-    With `rows_at_once` for ROWS, a thread adds up what it holds, and no numbers are exchanged.
+    With ROWS from `rows_at_once`, a thread sums what it holds, and no numbers are exchanged.
     """
     return tl.sum(tl.reshape(value, [value.shape[0] // ROWS, ROWS, value.shape[1]]), axis=0)
 
@@ -221,7 +225,7 @@ def rows_at_once(tile: Tile, vector: int) -> int:
 
 
 def vector_of(x: Tensor, *others: Tensor | None) -> int:
-    """The number of neighbouring elements that a thread holds: 16 bytes of the narrowest tensor."""
+    """Number of neighbouring elements that a thread holds: 16 bytes of the narrowest tensor."""
     return 16 // min(tensor.element_size() for tensor in (x, *others) if tensor is not None)
 
 
@@ -229,7 +233,7 @@ def vector_of(x: Tensor, *others: Tensor | None) -> int:
 def starts_early(device: torch.device) -> bool:
     """Whether kernels use programmatic dependent launch (PDL), as on Hopper and later GPUs.
 
-    A kernel is then launched (`launch_pdl`) while the one before it still ends.  It has to wait for the last
+    A kernel is then launched (`launch_pdl`) before its predecessor has ended.  It has to wait for the last
     writes (`gdc_wait`) before it reads what they wrote; its constexpr for that is IS_EARLY.
     """
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
@@ -260,7 +264,7 @@ def _sum_bands_kernel(
 
 
 def new_bands(out: Tensor, n: int) -> Tensor:
-    """A buffer FP32 [.., n, cols] for the sums of n bands, which `sum_bands` adds up to `out` [.., cols]."""
+    """Allocate FP32 [.., n, cols] for the sums of n bands, which `sum_bands` adds up to `out` [.., cols]."""
     return out.new_empty(*out.shape[:-1], n, out.shape[-1], dtype=torch.float32)
 
 

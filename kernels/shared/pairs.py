@@ -1,14 +1,14 @@
 """Tiles held as pairs of rows, for kernels that also write the transpose of what they cast to FP8.
 
-Two tensors [pairs, cols] make up a tile: `upper` has its even rows, `lower` its odd ones.  A conversion to
-FP8 makes two bytes of two numbers anyway.  Taken from neighbouring rows, they are neighbours in the
-transpose, too, and 16 bits are what the hardware transposes (ldmatrix); single bytes take three times as many
+Two tensors [pairs, cols] form a tile: `upper` has its even rows, `lower` its odd ones.  A conversion to FP8
+makes two bytes from two numbers anyway.  Taken from adjacent rows, they are also adjacent in the transpose,
+and the hardware transposes in units of 16 bits (ldmatrix); single bytes take three times as many
 instructions.
 
-What is stored by rows is converted apart: ptxas (12.8, 12.9; Triton issue 11111) loses bytes of FP8 pairs
-that are both stored and transposed.  Conversions on the GPU saturate by themselves, and keep NaN.
+The rowwise store has its own conversion: ptxas (12.8, 12.9; Triton issue 11111) loses bytes of FP8 pairs that
+are both stored and transposed.  Conversions on the GPU saturate, and keep NaN.
 
-Arguments that functions here share:
+Arguments shared by the functions of this file:
 
     ptr                    the tile's first element in the matrix, unless said otherwise
     rows, cols             size of the whole matrix, not of the tile
@@ -34,7 +34,7 @@ def larger_magnitude(left, right):
 
 @jit
 def to_fp32(x):
-    """A tensor cast to FP32; bf16 by its bits, as Triton's cast takes three instructions for two numbers."""
+    """Cast to FP32; bf16 by its bits, because Triton's cast takes three instructions for two numbers."""
     if x.dtype == tl.bfloat16:
         x = (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     return x.to(tl.float32)
@@ -42,7 +42,7 @@ def to_fp32(x):
 
 @jit
 def read_row_pairs(ptr, cols, rows_left, cols_left, PAIRS: tl.constexpr, COLS: tl.constexpr):
-    """Upper and lower rows of a tile, in the matrix's dtype; zeros where there is nothing."""
+    """Load the upper and lower rows of a tile, in the matrix's dtype; zeros outside the matrix."""
     row = 2 * tl.arange(0, PAIRS)[:, None]
     col = tl.arange(0, COLS)[None, :]
     at = ptr + row * cols + col
@@ -53,17 +53,17 @@ def read_row_pairs(ptr, cols, rows_left, cols_left, PAIRS: tl.constexpr, COLS: t
 
 @jit
 def load_row_pairs(ptr, cols, rows_left, cols_left, PAIRS: tl.constexpr, COLS: tl.constexpr):
-    """Upper and lower rows of a tile, in FP32; zeros where there is nothing."""
+    """Load the upper and lower rows of a tile, in FP32; zeros outside the matrix."""
     upper, lower = read_row_pairs(ptr, cols, rows_left, cols_left, PAIRS, COLS)
     return to_fp32(upper), to_fp32(lower)
 
 
 @jit
 def store_column_sums(upper, lower, ptr, cols_left):
-    """Store sums over the rows of a tile, FP32, at `ptr`; upper and lower are of the dtype that was read.
+    """Store sums over the rows of a tile, FP32, at `ptr`; upper and lower have the dtype that was read.
 
-    16-bit numbers are added by a matrix product with ones, which is exact but for its FP32 additions: the
-    sums of a column then need no exchange between threads.
+    16-bit numbers are added by a matrix multiplication with ones, which is exact but for its FP32 additions:
+    so the sums of a column need no exchange between threads.
     """
     if upper.dtype == tl.float32:
         sums = tl.sum(upper + lower, axis=0)
@@ -87,7 +87,7 @@ def store_row_pairs(upper, lower, ptr, cols, rows_left, cols_left):
 
 @jit
 def store_transposed(upper, lower, ptr, rows, rows_left, cols_left, WHOLE: tl.constexpr):
-    """Store a tile in the transpose [cols, rows], FP8, in which `ptr` is to the tile's corner.
+    """Store a tile in the transpose [cols, rows], FP8; `ptr` points to the tile's corner there.
 
     If `WHOLE`, WHOLE_ROWS has to divide the tile's height, too.
     """

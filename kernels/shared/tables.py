@@ -1,7 +1,7 @@
 """Lists of tensors as kernels take them: one table of addresses and sizes, on the device.
 
-So one compiled kernel serves lists of any length.  All tensors' blocks are numbered in one row; a program
-counts the tensors that start at or before its block, which is one load of n numbers.
+So one compiled kernel serves lists of any length.  The blocks of all tensors are numbered consecutively; a
+program counts the tensors that start at or before its block, which is one load of n numbers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ LOAD_BYTES = 16
 def device_table(
     fields: Sequence[Sequence[float]], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """A table [fields, n] on `device`, sent without waiting for the device.
+    """Make a table [fields, n] on `device` without waiting for the device.
 
-    On CUDA it goes through pinned memory, copied on the current stream.  Nobody has to keep the pinned
-    tensor: PyTorch's host allocator hands its memory out again only when the copy is over.  The table may be
-    dropped after a launch on the same stream, like any temporary.  Do not capture this in a CUDA graph, which
-    would repeat the copy from memory that others own by then.
+    On CUDA it goes through pinned memory, copied on the current stream.  The pinned tensor need not be kept:
+    PyTorch's host allocator reuses its memory only after the copy.  The table may be dropped after a launch
+    on the same stream, like any temporary.  Do not capture this in a CUDA graph, which would repeat the copy
+    from memory that is reused by then.
     """
     table = torch.tensor(fields, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
@@ -38,10 +38,10 @@ def device_table(
 def kept_table(fields: Sequence[Sequence[int]], device: torch.device) -> Tensor:
     """A `device_table` that is kept for later calls with the same fields.
 
-    In a training loop the same tensors are at the same addresses again, and to make a table takes the host
-    longer than to launch a kernel.  Each stream has its own, because nobody else waits for the copy.  While a
-    CUDA graph is captured the copy is made beside it, at once, and the table is kept for good: replays read
-    it.
+    In a training loop the same tensors have the same addresses again, and making a table takes the host
+    longer than launching a kernel.  Each stream has its own, because other streams do not wait for the copy.
+    While a CUDA graph is captured, the copy is made immediately on another stream, and the table is kept for
+    good, because replays read it.
     """
     rows = tuple(map(tuple, fields))
     if device.type != "cuda":
@@ -58,7 +58,7 @@ def _kept_table(fields: tuple[tuple[int, ...], ...], device: torch.device, strea
 
 @cache
 def _table_of_graphs(fields: tuple[tuple[int, ...], ...], device: torch.device) -> Tensor:
-    # The one stream that nobody captures; others come from a pool, and may be a part of the capture.
+    # The one stream that is never captured; others come from a pool, and may be part of the capture.
     beside = torch.cuda.default_stream(device)
     with torch.cuda.stream(beside):
         table = device_table(fields, device)
@@ -67,7 +67,7 @@ def _table_of_graphs(fields: tuple[tuple[int, ...], ...], device: torch.device) 
 
 
 def first_blocks(counts: Sequence[int]) -> tuple[list[int], int]:
-    """The number of each tensor's first block, if all blocks are numbered in one row, and their count."""
+    """The number of each tensor's first block, if all blocks are numbered consecutively, and their count."""
     ends = list(running_sums(counts))
     return [0, *ends[:-1]], ends[-1]
 

@@ -1,7 +1,7 @@
-"""Tiles by which memory-bound kernels divide their work: one table, found by measuring on an H200.
+"""Tiles of memory-bound kernels: one table, found by measuring on an H200.
 
-A table and no autotuning at run time: every run and every rank launches the same kernels, so that sums over
-rows have the same bits and nobody waits for a rank that still searches.  `benchmarks/tune.py` measures
+It is a table without autotuning at run time: every run and every rank launches the same kernels, so that sums
+over rows are bit-equal and no rank waits for one that still searches.  `benchmarks/tune.py` measures
 candidates and rewrites the table.
 """
 
@@ -22,9 +22,9 @@ class Tile(NamedTuple):
     Attributes:
         rows, cols: size of a tile; a kernel for whole rows keeps to rows * cols and chooses `cols` itself.
         warps: number of warps in a program.
-        stages: tiles on their way from memory at a time, in kernels that go through several.
+        stages: tiles in flight from memory at a time, in kernels that loop over several.
         steps: tiles that a program takes, one below the other.
-        registers: most that a thread may use; None leaves it to the compiler.
+        registers: largest number of registers of a thread; None leaves it to the compiler.
     """
 
     rows: int
@@ -41,7 +41,7 @@ class Tile(NamedTuple):
 
 
 TILES: dict[tuple[str, int, int], Tile] = {
-    # kernel, bytes of an element, columns at most
+    # kernel, bytes of an element, largest number of columns
     ("cast", 2, 16384): Tile(128, 64, 4),
     ("cast", 4, 16384): Tile(64, 64, 4),
     ("cast, sum", 2, 16384): Tile(128, 64, 4),
@@ -99,7 +99,7 @@ TILES: dict[tuple[str, int, int], Tile] = {
 def find(kernel: str, dtype: torch.dtype, cols: int) -> Tile:
     """The tile of the narrowest class that holds `cols` columns, or else of the widest.
 
-    A kernel without tiles for elements of this size takes those for 2 bytes.
+    A kernel without tiles for elements of this size uses those for 2 bytes.
     """
     of_kernel = [at for at in TILES if at[0] == kernel]
     classes = [at for at in of_kernel if at[1] == dtype.itemsize] or [at for at in of_kernel if at[1] == 2]
@@ -107,5 +107,5 @@ def find(kernel: str, dtype: torch.dtype, cols: int) -> Tile:
 
 
 def power_of_two(value: int) -> int:
-    """The least power of two that is not below `value`; 1 at least."""
+    """Smallest power of two not below `value`; at least 1."""
     return 1 << max(0, value - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Triton, or a stand-in with which kernels can be defined, but not run, where it is not installed.
+"""Triton, or a stand-in for machines without it, with which kernels can be defined but not run.
 
 Gluon is Triton's language of explicit layouts and shared memory: `gluon_jit`, `gl`, `async_copy`.
 """
@@ -36,25 +36,25 @@ _HERE = nullcontext()
 
 
 def on_device_of(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A context in which launches go to the tensor's device; the interpreter runs kernels on CPU tensors."""
+    """Context in which launches go to the tensor's device; does nothing for the interpreter's CPU tensors."""
     if not tensor.is_cuda or tensor.get_device() == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(tensor.device)
 
 
 POINTER_ALIGNMENT = 16
-"""Bytes; where the address of an argument is no multiple of it, Triton compiles another variant."""
+"""Bytes; Triton compiles another variant for an argument whose address is not a multiple of it."""
 
 
 class PreparedKernel:
-    """A kernel with its grid, its numbers and its options, which a call starts with tensors.
+    """A kernel with fixed grid, numbers and options; a call starts it with tensors.
 
-    Triton looks at every argument of every call to find the variant that it has compiled for such ones, which
-    takes twice as long as the launch itself.  Here numbers are the same in all calls, and of tensors only
-    dtypes and addresses are looked at.
+    Triton inspects every argument of every call to find the compiled variant, which takes twice as long as
+    the launch itself.  Here numbers are the same in all calls, and only dtypes and addresses of tensors are
+    inspected.
 
     Args:
-        kernel: a @jit kernel that takes tensors first, or None in place of one, and then numbers.
+        kernel: a @jit kernel that takes tensors (or None) first, and then numbers.
         grid: number of programs in each of one to three dimensions.
         numbers: all other arguments in their order: sizes, scalars, constexprs.
         options: launch options, such as num_warps.

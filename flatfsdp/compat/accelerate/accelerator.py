@@ -3,9 +3,9 @@
 In:   model, optimizer, data loader and scheduler, as for DistributedDataParallel.
 Out:  the same objects; the model is sharded, and the optimizer has this rank's parts.
 
-What differs from `Accelerator` under torchrun, where DistributedDataParallel is around the model:
+Differences from `Accelerator` under torchrun, which wraps models in DistributedDataParallel:
 
-    a model          is the object that it was, so that `unwrap_model` has nothing to take off
+    a model          stays the same object, so `unwrap_model` has nothing to unwrap
     an optimizer     may be made before `prepare` or after it
     save_state       is collective: `flatfsdp.checkpoint` writes models and optimizers, each rank its part
 
@@ -58,21 +58,21 @@ class FlatAccelerator(Accelerator):
                 scheduler.step()
                 optimizer.zero_grad()
 
-    A program for `Accelerator` under torchrun runs with this one changed line.  Ranks begin with the first
-    one's values, as under DistributedDataParallel.  A model without trained parameters is moved to the device
-    and not sharded; one that is sharded already is taken as it is.
+    A program for `Accelerator` under torchrun needs only this one line changed.  All ranks start from the
+    first rank's values, as under DistributedDataParallel.  A model without trained parameters is moved to the
+    device and not sharded; an already sharded one is used as is.
 
     Args:
-        policy: which modules become units; None: the layers that a Hugging Face model names, see
-            `flatfsdp.compat.transformers.policy_of`.
-        shard_options: of `flatfsdp.shard`, such as `reshard_after_forward`; with mixed_precision="bf16" its
-            `precision` is Precision(compute=torch.bfloat16) unless this says otherwise.
-        options: of Accelerator, by name.
+        policy: which modules become units; None: the layers that a Hugging Face model names
+            (`flatfsdp.compat.transformers.policy_of`).
+        shard_options: options of `flatfsdp.shard`, such as `reshard_after_forward`.  With
+            mixed_precision="bf16", `precision` defaults to Precision(compute=torch.bfloat16).
+        options: options of Accelerator, by name.
 
     Raises:
-        TypeError: for an option of `shard` that there is not.
-        ValueError: for what Accelerator could do with DistributedDataParallel or other engines, and this
-            cannot: what, and what to do instead.
+        TypeError: for an unknown option of `shard`.
+        ValueError: for a feature of Accelerator that FlatFSDP does not support; the message names an
+            alternative.
     """
 
     _models: list[Any]
@@ -95,12 +95,16 @@ class FlatAccelerator(Accelerator):
     # ---- setup ------------------------------------------------------------------------------------------
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As Accelerator's; models with trained parameters are sharded.  Collective.
+        """Prepares objects as Accelerator does, and shards models with trained parameters.  Collective.
+
+        Args:
+            args: models, optimizers, data loaders and schedulers.
+            device_placement: whether to move each of them to the device; default: Accelerator's.
 
         Raises:
-            ValueError: for an optimizer with state of a model that is to be sharded; if layers are not known;
-                as `flatfsdp.shard`.
-            RuntimeError: if a model is not the same on all ranks, apart from its values.
+            ValueError: if an optimizer of a model to be sharded has state; if the model's layers are not
+                known; if `flatfsdp.shard` refuses the model.
+            RuntimeError: if a model's structure differs between ranks.
         """
         taken = [each for arg in args if self._is_to_shard(arg) for each in arg.parameters()]
         for optimizer in self._plain_optimizers([*args, *self._optimizers]):
@@ -110,9 +114,11 @@ class FlatAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """As Accelerator's, without DistributedDataParallel.  Collective if the model is sharded here.
+        """Shards a model instead of wrapping it in DistributedDataParallel.  Collective if it does.
 
         Args:
+            model: the model.
+            device_placement: whether to move it to the device; default: Accelerator's.
             evaluation_mode: True: the model is not sharded.
         """
         if not evaluation_mode and self._is_to_shard(model):
@@ -124,17 +130,21 @@ class FlatAccelerator(Accelerator):
         return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """As Accelerator's; parameters of a model that was sharded become this rank's parts.
+        """Prepares an optimizer; parameters of a model that was sharded are replaced by this rank's parts.
+
+        Args:
+            optimizer: made before or after the model was sharded.
+            device_placement: ignored; the optimizer's state stays with the shards.
 
         Raises:
             ValueError: if it has state of whole parameters, or was made before `flatfsdp.shard`.
         """
         self._renamed.hand_to(states.plain_optimizer(optimizer))
-        # Shards are where they belong, be it host memory.
+        # Shards stay where they are, which may be host memory.
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerator's.
+        """Prepares a data loader as Accelerator does.
 
         Raises:
             ValueError: with `even_batches=False`: ranks with more batches would wait for the others.
@@ -148,7 +158,7 @@ class FlatAccelerator(Accelerator):
 
     @property
     def _engine_device(self) -> torch.device:
-        """Accelerate counts CPUs by ranks, and tensors are on "cpu"."""
+        """Accelerate's device: for CPUs without its per-rank index, because tensors are on plain "cpu"."""
         device: torch.device = self.device
         return torch.device("cpu") if device.type == "cpu" else indexed(device)
 
@@ -169,7 +179,7 @@ class FlatAccelerator(Accelerator):
             policy = policy_of(model) if self._policy is None else self._policy
         except ValueError as error:
             raise ValueError(f"{error}: FlatAccelerator(policy=by_class(...))") from error
-        # Before the first collective.
+        # Checked before the first collective.
         parameters_to_take(model)
         take_from_first_rank(model, self._engine_device)
         _warn_of_batch_norm(model, self.num_processes)
@@ -181,7 +191,8 @@ class FlatAccelerator(Accelerator):
             self._renamed.hand_to(optimizer)
 
     def _require_of_all_ranks(self, model: Any) -> None:
-        """
+        """Checks that the model is sharded on Accelerate's device and over all ranks.
+
         Raises:
             ValueError: if the model is sharded on another device, or over other ranks.
         """
@@ -206,10 +217,10 @@ class FlatAccelerator(Accelerator):
     # ---- training ---------------------------------------------------------------------------------------
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2.0) -> Any:
-        """As Accelerator's: the norm is that of all ranks.  Collective.
+        """Clips gradients by their norm over all ranks, which it returns.  Collective.
 
         Raises:
-            RuntimeError: while gradients are accumulated, which are not reduced yet.
+            RuntimeError: while gradients are being accumulated and are not reduced yet.
         """
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         trained = {id(each) for each in parameters if each.requires_grad}
@@ -225,9 +236,10 @@ class FlatAccelerator(Accelerator):
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
-        """
+        """Supports a single rank only, because each forward is collective.
+
         Raises:
-            NotImplementedError: with several ranks: each forward is collective.
+            NotImplementedError: with several ranks.
         """
         if self.num_processes > 1:
             raise NotImplementedError(
@@ -239,14 +251,14 @@ class FlatAccelerator(Accelerator):
     # ---- whole parameters -------------------------------------------------------------------------------
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """As Accelerator's: whole tensors, on all ranks; of a sharded model in host memory.  Collective."""
+        """Whole tensors on all ranks; those of a sharded model are in host memory.  Collective."""
         if is_unit(model):
             self._meet(model, "get_state_dict")
             return apart(checkpoint.full_state_dict(model, cpu_offload=True))
         return apart(super().get_state_dict(model, unwrap))
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """As Accelerator's; tensors that were gathered together are not taken for tied ones."""
+        """Saves as Accelerator does; tensors gathered into one buffer are not mistaken for tied ones."""
         super().save(apart(obj) if safe_serialization else obj, f, safe_serialization)
 
     # ---- checkpoints ------------------------------------------------------------------------------------
@@ -257,18 +269,24 @@ class FlatAccelerator(Accelerator):
         safe_serialization: bool = True,
         **options: Any,
     ) -> Any:
-        """As Accelerator's; sharded models and their optimizers by `flatfsdp.checkpoint`.  Collective.
+        """Saves as Accelerator does, with sharded models and optimizers in `flatfsdp.checkpoint`'s format.
 
-        Any number of ranks loads them; random numbers are those of as many ranks as have saved.
+        Collective.  Any number of ranks can load the result; random-number states are restored only for as
+        many ranks as saved them.
 
         Args:
-            output_dir: the same on all ranks, which see the same files.
+            output_dir: the same on all ranks, in a file system that all ranks share.
+            safe_serialization: whether plain models are saved as safetensors.
+            options: further options of Accelerator.
+
+        Returns:
+            The folder.
 
         Raises:
             ValueError: if ranks pass different folders; if a model has several optimizers, or one optimizer
-                several models.
+                has several models.
             CheckpointError: if a rank could not write.
-            All of them on every rank.
+            Each error is raised on every rank.
         """
         saved = self._saved()
         if not saved:
@@ -292,15 +310,17 @@ class FlatAccelerator(Accelerator):
         load_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> None:
-        """Loads what `save_state` has written, after `prepare`.  Collective.
+        """Loads what `save_state` has written; call it after `prepare`.  Collective.
 
         Args:
-            input_dir: the same on all ranks; None: the newest that is complete, with automatic names.
+            input_dir: the same on all ranks; None, with automatic names: the newest complete checkpoint.
+            load_kwargs: options for loading plain models, as Accelerator's.
+            options: further options of Accelerator.
 
         Raises:
-            ValueError: if the folder was not completed, or holds something else than what was prepared.
-            DamagedCheckpoint: if it does not hold what was written there.
-            All of them on every rank.
+            ValueError: if the save did not complete, or it does not hold what was prepared.
+            DamagedCheckpoint: if the contents are not what was written.
+            Each error is raised on every rank.
         """
         saved = self._saved()
         if not saved:
@@ -312,21 +332,22 @@ class FlatAccelerator(Accelerator):
             mark = states.mark_of(folder, len(saved))
         if mark.ranks != self.num_processes and self.is_main_process:
             warnings.warn(
-                f"{folder} was saved by {mark.ranks} ranks, and {self.num_processes} load it: random numbers "
-                "are not those of then",
+                f"{folder} was saved by {mark.ranks} ranks, and {self.num_processes} load it: random "
+                "numbers are not restored",
                 stacklevel=2,
             )
         for number, (model, optimizer) in enumerate(saved):
             checkpoint.load(states.checkpoint_of(folder, number), model, optimizer)
         with raising_on_all(saved[0].model), self._without_sharded():
             super().load_state(str(folder), load_kwargs, **options)
-        # Ranks that there were not then have no file that says so.
+        # Ranks beyond the number that saved have no file with their step.
         self.step = mark.step
 
     def register_save_state_pre_hook(self, hook: Any) -> NoReturn:
-        """
+        """Refuses hooks of `save_state` and `load_state` for models.
+
         Raises:
-            NotImplementedError: such hooks save models, of which there are only parts.
+            NotImplementedError: always; such hooks save whole models, and ranks have only parts.
         """
         raise NotImplementedError(
             "FlatAccelerator has no hooks for models in save_state and load_state: flatfsdp.checkpoint saves "
@@ -345,7 +366,7 @@ class FlatAccelerator(Accelerator):
 
     @contextmanager
     def _without_sharded(self) -> Iterator[None]:
-        """Inside, Accelerator knows of other models and optimizers only."""
+        """Hides sharded models and their optimizers from Accelerator inside the context."""
         models, optimizers = self._models, self._optimizers
         ours = [saved.optimizer for saved in self._saved()]
         self._models = [model for model in models if not is_unit(model)]
@@ -365,16 +386,17 @@ class FlatAccelerator(Accelerator):
         return states.newest(Path(self.project_dir) / "checkpoints")
 
     def _meet(self, model: Any, doing: str) -> tuple[Ranks, torch.device]:
-        """Waits until all ranks do this; returns them, and where they communicate."""
+        """Waits until all ranks do this; returns the ranks and the device of their communication."""
         world, device = world_of(model)
         meet(world, doing, model.fsdp_state.policy.rank_timeout)
         return world, device
 
     def _require_same_folder(self, folder: str | os.PathLike[str] | None, doing: str) -> None:
-        """
+        """Checks that all ranks pass the same folder.
+
         Raises:
-            ValueError: if ranks have different ones; on all ranks.
-            RuntimeError: if other ranks are not about to do the same.
+            ValueError: if their folders differ; on all ranks.
+                RuntimeError: if other ranks are not about to do the same.
         """
         world, device = self._meet(self._sharded[0], doing)
         said = all_gather_object(None if folder is None else os.fspath(folder), world, device)
@@ -385,7 +407,10 @@ class FlatAccelerator(Accelerator):
 
 
 def _warn_of_batch_norm(model: nn.Module, ranks: int) -> None:
-    """DistributedDataParallel gives all ranks the first one's buffers in each forward."""
+    """Warns of running statistics that each rank keeps for itself.
+
+    DistributedDataParallel copies the first rank's buffers to all ranks in each forward.
+    """
     kinds = (module for module in model.modules() if not isinstance(module, nn.SyncBatchNorm))
     if ranks > 1 and any(isinstance(each, _BatchNorm) and each.track_running_stats for each in kinds):
         warnings.warn(

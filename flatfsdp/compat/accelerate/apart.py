@@ -1,10 +1,10 @@
-"""Whole tensors that Accelerate does not take for one.
+"""Separates whole tensors that share a storage without being tied.
 
-In:   a state dict, whose tensors are places in the flat buffers that were gathered.
-Out:  tensors that share memory only where they are the same parameter.
+In:   a state dict whose tensors are slices of gathered flat buffers.
+Out:  tensors that share memory only if they are the same parameter.
 
-Accelerate writes one of several tensors that share a storage, and says in the log that it has left out the
-others: it takes them for tied weights.
+Accelerate takes tensors with a common storage for tied weights: it writes one of them, and logs that it left
+out the others.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def apart(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Each tensor that is a part of its storage gets one of its own; tied ones have one together."""
+    """Gives each tensor that is a slice of a larger storage its own; tied ones keep a common one."""
     found = dict(state)
     copies: dict[tuple[Any, ...], Tensor] = {}
     for name, value in found.items():

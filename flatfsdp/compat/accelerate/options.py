@@ -1,7 +1,7 @@
-"""Options of `FlatAccelerator`: what Accelerator could do that it cannot, and how it shards.
+"""Options of `FlatAccelerator`: which features of Accelerator it refuses, and how it shards.
 
 In:   keyword arguments, and what `accelerate launch` has put into the environment.
-Out:  ValueError with the way out, before an Accelerator is made and remembers its state.
+Out:  ValueError naming the alternative, before an Accelerator exists and keeps its global state.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ENGINES = {
     "torch_tp_plugin": None,
     "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
 }
-"""Arguments of Accelerator for other engines, and the variable by which `accelerate launch` asks for them."""
+"""Arguments of Accelerator for other engines, and the variables that `accelerate launch` sets for them."""
 _PRECISIONS = {
     "fp16": "train in bf16, which needs no loss scaling",
     "fp8": "convert the layers before prepare (flatfsdp.layers.convert, or compat.transformers.fuse), and "
@@ -35,17 +35,17 @@ _RANKS = "Accelerate says which device this rank has and which ranks there are"
 
 
 def require_possible(options: Mapping[str, Any]) -> None:
-    """Checks that FlatAccelerator can do what these options of Accelerator ask for.
+    """Checks that FlatAccelerator supports these options of Accelerator.
 
     Raises:
-        ValueError: if not: what, and what to do instead.
+        ValueError: if not; the message names the option and an alternative.
     """
     for what, instead in _asked(options):
         raise ValueError(f"FlatAccelerator cannot do {what}: {instead}")
 
 
 def _asked(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What cannot be done, and the way out."""
+    """Unsupported options, each with an alternative."""
     for name, variable in _ENGINES.items():
         if options.get(name) is not None:
             yield name, _ENGINE
@@ -67,11 +67,11 @@ def _asked(options: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def require_shardable(shard_options: Mapping[str, Any]) -> None:
-    """Checks options of `shard` that are for every model.
+    """Checks options of `shard` that apply to every model.
 
     Raises:
-        TypeError: for one that there is not.
-        ValueError: for one that Accelerate decides.
+        TypeError: for an unknown option.
+        ValueError: for one that Accelerate determines.
     """
     require_known(
         {name: value for name, value in shard_options.items() if name != "optimize_backward_concat"}
@@ -82,5 +82,5 @@ def require_shardable(shard_options: Mapping[str, Any]) -> None:
 
 
 def precision_of(mixed_precision: str) -> Precision:
-    """What Accelerate's name of a precision means for a sharded model."""
+    """Translates Accelerate's name of a precision."""
     return Precision(compute=torch.bfloat16) if mixed_precision == "bf16" else Precision()

@@ -1,4 +1,4 @@
-"""`Renamed`: optimizers that were made before their model was sharded update this rank's parts.
+"""`Renamed`: gives optimizers made before their model was sharded this rank's parts to update.
 
 In:   the parameters of a model, before and after it was sharded; optimizers, made at any time.
 Out:  the same optimizers, with the same groups and options.
@@ -16,25 +16,25 @@ from flatfsdp.contract.claimed import TAKEN_AS
 
 
 class Renamed:
-    """What stands in the place of each parameter that a model had.
+    """Maps each parameter that a model had to the shard that replaced it.
 
-    Of whole parameters only those are kept in memory that an optimizer still has.
+    Whole parameters stay in memory only as long as an optimizer holds them.
     """
 
     def __init__(self) -> None:
         self._parts = WeakTensorKeyDictionary()
 
     def note(self, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]) -> None:
-        """Remembers a model that has been sharded: its parameters by name, then and now."""
+        """Records a sharded model: its parameters by name, before and after."""
         for name, parameter in before.items():
             self._parts[parameter] = after[name]
 
     def hand_to(self, optimizer: torch.optim.Optimizer) -> None:
-        """Gives an optimizer the parts of what it has.
+        """Replaces whole parameters in an optimizer by this rank's parts.
 
         Raises:
-            ValueError: if it has state of whole parameters, or a parameter of a model that somebody else has
-                sharded.  It is as it was then.
+            ValueError: if it has state of whole parameters, or a parameter of a model that was sharded
+                elsewhere.  The optimizer is unchanged then.
         """
         require_without_state(optimizer, self._parts)
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -49,12 +49,12 @@ class Renamed:
 
 
 def require_without_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Checks that an optimizer has not yet updated these parameters, which are to be sharded.
+    """Checks that an optimizer has no state yet for these parameters, which are to be sharded.
 
     Raises:
         ValueError: if it has.
     """
-    # Its state may be a defaultdict, which is not to grow.
+    # `get`, because the state may be a defaultdict, which must not grow.
     if any(optimizer.state.get(each) for each in parameters):
         raise ValueError(
             f"this {type(optimizer).__name__} has state of whole parameters, from steps or a state dict "

@@ -1,7 +1,7 @@
-"""What `FlatAccelerator.save_state` writes beside Accelerate's own files, and where.
+"""The files that `FlatAccelerator.save_state` writes beside Accelerate's own.
 
-flatfsdp-0/      first model that is sharded, and its optimizer, as `flatfsdp.checkpoint` writes them
-flatfsdp.json    written at the end, so that a save that was stopped is not taken for one
+flatfsdp-0/      the first sharded model and its optimizer, as `flatfsdp.checkpoint` writes them
+flatfsdp.json    written last, so that an interrupted save is not mistaken for a complete one
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _MARK = "flatfsdp.json"
 
 
 class Mark(NamedTuple):
-    """What a complete save says of itself.
+    """Metadata of a complete save.
 
     Attributes:
-        models: how many sharded ones there are.
-        ranks: how many have saved it.
-        step: Accelerate's count of microbatches, by which it knows the last one of a step.
+        models: number of sharded models.
+        ranks: number of ranks that saved.
+        step: Accelerate's count of microbatches, from which it derives the last one of a step.
     """
 
     models: int
@@ -36,11 +36,11 @@ class Mark(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What belongs into one checkpoint.
+    """The contents of one checkpoint.
 
     Attributes:
-        model: sharded.
-        optimizer: of all its parameters, without what Accelerate puts around it; None if there is none.
+        model: a sharded model.
+        optimizer: optimizer of all its parameters, without Accelerate's wrapper; None if there is none.
     """
 
     model: Any
@@ -48,7 +48,7 @@ class Saved(NamedTuple):
 
 
 def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
-    """Without what Accelerate puts around it."""
+    """The optimizer inside Accelerate's wrapper."""
     while type(optimizer).__name__ == "AcceleratedOptimizer":
         optimizer = optimizer.optimizer
     found: torch.optim.Optimizer = optimizer
@@ -56,11 +56,11 @@ def plain_optimizer(optimizer: Any) -> torch.optim.Optimizer:
 
 
 def pairs(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]) -> list[Saved]:
-    """Each of these sharded models with its optimizer.
+    """Pairs each of these sharded models with its optimizer.
 
     Raises:
-        ValueError: if a model has several optimizers, or an optimizer parameters of several models, or of a
-            sharded one that is not among these.
+        ValueError: if a model has several optimizers, or an optimizer has parameters of several models, or of
+            a sharded model that is not in `models`.
     """
     found = []
     for model in models:
@@ -89,7 +89,7 @@ def pairs(models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimize
 
 
 def _updated(model: nn.Module) -> set[nn.Parameter]:
-    """What an optimizer may have of a sharded model: what it lists, or what `param_groups` has cut."""
+    """Tensors of a sharded model that an optimizer may update: parameters, or cuts by `param_groups`."""
     masters = [group.master for _, group in named_groups(model)]
     return {portion.parameter for master in masters for portion in master.portions} | {*model.parameters()}
 
@@ -99,33 +99,34 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
 
 
 def checkpoint_of(folder: Path, number: int) -> Path:
-    """Where a model and its optimizer are, by the model's place among those that were prepared."""
+    """The folder of a model and its optimizer; `number` counts the prepared models."""
     return folder / f"flatfsdp-{number}"
 
 
 def mark(folder: Path, value: Mark) -> None:
-    """Notes that everything in the folder belongs together."""
+    """Marks the folder as a complete save."""
     (folder / _MARK).write_text(json.dumps(value._asdict()))
 
 
 def unmark(folder: Path) -> None:
-    """The folder is about to change."""
+    """Removes the mark before the folder changes."""
     (folder / _MARK).unlink(missing_ok=True)
 
 
 def is_marked(folder: Path) -> bool:
-    """Whether a save into the folder has ended."""
+    """Whether a save into the folder has completed."""
     return (folder / _MARK).is_file()
 
 
 def mark_of(folder: Path, models: int) -> Mark:
-    """What the save into a folder has left at its end.
+    """The metadata that a complete save has left.
 
     Args:
-        models: how many sharded ones are to be loaded.
+        folder: the folder.
+        models: expected number of sharded models.
 
     Raises:
-        ValueError: if no save of FlatAccelerator has ended there, or it was of another number of models.
+        ValueError: if no save of FlatAccelerator has completed there, or the number of models differs.
     """
     if not is_marked(folder):
         raise ValueError(
@@ -139,7 +140,7 @@ def mark_of(folder: Path, models: int) -> Mark:
 
 
 def newest(folder: Path) -> Path:
-    """The newest of automatically named checkpoints whose save has ended.
+    """The newest complete one of the automatically named checkpoints.
 
     Raises:
         ValueError: if there is none.

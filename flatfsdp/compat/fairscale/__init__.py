@@ -1,6 +1,6 @@
 """fairscale's interface: `from flatfsdp.compat.fairscale import FullyShardedDataParallel as FSDP, ...`.
 
-What moves over unchanged and what differs: docs/fairscale.md.
+What carries over unchanged and what differs: docs/fairscale.md.
 """
 
 from flatfsdp.compat.fairscale.batchnorm import auto_wrap_bn

@@ -21,16 +21,18 @@ def auto_wrap_bn(
     wrap_it: bool = True,
     assert_on_collision: bool = True,
 ) -> nn.Module:
-    """Wraps every BatchNorm (also synchronised ones) in a unit of its own; call it before wrapping the rest.
+    """Wraps every BatchNorm (synchronised ones, too) in its own unit; call it before wrapping the rest.
 
     Args:
+        module: the module to search.
         single_rank_pg: keep their few parameters whole on every rank of process_group and average gradients,
             rather than shard them.
-        fsdp_config: arguments for the units in place of the default, FP32 and kept after forward; whether
-            they flatten makes no difference.
+        process_group: rank group of the units; default: all ranks.
+        fsdp_config: arguments of the units instead of the default (FP32, kept after forward); its
+            flatten_parameters is ignored.
         wrap_it: False only tags the layers with `wrapper_config`, for `auto_wrap` with
             `config_auto_wrap_policy`.
-        assert_on_collision: fail if a layer is tagged already.
+        assert_on_collision: fail if a layer is already tagged.
 
     Returns:
         `module`, changed in place, or the unit around it if it is a BatchNorm itself.

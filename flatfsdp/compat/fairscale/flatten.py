@@ -14,12 +14,13 @@ ParamGroups = Sequence[nn.Parameter] | Sequence[Sequence[nn.Parameter]]
 
 
 class FlattenParamsWrapper(flatfsdp.FlattenParamsWrapper):
-    """As the base class, with these differences.
+    """`flatfsdp.FlattenParamsWrapper` with fairscale's names and argument conventions.
 
     Args:
-        param_list: the order inside a group does not matter, parameters are laid out in the module's order;
-            empty groups are left out.
-        flat_param_names: each is preceded by "flat_param_".
+        module: the module whose parameters are flattened.
+        param_list: parameters, or groups of them; they are laid out in the module's order, and empty groups
+            are dropped.
+        flat_param_names: names of the flat parameters, without the prefix "flat_param_".
 
     Attributes:
         flat_param_names: names of the flat parameters, with that prefix.
@@ -39,6 +40,7 @@ class FlattenParamsWrapper(flatfsdp.FlattenParamsWrapper):
 
     @property
     def flat_param_names(self) -> list[str]:
+        """Names of the flat parameters."""
         return list(self._flat_names)
 
     def metadata(  # type: ignore[override]
@@ -50,7 +52,7 @@ class FlattenParamsWrapper(flatfsdp.FlattenParamsWrapper):
         return list(described.param_names), shapes, list(described.param_numels)
 
     def get_param_views(self, external_data_list: Sequence[Tensor | None] | None = None) -> list[Tensor]:
-        """As in the base class; None in the list means the flat parameter itself."""
+        """Views like the base class's; None in the list means the flat parameter itself."""
         if external_data_list is None:
             return super().get_param_views()
         pairs = zip(external_data_list, self.flat_params, strict=True)
@@ -61,5 +63,5 @@ def _in_module_order(module: nn.Module, param_list: ParamGroups) -> list[list[nn
     order = {parameter: i for i, (_, parameter) in reversed(list(enumerate(parameter_sites(module))))}
     is_one_group = any(isinstance(entry, nn.Parameter) for entry in param_list)
     groups = [param_list] if is_one_group else param_list
-    # A foreign parameter goes last; the base class reports it.
+    # Foreign parameters go last; the base class reports them.
     return [sorted(group, key=lambda p: order.get(p, len(order))) for group in groups if len(group)]  # type: ignore[arg-type]

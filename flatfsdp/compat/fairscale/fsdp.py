@@ -2,7 +2,7 @@
 
 In:   fairscale's constructor arguments and calls.
 Out:  the engine's; nothing is sharded, gathered or reduced here.
-Next: `options.py` says what the arguments become, `flatfsdp/engine/fsdp.py` runs the module.
+Next: `options.py` translates the arguments, `flatfsdp/engine/fsdp.py` runs the module.
 """
 
 from __future__ import annotations
@@ -34,51 +34,56 @@ from flatfsdp.torch_private import in_backward, never_traced, traced_inside
 
 
 class FullyShardedDataParallel(FlatFSDP):
-    """A FlatFSDP module that is made and used like fairscale's.
+    """A FlatFSDP module with fairscale's constructor and methods.
 
     Args:
-        module: parameters that no inner instance has taken are sharded; on one device, of one dtype.
-        process_group: ranks to shard over; inner instances may have others.  Default: all, or this process
-            alone without torch.distributed.
-        process_group_reduce_scatter: checked; the engine always reduces over a communicator of its own, with
+        module: its parameters that no inner instance has taken are sharded; on one device, of one dtype.
+        process_group: rank group to shard over; inner instances may have others.  Default: all ranks, or this
+            process alone without torch.distributed.
+        process_group_reduce_scatter: checked only; the engine always reduces over its own communicator with
             the ranks of process_group.
         reshard_after_forward: free unsharded parameters after each forward.
-        disable_reshard_on_root: not those of the root module, which its backward needs first.
+        disable_reshard_on_root: keep those of the root module, which its backward needs first.
         mixed_precision: FP32 shards, computation in compute_dtype; FP32 inputs of the root are cast.
-        fp32_reduce_scatter: accumulate and reduce gradients in FP32, not in compute_dtype.  With bf16 or FP16
-            parameters and without mixed_precision the reduced gradient is in `main_grad` of the flat
-            parameters, and `grad` stays None.
-        flatten_parameters: True.
-        move_params_to_cpu: shards, gradients and optimizer in host memory.
+        fp32_reduce_scatter: accumulate and reduce gradients in FP32, not in compute_dtype.  For bf16 or FP16
+            parameters without mixed_precision, the reduced gradient is in `main_grad` of the flat parameters,
+            and `grad` stays None.
+        flatten_parameters: only True.
+        move_params_to_cpu: keep shards, gradients and optimizer in host memory.
         compute_dtype: default: FP16 in mixed precision, else the parameters' dtype.
-        buffer_dtype: of floating-point buffers; default: compute_dtype.
-        move_grads_to_cpu: as move_params_to_cpu, or None.
-        compute_device: default: the parameters', or "cuda" if they are on the CPU and the group is NCCL's.
-        no_broadcast_optim_state: lists this instance's optimizer state as not collected; set at the first use
+        buffer_dtype: dtype of floating-point buffers; default: compute_dtype.
+        move_grads_to_cpu: the value of move_params_to_cpu, or None.
+        bucket_cap_mb: accepted, without effect.
+        compute_device: default: the parameters' device, or "cuda" if they are on the CPU and the group is
+            NCCL's.
+        no_broadcast_optim_state: list this instance's optimizer state as not collected.  Set at the first use
             of the model for an inner instance in a group of one rank, such as an expert.
         state_dict_device: where `state_dict` puts tensors; only its type matters.  Default: compute_device,
             or the CPU with move_params_to_cpu.
-        clear_autocast_cache: empty autocast's cache of cast weights after each forward.
+        clear_autocast_cache: clear autocast's cache of cast weights after each forward.
         force_input_to_fp32: cast FP16 inputs of this instance to FP32, without mixed_precision.
-        verbose: more in `repr`.
-        cpu_offload: another name of move_params_to_cpu.
-        state_dict_on_rank_0_only: `state_dict` is empty elsewhere.
-        gradient_predivide_factor: of gradients before their sum over ranks; the rest of the division by the
-            number of ranks follows it.  Default: about the square root.
+        verbose: show more in `repr`.
+        cpu_offload: another name for move_params_to_cpu.
+        state_dict_on_rank_0_only: `state_dict` is empty on other ranks.
+        gradient_predivide_factor: divisor of gradients before their sum over ranks; after the sum they are
+            divided by the rest of the number of ranks.  Default: about its square root.
         allow_reset_parameters: let `reset_parameters` reach the module.
-        cast_input: False leaves inputs alone in mixed precision.
-        optimize_backward_concat: gradients land in the flat buffer without a concatenation.
+        cast_input: False leaves inputs unchanged in mixed precision.
+        optimize_backward_concat: write gradients into the flat buffer without a concatenation.
         shard: False keeps the parameters whole on each rank of process_group and averages gradients.
-        bucket_cap_mb, limit_all_gather_events, limit_reduce_scatter_events, should_validate_process_group:
-            accepted, without effect.
-        offload_config, fp8_all_gather: refused.
+        limit_all_gather_events: accepted, without effect.
+        limit_reduce_scatter_events: accepted, without effect.
+        should_validate_process_group: accepted, without effect.
+        offload_config: refused.
+        fp8_all_gather: refused.
 
     Attributes:
-        rank, world_size: in process_group.
-        gradient_predivide_factor, gradient_postdivide_factor: their product is world_size by default.
+        rank, world_size: this process's place in process_group.
+        gradient_predivide_factor, gradient_postdivide_factor: by default their product is world_size.
 
     Raises:
-        ValueError, NotImplementedError, TypeError: for arguments that do not fit, naming the way out.
+        ValueError, NotImplementedError, TypeError: for unsupported or contradicting arguments; the message
+            names the alternative.
     """
 
     def __init__(
@@ -174,12 +179,16 @@ class FullyShardedDataParallel(FlatFSDP):
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:
-        """As passed, or the default one; RuntimeError once it is destroyed."""
+        """The group passed to the constructor, or the default one.
+
+        Raises:
+            RuntimeError: once it is destroyed.
+        """
         return self._ranks.group
 
     @property
     def process_group_reduce_scatter(self) -> dist.ProcessGroup | None:
-        """As passed; process_group if that was a name, or a stand-in for a group."""
+        """The group passed to the constructor; process_group if a name or a stand-in was passed."""
         return self._reduce_ranks.group
 
     @property
@@ -188,12 +197,12 @@ class FullyShardedDataParallel(FlatFSDP):
         return [group.master.flat for group in self.fsdp_state.unit.groups]
 
     def non_shared_params(self) -> list[nn.Parameter]:
-        """As `params`: a parameter belongs to one instance."""
+        """The list `params`: a parameter belongs to one instance."""
         return self.params
 
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
-        """What the optimizer updates, here and in inner instances, if it has a gradient."""
+        """Parameters that the optimizer updates, here and in inner instances, if they have a gradient."""
         masters = [group.master for m in get_fsdp_instances(self) for group in m.fsdp_state.unit.groups]
         return [
             portion.parameter
@@ -204,14 +213,16 @@ class FullyShardedDataParallel(FlatFSDP):
 
     @property
     def cpu_offload(self) -> bool:
+        """Whether shards are kept in host memory."""
         return self.move_params_to_cpu
 
     @property
     def _is_root(self) -> bool | None:
-        """Whether no instance is around this one; None before that is known."""
+        """Whether no other instance contains this one; None before the first use of the model."""
         return None if self.fsdp_state.root is None else self.fsdp_state.root.unit is self.fsdp_state.unit
 
     def extra_repr(self) -> str:
+        """Settings shown in the module's repr."""
         shown = ["world_size", "flatten_parameters", "mixed_precision"]
         if self.verbose:
             shown = ["_is_root", "rank", *shown, "reshard_after_forward", "compute_dtype", "buffer_dtype"]
@@ -223,7 +234,7 @@ class FullyShardedDataParallel(FlatFSDP):
 
     @property
     def training_state(self) -> TrainingState:
-        """What this instance is busy with; FORWARD as long as the forward of its root runs."""
+        """The current phase of this instance; FORWARD as long as the forward of its root runs."""
         state = self.fsdp_state
         if state.is_whole:
             return TrainingState.SUMMON_FULL_PARAMS
@@ -249,6 +260,7 @@ class FullyShardedDataParallel(FlatFSDP):
 
     @traced_inside
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module, with the input casts and cache clearing that were requested."""
         if self.force_input_to_fp32 and not self.mixed_precision:
             args, kwargs = _cast((args, kwargs), torch.float16, torch.float32)
         outputs = super().forward(*args, **kwargs)
@@ -263,7 +275,7 @@ class FullyShardedDataParallel(FlatFSDP):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards that run inside accumulate gradients and do not reduce them.
+        """Context in which backwards accumulate gradients without reducing them.
 
         Raises:
             AssertionError: if this is not the root.
@@ -278,11 +290,16 @@ class FullyShardedDataParallel(FlatFSDP):
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """As in the base class; reads `main_grad` where gradients are there.
+        """Clips gradients (`grad` or `main_grad`) by their norm over all ranks, and returns it.  Collective.
+
+        Args:
+            max_norm: largest norm after clipping.
+            norm_type: the p of the p-norm; may be inf.
+            error_if_nonfinite: raise if the norm is NaN or inf.
 
         Raises:
             AssertionError: if this is not the root.
-            ValueError: unless it is idle, or if some instance is spread over other ranks than the root.
+            ValueError: unless it is idle, or if an instance is spread over other ranks than the root.
         """
         root_of(self)
         assert self._is_root, "clip_grad_norm_ is for the root instance; call it on the outermost one"
@@ -293,7 +310,9 @@ class FullyShardedDataParallel(FlatFSDP):
         """Divides gradients by `pre` before and by `post` after their sum over ranks.
 
         Args:
-            recursive: for inner instances as well.
+            pre: divisor before the sum.
+            post: divisor after the sum.
+            recursive: apply to inner instances as well.
         """
         self.assert_state(TrainingState.IDLE)
         super().set_gradient_divide_factors(pre, post, recursive)
@@ -306,10 +325,11 @@ class FullyShardedDataParallel(FlatFSDP):
     def summon_full_params(  # type: ignore[override]
         self, recurse: bool = True, volatile: bool = False
     ) -> Iterator[None]:
-        """Inside, the module has its ordinary parameters: whole, in shard precision, by their names.
+        """Context in which the module has its ordinary parameters: whole, in shard precision, by their names.
 
         Args:
-            volatile: do not write changes back.
+            recurse: include inner instances.
+            volatile: discard changes instead of writing them back.
 
         Raises:
             ValueError: unless this instance is idle.
@@ -319,9 +339,9 @@ class FullyShardedDataParallel(FlatFSDP):
             yield
 
     def reset_parameters(self) -> None:
-        """Calls the module's, on ordinary parameters: those that are summoned already, or else for the call.
+        """Calls the module's `reset_parameters` on ordinary parameters, gathered for the call if necessary.
 
-        Inside a volatile summon_full_params the new values are gone at its end.  Collective.
+        Inside a volatile summon_full_params, the new values are lost at its end.  Collective.
 
         Raises:
             RuntimeError: without allow_reset_parameters=True.
@@ -330,13 +350,18 @@ class FullyShardedDataParallel(FlatFSDP):
         if not self.allow_reset_parameters:
             raise RuntimeError("reset_parameters after wrapping needs allow_reset_parameters=True")
         self.assert_state([TrainingState.IDLE, TrainingState.SUMMON_FULL_PARAMS])
-        # Inside, for the units below that are not summoned yet.
+        # Also inside summon_full_params, for units below that are not summoned yet.
         with super().summon_full_params(
             writeback=self.fsdp_state.writes_back or not self.fsdp_state.is_whole
         ):
             self.module.reset_parameters()  # type: ignore[operator]
 
     def append_shared_param(self, p: nn.Parameter) -> NoReturn:
+        """Not supported: a parameter belongs to one unit.
+
+        Raises:
+            NotImplementedError: always.
+        """
         raise NotImplementedError(
             "append_shared_param is not supported: a parameter belongs to one unit; wrap a module that "
             "contains all modules that share it"
@@ -347,7 +372,7 @@ class FullyShardedDataParallel(FlatFSDP):
     def state_dict(  # type: ignore[override]
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Whole parameters in shard precision and buffers, as copies, under the names of the plain module.
+        """Copies of whole parameters, in shard precision, and of buffers, under the plain module's names.
 
         In mixed precision buffers are cast to FP32.  Collective.
         """
@@ -381,18 +406,18 @@ class FullyShardedDataParallel(FlatFSDP):
     # ---- sharded checkpoints ----------------------------------------------------------------------------
 
     def local_state_dict(self) -> dict[str, Tensor]:
-        """This rank's flat shards and all buffers; only for as many ranks, wrapped in the same way."""
+        """This rank's flat shards and all buffers; loads only on equally many ranks with equal wrapping."""
         self.assert_state([state for state in TrainingState if state is not TrainingState.SUMMON_FULL_PARAMS])
         state = checkpoint.local_state_dict(self)
         return {key: value.to(self.state_dict_device.type) for key, value in state.items()}
 
     def load_local_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
-        """Loads what `local_state_dict` has returned on the same rank."""
+        """Loads what `local_state_dict` returned on the same rank."""
         self.assert_state([state for state in TrainingState if state is not TrainingState.SUMMON_FULL_PARAMS])
         checkpoint.load_local_state_dict(self, dict(state_dict), strict)
 
     def local_metadata_dict(self) -> dict[str, Any]:
-        """What `consolidate_shard_weights` has to know about this rank; plain JSON values."""
+        """Metadata of this rank for `consolidate_shard_weights`, as plain JSON values."""
         metadata = checkpoint.local_metadata(self)
         alone = {
             f"{prefix}{group.flat_name}"
@@ -411,7 +436,7 @@ class FullyShardedDataParallel(FlatFSDP):
     def gather_full_optim_state_dict(self, optim: Optimizer, **_ignored: Any) -> dict[str, Any] | None:
         """The optimizer's state with whole tensors, on the CPU, by the numbers of the plain parameters.
 
-        See `optim_state.py` for the format.  Collective; call it on the root.
+        `optim_state.py` describes the format.  Collective; call it on the root.
 
         Returns:
             None on all ranks but the first.
@@ -419,25 +444,25 @@ class FullyShardedDataParallel(FlatFSDP):
         return optim_state.gather_full(self, optim)
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """This rank's part of what `gather_full_optim_state_dict` has returned, for `load_state_dict`.
+        """This rank's part of what `gather_full_optim_state_dict` returned, for `load_state_dict`.
 
-        Works for any number of ranks, and for what fairscale has saved.  Every rank needs the whole dict,
-        which is not changed.  Collective only if it is the first use of the model.
+        Works for any number of ranks, and for states that fairscale saved.  Every rank needs the whole dict,
+        which is not changed.  Collective only at the first use of the model.
         """
         return optim_state.shard_of(self, full_optim_state_dict)
 
 
 def get_fsdp_instances(mod: nn.Module, skip_empty: bool = False) -> list[FullyShardedDataParallel]:
-    """All instances in `mod`, itself included, outer ones first; `skip_empty`: those with parameters."""
+    """All instances in `mod`, outer ones first; `skip_empty` drops those without parameters."""
     found = [module for module in mod.modules() if isinstance(module, FullyShardedDataParallel)]
     return [instance for instance in found if instance.params or not skip_empty]
 
 
 def no_pre_load_state_dict_hook() -> AbstractContextManager[None]:
-    """For programs that call it: loading needs no such hook here."""
+    """Does nothing: loading needs no such hook here; for programs that call it."""
     return nullcontext()
 
 
 def _cast(value: Any, source: torch.dtype, target: torch.dtype) -> Any:
-    """The same structure with tensors of dtype `source` in `target`; differentiable."""
+    """Casts tensors of dtype `source` in a structure to `target`; differentiable."""
     return map_tensors(lambda t: t.to(target) if t.dtype == source else t, value)

@@ -12,11 +12,16 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as _Sha
 
 
 class ShardedGradScaler(_ShardedGradScaler):
-    """Scales the loss, and judges overflow in the gradient shards of all ranks together.
+    """Scales the loss, and detects overflow in the gradient shards of all ranks together.
 
-    Looks at `.grad`: gradients that are in `main_grad` need no scaling.
+    It reads `.grad`; gradients in `main_grad` need no scaling.
 
     Args:
+        init_scale: first loss scale.
+        growth_factor: multiplies the scale after `growth_interval` steps without overflow.
+        backoff_factor: multiplies the scale after an overflow.
+        growth_interval: number of steps without overflow before the scale grows.
+        enabled: False makes it do nothing.
         process_group: ranks that hold shards; default: all.
     """
 
@@ -40,9 +45,9 @@ class ShardedGradScaler(_ShardedGradScaler):
         )
 
     def scale(self, outputs: Any) -> Any:
-        """A loss, or an iterable of losses, times the scale; 16-bit ones in FP32.
+        """Multiplies a loss, or an iterable of losses, by the scale; 16-bit ones in FP32.
 
-        FP16 ends at 65504, and the scale starts above that.
+        FP16 overflows at 65504, and the scale starts above that.
         """
         return super().scale(_widened(outputs) if self._enabled else outputs)
 

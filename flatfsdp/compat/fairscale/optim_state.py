@@ -1,9 +1,9 @@
-"""Optimizer state in fairscale's format, over the engine's, which goes by names.
+"""Optimizer state in fairscale's numbered format, converted from the engine's, which goes by names.
 
     {"state": {number: {key: tensor of the parameter's shape, or a number, or [a tensor without dimensions]}},
      "param_groups": [{**options, "params": [all numbers]}],
-     "param_id_map": {number of a parameter: number of its flat parameter, or None if that has no state},
-     "uncollected_local_ids": [numbers of flat parameters whose state is only the first rank's]}
+          "param_id_map": {number of a parameter: number of its flat parameter, or None if that has no state},
+          "uncollected_local_ids": [numbers of flat parameters whose state is the first rank's only]}
 
 Parameters are numbered unit by unit, outer units first, frozen ones included; flat parameters in the order of
 `model.parameters()`.  Neither depends on the number of ranks.
@@ -59,18 +59,18 @@ def gather_full(model: UnitModule, optimizer: Optimizer) -> dict[str, Any] | Non
 def _outgoing(key: str, value: Any) -> Any:
     if not isinstance(value, Tensor) or value.dim() > 0:
         return value
-    # One for all ranks.
+    # The same on all ranks.
     return value.item() if key == "step" else [value]
 
 
 def is_uncollected(unit: UnitModule, model: UnitModule) -> bool:
-    """Whether each rank has a unit of `model` for itself, or its state was said not to be collected."""
+    """Whether each rank has this unit to itself, or its state was declared as not collected."""
     is_alone = unit.fsdp_state.grid.num_ranks == 1 < model.fsdp_state.grid.num_ranks
     return bool(getattr(unit, "no_broadcast_optim_state", False)) or is_alone
 
 
 def _uncollected(model: UnitModule) -> list[int]:
-    """Numbers of the flat parameters of such units."""
+    """Numbers of the flat parameters of uncollected units."""
     alone = [
         is_uncollected(unit, model)
         for unit in dict.fromkeys(unit for _, unit in units_in(model))
@@ -128,7 +128,7 @@ def _check_fits(numbered: Sequence[Sequence[tuple[int, ParamSlot]]], full: dict[
 def _flat_state(
     master: MasterShard, slots: Sequence[tuple[int, ParamSlot]], state: dict[int, dict[str, Any]], rank: int
 ) -> dict[str, Any]:
-    """What the optimizer keeps for one flat shard."""
+    """The optimizer's state of one flat shard."""
     flat: dict[str, Any] = {}
     for number, _ in slots:
         for key, value in state.get(number, {}).items():

@@ -1,7 +1,7 @@
-"""From fairscale's constructor arguments to the engine's: what each choice means, and what is refused.
+"""Translates fairscale's constructor arguments into the engine's, and refuses unsupported ones.
 
 In:   arguments of `FullyShardedDataParallel`, and the parameters that it is about to take, by name.
-Out:  `Precision`, a device, the default gradient factors; ValueError or NotImplementedError with a way out.
+Out:  `Precision`, a device, default gradient factors; or an error that names the alternative.
 Next: `engine/fsdp.py` passes them to `FlatFSDP`.
 """
 
@@ -18,7 +18,7 @@ from flatfsdp.policy import Precision
 
 
 def check_supported(flatten_parameters: bool, offload_config: Any, fp8_all_gather: bool) -> None:
-    """Raises NotImplementedError for what the engine does not do."""
+    """Raises NotImplementedError for features that the engine does not have."""
     if not flatten_parameters:
         raise NotImplementedError(
             "flatten_parameters=False is not supported: a unit is one flat buffer; for optimizer settings by "
@@ -40,7 +40,7 @@ def choose_cpu_offload(move_params_to_cpu: bool, cpu_offload: bool, move_grads_t
     """Whether shards and gradients are kept in host memory, where the optimizer then runs.
 
     Raises:
-        ValueError: if only one of parameters and gradients would be.
+        ValueError: if only one of parameters and gradients would be offloaded.
     """
     offload = move_params_to_cpu or cpu_offload
     if move_grads_to_cpu is not None and move_grads_to_cpu != offload:
@@ -115,7 +115,7 @@ def choose_device(
     parameters: Mapping[str, Tensor],
     group: dist.ProcessGroup | None,
 ) -> torch.device | str | None:
-    """`compute_device`, or where the parameters are; from the CPU to CUDA if the group communicates there."""
+    """The requested device, or None for the parameters'; CUDA for CPU parameters if the group is NCCL's."""
     if compute_device is not None or any(parameter.is_cuda for parameter in parameters.values()):
         return compute_device
     if group is None or not torch.cuda.is_available() or dist.get_backend(group) == dist.Backend.GLOO:
@@ -124,7 +124,7 @@ def choose_device(
 
 
 def default_predivide_factor(world_size: int) -> float:
-    """About the square root of `world_size`: half of the division before the sum over ranks, half behind."""
+    """About the square root of `world_size`: half of the division comes before the sum over ranks."""
     factor = 1
     while world_size % factor == 0 and world_size / factor > factor:
         factor *= 2
@@ -132,8 +132,8 @@ def default_predivide_factor(world_size: int) -> float:
 
 
 def mean_is_the_same(world_size: int, precision: Precision) -> bool:
-    """Whether dividing once by `world_size` gives the bits of dividing by two factors of it.
+    """Whether dividing once by `world_size` gives the same bits as dividing by two factors.
 
-    By powers of two it is exact wherever it happens, except in FP16, whose range is small.
+    Division by powers of two is exact, except in FP16, whose range is small.
     """
     return world_size == 1 or (world_size.bit_count() == 1 and precision.reduce != torch.float16)

@@ -1,4 +1,4 @@
-"""What fairscale's programs pass to name process groups."""
+"""Names for process groups in fairscale's interface."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class ProcessGroupName(str, Enum):
     """Values of `process_group_reduce_scatter`."""
 
     default = "default"
-    """Reduce over the group that gathers: nothing overlaps."""
+    """Reduce over the group that all-gathers: nothing overlaps."""
     reduce_scatter = "reduce_scatter"
-    """Reduce over a communicator of its own.  The engine always does."""
+    """Reduce over a separate communicator, as the engine always does."""
 
 
 def check_reduce_scatter_group(group: Any) -> None:

@@ -1,8 +1,8 @@
 """`checkpoint_wrapper`: activation checkpointing of a module, over `torch.utils.checkpoint`.
 
 In:   a module, wrapped or not.
-Out:  the same module, whose forward keeps its inputs only; the backward runs it again for the rest.
-Next: either order with FSDP works: a unit inside a checkpoint, or a checkpoint inside a unit.
+Out:  the same module, whose forward keeps only its inputs; the backward runs it again.
+Next: it composes with FSDP in either order: a unit inside a checkpoint, or a checkpoint inside a unit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class _ThreadState(threading.local):
-    """Of one thread, because on CUDA a backward, and so a recomputation, runs in a thread of its own."""
+    """Flags of one thread: on CUDA, backward and recomputation run in their own thread."""
 
     is_checkpointing = False
     is_recomputing = False
@@ -33,14 +33,14 @@ _thread = _ThreadState()
 
 
 def is_checkpointing() -> bool:
-    """Whether this thread is in the forward of a checkpointed module, for the first time."""
+    """Whether this thread is in the first forward of a checkpointed module."""
     return _thread.is_checkpointing
 
 
 def is_recomputing() -> bool:
-    """Whether this thread runs a checkpointed module once more, for its backward.
+    """Whether this thread recomputes a checkpointed module for its backward.
 
-    A layer with side effects (a counter, say) asks this to have them only once.
+    Layers with side effects (a counter, for example) check this to apply them only once.
     """
     return _thread.is_recomputing
 
@@ -56,29 +56,30 @@ def _while_set(flag: str) -> Iterator[None]:
 
 
 def disable_checkpointing() -> AbstractContextManager[None]:
-    """Inside, checkpointed modules run as plain ones."""
+    """Context in which checkpointed modules run as plain ones."""
     return _while_set("is_disabled")
 
 
 def checkpoint_wrapper(module: nn.Module, offload_to_cpu: bool = False) -> nn.Module:
     """Makes `module` checkpoint its activations from now on, and returns it.
 
-    Arguments and outputs of its forward may be anything, by position or keyword.  The recomputation sees the
-    same random numbers and autocast state; statistics of BatchNorm are updated in the first run only, except
-    of a layer with an attribute `disable_patch_batchnorm`.  The module can be copied and pickled.
+    Its forward may take and return anything, by position or keyword.  The recomputation sees the same random
+    numbers and autocast state.  BatchNorm statistics are updated only in the first run, except for layers
+    with an attribute `disable_patch_batchnorm`.  The module can be copied and pickled.
 
     Args:
-        offload_to_cpu: keep the tensors it is called with in (pinned) host memory until the backward.
+        module: the module; changed in place.
+        offload_to_cpu: keep its input tensors in (pinned) host memory until the backward.
     """
     module.forward = _CheckpointedForward(module, offload_to_cpu)
     return module
 
 
 class _CheckpointedForward:
-    """What `module.forward` is after `checkpoint_wrapper`."""
+    """Replaces `module.forward` after `checkpoint_wrapper`."""
 
     def __init__(self, module: nn.Module, offload_to_cpu: bool) -> None:
-        # Weak, because the module holds this: it shall be freed as soon as nobody uses it.
+        # Weak, because the module holds this object; so the module is freed with its last user.
         self._module = weakref.ref(module)
         self._offload_to_cpu = offload_to_cpu
 
@@ -88,7 +89,7 @@ class _CheckpointedForward:
         forward = partial(type(module).forward, module)
         if _thread.is_disabled or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Positional tensors are kept as autograd keeps what it saves, so they can be offloaded.
+        # Positional tensors are saved through autograd's hooks, so they can be offloaded.
         leaves, structure = tree_flatten((args, kwargs))
 
         def run(*leaves: Any) -> Any:
@@ -113,9 +114,9 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
 
 @contextmanager
 def _recomputation(module: nn.Module) -> Iterator[None]:
-    """Runs the body as a recomputation, in which every BatchNorm below `module` counts on copies.
+    """Runs the body as a recomputation, with copies of the statistics of every BatchNorm below `module`.
 
-    Turned off instead, it would save fewer tensors than in the forward, and checkpoint compares them.
+    Without updates BatchNorm would save fewer tensors than in the forward, and checkpoint compares them.
     """
     norms = [m for m in module.modules() if isinstance(m, _BatchNorm) and m.training]
     counted = {m: dict(m._buffers) for m in norms if not hasattr(m, "disable_patch_batchnorm")}

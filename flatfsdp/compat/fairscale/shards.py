@@ -1,4 +1,4 @@
-"""Flat shards of all ranks to one full state dict, offline: this engine's, and those that fairscale saved.
+"""Joins the flat shards of all ranks into one full state dict, offline; reads fairscale's files, too.
 
 In:   a dict of tensors and a dict of metadata from every rank, in rank order.
 Out:  whole tensors under the names of the plain module.
@@ -23,16 +23,18 @@ def consolidate_shard_weights(
 ) -> dict[str, Tensor]:
     """Joins every rank's `local_state_dict()`, described by its `local_metadata_dict()`.
 
-    Reads what fairscale's methods of these names have saved, too.  Needs no process group.  Of what each rank
-    has for itself (an expert in a group of one) the result has the first rank's.
+    Also reads what fairscale's methods of these names have saved.  Needs no process group.  For units that
+    each rank has to itself (an expert in a group of one), the result has the first rank's values.
 
     Args:
-        with_module_buffers: also return the buffers, as the first rank has them.
-        strict: False leaves out flat parameters that the first rank's weights lack.
+        shard_weights: the state dicts, in rank order.
+        shard_metadata: the metadata, in rank order.
+        with_module_buffers: also return the first rank's buffers.
+        strict: False skips flat parameters that the first rank's weights lack.
 
     Raises:
-        ValueError: unless there is one pair a rank; if a shard is missing or has the wrong length; if groups
-            of several ranks have parameters of their own.
+        ValueError: unless there is one pair per rank; if a shard is missing or has the wrong length; if
+            groups of several ranks have different parameters.
     """
     if not shard_weights or len(shard_weights) != len(shard_metadata):
         raise ValueError(
@@ -64,11 +66,11 @@ def _present(
 def _with_the_firsts(
     weights: Sequence[dict[str, Tensor]], metadata: dict[str, Any]
 ) -> Sequence[dict[str, Tensor]]:
-    """All ranks' weights, with the first rank's in place of what each has for itself."""
+    """All ranks' weights, with the first rank's for units that each rank has to itself."""
     firsts = {
         key: weights[0][key]
         for key, about in metadata["shards"].items()
-        # Not in files that are older than the mark, nor in those of `flatfsdp.checkpoint`.
+        # The mark is absent in older files, and in those of `flatfsdp.checkpoint`.
         if about.get("no_broadcast_optim_state") and about["num_shards"] == 1 and key in weights[0]
     }
     return [{**of_rank, **firsts} for of_rank in weights]
@@ -77,7 +79,7 @@ def _with_the_firsts(
 def _parameters_of_fairscale(
     weights: Sequence[dict[str, Tensor]], metadata: Sequence[dict[str, Any]], strict: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """fairscale's shards hold the parameters one after the other, with padding only at a shard's end."""
+    """Parameters from fairscale's shards, which hold them back to back with padding only at a shard's end."""
     for index, unit in enumerate(metadata[0]["param_metadata"]):
         found: dict[str, Tensor] = {}
         for flat_name, about in unit["params"].items():

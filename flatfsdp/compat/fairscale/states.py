@@ -1,4 +1,4 @@
-"""`TrainingState`: what an instance is busy with."""
+"""`TrainingState`: the phases of an instance."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from enum import Enum, auto
 
 
 class TrainingState(Enum):
-    """Where in a step a `FullyShardedDataParallel` is; see its `training_state`."""
+    """The phase of a `FullyShardedDataParallel` within a step (its `training_state`)."""
 
     IDLE = auto()
     FORWARD = auto()
     BACKWARD_PRE = auto()
-    """A backward runs, and this instance awaits gradients of its own."""
+    """A backward is running, and gradients of this instance are still missing."""
     BACKWARD_POST = auto()
-    """A backward runs, and all gradients of this instance have landed."""
+    """A backward is running, and all gradients of this instance have landed."""
     SUMMON_FULL_PARAMS = auto()

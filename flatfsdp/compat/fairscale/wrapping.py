@@ -1,7 +1,7 @@
-"""Wrapping by annotation: `wrap` and `auto_wrap` do something only inside `enable_wrap`.
+"""Wrapping by annotation: `wrap` and `auto_wrap` have an effect only inside `enable_wrap`.
 
-In:   a module, a policy of fairscale's signature, the wrapper's class and arguments from the context.
-Out:  the module with the chosen parts replaced by wrapped ones, the inner ones first.
+In:   a module, a policy with fairscale's signature, the wrapper's class and arguments from the context.
+Out:  the module with the chosen parts wrapped, inner ones first.
 Next: `engine/fsdp.py`, or any other wrapper class.
 """
 
@@ -16,13 +16,15 @@ from typing import Any
 from torch import nn
 
 AutoWrapPolicy = Callable[..., bool]
-"""(module, recurse, unwrapped_params, module_is_root), by keyword -> bool: whether to look at the children
-of `module` if `recurse`, else whether to wrap `module` itself."""
+"""Called with module, recurse, unwrapped_params and module_is_root, by keyword.
+
+Returns whether to visit the children of `module` if `recurse`, else whether to wrap `module` itself.
+"""
 
 
 @dataclass(frozen=True)
 class _Context:
-    """What `enable_wrap` was called with."""
+    """The arguments of `enable_wrap`."""
 
     wrapper_cls: Callable[..., nn.Module]
     policy: AutoWrapPolicy
@@ -41,14 +43,14 @@ def enable_wrap(
     move_module_cuda_half: bool = False,
     **wrapper_kwargs: Any,
 ) -> Iterator[None]:
-    """Inside, `wrap` and `auto_wrap` wrap with `wrapper_cls(module, **wrapper_kwargs)`.
+    """Context in which `wrap` and `auto_wrap` wrap with `wrapper_cls(module, **wrapper_kwargs)`.
 
     Args:
-        auto_wrap_policy: for `auto_wrap`; default: `default_auto_wrap_policy`.
-        wrapper_cls: required.
+        auto_wrap_policy: policy of `auto_wrap`; default: `default_auto_wrap_policy`.
+        wrapper_cls: class of the wrapper; required.
         move_module_cuda_half: convert each module with `.cuda().half()` before it is wrapped.
-        wrapper_kwargs: a module's attribute `wrapper_config`, a dict, overrides these; arguments of `wrap`
-            and `auto_wrap` override both.
+        wrapper_kwargs: arguments of the wrapper.  A module's attribute `wrapper_config`, a dict, overrides
+            them; arguments of `wrap` and `auto_wrap` override both.
 
     Raises:
         AssertionError: without wrapper_cls.
@@ -66,7 +68,7 @@ def enable_wrap(
 
 
 def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """`module` wrapped, inside `enable_wrap`; elsewhere `module` itself."""
+    """Wraps `module` inside `enable_wrap`; returns it unchanged elsewhere."""
     context = _context.get()
     if context is None:
         return module
@@ -78,19 +80,20 @@ def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
 
 
 def auto_wrap(module: nn.Module, auto_wrap_policy: AutoWrapPolicy | None = None, **kwargs: Any) -> nn.Module:
-    """Wraps the parts of `module` that the policy picks, and `module` if it is picked; changed in place.
+    """Wraps the parts of `module` that the policy picks, and `module` itself if it is picked; in place.
 
-    Elsewhere than inside `enable_wrap` it does nothing.
+    Outside `enable_wrap` it does nothing.
 
     Args:
+        module: the module to search.
         auto_wrap_policy: default: the context's.
-        kwargs: as in `wrap`.
+        kwargs: overrides arguments of the wrapper.
 
     Returns:
         The wrapped module, or `module` itself if it was not picked.
 
     Raises:
-        AssertionError: if something in `module` is wrapped already; no policy could count its parameters.
+        AssertionError: if part of `module` is already wrapped, so that its parameters cannot be counted.
     """
     context = _context.get()
     if context is None:
@@ -105,7 +108,7 @@ def auto_wrap(module: nn.Module, auto_wrap_policy: AutoWrapPolicy | None = None,
 
 
 class _Walk:
-    """One `auto_wrap`; remembers what it has visited, for modules that are used in several places."""
+    """One `auto_wrap`; remembers visited modules, which may be used in several places."""
 
     def __init__(self, policy: AutoWrapPolicy, overrides: dict[str, Any]) -> None:
         self._policy = policy
@@ -113,10 +116,11 @@ class _Walk:
         self._done: dict[nn.Module, tuple[nn.Module, int]] = {}
 
     def visit(self, root: nn.Module) -> nn.Module:
+        """Wraps below and at `root`; returns it or its wrapper."""
         return self._visit(root, is_root=True)[0]
 
     def _visit(self, module: nn.Module, *, is_root: bool) -> tuple[nn.Module, int]:
-        """`module` or its wrapper, and the number of parameters below it that are wrapped now."""
+        """Returns `module` or its wrapper, and the number of parameters below it that are now wrapped."""
         if module not in self._done:
             self._done[module] = self._wrap_below(module, is_root)
         return self._done[module]
@@ -153,11 +157,15 @@ def default_auto_wrap_policy(
     exclude_wrap_modules: set[type[nn.Module]] | None = None,
     skip_params_check_for_root: bool = False,
 ) -> bool:
-    """Wraps by size; make variants of it with `functools.partial`.
+    """Wraps by size; use `functools.partial` to change the limits.
 
     Args:
-        min_num_params: parameters that no inner wrapper has taken, from which on a module is wrapped.
-        force_leaf_modules: classes whose children are not looked at; default: FORCE_LEAF_MODULES.
+        module: the candidate.
+        recurse: whether the question is about its children.
+        unwrapped_params: number of its parameters that no inner wrapper has taken.
+        module_is_root: whether it is the module that `auto_wrap` was called with.
+        min_num_params: smallest number of unwrapped parameters at which a module is wrapped.
+        force_leaf_modules: classes whose children are not visited; default: FORCE_LEAF_MODULES.
         exclude_wrap_modules: classes that are not wrapped themselves; default: EXCLUDE_WRAP_MODULES.
         skip_params_check_for_root: wrap the root whatever its size.
     """
@@ -171,11 +179,11 @@ def default_auto_wrap_policy(
 
 
 FORCE_LEAF_MODULES: frozenset[type[nn.Module]] = frozenset({nn.MultiheadAttention})
-"""They compute with their children's parameters without calling the children."""
+"""Modules that use their children's parameters without calling the children."""
 EXCLUDE_WRAP_MODULES: frozenset[type[nn.Module]] = frozenset({nn.ModuleList, nn.ModuleDict})
-"""Their forward is never called."""
+"""Modules whose forward is never called."""
 
-# Also found on the function, where programs look for them.
+# Also attributes of the function, where programs look for them.
 default_auto_wrap_policy.FORCE_LEAF_MODULES = FORCE_LEAF_MODULES  # type: ignore[attr-defined]
 default_auto_wrap_policy.EXCLUDE_WRAP_MODULES = EXCLUDE_WRAP_MODULES  # type: ignore[attr-defined]
 

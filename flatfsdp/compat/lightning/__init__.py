@@ -1,8 +1,8 @@
-"""Lightning's interfaces: of Fabric, whose names are here as well, and of its Trainer.
+"""Lightning's interfaces: Fabric's, also exported here, and the Trainer's.
 
 fabric.py    FlatFSDPStrategy for `Fabric(strategy=...)`
 trainer.py   FlatFSDPStrategy for `Trainer(strategy=...)`
-shared.py    what the two have in common
+shared.py    checks and checkpoint folders of both
 """
 
 from flatfsdp.compat.lightning.fabric import Fabric, FlatFSDPStrategy

@@ -3,8 +3,8 @@
 In:   Fabric's calls, on a model that FlatFSDP has wrapped, or sharded in place.
 Out:  the engine's; nothing is sharded, gathered or reduced here.
 
-Fabric comes in two distributions, `lightning` and the smaller `lightning-fabric`, which know nothing of each
-other's classes.  So take `Fabric` from here as well: it is that of `lightning`, if there is one.
+Fabric comes in two distributions, `lightning` and the smaller `lightning-fabric`, whose classes are
+unrelated. So import `Fabric` from here as well: it is that of `lightning` if installed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Fabric", "FlatFSDPStrategy"]
 
 
 class FlatFSDPStrategy(DDPStrategy):
-    """Fabric with FlatFSDP as its engine: one process for each device, which Fabric or torchrun starts.
+    """Fabric strategy with FlatFSDP as its engine: one process per device, started by Fabric or torchrun.
 
         fabric = Fabric(devices=2, strategy=FlatFSDPStrategy())
         fabric.launch()
@@ -54,16 +54,15 @@ class FlatFSDPStrategy(DDPStrategy):
         optimizer.step()
         fabric.save("out", {"model": model, "optimizer": optimizer, "step": 1})
 
-    Where the model is wrapped, it is said how it is sharded and in which dtypes it computes.  Gradients are
-    accumulated with `microbatches` or with `fabric.no_backward_sync`; the first also tells FP8 layers which
-    microbatch is the first.  A checkpoint is a folder that `flatfsdp.checkpoint.load` reads, too, on any
-    number of ranks; what is neither model nor optimizer is its `extra`.
+    Sharding and dtypes are chosen where the model is wrapped.  Accumulate gradients with `microbatches` or
+    with `fabric.no_backward_sync`; the first also tells FP8 layers which microbatch is the first.  A
+    checkpoint is a folder that `flatfsdp.checkpoint.load` reads as well, on any number of ranks; objects
+    other than model and optimizer become its `extra`.
 
     Args:
-        overwrite: whether `fabric.save` replaces a checkpoint that the folder holds.  Fabric's own strategies
-            do, too, but here the old one can be loaded until the new one is complete.  False: it raises
-            FileExistsError.
-        options: of Fabric's DDPStrategy, but none for DistributedDataParallel.
+        overwrite: whether `fabric.save` replaces a checkpoint in the folder, as Fabric's own strategies do;
+            the old one stays loadable until the new one is complete.  False: it raises FileExistsError.
+        options: options of Fabric's DDPStrategy, except those for DistributedDataParallel.
 
     Raises:
         TypeError: for other options.
@@ -82,9 +81,10 @@ class FlatFSDPStrategy(DDPStrategy):
     # ---- setup ------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """
+        """Checks Fabric's precision, and sets up the processes.
+
         Raises:
-            ValueError: if Fabric is to cast, too.
+            ValueError: if Fabric would cast, too.
         """
         if type(self.precision) is not Precision:
             raise ValueError(
@@ -94,10 +94,11 @@ class FlatFSDPStrategy(DDPStrategy):
         super().setup_environment()
 
     def setup_module(self, module: nn.Module) -> UnitMethods:
-        """
+        """Checks that FlatFSDP has sharded the model for this device and these ranks; returns it unchanged.
+
         Raises:
             TypeError: if FlatFSDP has not wrapped the model.
-            ValueError: if it has, but on another device, or over other ranks.
+            ValueError: if it has, but on another device or over other ranks.
         """
         if not isinstance(module, UnitMethods):
             raise TypeError(
@@ -109,7 +110,8 @@ class FlatFSDPStrategy(DDPStrategy):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """
+        """Returns the optimizer unchanged.
+
         Raises:
             ValueError: if it was made before the model was wrapped.
         """
@@ -117,7 +119,7 @@ class FlatFSDPStrategy(DDPStrategy):
         return optimizer
 
     def module_to_device(self, module: nn.Module) -> None:
-        """A FlatFSDP module is where it computes, even if its shards are in host memory."""
+        """Moves nothing for a FlatFSDP module: it is on its device, even if its shards are in host memory."""
         if not isinstance(module, UnitMethods):
             super().module_to_device(module)
 
@@ -131,7 +133,7 @@ class FlatFSDPStrategy(DDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        """As `FlatFSDP.clip_grad_norm_`: the norm is that of all ranks."""
+        """Clips gradients by their norm over all ranks, which it returns."""
         return module.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     # ---- checkpoints ------------------------------------------------------------------------------------
@@ -143,15 +145,15 @@ class FlatFSDPStrategy(DDPStrategy):
         storage_options: Any = None,
         filter: Any = None,
     ) -> None:
-        """Writes a folder, each rank its part, as `flatfsdp.checkpoint.save`.
+        """Writes a folder, each rank its part, with `flatfsdp.checkpoint.save`.
 
         Raises:
             NotImplementedError: with storage_options or a filter.
-            ValueError: unless `state` has one model, and no more than one optimizer and one EMA.
-            FileExistsError: if the folder holds a checkpoint, and the strategy is not to overwrite.
-            TypeError: if something in `state` cannot be pickled.
+            ValueError: unless `state` has one model, and at most one optimizer and one EMA.
+            FileExistsError: if the folder holds a checkpoint, and the strategy does not overwrite.
+            TypeError: if an object in `state` cannot be pickled.
             CheckpointError: if one of the ranks could not write.
-            All of them on every rank.
+            Each error is raised on every rank.
         """
         if storage_options is not None or filter:
             raise NotImplementedError(
@@ -169,24 +171,26 @@ class FlatFSDPStrategy(DDPStrategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Loads a folder, or into a model alone a file with the state dict of a plain one (`load_raw`).
+        """Loads a folder; or, into a model alone, a file with a plain model's state dict (`load_raw`).
 
-        What `flatfsdp.checkpoint.load` accepts on request, this refuses; that one reads the same folder.
+        It is stricter than `flatfsdp.checkpoint.load`, which reads the same folder.
 
         Args:
+            path: the folder or file.
+            state: a dict of objects to load into, or a model.
             strict: whether everything in `state` has to be in the checkpoint.
-            weights_only: as of `torch.load`, for what is neither model nor optimizer; None is True.
+            weights_only: passed to `torch.load` for objects other than model and optimizer; None means True.
 
         Returns:
-            What `state` does not have a place for.
+            Objects that `state` has no place for.
 
         Raises:
-            ValueError: unless `state` has one model, and no more than one optimizer; if one of them is not
-                what was saved.
-            KeyError: if something else is missing.
-            DamagedCheckpoint: if the folder does not hold what was written there.
-            CheckpointError: if `weights_only` refuses what is neither model nor optimizer.
-            Nothing has changed then.
+            ValueError: unless `state` has one model and at most one optimizer; if one of them is not what was
+                saved.
+            KeyError: if another object is missing.
+            DamagedCheckpoint: if the contents are not what was written.
+            CheckpointError: if `weights_only` refuses an object other than model and optimizer.
+            `state` is unchanged after an error.
         """
         folder = Path(self.broadcast(path))
         if isinstance(state, UnitMethods):
@@ -209,17 +213,18 @@ class FlatFSDPStrategy(DDPStrategy):
 
 
 class _BackwardSync:
-    """What `fabric.no_backward_sync` asks for."""
+    """Implements `fabric.no_backward_sync`."""
 
     def no_backward_sync(self, module: UnitMethods, enabled: bool) -> AbstractContextManager[None]:
+        """Context that accumulates gradients without reducing them, if enabled."""
         return module.no_sync() if enabled else nullcontext()
 
 
 def _parts(state: Any) -> tuple[UnitMethods, Optimizer | None, EMA | None, dict[str, Any]]:
-    """The model, the optimizer, the average of the weights, and everything else by its key.
+    """Splits a state into the model, the optimizer, the EMA of the weights, and everything else by its key.
 
     Raises:
-        ValueError: unless there is one model, and no more than one of each of the others.
+        ValueError: unless there is one model, and at most one of each of the others.
     """
     state = state if isinstance(state, dict) else {}
     models = [each for each in state.values() if isinstance(each, UnitMethods)]
@@ -236,5 +241,5 @@ def _parts(state: Any) -> tuple[UnitMethods, Optimizer | None, EMA | None, dict[
 
 
 def _is_stateful(value: object) -> bool:
-    """Such as a learning-rate scheduler."""
+    """Whether an object has state to save, such as a learning-rate scheduler."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")

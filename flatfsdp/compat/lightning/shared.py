@@ -1,4 +1,4 @@
-"""What Fabric's strategy and the Trainer's have in common: checks, and folders with checkpoints.
+"""Checks and checkpoint folders shared by Fabric's strategy and the Trainer's.
 
 Next: `flatfsdp.checkpoint` writes and reads them.
 """
@@ -23,10 +23,13 @@ Path = str | os.PathLike[str]
 
 
 def require_place(model: UnitModule, device: torch.device, world_size: int, way_out: str) -> None:
-    """Checks that a model is where Lightning expects it.
+    """Checks that a model is sharded on Lightning's device and over its ranks.
 
     Args:
-        way_out: how to shard it there.
+        model: the sharded model.
+        device: Lightning's device.
+        world_size: Lightning's number of ranks.
+        way_out: the end of the message: how to shard it there.
 
     Raises:
         ValueError: if it is on another device, or over other ranks.
@@ -42,7 +45,7 @@ def require_place(model: UnitModule, device: torch.device, world_size: int, way_
 
 
 def require_current(optimizer: Optimizer) -> None:
-    """Checks that an optimizer has the parameters that are trained.
+    """Checks that an optimizer has the parameters of the sharded model.
 
     Raises:
         ValueError: if it was made before the model was sharded.
@@ -68,10 +71,15 @@ def save_folder(
     """Writes a folder, each rank its part.  Collective.
 
     Args:
-        extra: objects of any class: who loads them says weights_only=False.
+        path: the folder.
+        model: the sharded model.
+        optimizer: its optimizer, or None.
+        ema: an average of its weights, or None.
+        extra: objects of any class; loading them needs weights_only=False.
+        overwrite: whether to replace a checkpoint in the folder.
 
     Raises:
-        What `flatfsdp.checkpoint.save` raises, on every rank.
+        Exception: what `flatfsdp.checkpoint.save` raises, on every rank.
     """
     writer = checkpoint.Writer(path, overwrite=overwrite, extra=extra, weights_only=False)
     write(writer, model, optimizer, ema)
@@ -80,13 +88,15 @@ def save_folder(
 def open_folder(
     path: Path, model: UnitModule, weights_only: bool | None
 ) -> tuple[OpenCheckpoint, dict[str, Any]]:
-    """A checkpoint, and what it has beside model and optimizer.  Collective.
+    """Opens a checkpoint, and reads its objects besides model and optimizer.  Collective.
 
     Args:
-        weights_only: as of `torch.load`; None is True.
+        path: the folder.
+        model: the sharded model.
+        weights_only: passed to `torch.load`; None means True.
 
     Raises:
-        What `flatfsdp.checkpoint.load` raises before it changes anything, on every rank.
+        Exception: what `flatfsdp.checkpoint.load` raises before it changes anything, on every rank.
     """
     opened = open_checkpoint(path, *world_of(model))
     with raising_on_all(model):

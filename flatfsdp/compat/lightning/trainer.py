@@ -1,6 +1,6 @@
 """The Trainer's interface: `from flatfsdp.compat.lightning.trainer import FlatFSDPStrategy`.
 
-In:   a LightningModule, as it was written for DDP.
+In:   a LightningModule written for DDP.
 Out:  the same object, sharded in place; the Trainer's loop calls it as before.
 Next: `engine/in_place` shards, `shared.py` writes and reads checkpoints.
 """
@@ -47,37 +47,39 @@ except ModuleNotFoundError:
 __all__ = ["FlatFSDPStrategy"]
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
-"""Methods of a LightningModule that the Trainer calls in place of its forward."""
+"""Methods of a LightningModule that the Trainer calls instead of its forward."""
 
 _AVERAGING = {"WeightAveraging", "StochasticWeightAveraging"}
-"""Lightning's callbacks; versions have one or both."""
+"""Lightning's callbacks for averaging weights; versions have one or both."""
 
 
 class FlatFSDPStrategy(DDPStrategy):
-    """The Trainer with FlatFSDP as its engine: one process for each device.
+    """Trainer strategy with FlatFSDP as its engine: one process per device.
 
         trainer = Trainer(devices=2, strategy=FlatFSDPStrategy(by_class(Block)))
         trainer.fit(Module(), loader)
 
-    A LightningModule that was written for DDP runs as it is, with DDP's losses and gradient norms: gradient
-    clipping, accumulation, validation, callbacks, schedulers and manual optimization work.  It is sharded in
-    place when `fit`, `validate`, `test` or `predict` begins, from the first rank's values, and stays so.
-    `configure_optimizers` is called after that.
+    A LightningModule written for DDP runs unchanged, with DDP's losses and gradient norms: gradient clipping,
+    accumulation, validation, callbacks, schedulers and manual optimization work.  It is sharded in place,
+    from the first rank's values, when `fit`, `validate`, `test` or `predict` begins, and stays sharded.
+    `configure_optimizers` is called afterwards.
 
-    A checkpoint is a folder, each rank its part, that `flatfsdp.checkpoint.load` reads, too, on any number of
-    ranks; what is neither model nor optimizer is its `extra`.
+    A checkpoint is a folder, each rank's part in its own file, that `flatfsdp.checkpoint.load` reads as well,
+    on any number of ranks; objects other than model and optimizer become its `extra`.
 
     Args:
-        policy: see `shard`.  None: the module is one unit, whole on each device while it computes; its
-            gradients and optimizer state are spread over ranks all the same.
-        overwrite: whether a checkpoint replaces another one in its folder, which can be loaded until the new
-            one is complete.
-        process_group_backend, timeout, start_method: as of Lightning's DDPStrategy.
-        options: of `shard`, such as `precision`; but no `device`, which is the Trainer's.
+        policy: which modules become units.  None: the module is one unit, whole on each device while it
+            computes; its gradients and optimizer state are still sharded.
+        overwrite: whether a checkpoint replaces another one in its folder; the old one stays loadable until
+            the new one is complete.
+        process_group_backend: backend, as for Lightning's DDPStrategy.
+        timeout: timeout of collectives, as for Lightning's DDPStrategy.
+        start_method: how processes are started, as for Lightning's DDPStrategy.
+        options: options of `shard`, such as `precision`, but no `device`, which is the Trainer's.
 
     Attributes:
-        ema: an average of the module's weights, which checkpoints hold, too, and `fit` takes over from one;
-            set by a callback in `on_fit_start`.
+        ema: an average of the module's weights, saved in checkpoints and restored by `fit`; set it in a
+            callback's `on_fit_start`.
 
     Raises:
         TypeError: for other options.
@@ -108,9 +110,10 @@ class FlatFSDPStrategy(DDPStrategy):
     # ---- setup ------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
-        """
+        """Checks the Trainer's precision, and sets up the processes.
+
         Raises:
-            ValueError: if the Trainer is to cast in a way that is not known to give DDP's numbers.
+            ValueError: if the Trainer casts in a way that is not known to give DDP's numbers.
         """
         plugin = self.precision_plugin
         is_plain = type(plugin) is Precision
@@ -123,12 +126,13 @@ class FlatFSDPStrategy(DDPStrategy):
         super().setup_environment()
 
     def setup(self, trainer: Trainer) -> None:
-        """Shards the module, unless that was done before, and makes the optimizer.
+        """Shards the module, unless it is sharded already, and makes the optimizer.
 
         Raises:
-            ValueError: if something inside of it is sharded, or the module itself in another place.
+            ValueError: if only a part of it is sharded, or the module is on another device or over other
+                ranks.
             TypeError: if it cannot be sharded in place.
-            NotImplementedError: with a callback that averages weights of its own copy of the module.
+            NotImplementedError: with a callback that averages weights in its own copy of the module.
         """
         for callback in trainer.callbacks:
             if any(kind.__name__ in _AVERAGING for kind in type(callback).__mro__):
@@ -169,9 +173,10 @@ class FlatFSDPStrategy(DDPStrategy):
             register_forward_method(module, name)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """
+        """Makes the optimizer of the sharded module.
+
         Raises:
-            NotImplementedError: if there are several, whose states one checkpoint cannot hold yet.
+            NotImplementedError: if there are several; a checkpoint holds the state of one.
             ValueError: if it was made before the module was sharded.
         """
         self._reset_optimizers_and_schedulers()
@@ -193,7 +198,7 @@ class FlatFSDPStrategy(DDPStrategy):
     # ---- predictions ------------------------------------------------------------------------------------
 
     def on_predict_start(self) -> None:
-        """Gathers the whole module until the end: some ranks may have one batch more than others."""
+        """Gathers the whole module until the end, as some ranks may have one batch more than others."""
         super().on_predict_start()
         self._gathered.enter_context(self._module.unsharded())
 
@@ -203,7 +208,7 @@ class FlatFSDPStrategy(DDPStrategy):
         super().on_predict_end()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Frees it, too."""
+        """Frees what `on_predict_start` has gathered."""
         self._gathered.close()
         super().on_exception(exception)
 
@@ -211,7 +216,7 @@ class FlatFSDPStrategy(DDPStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Accumulates: gradients that land inside are not reduced yet."""
+        """Context in which gradients are accumulated and not reduced."""
         with self._module.no_sync():
             yield
 
@@ -219,29 +224,31 @@ class FlatFSDPStrategy(DDPStrategy):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
+        """True: the module is sharded before a checkpoint is loaded."""
         return True
 
     @property
     def lightning_restore_optimizer(self) -> bool:
+        """False: `load_checkpoint` loads the optimizer."""
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Stands for the model in what the Trainer hands to `save_checkpoint`, which writes its shards."""
+        """A placeholder for the model, whose shards `save_checkpoint` writes."""
         return _Elsewhere()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Stands for the optimizer's state, likewise."""
+        """A placeholder for the optimizer's state, which `save_checkpoint` writes as well."""
         return _Elsewhere()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Writes a folder, each rank its part, as `flatfsdp.checkpoint.save`.
+        """Writes a folder, each rank its part, with `flatfsdp.checkpoint.save`.
 
         Raises:
-            NotImplementedError: with storage_options; if a hook or callback has put another state dict into
-                `checkpoint`, such as averaged weights.
-            Else what `flatfsdp.checkpoint.save` raises, on every rank.
+            NotImplementedError: with storage_options; if a hook or callback has replaced a state dict in
+                `checkpoint`, by averaged weights for example.
+            Exception: what `flatfsdp.checkpoint.save` raises, on every rank.
         """
         if storage_options is not None:
             raise NotImplementedError("FlatFSDPStrategy saves to a folder, without storage_options")
@@ -259,16 +266,17 @@ class FlatFSDPStrategy(DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Loads a folder, on any number of ranks; into the optimizer, too, if the Trainer is to fit.
+        """Loads a folder, on any number of ranks; in `fit`, the optimizer as well.
 
-        For `validate`, `test` and `predict` it may be a file that another strategy has written.
+        For `validate`, `test` and `predict` it may be a file written by another strategy.
 
         Args:
-            weights_only: as of `torch.load`, for what is neither model nor optimizer; None is True.
+            checkpoint_path: the folder or file.
+            weights_only: passed to `torch.load` for objects other than model and optimizer; None means True.
 
         Raises:
             ValueError: for a file, in `fit`; if model or optimizer is not what was saved.
-            Else what `flatfsdp.checkpoint.load` raises, on every rank; nothing has changed then.
+            Exception: what `flatfsdp.checkpoint.load` raises, on every rank, before anything has changed.
         """
         path, module = Path(self.broadcast(checkpoint_path)), self._module
         if path.is_file():
@@ -294,15 +302,15 @@ class FlatFSDPStrategy(DDPStrategy):
         return self.lightning_module.trainer.state.fn == TrainerFn.FITTING
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: `load_checkpoint` has loaded it."""
+        """Does nothing: `load_checkpoint` has loaded the model."""
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: `load_checkpoint` has loaded it."""
+        """Does nothing: `load_checkpoint` has loaded the optimizer."""
 
     # ---- the end ----------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
-        """Leaves the module and the optimizer where they are; a sharded module cannot be moved."""
+        """Tears down the environment; module and optimizer stay, as a sharded module cannot move."""
         assert self.cluster_environment is not None and self.accelerator is not None
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
@@ -311,4 +319,4 @@ class FlatFSDPStrategy(DDPStrategy):
 
 
 class _Elsewhere(dict[str, Any]):
-    """An empty state dict, whose values are saved from the shards."""
+    """An empty state dict that stands for values saved from the shards."""

@@ -1,8 +1,8 @@
-"""PyTorch's `torch.distributed.checkpoint.state_dict`: get_state_dict, set_state_dict and the others.
+"""Makes PyTorch's `torch.distributed.checkpoint.state_dict` work on sharded models.
 
-They take a rank's shards for whole parameters.  Given a sharded model they give whole ones, or an error with
-the way out.
+PyTorch's get_state_dict, set_state_dict and the others would take a rank's shards for whole parameters.  For
+sharded models they now return whole ones, or raise an error that names the alternative.
 
-connect         what PyTorch calls before it reads the model: once that has happened, `functions` are in use
-functions       in the place of PyTorch's; imported then, because that takes a second
+connect         gives units the method that PyTorch calls before it reads a model
+functions       replaces PyTorch's functions at that first call, as the import takes a second
 """

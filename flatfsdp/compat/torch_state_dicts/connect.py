@@ -1,20 +1,20 @@
-"""Lets PyTorch's functions for state dicts find those of FlatFSDP, at no cost for who does not call them."""
+"""Connects PyTorch's state-dict functions to FlatFSDP's, without an import cost for other programs."""
 
 from __future__ import annotations
 
 from flatfsdp.engine.units import UnitModule
 
 _ASKED = "_fqn_modifiers"
-"""The method of a module that they call first, before anything is read or gathered."""
+"""The module method that PyTorch calls first, before it reads or gathers anything."""
 
 
 def connect_state_dicts() -> None:
-    """Gives sharded modules that method."""
+    """Gives sharded modules the method that installs FlatFSDP's functions."""
     setattr(UnitModule, _ASKED, _names_that_differ)
 
 
 def _names_that_differ(_unit: UnitModule) -> dict[str, str]:
-    """In state dicts, attribute by attribute: none."""
+    """Installs the functions, and reports that no attribute has another name in state dicts."""
     from flatfsdp.compat.torch_state_dicts.functions import install
 
     install()

@@ -1,4 +1,4 @@
-"""State dicts of sharded models, asked for by `torch.distributed.checkpoint.state_dict`.
+"""State dicts of sharded models for `torch.distributed.checkpoint.state_dict`.
 
 In:   a model, optimizers, and PyTorch's options.
 Out:  with `full_state_dict=True` whole tensors, by `flatfsdp.checkpoint`; otherwise ValueError.
@@ -32,10 +32,10 @@ Optimizers = Iterable[torch.optim.Optimizer]
 
 @cache
 def install() -> None:
-    """Puts the functions below in the place of those that PyTorch's public ones call.
+    """Replaces the private functions behind PyTorch's public ones by those below.
 
     Raises:
-        RuntimeError: if this version of PyTorch has none of such a name.
+        RuntimeError: if this version of PyTorch lacks one of them.
     """
     for name, ours in (
         ("_get_model_state_dict", _get_model),
@@ -55,7 +55,7 @@ R = TypeVar("R")
 
 
 def _for_sharded_models(original: Callable[..., R], ours: Callable[..., R]) -> Callable[..., R]:
-    """`ours` for models with units in them, `original` for all others."""
+    """Chooses `ours` for models that contain units, `original` for all others."""
 
     @wraps(original)
     def chosen(model: nn.Module, *args: Any, **kwargs: Any) -> R:
@@ -74,9 +74,10 @@ _WAY_OUT = (
 
 
 def _require_full(info: Any) -> None:
-    """
+    """Checks the options of a state dict.
+
     Raises:
-        ValueError: for options that would give, or take, something else than whole tensors by their names.
+        ValueError: for options that ask for anything but whole tensors by their names.
     """
     if not info.full_state_dict:
         raise ValueError(
@@ -120,7 +121,7 @@ def _get_optimizers(model: nn.Module, optimizers: Optimizers, info: Any) -> dict
 def _load_model(model: nn.Module, state_dict: dict[str, Any], info: Any) -> _IncompatibleKeys:
     wanted = info.handle_model and bool(state_dict)
     if info.broadcast_from_rank0:
-        # The other ranks have been given nothing either way.
+        # Ranks other than the first have been given nothing in either case.
         first = named_groups(model)[0][1].master
         wanted = broadcast_object(wanted, first.grid.dimensions[::-1], first.device)
     if not wanted:
@@ -142,7 +143,7 @@ def _load_optimizers(model: nn.Module, optimizers: Optimizers, state_dict: dict[
 
 
 def _keys(model: nn.Module) -> Iterator[str]:
-    """Keys of all parameters and buffers, as `model.state_dict()` has them; and others."""
+    """Keys of all parameters and buffers as in `model.state_dict()`, among others."""
     for prefix, module in prefixed_modules(model):
         yield from (prefix + name for name in (*module._parameters, *module._buffers))
     for keys in keys_of_slots(model).values():
@@ -150,13 +151,13 @@ def _keys(model: nn.Module) -> Iterator[str]:
 
 
 def _frozen(model: nn.Module) -> set[str]:
-    """Keys of the parameters that are not trained."""
+    """Keys of the frozen parameters."""
     inside = {key for (group, _), keys in keys_of_slots(model).items() if not group.trains for key in keys}
     return inside | {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
 
 
 def _renamed(state: dict[str, Any], rename: Callable[[str], str]) -> dict[str, Any]:
-    """An optimizer's state under other names."""
+    """An optimizer's state with renamed parameters."""
     if not state:
         return {}
     return {
@@ -168,10 +169,10 @@ def _renamed(state: dict[str, Any], rename: Callable[[str], str]) -> dict[str, A
 
 
 def _without_compiler(name: str) -> str:
-    """Without the level that `torch.compile(module)` adds."""
+    """Removes the level that `torch.compile(module)` adds to names."""
     return name.replace("_orig_mod.", "")
 
 
 def _canonical(name: str) -> str:
-    """As PyTorch calls a parameter in these state dicts: without the levels of its wrappers."""
+    """PyTorch's name of a parameter in these state dicts: without the levels of its wrappers."""
     return _without_compiler(name).replace("_checkpoint_wrapped_module.", "")

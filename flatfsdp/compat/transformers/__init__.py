@@ -1,9 +1,9 @@
 """Hugging Face transformers on FlatFSDP.
 
-policy, initialise   which modules become units; values for models from the meta device
-fused                models that our kernels compute: `fuse`, `unfuse`
+policy, initialise   which modules become units; initial values of models on the meta device
+fused                computation of models by our kernels: `fuse`, `unfuse`
 files                safetensors, read and written part by part: `load_hf`, `save_hf`
-trainer              `FlatTrainer` in the place of `Trainer`; imported by itself, as it imports transformers
+trainer              `FlatTrainer` instead of `Trainer`; a separate import, because it imports transformers
 """
 
 from flatfsdp.compat.transformers.files.load import load_hf

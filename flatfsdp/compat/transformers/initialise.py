@@ -1,11 +1,11 @@
 """`init_weights_of`: initial values for a Hugging Face model that was built on the meta device.
 
-In:   a model, built inside `torch.device("meta")`, perhaps with LoRA.
+In:   a model built inside `torch.device("meta")`, possibly with LoRA.
 Out:  a function for `param_init_fn`, which is called unit by unit.
 
     what                        by
-    modules of a model          the `_init_weights` of the innermost PreTrainedModel around them; of buffers,
-                                such as the frequencies of rotations, too
+        modules of a model          the `_init_weights` of the innermost PreTrainedModel around them, also for
+                                    buffers such as rotary frequencies
     LoRA adapters               the `reset_lora_parameters` of the layer that they adapt
     modules around the model    their own `reset_parameters`
 """
@@ -26,15 +26,16 @@ def init_weights_of(model: nn.Module) -> ParamInit:
             model = AutoModelForCausalLM.from_config(config)
         model = shard(model, policy_of(model), device="cuda", param_init_fn=init_weights_of(model))
 
-    Values have the distributions that transformers gives them; they are others than those of a model that is
-    built at once from the same seed.  Seed all ranks alike.
+    Values have transformers' distributions, but differ from those of a model built directly with the same
+    seed. Seed all ranks alike.
 
     Args:
-        model: of transformers, or a module that contains some, such as a PEFT model, as it will be sharded.
+        model: a model of transformers, or a module that contains some, such as a PEFT model, complete and
+            ready to be sharded.
 
     Raises:
-        ValueError: if it contains none; if adapters on the meta device get their values from the weights that
-            they adapt.  The function that is returned raises for modules that came later.
+        ValueError: if it contains no model of transformers; if adapters on the meta device derive their
+            values from the weights that they adapt.  The returned function raises it for modules added later.
     """
     init = _InitWeights(model)
     if not any(init.model_of.values()):
@@ -49,7 +50,8 @@ class _Adapter(NamedTuple):
     """One adapter of a layer.
 
     Attributes:
-        layer: of PEFT, around the one that is adapted.
+        layer: PEFT's layer, around the adapted one.
+        name: name of the adapter.
         how: `init_lora_weights` of its configuration.
     """
 
@@ -62,8 +64,9 @@ class _InitWeights:
     """Initialises the modules of one model.
 
     Attributes:
-        model_of: the model around each module, itself one of transformers; None outside of all.
-        adapter_of: the adapter that a module is a part of.
+        model_of: the innermost model of transformers around each module, possibly itself; None if there is
+            none.
+        adapter_of: the adapter that a module is part of.
     """
 
     after_children = True
@@ -90,11 +93,13 @@ class _InitWeights:
             _reset(module)
 
     def _visit(self, path: str, module: nn.Module, model: Any, configs: dict[str, Any]) -> None:
-        """Enters a module, and those inside.
+        """Visits a module and its children.
 
         Args:
-            model: the innermost one of transformers around it.
-            configs: of the adapters that the model has, by name.
+            path: name of the module.
+            module: the module.
+            model: the innermost model of transformers around it.
+            configs: configurations of the model's adapters, by name.
         """
         if hasattr(type(module), "_init_weights"):
             model = module
@@ -113,7 +118,7 @@ class _InitWeights:
             )
 
     def _visit_adapters(self, path: str, layer: Any, by_name: Any, configs: dict[str, Any]) -> None:
-        """Enters one kind of parts of all adapters of a layer, such as `lora_A`."""
+        """Visits one kind of parts of all adapters of a layer, such as `lora_A`."""
         for part in by_name.modules():
             self.model_of.setdefault(part, None)
         if not any(each.is_meta for each in by_name.parameters()):

@@ -1,9 +1,9 @@
 """`policy_of`: which modules of a Hugging Face model become units.
 
-Every model of transformers names the classes that one device has to hold whole, in `_no_split_modules`.  Most
-are its layers; others are parts of a layer, or embeddings.  A unit is an item of an nn.ModuleList or
-nn.Sequential that is, or contains, a module of such a class: a layer.  Embeddings are in no list.  They stay
-in the outermost unit, as the head is often tied to them, and other code calls them by themselves.
+Every model of transformers lists the classes that must not be split over devices, in `_no_split_modules`.
+Most are its layers; others are parts of a layer, or embeddings.  A unit is an item of an nn.ModuleList or
+nn.Sequential that is or contains a module of such a class: a layer.  Embeddings are not in lists and stay in
+the outermost unit, because the head is often tied to them, and other code calls them directly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def policy_of(model: nn.Module) -> WrapPolicy:
         model = shard(model, policy_of(model))
 
     Args:
-        model: of transformers, or a module that contains some, such as a PEFT model.
+        model: a model of transformers, or a module that contains some, such as a PEFT model.
 
     Raises:
         ValueError: if no layer is found.
@@ -39,11 +39,12 @@ def policy_of(model: nn.Module) -> WrapPolicy:
 
 
 def _layers(module: nn.Module, names: set[str], item: nn.Module | None) -> Iterator[nn.Module]:
-    """The innermost items of lists around modules of these classes.
+    """The innermost list items that are or contain modules of these classes.
 
     Args:
-        names: of classes.
-        item: the innermost one around `module`, or itself.
+        module: where to search.
+        names: class names.
+        item: the innermost list item that is or contains `module`.
     """
     if item is not None and type(module).__name__ in names:
         yield item

@@ -1,1 +1,1 @@
-"""Attention, from the joint projection of query, key and value to the projection back."""
+"""Attention, from the joint query, key and value projection to the output projection."""

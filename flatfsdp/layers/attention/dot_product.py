@@ -1,8 +1,8 @@
-"""`DotProductAttention`: what happens between the projections of query, key, value and that of the result.
+"""`DotProductAttention`: attention between the query, key and value projections and the output projection.
 
 In:   query, key, value [seq, batch, heads, head_dim] ("sbhd"), or batch first ("bshd").
 Out:  [seq, batch, heads * head_dim], or batch first.
-Next: `sdpa.py` chooses a backend, `masks.py` says which keys are seen.
+Next: `sdpa.py` chooses a backend, `masks.py` decides which keys a query sees.
 """
 
 from __future__ import annotations
@@ -32,31 +32,34 @@ _FORMATS = ("sbhd", "bshd")
 
 
 class DotProductAttention(WithoutExtraState, Shared):
-    """softmax(scale * q k^T) v over torch's attention, with Transformer Engine's arguments.
+    """Scaled dot-product attention, softmax(scale * q k^T) v, with Transformer Engine's arguments.
 
-    Query, key and value are read in place, whatever their strides, such as views of one joint projection.
+    Query, key and value may have any strides (views of one joint projection, for example); none is copied.
 
     Args:
         num_attention_heads: heads of the query.
         kv_channels: elements of a head.
-        num_gqa_groups: heads of key and value, a divisor of `num_attention_heads`; default: the same.
+        num_gqa_groups: heads of key and value, a divisor of `num_attention_heads`; default:
+            `num_attention_heads`.
         attention_dropout: probability of dropping an attention weight in training.
         qkv_format: "sbhd" or "bshd".
         attn_mask_type: "causal", "no_mask", "padding", "padding_causal" or "arbitrary".
-        window_size: (left, right): query i sees keys i - left to i + right only; -1 is no limit.  Needs a
-            boolean mask of queries x keys, which each module keeps.
+        window_size: (left, right): query i sees keys i - left to i + right only; -1 means no limit.  Needs a
+            boolean mask [queries, keys]; each module keeps its own.
         softmax_scale: default: 1 / sqrt(kv_channels).
-        layer_number: only a label.
-        tp_group: ranks that share the heads; numbers given are those of all of them.
-        tp_size: their number; may be left out.
-        sequence_parallel: changes nothing here: each rank attends with some heads over the whole sequence.
-        get_rng_state_tracker: gives what draws the dropout of this rank's heads; default: an `RNGTracker`.
+        layer_number: a label only.
+        tp_group: tensor-parallel ranks that share the heads; the head counts above are totals over the group.
+        tp_size: size of the group; may be left out.
+        sequence_parallel: has no effect here: each rank attends with some heads over the whole sequence.
+        get_rng_state_tracker: returns the random-number tracker for the dropout of this rank's heads;
+            default: an `RNGTracker`.
 
     Attributes:
-        num_attention_heads, num_gqa_groups: of this rank.
+        num_attention_heads, num_gqa_groups: heads and groups of this rank.
 
     Raises:
-        ValueError: if options contradict each other, or ranks cannot share heads or groups equally.
+        ValueError: if options contradict each other, or the heads or groups do not divide evenly over the
+            ranks.
     """
 
     @takes_te_arguments
@@ -112,16 +115,21 @@ class DotProductAttention(WithoutExtraState, Shared):
         window_size: Window | None = None,
         checkpoint_core_attention: bool = False,
     ) -> Tensor:
-        """[seq, batch, heads * head_dim], or [batch, seq, ...]; in the query's dtype.
+        """Computes attention of `query` over `key` and `value`.
 
         Args:
             query: [seq, batch, num_attention_heads, kv_channels], or batch first.
-            key, value: [seq, batch, num_gqa_groups, kv_channels], or batch first.
+            key: [seq, batch, num_gqa_groups, kv_channels], or batch first.
+            value: the shape of `key`.
             attention_mask: bool, True where a key is masked out: [batch, 1, 1, keys] for padding types,
-                broadcastable to [batch, heads, queries, keys] for "arbitrary", of all heads or of this
-                rank's.  A query that sees no key gives zeros.
-            attn_mask_type, window_size: for this call, in place of the constructor's.
-            checkpoint_core_attention: keep query, key and value only, and compute the rest again in backward.
+                broadcastable to [batch, heads, queries, keys] for "arbitrary", with the heads of this rank or
+                of all ranks.  A query that sees no key gives zeros.
+            attn_mask_type: overrides the constructor's for this call.
+            window_size: overrides the constructor's for this call.
+            checkpoint_core_attention: save only query, key and value, and recompute the rest in backward.
+
+        Returns:
+            [seq, batch, heads * head_dim], or [batch, seq, heads * head_dim], in the query's dtype.
 
         Raises:
             ValueError: if shapes or masks do not fit.
@@ -156,7 +164,7 @@ class DotProductAttention(WithoutExtraState, Shared):
     def _mask(
         self, query: Tensor, key: Tensor, attention_mask: Tensor | None, mask_type: str, window: Window
     ) -> Tensor | None:
-        """None where the backends need none."""
+        """The mask of visible keys, or None where the backends need none."""
         batch, heads, queries, keys = (*query.shape[:3], key.shape[2])
         if attention_mask is not None and attention_mask.dim() == 4:
             attention_mask = self._own_heads(attention_mask)
@@ -171,7 +179,7 @@ class DotProductAttention(WithoutExtraState, Shared):
         return seen if mask is None else mask & seen
 
     def _own_heads(self, mask: Tensor) -> Tensor:
-        """This rank's heads of a mask [batch, heads, queries, keys] of all of them; others as they are."""
+        """This rank's heads of a mask of all ranks' heads; other masks are returned unchanged."""
         ranks = self._parallel.ranks
         if ranks.size == 1 or mask.shape[1] != ranks.size * self.num_attention_heads:
             return mask
@@ -187,7 +195,7 @@ class DotProductAttention(WithoutExtraState, Shared):
                 )
 
     def _heads_first(self, x: Tensor) -> Tensor:
-        """[batch, heads, seq, head_dim], without a copy."""
+        """A [batch, heads, seq, head_dim] view."""
         return x.permute(1, 2, 0, 3) if self.qkv_format == "sbhd" else x.transpose(1, 2)
 
     def _heads_last(self, x: Tensor) -> Tensor:
@@ -195,6 +203,7 @@ class DotProductAttention(WithoutExtraState, Shared):
         return x.flatten(2)
 
     def extra_repr(self) -> str:
+        """Settings shown in the module's repr."""
         return (
             f"{self.num_attention_heads} heads of {self.kv_channels}, {self.num_gqa_groups} groups, "
             f"{self.attn_mask_type}, dropout={self.attention_dropout}"

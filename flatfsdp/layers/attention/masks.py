@@ -1,13 +1,13 @@
-"""Which keys a query sees: mask types, sliding windows, and the boolean mask where there has to be one.
+"""Mask types and sliding windows: which keys a query sees, and the boolean mask where one is needed.
 
-Transformer Engine's convention: True in an `attention_mask` is a key that is not seen.  Inside, and for
-torch's attention, True is one that is.
+In an `attention_mask`, True means that the key is masked out (Transformer Engine's convention).  Internally,
+and for torch's attention, True means that the key is visible.
 
     attn_mask_type                      window             mask tensor
     no_mask, padding, arbitrary         (-1, -1), or any   with padding, arbitrary, or a window
     causal, padding_causal              (-1, 0), (n, 0)    with padding_causal, or a window of n
 
-Query i sees keys i - left to i + right; -1 is no limit.
+Query i sees keys i - left to i + right; -1 means no limit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Window = tuple[int, int]
 
 
 def resolve_window(attn_mask_type: str, window_size: Window | None) -> Window:
-    """The window of a mask type; causal ones end at the query itself.
+    """The effective window of a mask type; causal ones end at the query itself.
 
     Raises:
         ValueError: for an unknown mask type, or a window that contradicts it.
@@ -56,14 +56,15 @@ def _is_window(window: Any) -> bool:
 def visible_keys(
     attention_mask: Tensor | None, attn_mask_type: str, shape: tuple[int, int, int, int]
 ) -> Tensor | None:
-    """True where a query sees a key, broadcastable to `shape`; None if there is no mask.
+    """The mask of visible keys, broadcastable to `shape`; None if all keys are visible.
 
     Args:
-        attention_mask: True where it does not; [batch, 1, 1, keys] for padding types.
+        attention_mask: True where a key is masked out; [batch, 1, 1, keys] for padding types.
+        attn_mask_type: one of `MASK_TYPES`.
         shape: batch, heads, queries, keys.
 
     Raises:
-        ValueError: if there is a mask and should be none, or the other way round, or it does not fit.
+        ValueError: if the mask is missing, not allowed for this type, or of the wrong dtype or shape.
     """
     if attn_mask_type not in WITH_MASK:
         if attention_mask is not None:
@@ -89,13 +90,14 @@ def visible_keys(
 
 
 class WindowMasks:
-    """Makes window masks, and keeps the latest: bool [queries, keys], True where a query sees a key."""
+    """Makes window masks and keeps the latest ones: bool [queries, keys], True where a query sees a key."""
 
     def __init__(self, capacity: int = 2) -> None:
         self._capacity = capacity
         self._masks: OrderedDict[tuple[int, int, Window, torch.device], Tensor] = OrderedDict()
 
     def get(self, queries: int, keys: int, window: Window, device: torch.device) -> Tensor:
+        """The mask of a window, made on first use."""
         key = (queries, keys, window, device)
         if key not in self._masks:
             self._masks[key] = _window_mask(*key)
@@ -107,7 +109,7 @@ class WindowMasks:
 
 def _window_mask(queries: int, keys: int, window: Window, device: torch.device) -> Tensor:
     left, right = window
-    # Even if evaluation is what needs it first, training may be next.
+    # Not an inference tensor: an evaluation may make the mask, and training may use it next.
     with torch.inference_mode(False):
         query = torch.arange(queries, device=device)[:, None]
         key = torch.arange(keys, device=device)[None, :]

@@ -1,4 +1,4 @@
-"""`MultiheadAttention`: a joint projection to query, key and value, attention, and a projection back.
+"""`MultiheadAttention`: a joint query, key and value projection, attention, and the output projection.
 
 In:   [seq, batch, hidden] ("sbhd"), or [batch, seq, hidden] ("bshd");  out: the same shape.
 
@@ -42,24 +42,34 @@ class MultiheadAttention(Shared):
     """Self-attention with Transformer Engine's arguments and parameter names.
 
     Args:
-        hidden_size: of input and output.
+        hidden_size: size of input and output.
+        num_attention_heads: heads of the query.
         kv_channels: elements of a head; default: hidden_size / num_attention_heads.
-        layernorm_epsilon: of the norm with `input_layernorm`.
-        init_method, output_layer_init_method: fill the weights of the first and the second projection.
-        num_gqa_groups: heads of key and value; default: as many as of the query.
-        return_bias: do not add the last bias but return (out, bias).
+        attention_dropout: probability of dropping an attention weight in training.
+        layernorm_epsilon: epsilon of the norm with `input_layernorm`.
+        init_method: fills the weights of the query, key and value projection.
+        output_layer_init_method: fills the weight of the output projection.
+        layer_number: a label only.
+        attn_mask_type: "causal", "no_mask", "padding", "padding_causal" or "arbitrary".
+        window_size: (left, right): query i sees keys i - left to i + right only; -1 means no limit.
+        num_gqa_groups: heads of key and value; default: `num_attention_heads`.
+        return_bias: return (out, bias) instead of adding the output projection's bias.
+        return_layernorm_output: return the norm's result as well.
         input_layernorm: begin with a norm.
-        return_layernorm_output: return its result as well.
         attention_type: only "self".
-        qkv_format, attn_mask_type, window_size, attention_dropout, layer_number: as `DotProductAttention`.
-        options: see `AttentionOptions`.  sequence_parallel needs set_parallel_mode, and the sequence in front
-            ("sbhd").
+        qkv_format: "sbhd" ([seq, batch, hidden]) or "bshd" ([batch, seq, hidden]).
+        options: options of all of a block's layers, listed in `AttentionOptions`.  sequence_parallel needs
+            set_parallel_mode and "sbhd".
 
     Attributes:
-        layernorm_qkv, or qkv; q_norm, k_norm; core_attention; proj: the parts.
+        layernorm_qkv, or qkv: the query, key and value projection, with or without a norm.
+        q_norm, k_norm: norms of queries and keys, or None.
+        core_attention: the `DotProductAttention`.
+        proj: the output projection.
 
     Raises:
-        ValueError: if options contradict each other, or ranks cannot share heads or groups equally.
+        ValueError: if options contradict each other, or the heads or groups do not divide evenly over the
+            ranks.
     """
 
     @takes_te_arguments
@@ -143,7 +153,7 @@ class MultiheadAttention(Shared):
         init_method: InitMethod | None,
         options: AttentionOptions,
     ) -> None:
-        """Makes the projection of queries, keys and values, with or without a norm."""
+        """Makes the query, key and value projection, with or without a norm."""
         is_joint = options.get("fuse_qkv_params", False)
         are_apart = is_joint and not self.qkv_weight_interleaved
         joint: LinearOptions = {
@@ -179,20 +189,29 @@ class MultiheadAttention(Shared):
         rotary_pos_emb: Tables | None = None,
         return_residual: bool = False,
     ) -> Any:
-        """[seq, batch, hidden_size], or batch first, to the same shape.
+        """Self-attention: [seq, batch, hidden_size], or batch first, to the same shape.
 
         Args:
-            attention_mask, attn_mask_type, window_size, checkpoint_core_attention: as `DotProductAttention`.
-            is_first_microbatch: as `Linear`.
+            hidden_states: [seq, batch, hidden_size], or batch first; with `sequence_parallel` this rank's
+                part of the sequence.
+            attention_mask: bool, True where a key is masked out; needed by padding and "arbitrary" mask
+                types.
+            attn_mask_type: overrides the constructor's for this call.
+            window_size: overrides the constructor's for this call.
+            is_first_microbatch: True casts the FP8 weights and keeps them, False reuses them, None casts in
+                every call.
+            checkpoint_core_attention: save only query, key and value, and recompute attention in backward.
             rotary_pos_emb: tables of `RotaryPositionEmbedding`, or (cos, sin), FP32 [at least seq, n].
-            return_residual: as `LayerNormLinear`.
+            return_residual: return the layer's input as well, for a residual connection around the layer.
 
         Returns:
             out, or a tuple of out, the bias with `return_bias`, norm(hidden_states) with
             `return_layernorm_output` and hidden_states with `return_residual`.
 
         Raises:
-            ValueError, TypeError, RuntimeError: as `Linear` and `DotProductAttention`.
+            ValueError: if a shape, mask or option does not fit, or a size does not suit FP8.
+            TypeError: if a dtype does not fit, or `rotary_pos_emb` is a single tensor.
+            RuntimeError: if the device has no FP8.
         """
         if hidden_states.dim() != 3:
             raise ValueError(
@@ -215,10 +234,10 @@ class MultiheadAttention(Shared):
         return results if len(results) > 1 else out
 
     def backward_dw(self) -> None:
-        """Computes the weight gradients that the oldest backward has left; see `delay_wgrad_compute`.
+        """Computes the weight gradients that the oldest backward deferred (`delay_wgrad_compute`).
 
         Raises:
-            RuntimeError: if no backward has left any.
+            RuntimeError: if no backward has deferred any.
         """
         self.proj.backward_dw()
         (self.layernorm_qkv if self.input_layernorm else self.qkv).backward_dw()
@@ -226,7 +245,7 @@ class MultiheadAttention(Shared):
     def _project(
         self, hidden_states: Tensor, is_first_microbatch: bool | None, return_residual: bool
     ) -> tuple[Tensor, ...]:
-        """The joint projection, and what `forward` returns last."""
+        """The joint projection, followed by what `forward` returns after its result."""
         if self.input_layernorm:
             results = self.layernorm_qkv(
                 hidden_states, is_first_microbatch=is_first_microbatch, return_residual=return_residual
@@ -236,7 +255,7 @@ class MultiheadAttention(Shared):
         return (mixed, hidden_states) if return_residual else (mixed,)
 
     def _split(self, mixed: Tensor, tables: Tables | None) -> QKV:
-        """Query, key and value, normed and rotated."""
+        """Query, key and value, normalized and rotated."""
         attention = self.core_attention
         batch_first = attention.qkv_format == "bshd"
         if tables is None and self.rotary is not None:
@@ -272,10 +291,10 @@ class MultiheadAttention(Shared):
 
 
 def _check(options: AttentionOptions, parallel: TensorParallel, attention_type: str, qkv_format: str) -> None:
-    """Checks what attention can do.
+    """Checks that the options fit together.
 
     Raises:
-        ValueError: see `MultiheadAttention`.
+        ValueError: if sequence parallelism lacks what it needs, or the attention is not self-attention.
     """
     if parallel.sequence_parallel and not options.get("set_parallel_mode"):
         raise ValueError("sequence_parallel needs set_parallel_mode=True: attention sees whole sequences")
@@ -288,7 +307,7 @@ def _check(options: AttentionOptions, parallel: TensorParallel, attention_type: 
 
 
 def _head_size(hidden_size: int, heads: int) -> int:
-    """Elements of a head where heads share the hidden size.
+    """Elements of a head if the heads share the hidden size.
 
     Raises:
         ValueError: if they cannot share it equally.

@@ -1,4 +1,4 @@
-"""Norms of queries and keys, over the elements of each head."""
+"""Norms of queries and keys over the elements of each head."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from flatfsdp.layers.options import AttentionOptions
 
 
 class L2Normalization(WithoutExtraState):
-    """y = x / sqrt(sum of x^2 + eps), over the last dimension; no parameters.
+    """L2 normalization over the last dimension, y = x / sqrt(sum of x^2 + eps); no parameters.
 
     Args:
         channels: size of the last dimension.
+        eps: added to the sum of squares.
     """
 
     def __init__(self, channels: int, eps: float = 1e-6) -> None:
@@ -24,21 +25,24 @@ class L2Normalization(WithoutExtraState):
         self.eps = eps
 
     def forward(self, inp: Tensor) -> Tensor:
-        """[..., channels], FP32, fp16 or bf16, to the same shape and dtype."""
-        # RMSNorm divides by the root of the mean, which is smaller than that of the sum by sqrt(channels).
+        """Normalizes [..., channels], FP32, fp16 or bf16, to the same shape and dtype."""
+        # RMSNorm divides by the root of the mean, which is sqrt(channels) smaller than that of the sum.
         gain = torch.full((self.channels,), self.channels**-0.5, dtype=torch.float32, device=inp.device)
         return norm(inp, gain, None, NormKind(self.eps / self.channels, rms=True, zero_centered=False))
 
     def extra_repr(self) -> str:
+        """Settings shown in the module's repr."""
         return f"{self.channels}, eps={self.eps}"
 
 
 def make_qk_norm(channels: int, options: AttentionOptions, *, is_split: bool) -> nn.Module | None:
-    """The norm of queries or keys that a layer's options ask for, if any.
+    """Makes the norm of queries or keys that `options` ask for; None if they ask for none.
 
     Args:
         channels: elements of a head.
-        is_split: whether each of several ranks has some of the heads, and so a part of the gradients.
+        options: the layer's options; only qk_norm_type, qk_norm_eps, params_dtype and device are read.
+        is_split: whether tensor-parallel ranks share the heads, so that gradients have to be summed over
+            them.
 
     Raises:
         ValueError: for an unknown type.

@@ -1,7 +1,7 @@
-"""Query, key and value out of one joint projection, and their gradients back into one.
+"""Splits a joint projection into query, key and value, and joins their gradients in backward.
 
-    interleaved        each group of heads has its queries, its key, its value:  [q.. k v] [q.. k v] ...
-    not interleaved    all queries, all keys, all values:                        [Q; K; V]
+    interleaved        each group of heads has its queries, its key and its value:  [q.. k v] [q.. k v] ...
+    not interleaved    all queries, then all keys, then all values:                 [Q; K; V]
 
 Next: `multihead.py`.
 """
@@ -21,7 +21,7 @@ from flatfsdp.torch_private import once_differentiable
 
 
 class QKV(NamedTuple):
-    """query [.., .., heads, head_dim]; key and value [.., .., groups, head_dim]."""
+    """Inputs of attention: query [.., .., heads, head_dim]; key, value [.., .., groups, head_dim]."""
 
     query: Tensor
     key: Tensor
@@ -29,13 +29,13 @@ class QKV(NamedTuple):
 
 
 class HeadsOf(NamedTuple):
-    """What a joint projection is made of.
+    """The layout of a joint projection.
 
     Attributes:
-        heads: of queries.
+        heads: number of query heads.
         groups: heads of key and value; a divisor of `heads`.
-        head_dim: elements of each.
-        interleaved: whether each group of heads has its queries, its key, its value.
+        head_dim: elements of a head.
+        interleaved: whether each group of heads is stored as its queries, its key, its value.
     """
 
     heads: int
@@ -55,17 +55,20 @@ def heads_of_projection(
     k_norm: Callable[[Tensor], Tensor] | None = None,
     norm_first: bool = True,
 ) -> QKV:
-    """Query, key and value of a joint projection, normed and rotated.
+    """Splits a joint projection into query, key and value, normalized and rotated.
 
     Args:
         mixed: [seq, batch, (heads + 2 groups) * head_dim], or [batch, seq, ..] if `batch_first`.
-        tables: cos and sin, as `apply_rotary` takes them; None: no RoPE.
-        neighbours: pairs that turn are neighbours instead of halves.
-        q_norm, k_norm: norms over the elements of each head; both, or neither.
-        norm_first: before RoPE instead of after it.
+        of: the layout of `mixed`.
+        tables: cosines and sines, FP32 [at least seq, n]; None: no RoPE.
+        batch_first: whether the batch is the first dimension.
+        neighbours: RoPE rotates pairs of neighbouring elements instead of pairs from the two halves.
+        q_norm: norm of queries over the elements of each head; given together with `k_norm`, or not at all.
+        k_norm: the same for keys.
+        norm_first: normalize before RoPE instead of after it.
 
     Raises:
-        ValueError: as `split_qkv` and `apply_rotary`.
+        ValueError: if shapes or dtypes do not fit.
     """
     if q_norm is None or k_norm is None:
         if tables is None:
@@ -83,23 +86,25 @@ def heads_of_projection(
     if not norm_first:
         query, key = q_norm(query), k_norm(key)
     if torch.is_grad_enabled():
-        # Attention saves the value for backward; as a view it would keep the whole joint projection.
+        # Attention saves the value for backward: a view would keep the whole joint projection alive.
         value = value.contiguous()
     return QKV(query, key, value)
 
 
 def split_qkv(mixed: Tensor, heads: int, groups: int, head_dim: int, interleaved: bool) -> QKV:
-    """Views of `mixed`; backward copies the three gradients into one new tensor, in one pass.
+    """Views of `mixed` as query, key and value; backward joins the three gradients in one pass.
 
-    Where heads are interleaved, and several but not all share a key (1 < groups < heads), the queries are a
-    copy: no strides describe them.
+    With interleaved heads and 1 < groups < heads the queries are a copy, because no strides describe them.
 
     Args:
         mixed: [.., .., (heads + 2 groups) * head_dim].
+        heads: number of query heads.
         groups: heads of key and value; a divisor of `heads`.
+        head_dim: elements of a head.
+        interleaved: whether each group of heads is stored as its queries, its key, its value.
 
     Raises:
-        ValueError: if the last dimension is another one.
+        ValueError: if the last dimension has another size.
     """
     _check_width(mixed, heads, groups, head_dim)
     query, key, value = _Split.apply(mixed, heads, groups, head_dim, interleaved)
@@ -131,14 +136,14 @@ class _Split(torch.autograd.Function):
 
 
 def _readable(grad: Tensor) -> Tensor:
-    """Not the gradient of a sum, which is one number with strides of 0."""
+    """A gradient that the kernel can read: the one of a sum is expanded, with strides of 0."""
     return grad if grad.stride(-1) == 1 else grad.contiguous()
 
 
 def _views(
     mixed: Tensor, heads: int, groups: int, head_dim: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """query [.., .., groups, heads / groups, head_dim]; key and value [.., .., groups, head_dim]."""
+    """Views: query [.., .., groups, heads / groups, head_dim]; key and value [.., .., groups, head_dim]."""
     each = heads // groups
     if interleaved:
         grouped = mixed.unflatten(-1, (groups, each + 2, head_dim))
@@ -150,7 +155,7 @@ def _views(
 def _heads(
     mixed: Tensor, heads: int, groups: int, head_dim: int, interleaved: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """query [.., .., heads, head_dim]; key and value [.., .., groups, head_dim]."""
+    """Views: query [.., .., heads, head_dim]; key and value [.., .., groups, head_dim]."""
     if interleaved:
         query, key, value = _views(mixed, heads, groups, head_dim, interleaved)
         return query.flatten(-3, -2), key, value
@@ -158,7 +163,7 @@ def _heads(
 
 
 def _of_kinds(mixed: Tensor, heads: int, groups: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, where all queries come first, then all keys, then all values."""
+    """Views of a projection that is not interleaved, in the shapes of `_heads`."""
     first, second, _ = mixed.shape
     each = mixed.view(first, second, heads + 2 * groups, head_dim)
     query, key, value = torch.split_with_sizes(each, (heads, groups, groups), 2)
@@ -177,16 +182,23 @@ def split_and_rotate(
     batch_first: bool,
     neighbours: bool,
 ) -> QKV:
-    """Splits as `split_qkv` and rotates as `apply_rotary`, in one autograd node in place of three.
+    """Combines `split_qkv` and `apply_rotary` in one autograd node instead of three.
 
-    Where `mixed` gets a gradient, the values are a copy.
+    If `mixed` needs a gradient, the values are a copy.
 
     Args:
-        cos, sin, batch_first: as `apply_rotary`.
-        neighbours: `interleaved` there: pairs that turn are neighbours instead of halves.
+        mixed: [seq, batch, (heads + 2 groups) * head_dim], or batch first.
+        heads: number of query heads.
+        groups: heads of key and value; a divisor of `heads`.
+        head_dim: elements of a head.
+        interleaved: whether each group of heads is stored as its queries, its key, its value.
+        cos: FP32 [at least seq, n], contiguous; the first 2 n elements of each head are rotated.
+        sin: the shape of `cos`.
+        batch_first: whether the batch is the first dimension.
+        neighbours: RoPE rotates pairs of neighbouring elements instead of pairs from the two halves.
 
     Raises:
-        ValueError: as `split_qkv` and `apply_rotary`.
+        ValueError: if shapes or dtypes do not fit.
     """
     _check_width(mixed, heads, groups, head_dim)
     heads_of = HeadsOf(heads, groups, head_dim, interleaved)
@@ -209,7 +221,7 @@ class _SplitAndRotate(torch.autograd.Function):
         ctx.save_for_backward(cos, sin)
         query, key, value = _heads(mixed, *of)
         query, key = rope(query, cos, sin, **way), rope(key, cos, sin, **way)
-        # Attention saves the value for backward; as a view it would keep the whole joint projection.
+        # Attention saves the value for backward: a view would keep the whole joint projection alive.
         return query, key, value.contiguous() if ctx.needs_input_grad[0] else value
 
     @staticmethod
@@ -222,7 +234,7 @@ class _SplitAndRotate(torch.autograd.Function):
             query, key = (rope(x, cos, sin, **ctx.way, inverse=True) for x in (query, key))
             return join_heads(query, key, value, interleaved=True), None, None, None, None, None
         joint = join_heads(query, key, value, interleaved=False)
-        # Queries and keys are neighbours: one launch for both.
+        # Queries and keys are adjacent: one launch for both.
         heads = joint.view(*joint.shape[:2], of.heads + 2 * of.groups, of.head_dim)
         turned = heads.narrow(2, 0, of.heads + of.groups)
         rope(turned, cos, sin, **ctx.way, inverse=True, in_place=True)

@@ -1,13 +1,13 @@
-"""torch's scaled dot-product attention, with the backends in an order of our choice.
+"""torch's scaled dot-product attention, with backends tried in our own order.
 
     no mask, Hopper     cuDNN, flash, efficient, math: cuDNN is 1.9 times as fast as flash
-    no mask, else       as torch chooses
-    with a mask         efficient, math: flash takes none, and cuDNN's backward with one makes NaN on Hopper,
-                        where lengths are 64 modulo 128 (pytorch issue 196678)
+    no mask, else       torch's own order
+    with a mask         efficient, math: flash takes no mask, and with one cuDNN's backward gives NaN on
+                        Hopper for lengths of 64 modulo 128 (pytorch issue 196678)
 
-Backends that the user has switched off stay off.  With torch.use_deterministic_algorithms(True) torch skips
-cuDNN.  cuDNN and flash take fewer heads of key and value than of query (GQA), and so does everything on the
-CPU; for others the heads are repeated.
+Backends that the user has disabled stay disabled.  Under torch.use_deterministic_algorithms(True) torch
+skips cuDNN.  cuDNN, flash and all CPU backends accept fewer heads of key and value than of query (GQA);
+for the others the heads are repeated.
 """
 
 from __future__ import annotations
@@ -34,20 +34,21 @@ def attention(
     dropout: float,
     scale: float | None,
 ) -> Tensor:
-    """softmax(scale * query key^T) value, [batch, heads, queries, head_dim].
+    """Scaled dot-product attention, softmax(scale * query key^T) value: [batch, heads, queries, head_dim].
 
     Args:
         query: [batch, heads, queries, head_dim], of any strides.
-        key, value: [batch, groups, keys, head_dim]; `groups` divides `heads`.
+        key: [batch, groups, keys, head_dim], of any strides; `groups` divides `heads`.
+        value: the shape of `key`.
         mask: bool, broadcastable to [batch, heads, queries, keys], True where a query sees a key.  A query
-            that sees none gives zeros.
-        is_causal: query i sees keys 0 to i; not with a mask.
+            that sees no key gives zeros.
+        is_causal: query i sees keys 0 to i; cannot be combined with a mask.
         dropout: probability of dropping an attention weight.
         scale: default: 1 / sqrt(head_dim).
     """
     is_grouped = key.shape[1] != query.shape[1]
     if is_grouped and query.is_cuda and (mask is not None or not _takes_groups(query, key, value, is_causal)):
-        # A real copy: the efficient backend errs on heads of stride 0 (pytorch issue 191937).
+        # A real copy: the efficient backend is wrong on heads of stride 0 (pytorch issue 191937).
         repeats = query.shape[1] // key.shape[1]
         key, value = (x.repeat_interleave(repeats, dim=1) for x in (key, value))
         is_grouped = False
@@ -97,18 +98,18 @@ def _backends(query: Tensor, mask: Tensor | None) -> AbstractContextManager[obje
 
 @functools.cache
 def _let_torch_choose_once(device: torch.device) -> None:
-    """PyTorch finds its own order when it first chooses a backend, not before.
+    """Makes torch determine its own backend order, which it does only at its first choice of a backend.
 
-    Until then the order to go back to would not be the one that other attention of the process should have.
+    Otherwise `_InOrder` would save an uninitialised order and restore it for other attention in the process.
     """
     query = torch.empty(1, 1, 8, 64, dtype=torch.bfloat16, device=device)
     torch._fused_sdp_choice(query, query, query)
 
 
 class _InOrder:
-    """Backends in an order, whichever of them are on.
+    """Context in which torch tries backends in a given order; disabled ones stay disabled.
 
-    `sdpa_kernel` does the same, and takes longer on the host than attention.
+    `sdpa_kernel` does the same, but takes longer on the host than the attention itself.
     """
 
     def __init__(self, order: list[int]) -> None:

@@ -1,7 +1,7 @@
-"""Additions to slices of a joint projection, such as what LoRA's adapters of query and value give.
+"""In-place additions to slices of a joint projection, such as LoRA's deltas of query and value.
 
-In:   a joint projection that nothing has read yet, and additions to some of its columns.
-Out:  the same memory.
+In:   a joint projection that nothing has read yet, and deltas for some of its columns.
+Out:  a tensor in the same memory.
 Next: `qkv.py` splits it.
 """
 
@@ -17,14 +17,14 @@ from flatfsdp.torch_private import once_differentiable
 
 
 def add_to_slices(mixed: Tensor, deltas: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """`mixed`, to whose columns deltas have been added in place; gradients of deltas are views of its own.
+    """Adds each delta to its columns of `mixed` in place; the deltas' gradients are views of the result's.
 
     Args:
-        mixed: [..., columns], not used any more: what is returned has its memory.
-        deltas: (start, delta [..., n]) each, which is added to the columns [start, start + n).
+        mixed: [..., columns]; do not use it afterwards, its memory belongs to the result.
+        deltas: (start, delta [..., n]) pairs; each is added to columns [start, start + n).
 
     Raises:
-        ValueError: if a delta reaches over the columns, or the other dimensions differ.
+        ValueError: if a delta exceeds the columns, or other dimensions differ.
     """
     for start, delta in deltas:
         columns = mixed.shape[-1]
@@ -44,7 +44,7 @@ class _AddToSlices(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, starts: tuple[int, ...], *deltas: Tensor) -> Tensor:
         ctx.slices = [(start, delta.shape[-1]) for start, delta in zip(starts, deltas, strict=True)]
-        # As a new tensor over the same memory: were `mixed`, which may be a view, marked as changed, autograd
+        # A new tensor over the same memory: if `mixed`, which may be a view, were marked as changed, autograd
         # would copy its gradient.
         out = mixed.detach()
         for (start, width), delta in zip(ctx.slices, deltas, strict=True):

@@ -1,1 +1,1 @@
-"""Losses of language models, without FP32 logits of the whole vocabulary."""
+"""Losses of language models that never make FP32 logits of the whole vocabulary."""

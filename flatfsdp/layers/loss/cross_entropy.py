@@ -1,10 +1,10 @@
-"""`cross_entropy`: the loss of logits in 16 bits, without an FP32 copy of them.
+"""`cross_entropy`: the loss of 16-bit logits, without an FP32 copy of them.
 
 In:   logits [..., vocabulary], or this rank's columns of them; targets [...].
 Out:  the loss in FP32; in backward a gradient in the logits' dtype.
 Next: `linear_cross_entropy.py` puts the head's GEMM in front.
 
-With the vocabulary split over tensor-parallel ranks, each rank reads its own columns only:
+With the vocabulary split over tensor-parallel ranks, each rank reads only its own columns:
 
     rank r     max, sum of exp, target's logit      FP32 [tokens] each
     all        maximum of the maxima                one all-reduce
@@ -41,24 +41,24 @@ def cross_entropy(
     tp_group: dist.ProcessGroup | None = None,
     inplace_backward: bool = False,
 ) -> Tensor:
-    """The result of F.cross_entropy on FP32 logits, without making them.
+    """Computes F.cross_entropy of FP32 logits without making them.
 
     Args:
-        logits: FP32, fp16 or bf16 [..., vocabulary]; with `tp_group` this rank's columns, in the order of
-            ranks, of which all have as many.
+        logits: FP32, fp16 or bf16 [..., vocabulary]; with `tp_group` this rank's columns, equally many on
+            each rank, in rank order.
         targets: int64 [...], ids of the whole vocabulary, the same on all ranks of `tp_group`.
-        ignore_index: tokens with this target count for nothing.
-        reduction: "mean" over the tokens that count (NaN if none does), "sum", or "none".
+        ignore_index: tokens with this target are ignored.
+        reduction: "mean" over the tokens that are not ignored (NaN if there are none), "sum", or "none".
         tp_group: the ranks that the vocabulary is split over.
         inplace_backward: write the gradient over the logits.  Only if nothing else needs them after backward:
-            autograd raises if one of its operations does, but cannot know of code that reads them later.
+            autograd raises if one of its operations does, but cannot detect other code that reads them.
 
     Returns:
-        FP32, of no dimension, or of targets' shape for "none"; the same on all ranks of `tp_group`.
+        FP32, a scalar, or of targets' shape for "none"; the same on all ranks of `tp_group`.
 
     Raises:
-        ValueError: if an argument does not fit, or a leaf is to be overwritten.
-        RuntimeError: if a target is no id of the vocabulary; on a GPU as a failed assertion, later.
+        ValueError: if an argument does not fit, or a leaf would be overwritten.
+        RuntimeError: if a target is not in the vocabulary; on a GPU later, as a failed assertion.
     """
     how = Reduction(ignore_index, reduction)
     ids = ids_of("cross_entropy", logits.shape[:-1], targets)
@@ -100,9 +100,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def joined(statistics: Tensor, ranks: Ranks) -> Statistics:
-    """Statistics of the whole vocabulary, from those [3, tokens] of each rank's part, which are overwritten.
+    """Combines each rank's statistics [3, tokens] into those of the whole vocabulary, in place.
 
-    Collective over `ranks`: two all-reduces, unless there is one rank.
+    Collective over `ranks`: two all-reduces, none for a single rank.
     """
     found = Statistics(*statistics)
     if ranks.size > 1:
@@ -112,17 +112,17 @@ def joined(statistics: Tensor, ranks: Ranks) -> Statistics:
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=ranks.group)
         found.sum.mul_((found.max - largest).exp_())
         found.max.copy_(largest)
-        # Sum and target, which lie side by side.
+        # Sum and target are adjacent rows.
         dist.all_reduce(statistics[1:], group=ranks.group)
     return found
 
 
 @dataclass(frozen=True)
 class Reduction:
-    """How the losses of tokens become the loss.
+    """How the losses of tokens are reduced to the returned loss.
 
     Raises:
-        ValueError: if `kind` is not one of the three.
+        ValueError: if `kind` is not "mean", "sum" or "none".
     """
 
     ignore_index: int
@@ -133,10 +133,10 @@ class Reduction:
             raise ValueError(f"reduction is {self.kind!r}; it must be 'mean', 'sum' or 'none'")
 
     def require_ids(self, targets: Tensor, vocabulary: int) -> None:
-        """Checks the targets, without waiting for a GPU.
+        """Checks the targets without waiting for a GPU.
 
         Raises:
-            RuntimeError: if a target is neither ignored nor an id; from a GPU later, as a failed assertion.
+            RuntimeError: if a target is neither ignored nor an id; on a GPU later, as a failed assertion.
         """
         is_id = (targets >= 0) & (targets < vocabulary)
         torch._assert_async(
@@ -146,7 +146,7 @@ class Reduction:
         )
 
     def loss(self, of_tokens: Tensor, targets: Tensor) -> Tensor:
-        """FP32, of no dimension or [tokens]."""
+        """The reduced loss: FP32, a scalar or [tokens]."""
         counts = targets != self.ignore_index
         losses = of_tokens.where(counts, 0.0)
         if self.kind == "none":
@@ -155,17 +155,17 @@ class Reduction:
         return losses.sum() / counts.sum() if self.kind == "mean" else losses.sum()
 
     def scale(self, dloss: Tensor, targets: Tensor) -> Tensor:
-        """FP32 [tokens], gradients of the tokens' losses; those of ignored tokens mean nothing."""
+        """Gradients of the tokens' losses, FP32 [tokens]; entries of ignored tokens are unused."""
         if self.kind == "mean":
             dloss = dloss / (targets != self.ignore_index).sum()
         return dloss.expand(targets.shape).contiguous()
 
 
 def ids_of(function: str, shape: Sequence[int], targets: Tensor) -> Tensor:
-    """`targets`, one for each of the tokens [...] of `shape`, as contiguous [tokens].
+    """Makes `targets`, one for each token [...] of `shape`, a contiguous [tokens].
 
     Raises:
-        ValueError: if they are of another shape.
+        ValueError: if their shape is not `shape`.
     """
     if targets.shape != tuple(shape):
         raise ValueError(

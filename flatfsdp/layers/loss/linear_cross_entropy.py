@@ -1,13 +1,13 @@
-"""`LinearCrossEntropy`: the head of a language model and its loss, in which logits need little memory.
+"""`LinearCrossEntropy`: the output head of a language model and its loss, with little memory for logits.
 
 In:   [..., in_features], and targets [...];  out: the loss, FP32.
-Next: `cross_entropy.py` has the loss, `matmul/linear_map.py` the GEMMs.
+Next: `cross_entropy.py` computes the loss, `matmul/linear_map.py` the GEMMs.
 
     chunk_tokens   forward                     kept for backward      backward
-    None           all logits, statistics      x, w, logits           their gradient, over the logits
-    n              n tokens' logits at a time  x, w                   n tokens' logits again, and over them
+    None           all logits, statistics      x, w, logits           gradient written over the logits
+    n              n tokens' logits at a time  x, w                   recomputed for n tokens at a time
 
-With the vocabulary split over tensor-parallel ranks, those are each rank's columns of the logits.
+With the vocabulary split over tensor-parallel ranks, these are each rank's columns of the logits.
 """
 
 from __future__ import annotations
@@ -36,26 +36,28 @@ from flatfsdp.torch_private import never_traced, once_differentiable, receives_g
 
 
 class LinearCrossEntropy(Linear):
-    """A `Linear` without bias that, given targets, returns the cross-entropy of its result.
+    """A `Linear` without bias that returns the cross-entropy of its result when given targets.
 
-    GEMMs are in the dtype of the activations, never in FP8.
+    Its GEMMs run in the dtype of the activations, never in FP8.
 
     Args:
-        in_features, out_features: hidden size and vocabulary.
+        in_features: hidden size.
+        out_features: size of the vocabulary.
         bias: only False.
-        ignore_index, reduction: see `cross_entropy`.
-        chunk_tokens: None keeps the logits from forward to backward, in the dtype of the activations, and
-            writes their gradient over them.  A number keeps none: forward and backward each compute those of
-            so many tokens at a time.  That costs a third GEMM of the head, and without
-            fuse_wgrad_accumulation an FP32 gradient of the weight, to which chunks are added in order.
-        options: see `LinearOptions`.  parallel_mode="column" splits the vocabulary over `tp_group`; all its
-            ranks are given the same targets, and get the same loss.
+        ignore_index: tokens with this target are ignored.
+        reduction: "mean" over the tokens that are not ignored, "sum", or "none".
+        chunk_tokens: None keeps the logits for backward, in the dtype of the activations, and writes their
+            gradient over them.  A number keeps none: forward and backward each compute the logits of that
+            many tokens at a time.  This costs a third GEMM of the head and, without fuse_wgrad_accumulation,
+            an FP32 weight gradient that the chunks are added to.
+        options: the further options of `Linear`, listed in `LinearOptions`.  parallel_mode="column" splits
+            the vocabulary over `tp_group`; all its ranks pass the same targets and get the same loss.
 
     Attributes:
-        weight: [out_features, in_features], as a `Linear` has it.
+        weight: [out_features, in_features].
 
     Raises:
-        ValueError: if options contradict each other, or ranks cannot share the vocabulary equally.
+        ValueError: if options contradict each other, or the vocabulary does not divide evenly over the ranks.
         NotImplementedError: for a bias, several parts of the weight, or parallel_mode="row".
     """
 
@@ -80,7 +82,7 @@ class LinearCrossEntropy(Linear):
             )
         if options.get("parallel_mode") == "row":
             raise NotImplementedError(
-                "LinearCrossEntropy: parallel_mode is 'row'; ranks share a vocabulary by 'column'"
+                "LinearCrossEntropy: parallel_mode is 'row'; use 'column' to split the vocabulary over ranks"
             )
         if chunk_tokens is not None and chunk_tokens < 1:
             raise ValueError(
@@ -95,16 +97,17 @@ class LinearCrossEntropy(Linear):
     def forward(  # type: ignore[override]  # targets come second, as in any loss
         self, inp: Tensor, targets: Tensor | None = None, is_first_microbatch: bool | None = None
     ) -> Tensor:
-        """Logits [..., out_features], of this rank's part, without targets; with them the loss.
+        """The loss if targets are given, else this rank's logits [..., out_features].
 
         Args:
-            targets: int64 [...]; of the whole sequence where `inp` has this rank's part of it.
-            is_first_microbatch: True overwrites a plain `main_grad`, as in `Linear`.
+            inp: [..., in_features].
+            targets: int64 [...]; for the whole sequence even where `inp` is this rank's part of it.
+            is_first_microbatch: True overwrites a plain `main_grad`, False and None add to it.
 
         Raises:
             ValueError: if a shape does not fit.
             TypeError: if the input's dtype is not the weight's and torch.autocast is off.
-            RuntimeError: if a target is no id of the vocabulary; on a GPU as a failed assertion, later.
+            RuntimeError: if a target is not in the vocabulary; on a GPU later, as a failed assertion.
         """
         if targets is None:
             logits: Tensor = super().forward(inp, is_first_microbatch)
@@ -115,6 +118,7 @@ class LinearCrossEntropy(Linear):
         )
 
     def extra_repr(self) -> str:
+        """Settings shown in the module's repr."""
         chunks = "" if self.chunk_tokens is None else f", chunk_tokens={self.chunk_tokens}"
         return super().extra_repr() + chunks
 
@@ -128,15 +132,21 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     is_first_microbatch: bool | None = None,
 ) -> Tensor:
-    """The cross-entropy of x w^T: FP32, one number, or [...] where `how` reduces nothing.
+    """Cross-entropy of x w^T: FP32, a scalar, or [...] if `how` does not reduce.
 
     Args:
-        owner: a layer that is never in FP8: `allows_fp8` is False.
-        of: without a bias, and not transposed.
-        targets, chunk_tokens, is_first_microbatch: see `LinearCrossEntropy`.
+        owner: a layer whose GEMMs are never in FP8 (`allows_fp8` is False).
+        of: the linear map, without a bias and not transposed.
+        ready: its input, from `prepare`.
+        targets: int64 [...].
+        how: reduction and ignored index.
+        chunk_tokens: tokens whose logits exist at a time; None keeps all logits until backward.
+        is_first_microbatch: True overwrites a plain `main_grad`, False and None add to it.
 
     Raises:
-        ValueError, TypeError, RuntimeError: see `LinearCrossEntropy.forward`.
+        ValueError: if a shape does not fit.
+        TypeError: if is_first_microbatch is not None, True or False.
+        RuntimeError: if a target is not in the vocabulary; on a GPU later, as a failed assertion.
     """
     inp, x, leading, casts, _ = ready
     ids = ids_of(type(owner).__name__, leading, targets)
@@ -157,7 +167,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         how: Reduction,
         chunk_tokens: int | None,
     ) -> Tensor:
-        # Without a split of the vocabulary each rank has a loss of its own.
+        # Without a split vocabulary each rank computes its own loss.
         ranks = call.exchange.ranks if call.exchange.mode == "column" else ALONE
         first = ranks.rank * weight.shape[0]
         how.require_ids(targets, ranks.size * weight.shape[0])
@@ -180,8 +190,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.is_spent:
             raise RuntimeError(
-                "LinearCrossEntropy: a second backward through one forward, whose logits the first one has "
-                "overwritten; use chunk_tokens, which computes them again"
+                "LinearCrossEntropy: second backward through one forward, whose logits the first one has "
+                "overwritten; use chunk_tokens, which recomputes them"
             )
         targets, largest, log_sum, logits, *tensors = ctx.saved_tensors
         saved = LinearSaved.of(tensors)
@@ -196,11 +206,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 @dataclass
 class ToGrad:
-    """What turns logits into their gradient; see `cross_entropy_grad`.
+    """Turns logits into their gradient (`cross_entropy_grad`).
 
     Attributes:
         targets, largest, log_sum, scale: [tokens].
-        first: the id of the first column.
+        first: id of the first column.
+        how: reduction and ignored index.
     """
 
     targets: Tensor
@@ -226,6 +237,7 @@ class ToGrad:
         )
 
     def split(self, tokens: int) -> Iterator[ToGrad]:
+        """Splits into chunks of `tokens` tokens."""
         of_tokens = (self.targets, self.largest, self.log_sum, self.scale)
         chunks = (tensor.split(tokens) for tensor in of_tokens)
         for targets, largest, log_sum, scale in zip(*chunks, strict=True):
@@ -233,7 +245,7 @@ class ToGrad:
 
 
 def _gathered(x: Tensor, call: LinearCall) -> Tensor:
-    """All ranks' rows where the sequence is split."""
+    """The rows of all ranks if the sequence is split."""
     return call.exchange.start_gather(x).wait() if call.exchange.gathers_input else x
 
 
@@ -242,14 +254,14 @@ def _logits(x: Tensor, weight: Operand, call: LinearCall) -> Tensor:
 
 
 def _statistics(x: Tensor, targets: Tensor, first: int, weight: Operand, call: LinearCall) -> Tensor:
-    """Statistics of one chunk.  The logits are freed before the next chunk."""
+    """Statistics of one chunk, whose logits are freed on return."""
     return cross_entropy_statistics(_logits(x, weight, call), targets, first=first)
 
 
 def _chunked_backward(
     to_grad: ToGrad, saved: LinearSaved, call: LinearCall, chunk_tokens: int
 ) -> LinearGrads:
-    """Computes logits again, of one chunk after the other, which all add to one FP32 gradient."""
+    """Recomputes logits chunk by chunk; all chunks add to one FP32 weight gradient."""
     x, weight = saved.x.high, saved.weight.high
     assert x is not None and weight is not None
     slot = _weight_grad_slot(weight, call)
@@ -266,7 +278,7 @@ def _chunked_backward(
                 slot.target, dy, Operand(chunk), call.split, first=slot.first, two_passes=two_passes
             )
             slot = slot._replace(first=False)
-        # Freed before the next chunk's logits, which take its place.
+        # Freed first: the next chunk's logits reuse the memory.
         del dy
     dweight = slot.target.to(call.weight_dtype) if slot is not None and call.weight is None else None
     return LinearGrads(_summed(torch.cat(dx), call) if dx else None, dweight, None)
@@ -278,7 +290,7 @@ def _summed(dx: Tensor, call: LinearCall) -> Tensor:
 
 
 def _weight_grad_slot(weight: Tensor, call: LinearCall) -> MainGradSlot | None:
-    """The tensor in which chunks add up: main_grad or a new one; None: this backward asks for none."""
+    """The tensor that chunks are added to: main_grad or a new one; None if no weight gradient is needed."""
     if not call.needs_weight_grad:
         return None
     if call.weight is None:

@@ -1,1 +1,1 @@
-"""The autograd nodes of layers with linear maps: products, with the norm or activation before them."""
+"""Autograd nodes of layers with linear maps: GEMMs, with the norm or activation before them."""

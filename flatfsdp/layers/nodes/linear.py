@@ -17,7 +17,7 @@ from flatfsdp.torch_private import once_differentiable
 
 
 class LinearNode(torch.autograd.Function):
-    """x w^T + b."""
+    """Autograd node of x w^T + b."""
 
     @staticmethod
     def forward(
@@ -28,6 +28,7 @@ class LinearNode(torch.autograd.Function):
         operand: Operand,
         call: LinearCall,
     ) -> Tensor:
+        """Casts x and multiplies."""
         quantized = call.input_quantizer.cast(x, rowwise=True, columnwise=call.wants_columnwise_input)
         out, saved = linear_forward(quantized.operand, operand, bias, call)
         ctx.call = call
@@ -37,6 +38,7 @@ class LinearNode(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Computes the gradients of x, weight and bias."""
         saved = LinearSaved.of(ctx.saved_tensors)
         dx, dweight, dbias = linear_backward(quantize_grad(dy, ctx.call), saved, ctx.call)
         return dx, dweight, dbias, None, None

@@ -1,6 +1,6 @@
-"""A norm and a linear map as one autograd node; in FP8 the norm casts its own result.
+"""A norm and a linear map as one autograd node; in FP8 the norm's kernel also casts.
 
-In:   x [tokens, in_features], perhaps a residual that is added first, and the parameters of norm and map.
+In:   x [tokens, in_features], optionally a residual to add first, and the parameters of norm and map.
 Next: `normalized.py` has the norm, `matmul/linear_map.py` the GEMMs.
 """
 
@@ -20,10 +20,12 @@ from flatfsdp.torch_private import once_differentiable
 
 @dataclass(slots=True)
 class NormLinearSpec:
-    """What one call of the node needs besides tensors.
+    """The arguments of one call besides its tensors.
 
     Attributes:
-        keep: whether norm(x) is a result, too.
+        norm: kind of norm.
+        call: the linear map.
+        keep: whether to return norm(x) as well.
     """
 
     norm: NormKind
@@ -32,7 +34,7 @@ class NormLinearSpec:
 
 
 class NormLinearNode(torch.autograd.Function):
-    """norm(x) w^T + b, or norm(x + residual) w^T + b; also norm(x) if asked for, and what was normalized."""
+    """Autograd node of norm(x) w^T + b; returns the result, norm(x) if requested, and the norm's input."""
 
     @staticmethod
     def forward(
@@ -46,6 +48,7 @@ class NormLinearNode(torch.autograd.Function):
         operand: Operand,
         spec: NormLinearSpec,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Normalizes, casts and multiplies."""
         normalized = normalize(
             x,
             norm_weight,
@@ -69,6 +72,7 @@ class NormLinearNode(torch.autograd.Function):
     def backward(
         ctx: Any, dy: Tensor | None, dnormalized: Tensor | None, dresidual: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        """Computes the gradients of x, residual and parameters."""
         saved = ctx.saved_tensors
         call, norm = ctx.spec.call, ctx.spec.norm
         dweight = dbias = None

@@ -1,12 +1,12 @@
-"""Norm, two linear maps and the activation between them as one autograd node.
+"""A norm, two linear maps and the activation between them as one autograd node.
 
-In:   x [tokens, hidden], perhaps a residual that is added first, and the parameters of norm and maps.
+In:   x [tokens, hidden], optionally a residual to add first, and the parameters of norm and maps.
 Next: `normalized.py` has the norm, `matmul/linear_map.py` the GEMMs.
 
     forward    norm -> (cast) -> fc1 -> activation -> (cast) -> fc2
     saved      norm's input and statistics; FP8 operands of both maps; fc1's result before the activation
-    backward   fc2's gradients, then the activation's, which casts, transposes and sums for fc1's bias in one
-               pass, then fc1's, then the norm's
+    backward   fc2's gradients; one pass: the activation's gradient, cast, transpose, fc1's bias gradient;
+               fc1's gradients; the norm's gradients
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ from flatfsdp.torch_private import once_differentiable
 
 @dataclass(slots=True)
 class NormMLPSpec:
-    """What one call of the node needs besides tensors.
+    """The arguments of one call besides its tensors.
 
     Attributes:
-        keep: whether norm(x) is a result, too.
+        norm: kind of norm.
+        activation: a name in `flatfsdp.kernels.activation.NAMES`.
+        checkpoint: whether backward recomputes norm, fc1 and activation.
+        keep: whether to return norm(x) as well.
+        fc1, fc2: the linear maps.
     """
 
     norm: NormKind
@@ -42,7 +46,7 @@ class NormMLPSpec:
     fc2: LinearCall
 
     def again(self) -> NormMLPSpec:
-        """For computing the same once more, in backward."""
+        """The same call for recomputation in backward."""
         return replace(self, keep=False, fc1=self.fc1.again(), fc2=self.fc2.again())
 
 
@@ -91,7 +95,7 @@ def _before_fc2(
 
 
 class NormMLPNode(torch.autograd.Function):
-    """fc2(activation(fc1(norm(x)))); also norm(x) if asked for, and what was normalized."""
+    """Autograd node of norm and MLP; returns the result, norm(x) if requested, and the norm's input."""
 
     @staticmethod
     def forward(
@@ -108,6 +112,7 @@ class NormMLPNode(torch.autograd.Function):
         fc2_weight: Operand,
         spec: NormMLPSpec,
     ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Applies norm, fc1, activation and fc2."""
         before = _before_fc2(x, residual, norm_weight, norm_bias, fc1_weight, fc1_bias, spec)
         summed = before.normalized.summed
         out, fc2 = linear_forward(before.activated, fc2_weight, fc2_bias, spec.fc2)
@@ -117,7 +122,7 @@ class NormMLPNode(torch.autograd.Function):
             ctx.save_for_backward(summed, norm_weight, norm_bias, fc1_bias, *fc1_weight, *fc2.weight)
         else:
             mean, rstd = before.normalized.mean, before.normalized.rstd
-            # Where what comes before is frozen, backward stops early.
+            # Backward stops early where everything before fc1, or before fc2, is frozen.
             norm = (summed, norm_weight, mean, rstd) if spec.fc1.needs_input_grad else (None,) * 4
             fc1_out = before.fc1_out if spec.fc2.needs_input_grad else None
             ctx.save_for_backward(*norm, fc1_out, *before.fc1.tensors, *fc2.tensors)
@@ -128,6 +133,7 @@ class NormMLPNode(torch.autograd.Function):
     def backward(
         ctx: Any, dy: Tensor | None, dnormalized: Tensor | None, dresidual: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        """Computes the gradients of x, residual and parameters."""
         spec: NormMLPSpec = ctx.spec.again() if ctx.spec.checkpoint else ctx.spec
         saved = _saved(ctx.saved_tensors, spec)
         fc1_dweight = fc1_dbias = fc2_dweight = fc2_dbias = None
@@ -147,10 +153,10 @@ class NormMLPNode(torch.autograd.Function):
 
 
 class _Saved(NamedTuple):
-    """None: not needed.
+    """Tensors for backward; None entries are not needed.
 
     Attributes:
-        norm: what was normalized, weight, mean and rstd.
+        norm: the norm's input, weight, mean and rstd.
     """
 
     norm: Sequence[Tensor | None]
@@ -160,7 +166,7 @@ class _Saved(NamedTuple):
 
 
 def _saved(tensors: Sequence[Tensor | None], spec: NormMLPSpec) -> _Saved:
-    """What the forward saved, or computes again."""
+    """The tensors that the forward saved, or recomputed ones."""
     if not spec.checkpoint:
         norm, fc1_out, maps = tensors[:4], tensors[4], tensors[5:]
         middle = len(maps) // 2
@@ -177,7 +183,7 @@ def _saved(tensors: Sequence[Tensor | None], spec: NormMLPSpec) -> _Saved:
 
 
 def _activation_backward(dy: Tensor, x: Tensor, spec: NormMLPSpec) -> Quantized:
-    """The gradient of fc1's result as an operand, and its column sums for fc1's bias."""
+    """The gradient of fc1's result as an operand, with its column sums for fc1's bias."""
     call, quantizer = spec.fc1, spec.fc1.grad_quantizer()
     needs_product = call.needs_input_grad or call.needs_weight_grad
     fused = quantizer.fused if needs_product else None

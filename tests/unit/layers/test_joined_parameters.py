@@ -88,7 +88,7 @@ def test_parts_that_are_not_all_trained_are_no_joint() -> None:
     layer = Linear(WIDTH, FFN, parameters_split=PARTS, fuse_wgrad_accumulation=True)
     layer.k_weight.requires_grad_(False)
     model = FlatFSDP(layer)
-    with pytest.raises(RuntimeError, match=r"one GEMM writes their gradients .* all trained"):
+    with pytest.raises(RuntimeError, match=r"one GEMM writes their gradients .* all have to be trained"):
         model(torch.randn(TOKENS, WIDTH))
     apart = Linear(WIDTH, FFN, parameters_split=PARTS, fuse_wgrad_accumulation="if_claimed")
     apart.k_weight.requires_grad_(False)

@@ -116,7 +116,7 @@ def test_arguments_of_transformer_engine() -> None:
     )
     assert RMSNorm(8).weight.sequence_parallel is False
     for arguments in ({}, {"normalized_shape": 8, "hidden_size": 8}):
-        with pytest.raises(ValueError, match="give normalized_shape, or hidden_size"):
+        with pytest.raises(ValueError, match="give either normalized_shape or its alias hidden_size"):
             LayerNorm(**arguments)
     with pytest.raises(ValueError, match=r"LayerNorm: the input has shape \(2, 9\)"):
         layer(torch.randn(2, 9))

@@ -73,7 +73,7 @@ def test_what_changes_nothing_is_accepted(
             "Linear",
             (32, 32),
             {"symmetric_ar_type": "multimem"},
-            "symmetric_ar_type='multimem' is Transformer",
+            "symmetric_ar_type='multimem' is a Transformer",
         ),
         ("TransformerLayer", (32, 64, 4), {"ub_tp_comm_overlap": True}, "ub_tp_comm_overlap=True"),
         ("DotProductAttention", (4, 8), {"softmax_type": "off-by-one"}, "softmax_type='off-by-one'"),

@@ -1,7 +1,7 @@
-"""Tensors that transformers has in another form in files than in the model: experts one by one, other names.
+"""Conversions of tensors that transformers stores in another form: single experts, other names.
 
 In:   the tensors of a folder, or of a unit.
-Out:  for each parameter, what it is made of; and the way back.
+Out:  the sources of each parameter; and the reverse.
 
 The rules are transformers' own, of the model's class (`transformers.conversion_mapping`).
 """
@@ -22,10 +22,10 @@ Values = dict[str, Tensor]
 
 
 class Converted:
-    """Tensors of a folder that become one or several parameters together.
+    """Tensors of a folder that together become one or several parameters.
 
     Attributes:
-        shapes: of these parameters, by name.
+        shapes: shapes of these parameters, by name.
     """
 
     def __init__(self, base: Any, target: str, converter: Any) -> None:
@@ -34,11 +34,11 @@ class Converted:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def add(self, pattern: str, key: str, stored: Stored) -> None:
-        """Adds one tensor, in the order in which transformers would find it."""
+        """Adds one tensor, in transformers' order of keys."""
         self._sources.append((pattern, key, stored))
 
     def check(self) -> None:
-        """Computes the shapes, without reading anything."""
+        """Computes the shapes without reading values."""
         self.shapes = {name: tuple(value.shape) for name, value in self._convert(_described).items()}
 
     def values(self) -> Values:
@@ -54,11 +54,12 @@ class Converted:
 
 
 class Arranged(NamedTuple):
-    """What a folder has, by the names that parameters and buffers have in the model.
+    """The contents of a folder, by the names of the model's parameters and buffers.
 
     Attributes:
         as_they_are: tensors that need no conversion.
-        rules: of transformers, those that were used.
+        converted: tensors that do, grouped by their target.
+        rules: those of transformers' rules that were used.
     """
 
     as_they_are: dict[str, Stored]
@@ -67,11 +68,12 @@ class Arranged(NamedTuple):
 
 
 def arranged(base: Any, stored: Mapping[str, Stored], known: Iterable[str]) -> Arranged:
-    """Finds out what each tensor of a folder is for.
+    """Determines the target of each tensor of a folder.
 
     Args:
         base: the model of transformers.
-        known: names of its parameters and buffers.
+        stored: the tensors of the folder, by name.
+        known: names of the model's parameters and buffers.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import (
@@ -85,7 +87,7 @@ def arranged(base: Any, stored: Mapping[str, Stored], known: Iterable[str]) -> A
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    # As a state dict, of which the keys count.
+    # transformers expects a state dict here, but only reads its keys.
     names = dict.fromkeys(known, True)
     as_they_are: dict[str, Stored] = {}
     converted: dict[str, Converted] = {}
@@ -98,13 +100,13 @@ def arranged(base: Any, stored: Mapping[str, Stored], known: Iterable[str]) -> A
         else:
             group = converted.setdefault(name, Converted(base, name, by_pattern[pattern]))
             group.add(pattern, key, stored[key])
-    # Older versions do not say which were used.
+    # Older versions do not record which rules were used.
     used = [rule for rule in rules if not hasattr(rule, "was_used") or rule.was_used()]
     return Arranged(as_they_are, list(converted.values()), used)
 
 
 def reverted(base: Any, values: Values) -> Values:
-    """Parameters in the form that they have in files, by their names there; some are views."""
+    """Converts parameters to the form and names that they have in files; some results are views."""
     from transformers.core_model_loading import revert_weight_conversion
 
     found: Values = revert_weight_conversion(base, values)

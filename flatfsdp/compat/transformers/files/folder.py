@@ -1,11 +1,11 @@
-"""A folder of safetensors files: which tensors are where, parts of them, and files written in any order.
+"""A folder of safetensors files: finding tensors, reading parts of them, writing files in any order.
 
-    model.safetensors                                           one file
+model.safetensors                                           one file
     model-00001-of-00002.safetensors, ...,
       model.safetensors.index.json                              several, and which tensor is in which
 
-Format: https://huggingface.co/docs/safetensors; 8 bytes with the length of a JSON header, which has dtype,
-shape and place of each tensor, and then their bytes.
+Format: https://huggingface.co/docs/safetensors; 8 bytes with the length of a JSON header, the header with
+dtype, shape and place of each tensor, then their bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flatfsdp.checkpoint.commit import make_folder, sync_folder
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 UNFINISHED = ".unfinished-save"
-"""Folder in which a save writes before it moves its files to their places."""
+"""Folder in which a save writes its files before it moves them into place."""
 
 _DTYPES = {
     torch.float64: "F64",
@@ -46,10 +46,11 @@ _TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 class Stored(NamedTuple):
-    """A tensor in a file, which stays open.
+    """A tensor in an open file.
 
     Attributes:
-        file: of `safetensors.safe_open`.
+        file: a `safetensors.safe_open`.
+        key: name of the tensor in the file.
     """
 
     file: Any
@@ -75,12 +76,12 @@ class Stored(NamedTuple):
 
 
 def stored_in(folder: Path) -> dict[str, Stored]:
-    """The tensors of the model in a folder, by their names there; files beside them are not looked at.
+    """The model's tensors in a folder, by their names there; unrelated files are ignored.
 
     Raises:
-        FileNotFoundError: if the folder, its weights, or a file that the index names is not there.
-        ValueError: if the last save did not end, a file is damaged or lacks what the index says of it, or
-            there is a dtype that no model is trained from.
+        FileNotFoundError: if the folder, its weights, or a file named in the index is missing.
+        ValueError: if the last save did not complete, a file is damaged or lacks a tensor of the index, or a
+            dtype is not supported.
     """
     if (folder / INDEX).exists():
         of_files: dict[str, set[str]] = {}
@@ -126,15 +127,15 @@ def _tensors_of(path: Path) -> dict[str, Stored]:
 
 
 class NewFiles:
-    """Files that are written tensor by tensor, in any order, in a folder of their own inside of `folder`.
+    """Files that are written tensor by tensor, in any order, in a temporary folder inside `folder`.
 
     Args:
-        files: (name, tensor) of each file by its name, in the order in which they are in it; of the tensors
-            shape and dtype count.
-        index: what the index says, if there is one.
+        folder: the final folder.
+        files: tensors of each file by name, in file order; only their shapes and dtypes are read.
+        index: contents of the index, or None.
 
     Raises:
-        OSError: if they cannot be made.
+        OSError: if they cannot be created.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class NewFiles:
 
         Raises:
             OSError: if one cannot be written.
-            KeyError: if one has been written, or is in no file.
+            KeyError: if one has already been written, or is in no file.
         """
         for name, value in values.items():
             path, offset, about = self._to_write.pop(name)
@@ -166,10 +167,10 @@ class NewFiles:
                 data.numpy().tofile(file)
 
     def commit(self) -> None:
-        """Moves all files to their places, in place of an earlier save's; what is not of a model stays.
+        """Moves all files into place, replacing an earlier save's; unrelated files stay.
 
-        The earlier save can be read until this begins.  What ends between its first and its last move leaves
-        a folder without weights, which says so.
+        The earlier save stays readable until this begins.  An interruption during the moves leaves a folder
+        that is recognisably incomplete.
 
         Raises:
             OSError: if something cannot be moved.
@@ -180,7 +181,7 @@ class NewFiles:
         for path in self.place.iterdir():
             with open(path, "rb") as written:
                 os.fsync(written.fileno())
-        # Whoever reads looks for these two first.
+        # Readers look for these two first.
         for name in (INDEX, ONE_FILE):
             (self.folder / name).unlink(missing_ok=True)
         for path in self.folder.glob("model-*-of-*.safetensors"):

@@ -1,9 +1,9 @@
 """`load_hf`: every rank reads its own part of each tensor from a folder of safetensors.
 
-In:   a folder, such as `save_pretrained` or `huggingface_hub.snapshot_download` leaves, and a sharded model.
+In:   a folder, as written by `save_pretrained` or `huggingface_hub.snapshot_download`, and a sharded model.
 Out:  the model's shards and buffers have its values.
 
-What transformers converts (`conversions.py`) is computed whole, one tensor at a time.
+Tensors that transformers converts (`conversions.py`) are computed whole, one at a time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flatfsdp.compat.transformers.files.names import FileNames, FileParameter
 from flatfsdp.compat.transformers.files.together import begin_together, raising_together
 
 _SHOWN = 5
-"""Names in one message."""
+"""Largest number of names in one message."""
 
 
 def load_hf(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -34,21 +34,21 @@ def load_hf(model: nn.Module, path: str | os.PathLike[str]) -> None:
         model = shard(model, policy_of(model), device="cuda", param_init_fn=init_weights_of(model))
         load_hf(model, snapshot_download(name))
 
-    Each rank reads its parts of the tensors, so that no rank ever has the model in its memory.  Values are
-    converted to the model's dtypes.  Of a PEFT model the base is loaded, and adapters stay as they are.
+    Each rank reads its parts of the tensors, so that no rank ever has the whole model in memory.  Values are
+    converted to the model's dtypes.  For a PEFT model only the base is loaded; adapters keep their values.
 
     Args:
-        model: of transformers, or PEFT's around one; sharded in place, or wrapped.
-        path: a folder with `model.safetensors`, or several files and their index; seen by all ranks.
+        model: a model of transformers, or a PEFT model around one; sharded in place, or wrapped.
+        path: a folder with `model.safetensors`, or several files and their index; readable by all ranks.
 
     Raises:
         FileNotFoundError: if there is no such folder or file.
-        ValueError: if tensors are missing, are of another shape, or have no place in the model; if files are
-            damaged, quantized, or of a save that did not end; if the model is not sharded.
-        TypeError: if `model` is neither one of transformers nor PEFT's around one.
+        ValueError: if tensors are missing, have another shape, or have no place in the model; if files are
+            damaged, quantized, or from a save that did not complete; if the model is not sharded.
+        TypeError: if `model` is neither a model of transformers nor a PEFT model around one.
         RuntimeError: if a rank does not call it; inside `summon_full_params`.
-        All of them on every rank, and nothing has changed then; but if a file cannot be read any more after
-        it was checked, the model may be loaded in part.
+        Each error is raised on every rank, and nothing has changed then, except if a file becomes unreadable
+        after it was checked: the model may be partly loaded.
     """
     state, groups = begin_together(model, "load_hf")
     with raising_together(state):
@@ -60,7 +60,7 @@ def load_hf(model: nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 class _Copy(NamedTuple):
-    """A tensor of the folder, and where it goes."""
+    """A tensor of the folder, and its destination."""
 
     stored: Stored
     parameter: FileParameter
@@ -70,7 +70,8 @@ class _Plan:
     """What is read, and where it goes.
 
     Raises:
-        FileNotFoundError, ValueError: as `load_hf`.
+        FileNotFoundError: if a file is missing.
+        ValueError: if the folder does not fit the model.
     """
 
     def __init__(self, names: FileNames, folder: Path) -> None:
@@ -107,7 +108,7 @@ class _Plan:
         )
 
     def carry_out(self) -> None:
-        """Reads everything."""
+        """Reads all tensors into the model."""
         for stored, (group, slot, _) in self._copies:
             shard = group.grid.shard
             for piece in group.layout.pieces(shard.rank, shard.size):
@@ -120,12 +121,12 @@ class _Plan:
                 group.master.load(slot, value)
         for name, stored in self._buffers.items():
             self._names.buffers[name].copy_(stored.read())
-        # transformers asks for them when the model is saved.
+        # transformers reads this when the model is saved.
         self._names.base._weight_conversions = self._rules
 
     @staticmethod
     def _require_equal(names: list[str], stored: dict[str, Stored], parameter: FileParameter) -> None:
-        """Raises ValueError if a folder has several values for what is one parameter here."""
+        """Raises ValueError if a folder has different values for names that are one parameter here."""
         for name in names[1:]:
             if not _are_equal(stored[names[0]], stored[name]):
                 raise ValueError(
@@ -135,7 +136,7 @@ class _Plan:
 
 
 def _are_equal(one: Stored, other: Stored) -> bool:
-    """Compared row by row, so that nothing is whole in memory."""
+    """Compares row by row, so that nothing is whole in memory."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     first, second = one.file.get_slice(one.key), other.file.get_slice(other.key)
@@ -156,7 +157,7 @@ def _own_shape(names: FileNames, known: dict[str, FileParameter], name: str) -> 
 
 
 _OLD_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""What older files have, and transformers computes."""
+"""Buffers that older files contain and transformers now computes."""
 
 
 def _but(names: Iterable[str], patterns: Any) -> list[str]:

@@ -1,10 +1,10 @@
-"""What the parameters and buffers of a sharded model are called in its files.
+"""Names of a sharded model's parameters and buffers in its files.
 
-In:   a model of transformers, perhaps with PEFT's adapters in it, sharded in place or wrapped.
+In:   a model of transformers, optionally with PEFT's adapters, sharded in place or wrapped.
 Out:  its parameters and buffers by the names that the base model alone gives them.
 Next: `load.py` and `save.py`.
 
-Adapters are not in these files.  A layer that PEFT adapts, or trains whole, is in them as what it was before.
+Adapters are not in these files.  A layer that PEFT adapts, or trains whole, appears under its original name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FileParameter(NamedTuple):
     """A parameter of the model, and its place in the flat buffer of its unit.
 
     Attributes:
-        names: all that it has in files, as tied ones have several.
+        names: all its names in files; tied parameters have several.
     """
 
     group: FlatGroup
@@ -35,15 +35,15 @@ class FileParameter(NamedTuple):
 
 
 class FileNames:
-    """The names of one model.
+    """The names in the files of one model.
 
     Attributes:
         base: the model of transformers.
-        parameters: all but those of adapters.
-        buffers: all that a state dict has, by name; scales of FP8 layers are in no file.
+        parameters: all parameters except those of adapters.
+        buffers: persistent buffers by name, without the scales of FP8 layers.
 
     Raises:
-        TypeError: if `model` is neither one of transformers nor PEFT's around one.
+        TypeError: if `model` is neither a model of transformers nor a PEFT model around one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,7 +73,7 @@ def _base_of(model: Any) -> tuple[str, Any]:
 
 
 def _prefixes_in_files(model: nn.Module, base: str) -> dict[str, str]:
-    """The prefix in files of each module that is in the base model, by its prefix in the model."""
+    """The prefix in files of each module of the base model, by its prefix in the model."""
     found: dict[str, str] = {}
     owners: dict[str, nn.Module] = {}
     for prefix, module in prefixed_modules(model):
@@ -89,7 +89,8 @@ def _prefixes_in_files(model: nn.Module, base: str) -> dict[str, str]:
             continue
         own = owners[parent]._modules
         if "base_layer" in own or "original_module" in own:
-            # A layer of PEFT: what was there before stands for it, and so does what is trained in its place.
+            # In a layer of PEFT, the original module and what is trained in its place share its name in
+            # files.
             if name in ("base_layer", "original_module", "modules_to_save"):
                 found[prefix] = found[parent]
         elif isinstance(owners[parent], nn.ModuleDict) and _is_trained_whole(owners, parent):
@@ -100,7 +101,7 @@ def _prefixes_in_files(model: nn.Module, base: str) -> dict[str, str]:
 
 
 def _is_trained_whole(owners: dict[str, nn.Module], prefix: str) -> bool:
-    """Whether the module at `prefix` holds what PEFT trains in the place of a module."""
+    """Whether the module at `prefix` holds what PEFT trains in place of a module."""
     above = prefix[:-1].rpartition(".")[0]
     return prefix.endswith("modules_to_save.") and "original_module" in owners[f"{above}."]._modules
 

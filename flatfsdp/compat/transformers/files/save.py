@@ -1,8 +1,8 @@
-"""`save_hf`: a sharded model as a folder that plain `from_pretrained` reads, one unit after the other.
+"""`save_hf`: writes a sharded model, unit by unit, as a folder that plain `from_pretrained` reads.
 
 In:   a sharded model.
 Out:  safetensors files of bounded size, their index, and the configurations.
-Next: `folder.py` writes them, and moves them to their places at the end.
+Next: `folder.py` writes them, and moves them into place at the end.
 """
 
 from __future__ import annotations
@@ -32,32 +32,33 @@ def save_hf(
     *,
     max_shard_size: int | str = "50GB",
 ) -> None:
-    """Writes the files that `save_pretrained` writes, from parts.  Collective over its ranks.
+    """Writes the files of `save_pretrained` from shards.  Collective over the model's ranks.
 
         save_hf(model, "out", dtype=torch.bfloat16)
         tokenizer.save_pretrained("out")
 
-    The first rank gathers and writes one unit after the other, so that no rank has more than one in its
-    memory.  The folder's earlier model can be read until all of the new one is written.
+    The first rank gathers and writes one unit after the other, so that no rank has more than one in memory.
+    The folder's earlier model stays readable until the new one is completely written.
 
     Args:
-        model: of transformers; sharded in place, or wrapped.
-        dtype: of floating-point values; None: as the master shards, FP32 by default.
-        max_shard_size: of one file, in bytes or such as "5GB".
+        model: a model of transformers; sharded in place, or wrapped.
+        path: the folder.
+        dtype: dtype of floating-point values; None: the master shards', FP32 by default.
+        max_shard_size: largest size of one file, in bytes or as a string such as "5GB".
 
     Raises:
         OSError: if something cannot be written.
-        ValueError: if the model is not sharded, or is PEFT's, whose adapters `save_pretrained` saves; for
-            another dtype; if transformers joins tensors of several units in one of a file.
+        ValueError: if the model is not sharded, or is a PEFT model, whose adapters `save_pretrained` saves;
+            for an unsupported dtype; if transformers joins tensors of several units into one.
         TypeError: if `model` is no model of transformers.
         RuntimeError: if a rank does not call it; inside `summon_full_params`.
-        All of them on every rank, and the folder's earlier model stays.
+        Each error is raised on every rank, and the folder's earlier model stays.
     """
     state, groups = begin_together(model, "save_hf")
     with raising_together(state):
         if dtype not in (None, torch.float64, torch.float32, torch.bfloat16, torch.float16):
             raise ValueError(
-                f"save_hf: dtype is {dtype}; models are saved in 16 bits or more, as torch.bfloat16"
+                f"save_hf: dtype is {dtype}; models are saved in 16 bits or more, such as torch.bfloat16"
             )
         if hasattr(model, "peft_config"):
             raise ValueError(
@@ -89,14 +90,14 @@ def save_hf(
 
 
 class _Contents:
-    """What is written of a model, by the names and in the form that it has in files.
+    """The contents to write, by name and in the form that they have in files.
 
     Attributes:
         base: the model of transformers.
-        dtype: of floating-point parameters.
+        dtype: dtype of floating-point parameters.
 
     Raises:
-        TypeError: as `FileNames`.
+        TypeError: if the model is not one of transformers.
     """
 
     def __init__(self, model: nn.Module, dtype: torch.dtype | None) -> None:
@@ -115,7 +116,7 @@ class _Contents:
         """All tensors, on the meta device.
 
         Raises:
-            ValueError: if transformers joins tensors of several units in one.
+            ValueError: if transformers joins tensors of several units into one.
         """
         plain: Values = {}
         found: Values = {}
@@ -138,6 +139,7 @@ class _Contents:
         """The tensors of one unit.
 
         Args:
+            group: the unit's group.
             full: its whole padded buffer.
         """
         slots = group.layout.slots
@@ -145,6 +147,7 @@ class _Contents:
         return reverted(self.base, self._named(self._names.get(group, {}), views.__getitem__))
 
     def buffers(self) -> Values:
+        """The buffers to write."""
         return self._buffers
 
     @staticmethod
@@ -153,7 +156,7 @@ class _Contents:
 
 
 def _written(names: Sequence[str], base: Any) -> Sequence[str]:
-    """Which names a parameter has in files: those that transformers does not tie to another one itself."""
+    """The names under which a parameter is written: those that transformers does not tie to another."""
     tied = base.all_tied_weights_keys
     return [name for name in names if name not in tied] or names[:1]
 

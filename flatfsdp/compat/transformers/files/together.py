@@ -1,4 +1,4 @@
-"""Ranks that share a model do one thing together, and all learn what goes wrong on one of them."""
+"""Collective begin of an operation on a model, and errors of one rank raised on all."""
 
 from __future__ import annotations
 
@@ -18,13 +18,17 @@ from flatfsdp.engine.units import UnitModule, UnitState, named_groups, units_in
 def begin_together(model: nn.Module, doing: str) -> tuple[UnitState, list[FlatGroup]]:
     """Waits until all ranks that share the model are about to do this.  Collective.
 
+    Args:
+        model: a unit.
+        doing: name of the operation, for messages.
+
     Returns:
         The state of the model's outermost unit, and all groups.
 
     Raises:
-        ValueError: if the model is no unit, some units are spread over fewer ranks than others, or ranks have
-            parts of the same parameters (tensor parallelism).
-        RuntimeError: if a rank does not come, or parameters are whole now.
+        ValueError: if the model is not a unit, some units are spread over fewer ranks than others, or the
+            model is tensor parallel.
+        RuntimeError: if a rank does not arrive, or parameters are currently whole.
     """
     if not isinstance(model, UnitModule):
         raise ValueError(
@@ -46,9 +50,9 @@ def begin_together(model: nn.Module, doing: str) -> tuple[UnitState, list[FlatGr
 
 @contextmanager
 def raising_together(state: UnitState) -> Iterator[None]:
-    """Raises on every rank that shares the model what is raised inside on one of them.  Collective.
+    """Raises an error of one rank on every rank that shares the model.  Collective.
 
-    What is raised on several is each one's own.
+    If several ranks fail, each raises its own error.
     """
     told: Exception | None = None
     try:
@@ -63,7 +67,7 @@ def raising_together(state: UnitState) -> Iterator[None]:
 
 
 def _as_it_travels(error: Exception) -> Exception:
-    """The error, or one that says the same, if it cannot be pickled."""
+    """The error itself, or one with the same message if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:

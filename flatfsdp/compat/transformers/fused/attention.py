@@ -1,6 +1,6 @@
 """`FusedAttention`: norm and joint projection, rotation, attention and output projection.
 
-In:   [batch, seq, hidden], before the norm;  out: the same shape, and what was normalized.
+In:   [batch, seq, hidden], before the norm;  out: the same shape, and the norm's input.
 Next: `layer.py` adds the residual.
 """
 
@@ -33,14 +33,14 @@ from flatfsdp.layers.calls import linear, norm_linear, prepare
 
 
 class AttentionMaps(NamedTuple):
-    """The linear maps of one call; no `out`: the module is called as it is."""
+    """The linear maps of one call; without `out`, the output projection is called as a module."""
 
     qkv: MapOf
     out: MapOf | None
 
 
 class FusedAttention(FusedHalf):
-    """Self-attention of transformers; called by itself it is transformers' own."""
+    """Self-attention of transformers; a direct call runs transformers' own forward."""
 
     linear_maps = ("qkv", "proj")
     dropout_index = 0
@@ -54,14 +54,14 @@ class FusedAttention(FusedHalf):
     attn_dropout: nn.Dropout
 
     def declared_joints(self) -> tuple[Joint, ...]:
-        """Query, key and value: one weight, and one bias where they have biases; and the output's weight."""
+        """The joint weight and bias of query, key and value, and the output projection's weight."""
         if self._reason() is not None:
             return ()
         last = joints_of("out", [self._second()])[:1] if self._second_reason() is None else ()
         return (*self._first_joints(), *last)
 
     def maps(self, norm: nn.Module) -> AttentionMaps | str:
-        """What this call multiplies with, or why transformers has to compute it."""
+        """The linear maps of this call, or the reason why transformers has to compute it."""
         if captures_attentions():
             return "attention weights are returned"
         checked = self._check(norm)
@@ -79,11 +79,13 @@ class FusedAttention(FusedHalf):
     def attend(
         self, hidden_states: Tensor, norm: nn.Module, maps: AttentionMaps, arguments: Mapping[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        """The branch without its residual, and the residual: what was normalized.
+        """Computes the branch without its residual; also returns the residual, which is the norm's input.
 
         Args:
             hidden_states: [batch, seq, hidden].
-            arguments: of transformers' own forward, by name.
+            norm: the norm before the projection.
+            maps: the linear maps.
+            arguments: those of transformers' own forward, by name.
         """
         projections = self._first()
         adapted = [lora.adds(each) for each in projections]
@@ -97,7 +99,7 @@ class FusedAttention(FusedHalf):
         query, key, value = self._heads(mixed, arguments.get("position_embeddings"))
         cache = arguments.get("past_key_values")
         if cache is not None:
-            # A decoder that could look at an encoder has one cache for each.
+            # A decoder with cross-attention has one cache for each kind of attention.
             cache = getattr(cache, "self_attention_cache", cache)
             key, value = cache.update(key, value, self.layer_idx)
         context = self._core(query, key, value, arguments).flatten(2)
@@ -148,7 +150,7 @@ class FusedAttention(FusedHalf):
         return add_to_slices(mixed, deltas) if deltas else mixed
 
     def _heads(self, mixed: Tensor, position_embeddings: Any) -> tuple[Tensor, Tensor, Tensor]:
-        """[batch, heads, seq, head_dim] each, views of [batch, seq, heads, head_dim]."""
+        """Query, key, value: [batch, heads, seq, head_dim] views of [batch, seq, heads, head_dim] tensors."""
         head_dim, width = self.head_dim, mixed.shape[-1] // self.head_dim
         if self._family.rotary:
             groups = width // (self.num_key_value_groups + 2)
@@ -159,7 +161,7 @@ class FusedAttention(FusedHalf):
         tables = None if position_embeddings is None else tables_of(position_embeddings)
         is_flat = tables is not None and tables[0].shape[0] != seq
         if is_flat:
-            # Rotation is per token, so that sequences with positions of their own are one long one.
+            # Rotation is per token, so sequences with their own positions are treated as one long one.
             mixed = mixed.reshape(1, batch * seq, -1)
         found = heads_of_projection(
             mixed,
@@ -175,7 +177,7 @@ class FusedAttention(FusedHalf):
         return query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
 
     def _core(self, query: Tensor, key: Tensor, value: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-        """[batch, seq, heads, head_dim]."""
+        """Attention: [batch, seq, heads, head_dim]."""
         mask = arguments.get("attention_mask")
         module = sys.modules["transformers.modeling_utils"]
         eager = sys.modules[self._family.module].eager_attention_forward
@@ -204,4 +206,4 @@ class FusedAttention(FusedHalf):
 
 
 _OWN_ARGUMENTS = ("attention_mask", "past_key_values", "position_embeddings")
-"""Of transformers' attention; it passes the others on to its attention functions."""
+"""Arguments of transformers' attention itself; it passes all others to its attention functions."""

@@ -1,6 +1,6 @@
-"""Which classes of transformers are fused, and how their parts are called.
+"""The classes of transformers that can be fused, and the names of their parts.
 
-A class counts only while its `forward` is its own: another library may have replaced it.
+A class counts only if its `forward` is its own: another library may have replaced it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ class Family(NamedTuple):
     """One architecture of transformers.
 
     Attributes:
-        name: of its folder, `transformers.models.<name>`.
-        layer, attention, mlp, norm, rotary, model, causal_lm: names of classes; "" where none is fused.
-        attention_at, mlp_at, norms_at: attributes of the layer; the norm before attention, that before the
-            perceptron.
-        qkv: attributes of attention whose weights are one operand, one below the other.
-        out: of attention, the projection of its result.
-        gate_up: attributes of the perceptron that are one operand: gate and linear part, or the one map.
-        down: the second map of the perceptron.
-        activation: attribute of the perceptron.
-        dropouts: attributes of attention and perceptron that are nn.Dropout of their results.
+        name: name of its folder, `transformers.models.<name>`.
+        layer, attention, mlp, norm, rotary, model, causal_lm: class names; "" if none is fused.
+        attention_at, mlp_at, norms_at: attributes of the layer; the norms before attention and the MLP.
+        qkv: attributes of attention whose weights are stacked into one operand.
+        out: attribute of attention: the output projection.
+        gate_up: attributes of the MLP that are one operand: gate and linear part, or the first map.
+        down: attribute of the MLP: the second map.
+        activation: attribute of the MLP.
+        dropouts: attributes of attention and MLP: the nn.Dropout of their results.
         base: attribute of the causal language model: the model without its head.
-        window: who has `sliding_window`, which transformers' attention functions are given.
+        window: owner of `sliding_window`, which is passed to transformers' attention functions.
         output: class of `transformers.modeling_outputs` that the causal language model returns.
-        transposed: weights are [in, out].
+        transposed: whether weights are [in, out].
     """
 
     name: str
@@ -58,14 +57,14 @@ class Family(NamedTuple):
     transposed: bool = False
 
     def find(self, part: Part) -> Any:
-        """The class of a part; None where the family has none, or nobody has imported it."""
+        """The class of a part; None if the family has none, or its module is not imported."""
         name = getattr(self, part)
         modeling = sys.modules.get(self.module)
         return getattr(modeling, name, None) if name else None
 
     @property
     def module(self) -> str:
-        """Where its classes are."""
+        """The module that defines its classes."""
         return f"transformers.models.{self.name}.modeling_{self.name}"
 
 
@@ -113,7 +112,7 @@ FAMILIES = (
 
 
 def family_of(module: nn.Module, part: Part) -> Family | None:
-    """The family in which a module is this part, if its forward is that of its class."""
+    """The family in which a module is this part; None if there is none, or its forward was replaced."""
     kind = innermost(type(module))
     for family in FAMILIES:
         if kind.__module__ == family.module and kind is family.find(part) and has_own_forward(module):
@@ -122,6 +121,6 @@ def family_of(module: nn.Module, part: Part) -> Family | None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Whether a module computes what its class says, as far as one can see without calling it."""
+    """Whether a module's forward is that of its class, as far as can be seen without calling it."""
     kind = innermost(type(module))
     return "forward" not in vars(module) and kind.forward.__module__ == kind.__module__

@@ -1,4 +1,4 @@
-"""`fuse` and `unfuse`: which modules of a model are fused, and when that is too late.
+"""`fuse` and `unfuse`: choose and change the modules of a model that our kernels compute.
 
 In:   a model of transformers, before FlatFSDP shards it.
 Out:  the same model, of the same classes by name, with the same parameters.
@@ -39,30 +39,31 @@ def fuse(
     fuse_wgrad_accumulation: FuseWgrad | None = None,
     head_chunk_tokens: int | None = None,
 ) -> M:
-    """Lets our kernels compute a model of Hugging Face transformers, in place.
+    """Makes our kernels compute a model of Hugging Face transformers, in place.
 
         model = fuse(AutoModelForCausalLM.from_pretrained(name))
         model = shard(model, by_class(LlamaDecoderLayer))
 
-    Llama, Mistral, Qwen2, Qwen3, GPT-2, and of Mixtral all but the experts.  Norms, projections, rotation,
-    attention, perceptrons, residuals, the head and the loss are fused; query, key and value are one GEMM, and
-    so are gate and linear part.  Modules, parameters, names, the configuration and what is saved stay as they
-    are.  A half of a layer with something that is not fused, such as a hook or an activation without a
-    kernel, is left to transformers, and logged once.  So is a whole layer that writes text with a cache.
+    Supports Llama, Mistral, Qwen2, Qwen3, GPT-2, and Mixtral except for its experts.  Norms, projections,
+    rotation, attention, MLPs, residuals, the head and the loss are fused; query, key and value are one GEMM,
+    and so are gate and linear part.  Modules, parameters, names, the configuration and checkpoints stay
+    unchanged.  Half a layer with an unsupported part, such as a hook or an activation without a kernel, is
+    left to transformers, which is logged once.  So is a whole layer during generation with a cache.
 
-    In training, a model that is given labels returns no logits, unless called with `skip_logits=False`.
+    In training, a model called with labels returns no logits, unless called with `skip_logits=False`.
 
     Args:
-        model: on any device, "meta" too; may have LoRA adapters inside, now or later.
-        fp8: whether GEMMs inside the layers are in FP8 within `flatfsdp.fp8.autocast`; the head's never are.
-        fuse_wgrad_accumulation: see `flatfsdp.layers.Linear`; default: where an engine has a main_grad.
-        head_chunk_tokens: see `chunk_tokens` of `flatfsdp.layers.LinearCrossEntropy`.
+        model: on any device, including "meta"; LoRA adapters may be added before or after.
+        fp8: whether GEMMs inside the layers run in FP8 within `flatfsdp.fp8.autocast`; the head's never do.
+        fuse_wgrad_accumulation: add weight gradients to FP32 `main_grad` buffers in the GEMM; default: for
+            weights that an engine manages.
+        head_chunk_tokens: tokens whose logits exist at a time; None keeps all logits until backward.
 
     Returns:
         `model`.
 
     Raises:
-        ValueError: if the model is fused already, or sharded, or has nothing that is fused.
+        ValueError: if the model is already fused or sharded, or has no part that can be fused.
     """
     _require_new(model)
     fusion = Fusion(
@@ -84,7 +85,7 @@ def fuse(
 
 
 def unfuse(model: M) -> M:
-    """Gives all modules of a model back to transformers; parameters and buffers of transformers stay.
+    """Restores transformers' own computation; parameters and buffers of transformers stay.
 
     Returns:
         `model`.
@@ -116,7 +117,7 @@ def _require_unsharded(model: nn.Module, way_out: str) -> None:
 
 
 class _Found(NamedTuple):
-    """A module, and what it is in its family."""
+    """A module, and its part in its family."""
 
     module: nn.Module
     part: Part
@@ -164,7 +165,7 @@ def _halves(layer: Any, family: Family) -> Iterator[_Found]:
 
 
 def _ends(model: Any, family: Family) -> Iterator[_Found]:
-    """The head and the table of tokens."""
+    """The head and the token embedding."""
     head, table = model.get_output_embeddings(), model.get_input_embeddings()
     if type(head) is nn.Linear and head.bias is None:
         yield _Found(head, "head", family)
@@ -174,7 +175,7 @@ def _ends(model: Any, family: Family) -> Iterator[_Found]:
 
 
 def _without_differing(found: list[_Found], fusion: Fusion) -> list[_Found]:
-    """Without the parts that the probe finds to be others than ours."""
+    """Drops the parts whose results the probe finds to differ from ours."""
     layers = {
         (each.family, id(config)): config
         for each in found
@@ -203,7 +204,7 @@ _NEEDS: dict[Part, tuple[Part, ...]] = {
     "head": ("causal_lm", "layer"),
     "causal_lm": ("causal_lm", "layer"),
 }
-"""Parts that have to be the same for one to be fused."""
+"""The parts that have to pass the probe for a part to be fused."""
 
 
 def _fuse_twin(twin: nn.Module, parts: set[Part]) -> None:

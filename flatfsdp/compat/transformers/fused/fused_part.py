@@ -1,4 +1,4 @@
-"""`FusedPart`: the base of what stands in front of transformers' classes, and what a model's parts share.
+"""`FusedPart`: the base of all mixins for transformers' classes, and `Fusion`, the state of a fused model.
 
 Next: `layer.py`, `attention.py`, `mlp.py`, `head.py` and `small.py` derive from it.
 """
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Fusion:
-    """How one model is fused.
+    """The settings and log state of one fused model.
 
     Attributes:
         fp8: whether GEMMs inside the layers may be in FP8.
-        fuse_wgrad_accumulation: see `fuse`.
-        head_chunk_tokens: see `fuse`.
-        speaks: whether anything is said of it.
-        said: what has been; each thing once.
-        left_out: parts that the probe has found to be others, by the names of their families.
+        fuse_wgrad_accumulation: the argument of `fuse`.
+        head_chunk_tokens: the argument of `fuse`.
+        speaks: whether to log anything.
+        said: messages already logged.
+        left_out: (family, part) pairs whose results the probe found to differ.
     """
 
     fp8: bool
@@ -40,7 +40,7 @@ class Fusion:
     left_out: set[tuple[str, Part]] = field(default_factory=set)
 
     def say(self, what: str, reason: str) -> None:
-        """Logs that a part is left to transformers, the first time that this is so."""
+        """Logs once that a part is left to transformers, and why."""
         text = f"{what} is computed by transformers, not fused: {reason}"
         if self.speaks and text not in self.said:
             self.said.add(text)
@@ -48,20 +48,20 @@ class Fusion:
 
 
 class FusedPart(Mixed):
-    """A module of transformers, of which this computes something."""
+    """Mixin of a module of transformers that our kernels compute."""
 
     _fusion: Fusion
     _family: Family
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles are fused, too."""
+        """The reduction for copies and pickles, which stay fused."""
         state = dict(self.__getstate__() if isinstance(self, MatmulLayer) else vars(self))
         state.pop("_checked", None)
         return made_again(self, state)
 
 
 def become(module: nn.Module, mixin: type[FusedPart], family: Family, fusion: Fusion) -> None:
-    """Fuses one module."""
+    """Fuses one module in place."""
     mix(module, mixin)
     vars(module)["_fusion"], vars(module)["_family"] = fusion, family
     if isinstance(module, MatmulLayer):
@@ -70,7 +70,7 @@ def become(module: nn.Module, mixin: type[FusedPart], family: Family, fusion: Fu
 
 
 def resign(module: nn.Module) -> None:
-    """Gives one module back to transformers."""
+    """Restores transformers' own class of one module."""
     if isinstance(module, MatmulLayer):
         module._resign()
     for name in ("_fusion", "_family", "_checked", "allows_fp8", "overflow_counters"):
@@ -84,6 +84,6 @@ def is_fused(module: nn.Module) -> bool:
 
 
 def name_of(module: nn.Module) -> str:
-    """The class that the user knows."""
+    """The name of the module's class as its user knows it."""
     name: str = innermost(type(module)).__name__
     return name

@@ -1,7 +1,7 @@
-"""`FusedHalf`: what attention and the perceptron of a layer have in common.
+"""`FusedHalf`: the base of a layer's two halves, attention and MLP.
 
-In:   the modules of one half: maps that are one operand, then one more, and a norm before them.
-Out:  whether our kernels can compute it as they are now, looked into once for each state that they are in.
+In:   the modules of one half: first maps that form one operand, a second map, and the norm before them.
+Out:  whether our kernels can compute it now; checked once for each state of the modules.
 Next: `attention.py` and `mlp.py` compute.
 """
 
@@ -21,36 +21,36 @@ from flatfsdp.layers.base import MatmulLayer
 
 
 class FusedHalf(FusedPart, MatmulLayer):
-    """Half of a layer of transformers; called by itself it is transformers' own.
+    """Half of a layer of transformers; a direct call runs transformers' own forward.
 
     Attributes:
-        dropout_index: of its dropout among those of the family.
+        dropout_index: index of its dropout in the family's `dropouts`.
     """
 
     dropout_index: ClassVar[int]
     _checked: Checked | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As of transformers.
+        """Runs transformers' own forward.
 
         Raises:
-            RuntimeError: see `require_readable`.
+            RuntimeError: if an engine stores a weight in FP8, which transformers cannot read.
         """
         require_readable(name_of(self), map(lora.base_of, (*self._first(), self._second())))
         return super().forward(*args, **kwargs)
 
     @abstractmethod
     def declared_joints(self) -> tuple[Joint, ...]:
-        """The weights that are one operand each, and the biases of the first maps where they have any."""
+        """The joints of the first maps' weights and biases, and of the second map's weight."""
 
     def fp8_weights(self) -> tuple[str, ...]:
-        """Weights that only FP8 GEMMs of this layer read."""
+        """Names of weights that only FP8 GEMMs of this layer read."""
         if not self.allows_fp8 or self._family.transposed:
             return ()
         return stored_in_fp8(joint for joint in self.declared_joints() if joint.name.endswith("weight"))
 
     def _check(self, norm: nn.Module) -> Checked:
-        """What our kernels can compute of it, behind this norm."""
+        """Determines what our kernels can compute of it after this norm."""
         modules = [self, norm, self._second(), *self._first(), *self._dropouts(), *self._others()]
         facts, checked = facts_of(modules), self._checked
         if checked is None or checked.facts != facts:
@@ -62,29 +62,29 @@ class FusedHalf(FusedPart, MatmulLayer):
 
     @abstractmethod
     def _first(self) -> list[Any]:
-        """The maps that are one operand."""
+        """The maps that form one operand."""
 
     @abstractmethod
     def _second(self) -> Any:
-        """The map behind them."""
+        """The map after them."""
 
     @abstractmethod
     def _first_joints(self) -> tuple[Joint, ...]: ...
 
     @abstractmethod
     def _reason(self) -> str | None:
-        """Why it is left to transformers, whatever the norm; None if it is not."""
+        """The reason why it is left to transformers, whatever the norm; None if it is fused."""
 
     def _second_reason(self) -> str | None:
-        """Why the second map is called as a module; None if it is not."""
+        """The reason why the second map is called as a module; None if it is fused."""
         return None
 
     def _others(self) -> list[nn.Module]:
-        """Further modules on which that depends."""
+        """Further modules that decide whether it can be fused."""
         return []
 
     def _dropouts(self) -> list[nn.Module]:
-        """Of its result; none in most families."""
+        """The dropout of its result; none in most families."""
         names = self._family.dropouts
         return [] if names is None else [getattr(self, names[self.dropout_index])]
 

@@ -1,4 +1,4 @@
-"""The head and the loss of a causal language model: in training no logits are kept in FP32, or returned.
+"""The head and loss of a causal language model: in training, logits are neither kept in FP32 nor returned.
 
 In:   the last hidden states, [batch, seq, hidden], and labels.
 Out:  logits, or the mean cross-entropy, or its sum over `num_items_in_batch`.
@@ -30,7 +30,7 @@ from flatfsdp.torch_private import never_traced
 
 
 class FusedHead(FusedPart, MatmulLayer):
-    """The nn.Linear that makes logits, in the dtype of the activations; never in FP8."""
+    """The nn.Linear that computes logits, in the dtype of the activations; never in FP8."""
 
     linear_maps = ("weight",)
     allows_fp8 = False
@@ -38,10 +38,12 @@ class FusedHead(FusedPart, MatmulLayer):
 
     @never_traced
     def forward(self, input: Tensor, targets: Tensor | None = None, how: Reduction | None = None) -> Tensor:
-        """Logits without targets; with them the loss, FP32.
+        """Returns logits without targets, and the FP32 loss with them.
 
         Args:
-            targets: int64 [batch, seq], the token that follows each.
+            input: [batch, seq, hidden].
+            targets: int64 [batch, seq], the id that follows each token.
+            how: reduction and ignored index; needed with targets.
         """
         of = MapOf("weight", self.weight, None)
         if targets is not None:
@@ -55,14 +57,15 @@ class FusedHead(FusedPart, MatmulLayer):
 
 
 class FusedCausalLM(FusedPart, nn.Module):
-    """A causal language model of transformers, whose loss is computed with its head."""
+    """A causal language model of transformers whose loss is computed together with its head."""
 
     @classmethod
     def about(cls, plain: type[nn.Module]) -> About:
+        """Class attributes of the mixed class."""
         return {"forward": _with_loss(plain.forward)}
 
     def save_pretrained(self, *args: Any, state_dict: dict[str, Any] | None = None, **kwargs: Any) -> Any:
-        """As of transformers, without the scales of FP8, which it would not know."""
+        """Saves as transformers does, without FP8 scales, which it would not recognise."""
         state = self.state_dict() if state_dict is None else state_dict
         own = {
             f"{name}.{buffer}"
@@ -74,7 +77,7 @@ class FusedCausalLM(FusedPart, nn.Module):
         return super().save_pretrained(*args, state_dict=left, **kwargs)  # type: ignore[misc]
 
     def _joins_loss(self, arguments: dict[str, Any]) -> bool:
-        """Whether head and loss of this call are computed as one."""
+        """Whether head and loss of this call are computed together."""
         if arguments.get("labels") is None or not self.training:
             return False
         for name in ("label_smoothing", "weight", "output_router_logits"):
@@ -105,7 +108,7 @@ class FusedCausalLM(FusedPart, nn.Module):
 
 
 def _with_loss(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """transformers' forward, unless it can be done without logits."""
+    """Replaces transformers' forward where the loss can be computed without logits."""
     names = tuple(inspect.signature(plain).parameters)[1:]
 
     @functools.wraps(plain)
@@ -121,8 +124,8 @@ def _with_loss(plain: Callable[..., Any]) -> Callable[..., Any]:
 def _forward(model: Any, arguments: dict[str, Any]) -> Any:
     own = {name: arguments.pop(name, None) for name in ("labels", "logits_to_keep", "return_dict")}
     if arguments.get("use_cache") is None and arguments.get("position_ids") is None:
-        # Nobody decodes with what training leaves.  Where positions begin anew, transformers keeps sequences
-        # apart only without a cache.
+        # Training does not decode, so a cache is useless.  With explicit positions, transformers separates
+        # packed sequences only without a cache.
         arguments["use_cache"] = False
     outputs = getattr(model, model._family.base)(**arguments)
     ignored = arguments.get("ignore_index", -100)

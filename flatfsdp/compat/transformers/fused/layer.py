@@ -1,10 +1,10 @@
-"""`FusedLayer`: a decoder layer of transformers whose halves are computed by our kernels, each if it can be.
+"""`FusedLayer`: a decoder layer of transformers whose halves our kernels compute where they can.
 
     h   = x + dropout(attention(norm(x)))
     out = h + dropout(mlp(norm(h)))
 
-In the order, and by the functions, of `flatfsdp.layers.TransformerLayer`.  Without dropout the kernel of the
-second norm computes h.  What cannot be fused is called as transformers calls it.
+The order and the functions are those of `flatfsdp.layers.TransformerLayer`.  Without dropout, the second
+norm's kernel computes h.  Parts that cannot be fused are called as transformers calls them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _KNOWN = frozenset(
         "past_key_values",
         "use_cache",
         "position_embeddings",
-        # Of the model's head, or of attention functions, which are given them.
+        # Arguments of the model's head or of attention functions, passed through all layers.
         "num_items_in_batch",
         "shift_labels",
         "ignore_index",
@@ -45,20 +45,22 @@ _KNOWN = frozenset(
         "max_length_k",
     }
 )
-"""Arguments that change nothing of what is fused."""
+"""Arguments that do not affect what is fused."""
 
 
 class FusedLayer(FusedPart, nn.Module):
-    """A decoder layer of transformers."""
+    """A decoder layer of transformers, computed by our kernels."""
 
     argument_names: tuple[str, ...]
 
     @classmethod
     def about(cls, plain: type[nn.Module]) -> About:
+        """Class attributes of the mixed class."""
         return {"argument_names": tuple(inspect.signature(plain.forward).parameters)[2:]}
 
     @never_traced
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs the fused halves, or transformers' own forward if the call asks for more."""
         arguments = {**dict(zip(self.argument_names, args, strict=False)), **kwargs}
         mask = arguments.get("attention_mask")
         if mask is not None and mask.numel() == 0:
@@ -70,11 +72,11 @@ class FusedLayer(FusedPart, nn.Module):
         return self._run_mlp(branch, residual)
 
     def _can_fuse(self, arguments: dict[str, Any]) -> bool:
-        """Whether a call asks for nothing that transformers alone has."""
+        """Whether the fused layer supports everything that this call asks for."""
         if has_global_hooks():
             return False
         if arguments.get("past_key_values") is not None and not torch.is_grad_enabled():
-            # It writes text, one token a call, for which weights would have to be concatenated each time.
+            # Generation, one token per call, would concatenate the weights each time.
             attention: Any = self._modules[self._family.attention_at]
             if not is_joined(attention, "qkv_weight"):
                 return False
@@ -84,7 +86,7 @@ class FusedLayer(FusedPart, nn.Module):
         )
 
     def _attend(self, hidden_states: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-        """What the second norm is given: the branch and its residual, or their sum and None."""
+        """The input of the second norm: the branch and its residual, or their sum and None."""
         attention: Any = self._modules[self._family.attention_at]
         norm: Any = self._modules[self._family.norms_at[0]]
         maps = attention.maps(norm) if _are(attention, FusedAttention, norm) else _OTHERS
@@ -110,13 +112,13 @@ class FusedLayer(FusedPart, nn.Module):
         return bias_dropout_add(out, None, summed, self._dropped(mlp, 1), True)
 
     def _say(self, part: Part, half: nn.Module, reason: str) -> None:
-        """Says why a half is left to transformers, unless that is so by the family or the probe."""
+        """Logs why a half is left to transformers, unless its family or the probe left it out."""
         is_left_out = (self._family.name, part) in self._fusion.left_out or not getattr(self._family, part)
         if not is_left_out:
             self._fusion.say(name_of(half), reason)
 
     def _dropped(self, half: Any, index: int) -> float:
-        """The probability with which elements of a half's result are dropped."""
+        """The dropout probability of a half's result."""
         names = self._family.dropouts
         if names is None:
             return 0.0
@@ -125,7 +127,7 @@ class FusedLayer(FusedPart, nn.Module):
 
 
 def no_mask() -> Tensor:
-    """A mask that stands for None in a `FusedLayer`; transformers hands it on, as it has four dimensions."""
+    """A stand-in for None as a mask of a `FusedLayer`; transformers passes on 4-D masks unchanged."""
     return torch.empty(0, 0, 0, 0)
 
 

@@ -1,4 +1,4 @@
-"""LoRA around a projection (PEFT): the base's weight stays part of the joint GEMM, the adapters add to it.
+"""LoRA around a projection (PEFT): the base weight stays in the joint GEMM, and the deltas are added.
 
 y = x w^T + sum over active adapters of (dropout(x) A^T) B^T * scaling
 """
@@ -13,7 +13,7 @@ from flatfsdp.contract.mixed import innermost
 
 
 def is_lora(module: nn.Module) -> bool:
-    """Whether it is PEFT's plain LoRA of a linear map."""
+    """Whether a module is PEFT's plain LoRA of a linear map."""
     if "base_layer" not in module._modules:
         return False
     kind = innermost(type(module))
@@ -21,29 +21,29 @@ def is_lora(module: nn.Module) -> bool:
 
 
 def base_of(module: Any) -> Any:
-    """The projection itself, inside of its adapters."""
+    """The projection itself, inside its adapters."""
     return module.base_layer if is_lora(module) else module
 
 
 def state_of(module: Any) -> tuple[Any, ...]:
-    """What decides whether its adapters can be added from outside."""
+    """The state that decides whether a module's deltas can be added outside of it."""
     return module.disable_adapters, module.merged, tuple(module.lora_variant)
 
 
 def obstacle(module: Any) -> str | None:
-    """Why not, or None."""
+    """The reason why a module's deltas cannot be added outside of it, or None."""
     if module.disable_adapters and module.merged:
         return "merged adapters are disabled"
     return "an adapter is a variant of LoRA" if module.lora_variant else None
 
 
 def adds(module: Any) -> bool:
-    """Whether there is anything to add to the base."""
+    """Whether a module adds a delta to its base."""
     return is_lora(module) and not (module.disable_adapters or module.merged)
 
 
 def delta_of(module: Any, x: Tensor) -> Tensor | None:
-    """What the active adapters add to the projection of x; None: nothing."""
+    """The sum of the active adapters' deltas for x; None if there are none."""
     total: Tensor | None = None
     for name in module.active_adapters:
         if name in module.lora_A:

@@ -1,7 +1,7 @@
-"""`FusedMLP`: norm, both maps and the activation between them as one autograd node.
+"""`FusedMLP`: norm, both linear maps and the activation between them as one autograd node.
 
-In:   [batch, seq, hidden], before the norm, perhaps with a residual that is added first.
-Next: `layer.py` adds the result to what was normalized.
+In:   [batch, seq, hidden], before the norm, optionally with a residual to add first.
+Next: `layer.py` adds the result to the norm's input.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _ACTIVATIONS = {
     "PytorchGELUTanh": "gelu",
     "ReLU": "relu",
 }
-"""Ours, by classes of PyTorch and transformers; exact GELU, with erf, is another function."""
+"""Our activations by classes of PyTorch and transformers; exact GELU, with erf, is not among them."""
 
 _GATED = {"silu": "swiglu", "gelu": "geglu", "relu": "reglu"}
 
 
 class MLPMaps(NamedTuple):
-    """Linear maps and activation of one call."""
+    """The linear maps and the activation of one call."""
 
     first: MapOf
     second: MapOf
@@ -47,19 +47,19 @@ class MLPMaps(NamedTuple):
 
 
 class FusedMLP(FusedHalf):
-    """The perceptron of a layer of transformers; called by itself it is transformers' own."""
+    """The MLP of a layer of transformers; a direct call runs transformers' own forward."""
 
     linear_maps = ("fc1", "fc2")
     dropout_index = 1
 
     def declared_joints(self) -> tuple[Joint, ...]:
-        """Gate and linear part: one weight, and one bias where they have any; and the second map's weight."""
+        """The joint weight and bias of gate and linear part, and the second map's weight."""
         if self._reason() is not None:
             return ()
         return (*self._first_joints(), *joints_of("down", [self._second()])[:1])
 
     def maps(self, norm: nn.Module) -> MLPMaps | str:
-        """What this call multiplies with, or why transformers has to compute it."""
+        """The linear maps of this call, or the reason why transformers has to compute it."""
         checked = self._check(norm)
         if checked.reason is not None:
             return checked.reason
@@ -77,7 +77,7 @@ class FusedMLP(FusedHalf):
     def run(
         self, hidden_states: Tensor, residual: Tensor | None, norm: nn.Module, maps: MLPMaps
     ) -> tuple[Tensor, Tensor]:
-        """The branch without its residual, and what was normalized: hidden_states, plus residual if any."""
+        """Computes the branch; also returns the norm's input, hidden_states + residual."""
         called = norm_mlp(
             self,
             norm_of(norm),

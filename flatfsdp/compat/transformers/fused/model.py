@@ -1,11 +1,11 @@
-"""`FusedModel`: a model without its head, which does not wait for the GPU to learn that it needs no mask.
+"""`FusedModel`: a model without its head that finds out without waiting for the GPU that it needs no mask.
 
-In:   the arguments of transformers' forward, and among them no mask and no positions.
+In:   the arguments of transformers' forward, with neither mask nor positions.
 Out:  transformers' own forward, given `no_mask()` for its layers.
-Next: `layer.py` takes that mask away again.
+Next: `layer.py` removes that mask again.
 
-Without a mask, transformers searches the positions, which it has made itself, for several sequences in one
-row, so that in each forward the host waits until the GPU has done everything that it was given before.
+Without a mask, transformers searches the positions, even those that it made itself, for several sequences in
+one row.  So the host waits in each forward until the GPU has finished all earlier work.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ class FusedModel(FusedPart, nn.Module):
 
     @classmethod
     def about(cls, plain: type[nn.Module]) -> About:
+        """Class attributes of the mixed class."""
         return {"forward": _with_known_mask(plain.forward)}
 
     def _is_only_causal(self, arguments: Mapping[str, Any]) -> bool:
-        """Whether each token sees all those before it in its row, and nothing is remembered."""
+        """Whether each token attends to all previous tokens of its row, and no cache is used."""
         config: Any = self.config
         given = ("attention_mask", "position_ids", "past_key_values")
         if any(arguments.get(name) is not None for name in given):
@@ -45,13 +46,13 @@ class FusedModel(FusedPart, nn.Module):
         window = getattr(config, "sliding_window", None)
         if window is not None and _length(arguments) > window:
             return False
-        # Another module would take the mask for what it is.
+        # Another class of layer would use the stand-in as a real mask.
         layers: Any = self.layers
         return all(isinstance(_inside(layer), FusedLayer) for layer in layers)
 
 
 def _length(arguments: Mapping[str, Any]) -> int:
-    """Of the sequences; 0 without any, which transformers refuses."""
+    """The length of the sequences; 0 if there are none, which transformers refuses."""
     inputs = (arguments.get(name) for name in ("input_ids", "inputs_embeds"))
     return max((each.shape[1] for each in inputs if each is not None), default=0)
 
@@ -66,7 +67,7 @@ def _with_known_mask(plain: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(plain)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(names, args, strict=False)), **kwargs}
-        # What is compiled has no values to look at.
+        # Compiled code has no values to inspect.
         if not torch.compiler.is_compiling() and self._is_only_causal(arguments):
             arguments["attention_mask"] = no_mask()
             return plain(self, **arguments)

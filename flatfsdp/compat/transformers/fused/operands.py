@@ -1,7 +1,7 @@
-"""Weights of several projections as one operand, and which of them an engine may keep in FP8.
+"""Joint operands of several projections' weights, and which of them an engine may store in FP8.
 
-In:   projections of transformers, perhaps inside of LoRA.
-Out:  joints for the engine, and what it has made of them for the GEMMs.
+In:   projections of transformers, possibly inside LoRA.
+Out:  joints for the engine, and the operands that it made of them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from flatfsdp.kernels.gemm.gemm import ALIGNMENT
 
 
 def joints_of(name: str, bases: Sequence[Any]) -> tuple[Joint, ...]:
-    """Their weights one below the other, and their biases if they have any."""
+    """The joints of their weights, stacked by rows, and of their biases if they have any."""
     kinds = ("weight",) if bases[0].bias is None else ("weight", "bias")
     return tuple(Joint(f"{name}_{kind}", tuple((each, kind) for each in bases)) for kind in kinds)
 
 
 def operands_of(layer: nn.Module, joints: Sequence[Joint]) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias for one GEMM; None if the weights are not side by side.
+    """The weight and bias of one GEMM; None if the weights are not contiguous.
 
     Args:
-        joints: see `joints_of`.
+        layer: the owner of the joints.
+        joints: the result of `joints_of`.
     """
     weight = joined(layer, joints[0])
     if weight is None:
@@ -42,18 +43,18 @@ def require_readable(layer: str, modules: Iterable[Any]) -> None:
     """Checks that projections can be called as modules.
 
     Raises:
-        RuntimeError: if an engine keeps the weight of one in FP8, which only GEMMs of ours read.
+        RuntimeError: if an engine stores the weight of one in FP8, which only our GEMMs read.
     """
     if any(FP8_OPERAND.of(getattr(each, "weight", each)) is not None for each in modules):
         raise RuntimeError(
-            f"{layer} is left to transformers, and its weights are kept in FP8, which transformers cannot "
+            f"{layer} is left to transformers, but its weights are kept in FP8, which transformers cannot "
             "read; add hooks and adapters before the model is sharded, ask for no attention weights, or keep "
             "the weights in 16 bits (fp8_weights=None)"
         )
 
 
 def stored_in_fp8(joints: Iterable[Joint]) -> tuple[str, ...]:
-    """Names of weights that an engine may keep in FP8: those whose sizes suit FP8 GEMMs."""
+    """Names of weights that an engine may store in FP8: those whose sizes suit FP8 GEMMs."""
     return tuple(
         joint.name
         for joint in joints

@@ -1,10 +1,10 @@
-"""The numeric probe: whether a tiny layer computes the same fused as by transformers.
+"""The numeric probe: compares a tiny fused layer with transformers' own.
 
-In:   a family, and the configuration of a model of it, of any size and on any device.
-Out:  which parts differ, and how: those of another version of transformers, or that somebody has replaced.
+In:   a family, and the configuration of a model of any size, on any device.
+Out:  the parts that differ, and how: another version of transformers, or replaced code.
 
-The twin has the model's classes, head size, biases, rotation and activation, and small numbers of everything
-else; it lies on the CPU, in FP32.
+The twin has the model's classes, head size, biases, rotation and activation, and small sizes otherwise; it
+runs on the CPU in FP32.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from flatfsdp.compat.transformers.fused.families import Family, Part
 
 TOLERANCE = 1e-5
-"""Of results and gradients, by Frobenius norms; in FP32 kernels differ by 1e-6."""
+"""Largest relative error of results and gradients, in Frobenius norms; in FP32 our kernels differ by 1e-6."""
 
 BATCH, SEQUENCE, VOCABULARY = 2, 8, 48
 
@@ -29,7 +29,7 @@ Fusing = Callable[[nn.Module, set[Part]], None]
 
 
 def differing(family: Family, config: Any, fuse_parts: Fusing) -> dict[Part, str]:
-    """Parts that must not be fused, and why."""
+    """The parts that must not be fused, with reasons."""
     found: dict[Part, str] = {}
     with _apart():
         try:
@@ -55,7 +55,7 @@ def differing(family: Family, config: Any, fuse_parts: Fusing) -> dict[Part, str
 
 @contextmanager
 def _apart() -> Iterator[None]:
-    """Inside, nothing around the call is seen or changed: devices, dtypes, generators, autocast."""
+    """Context isolated from its surroundings: devices, dtypes, generators, autocast."""
     dtype = torch.get_default_dtype()
     with (
         torch.random.fork_rng(devices=[]),
@@ -105,7 +105,7 @@ def _shrunk(config: Any) -> Any:
 def _compared(
     twin: nn.Module, parts: set[Part], fuse_parts: Fusing, run: Callable[[Any], Tensor]
 ) -> str | None:
-    """How far results and gradients are from transformers' if `parts` are fused; None: near enough."""
+    """The error of results and gradients if `parts` are fused, as a message; None if it is small enough."""
     twin = twin.train().float()
     with torch.no_grad():
         for parameter in twin.parameters():
@@ -123,12 +123,12 @@ def _compared(
         for one, other in zip(found, expected, strict=True)
     ]
     worst = max(errors)
-    # A comparison that NaN fails.
+    # Written so that NaN fails.
     return None if worst <= TOLERANCE else f"a small one, fused, is off by {worst:.1e}"
 
 
 def _results(twin: nn.Module, run: Callable[[Any], Tensor]) -> Sequence[Tensor]:
-    """What it computes, and the gradients of its parameters."""
+    """The twin's result, and the gradients of its parameters."""
     out = run(twin)
     torch.manual_seed(1)
     out.backward(torch.randn_like(out))

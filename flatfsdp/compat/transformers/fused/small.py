@@ -19,13 +19,14 @@ from flatfsdp.layers.normalized import NormKind
 Tables = tuple[Tensor, Tensor]
 
 _TABLES = Attribute[Tables | None]("_flatfsdp_tables", None)
-"""Left on the cosines of a forward: cosines and sines, FP32 [rows, head_dim / 2]."""
+"""Attached to the cosines of a forward: cosines and sines, FP32 [rows, head_dim / 2]."""
 
 
 class FusedNorm(FusedPart, nn.Module):
     """An RMSNorm of transformers, or nn.LayerNorm, in one kernel forward and one backward."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalizes with our kernel if it supports the dtypes."""
         of = norm_of(self)
         if of.weight.dtype != hidden_states.dtype or no_tensor("it", self):
             return super().forward(hidden_states)
@@ -33,30 +34,32 @@ class FusedNorm(FusedPart, nn.Module):
 
 
 def norm_of(module: Any) -> NormOf:
-    """Parameters and kind of a norm that is fused."""
+    """The parameters and kind of a fused norm."""
     if innermost(type(module)) is nn.LayerNorm:
         return NormOf(module.weight, module.bias, NormKind(module.eps, rms=False, zero_centered=False))
     return NormOf(module.weight, None, NormKind(module.variance_epsilon, rms=True, zero_centered=False))
 
 
 def is_whole_layer_norm(module: nn.Module) -> bool:
-    """Whether it is PyTorch's, with weight and bias."""
+    """Whether a module is PyTorch's LayerNorm, with weight and bias."""
     return type(module) is nn.LayerNorm and module.weight is not None and module.bias is not None
 
 
 class FusedEmbedding(FusedPart, nn.Embedding):
-    """The table of tokens, whose gradient is added to main_grad in FP32 where an engine has one."""
+    """The token embedding, whose gradient is added to an FP32 main_grad where an engine has one."""
 
     def forward(self, input: Tensor) -> Tensor:
+        """Looks up the rows of `input`."""
         if no_tensor("it", self):
             return super().forward(input)
         return look_up(self, self.weight, input, self.padding_idx, self._fusion.fuse_wgrad_accumulation)
 
 
 class FusedRotary(FusedPart, nn.Module):
-    """Cosines and sines of transformers, which carry the same in FP32, made once a forward."""
+    """Cosines and sines of transformers, computed once per forward, with FP32 copies attached."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> Tables:
+        """Cosines and sines in x's dtype, [1 or batch, seq, head_dim] each."""
         plain = super().forward(x.new_empty(0, dtype=torch.float32), position_ids)
         cos, sin = (each.to(x.dtype) for each in plain)
         _TABLES.leave(cos, _halves(*plain))
@@ -64,13 +67,13 @@ class FusedRotary(FusedPart, nn.Module):
 
 
 def tables_of(position_embeddings: Tables) -> Tables:
-    """FP32 [rows, head_dim / 2] each: of all positions, or of all tokens where sequences differ.
+    """Cosines and sines, FP32 [rows, head_dim / 2]: for all positions, or all tokens if sequences differ.
 
     Args:
-        position_embeddings: [1 or batch, seq, head_dim] each.
+        position_embeddings: cosines and sines, [1 or batch, seq, head_dim] each.
     """
     kept = _TABLES.of(position_embeddings[0])
-    # A cast in between has dropped them.
+    # A cast in between drops the attached tables.
     return _halves(*position_embeddings) if kept is None else kept
 
 

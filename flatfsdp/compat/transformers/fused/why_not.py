@@ -1,6 +1,6 @@
-"""Why a part of a layer is left to transformers; asked in every call, answered anew where something changed.
+"""Reasons why a part of a layer is left to transformers; checked in every call, recomputed after changes.
 
-A part that is fused calls none of the modules inside by itself, so nothing may hang on them.
+A fused part does not call its inner modules, so their hooks would not run.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ Facts = list[Any]
 
 
 class Checked(NamedTuple):
-    """What was found in one state of the modules inside.
+    """The findings for one state of the inner modules.
 
     Attributes:
-        reason: why it is left to transformers, or None.
-        joints: what is multiplied with.
-        has_last: whether the last projection is among it, or is called as a module.
+        facts: that state.
+        reason: why the part is left to transformers, or None.
+        joints: the joint operands.
+        has_last: whether the last projection is fused, too, or called as a module.
     """
 
     facts: Facts
@@ -40,9 +41,9 @@ class Checked(NamedTuple):
 
 
 def facts_of(modules: Iterable[nn.Module]) -> Facts:
-    """What reasons depend on, equal as long as they are the same; of bases of LoRA, too.
+    """The facts that reasons depend on, as a comparable list; includes the bases of LoRA.
 
-    It is asked for several times a layer and call, so that it looks at dictionaries only.
+    It runs several times per layer and call, so it only looks at dictionaries.
     """
     found: Facts = []
     for module in modules:
@@ -60,12 +61,12 @@ def facts_of(modules: Iterable[nn.Module]) -> Facts:
 
 
 def skipping(name: str, module: nn.Module) -> str | None:
-    """Why `module` has to be called as a module, or None."""
+    """The reason why `module` has to be called as a module, or None."""
     return f"{name} is sharded as a unit of its own" if is_unit(module) else changed(name, module)
 
 
 def changed(name: str, module: nn.Module) -> str | None:
-    """Why `module` may compute something else than its class does, or None."""
+    """The reason why `module` may not compute what its class does, or None."""
     if "forward" in vars(module):
         return f"{name} has a forward of its own"
     for hooks in _hooks_in(vars(module)):
@@ -75,11 +76,13 @@ def changed(name: str, module: nn.Module) -> str | None:
 
 
 def no_linear(name: str, module: Any, *, transposed: bool, lora_too: bool = False) -> str | None:
-    """Why the weight of `module` cannot be multiplied with from outside, or None.
+    """The reason why the weight of `module` cannot be used without calling the module, or None.
 
     Args:
-        transposed: it has to be a Conv1D of transformers.
-        lora_too: whether LoRA around it is fine.
+        name: name of the module, for the reason.
+        module: the module.
+        transposed: whether it has to be a Conv1D of transformers.
+        lora_too: whether LoRA around it is supported.
     """
     if lora.is_lora(module):
         if not lora_too:
@@ -100,20 +103,20 @@ def no_linear(name: str, module: Any, *, transposed: bool, lora_too: bool = Fals
 
 
 def no_tensor(name: str, module: Any) -> str | None:
-    """Why no kernel of ours reads the weight of `module`, or None: it is a DTensor, or quantized."""
+    """The reason why our kernels cannot read the weight of `module` (a DTensor, quantized), or None."""
     kind = type(module.weight)
     return None if kind in (Tensor, nn.Parameter) else f"{name} has a weight that is a {kind.__name__}"
 
 
 def no_dropout(name: str, module: nn.Module) -> str | None:
-    """Why our kernel cannot drop what `module` would, or None."""
+    """The reason why our kernel cannot replace the dropout `module`, or None."""
     if type(module) is not nn.Dropout:
         return f"{name} is a {type(module).__name__}"
     return skipping(name, module)
 
 
 def different(name: str, tensors: Iterable[Tensor]) -> str | None:
-    """Why parameters cannot be one operand, or None."""
+    """The reason why parameters cannot be one operand, or None."""
     kinds = {(each.dtype, each.device, each.shape[1:]) for each in tensors}
     return None if len(kinds) == 1 else f"{name} have different dtypes, devices or sizes"
 

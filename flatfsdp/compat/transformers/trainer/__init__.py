@@ -1,6 +1,6 @@
 """transformers' Trainer, and its Seq2SeqTrainer, with FlatFSDP as the engine.
 
-flat_arguments   `FlatArguments`: what TrainingArguments do not say, and what they must not say
+flat_arguments   `FlatArguments`: options beyond TrainingArguments, and checks of these
 trainer          `FlatTrainer`, `FlatSeq2SeqTrainer`: shard, train, save, resume
 """
 

@@ -1,6 +1,6 @@
-"""`FlatArguments`: how `FlatTrainer` shards a model; and what of TrainingArguments it cannot do.
+"""`FlatArguments`: how `FlatTrainer` shards a model; and which TrainingArguments it does not support.
 
-In:   a model as people bring it, TrainingArguments.
+In:   a model as users bring it, and TrainingArguments.
 Out:  the model sharded in place, or an error before anything has changed.
 Next: `trainer.py` trains it.
 """
@@ -28,23 +28,23 @@ from flatfsdp.layers import convert
 from flatfsdp.policy import Precision
 
 OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop", "adagrad")
-"""Values of `TrainingArguments.optim` that compute element by element, with nothing but PyTorch."""
+"""Values of `TrainingArguments.optim` that select elementwise optimizers of PyTorch."""
 
 
 @dataclass(frozen=True)
 class FlatArguments:
-    """How FlatTrainer shards and computes a model, beside TrainingArguments.
+    """How FlatTrainer shards and computes a model, beyond TrainingArguments.
 
     Attributes:
-        policy: which modules become units; None: the layers that transformers names, see `policy_of`.
-        precision: dtypes; None: masters in FP32, which compute in bf16 with `TrainingArguments(bf16=True)` or
-            where the model is in bf16, and else in FP32.
+        policy: which modules become units; None: the layers that transformers names (`policy_of`).
+        precision: dtypes; None: FP32 masters that compute in bf16 with `TrainingArguments(bf16=True)` or for
+            a bf16 model, and else in FP32.
         reshard_after_forward: whether to free parameters after use (ZeRO-3) or once a step (ZeRO-2).
         optimize_backward_concat: whether gradients are concatenated in the last microbatch only.
-        fuse: whether our kernels compute what they know, see `fuse`.
-        fp8: recipe by which linear maps of the layers multiply in FP8; None: they do not.
-        fp8_weights: whether weights are in FP8 in the flat buffers, too, one byte an element.
-        replay: whether microbatches become CUDA graphs, see `flatfsdp.replayed`.
+        fuse: whether our kernels compute the parts that they support (`fuse`).
+        fp8: FP8 recipe of the layers' linear maps; None: no FP8.
+        fp8_weights: whether the flat buffers hold weights in FP8, one byte per element.
+        replay: whether microbatches become CUDA graphs (`flatfsdp.replayed`).
 
     Raises:
         ValueError: for `fp8_weights` without `fp8`; for `replay` without `optimize_backward_concat`.
@@ -66,14 +66,21 @@ class FlatArguments:
             raise ValueError("replay needs optimize_backward_concat=True: graphs write to flat gradients")
 
     def prepare(self, model: Any, arguments: Any) -> nn.Module:
-        """The model, fused or converted and sharded in place on the device of these TrainingArguments.
+        """Fuses or converts the model, and shards it in place on the device of these TrainingArguments.
 
-        It begins with the first rank's values.  Collective.
+        It starts from the first rank's values.  Collective.
+
+        Args:
+            model: plain, or already sharded.
+            arguments: TrainingArguments.
+
+        Returns:
+            The model.
 
         Raises:
             RuntimeError: if ranks have different models.
-            ValueError: if it is sharded already, and was to be sharded in another way; as `policy_of`, `fuse`
-                and `shard`.
+            ValueError: if it is already sharded and options ask for another sharding; if `policy_of`, `fuse`
+                or `shard` refuses it.
         """
         if is_unit(model):
             self._require_only_of_training()
@@ -107,7 +114,7 @@ class FlatArguments:
         )
 
     def _require_only_of_training(self) -> None:
-        """Checks that nothing is asked for that is done where a model is sharded."""
+        """Checks that no option is set that takes effect only when a model is sharded."""
         plain = FlatArguments()
         of_sharding = {field.name for field in fields(self)} - {"fp8", "replay"}
         asked = [name for name in sorted(of_sharding) if getattr(self, name) != getattr(plain, name)]
@@ -119,10 +126,10 @@ class FlatArguments:
 
 
 def require_possible(model: Any, arguments: Any, flat: FlatArguments) -> None:
-    """Checks that FlatTrainer can do what these TrainingArguments ask for.
+    """Checks that FlatTrainer supports these TrainingArguments.
 
     Raises:
-        ValueError: if not: what, and what to do instead.
+        ValueError: if not; the message lists the options with alternatives.
     """
     found = _impossible(model, arguments, flat)
     reasons = [f"{what}: {instead}" for what, is_asked, instead in found if is_asked]
@@ -131,7 +138,7 @@ def require_possible(model: Any, arguments: Any, flat: FlatArguments) -> None:
 
 
 def _impossible(model: Any, given: Any, flat: FlatArguments) -> Iterator[tuple[str, bool, str]]:
-    """What cannot be done, whether it is asked for, and the way out."""
+    """Unsupported options: the name, whether it is set, and an alternative."""
     accelerator = given.accelerator_config
     accumulation = accelerator.gradient_accumulation_kwargs or {}
     ours = "FlatFSDP shards the model; see FlatArguments"

@@ -1,14 +1,14 @@
 """`FlatTrainer`: transformers' Trainer on a model that it shards in place.
 
-In:   what `Trainer` takes, and `FlatArguments`.
-Out:  what `Trainer` gives: losses, gradient norms, checkpoints that `from_pretrained` reads.
+In:   the arguments of `Trainer`, and `FlatArguments`.
+Out:  the results of `Trainer`: losses, gradient norms, checkpoints that `from_pretrained` reads.
 
-What differs from `Trainer` under torchrun, where DistributedDataParallel is around the model:
+Differences from `Trainer` under torchrun, which wraps the model in DistributedDataParallel:
 
-    the model       is sharded where the trainer is made, before there is an optimizer
-    a microbatch    tells the engine its place in the step; as a CUDA graph, if that is wanted
+    the model       is sharded when the trainer is made, before there is an optimizer
+    a microbatch    tells the engine its place in the step; it runs as a CUDA graph if requested
     AdamW           is `flatfsdp.optim.AdamW`, one kernel
-    a checkpoint    is written by all ranks: what `from_pretrained` reads, and in `flatfsdp/` what goes on
+    a checkpoint    is written by all ranks: files for `from_pretrained`, and `flatfsdp/` for resuming
 
 Everything else is `Trainer`'s own code.
 """
@@ -40,7 +40,7 @@ from flatfsdp.microbatch import microbatches
 logger = logging.getLogger(__name__)
 
 STATE = "flatfsdp"
-"""Folder in a checkpoint: shards and optimizer, as `flatfsdp.checkpoint` writes them."""
+"""Folder in a checkpoint with shards and optimizer, as `flatfsdp.checkpoint` writes them."""
 
 
 class FlatTrainer(transformers.Trainer):
@@ -49,20 +49,21 @@ class FlatTrainer(transformers.Trainer):
         trainer = FlatTrainer(model, TrainingArguments("out", bf16=True), train_dataset=data)
         trainer.train()
 
-    A program for `Trainer` under torchrun runs with this one changed line: the model is as it comes from
-    `from_pretrained`, or on the meta device.  Afterwards `trainer.model` is sharded; it has the class, the
-    names and the methods that it had.  `train`, `evaluate`, `predict` and `save_model` are for all ranks.
+    A program for `Trainer` under torchrun needs only this one line changed: pass the model from
+    `from_pretrained`, or one on the meta device.  Afterwards `trainer.model` is sharded, with the same class,
+    names and methods.  All ranks have to call `train`, `evaluate`, `predict` and `save_model`.
 
     Args:
-        model: plain, or sharded in place already.
+        model: plain, or already sharded in place.
         args: TrainingArguments.
+        rest: further positional arguments of `Trainer`.
         flat: how to shard and compute the model; None: `FlatArguments()`.
-        options: all others of `Trainer`, but `model_init`.  An optimizer in `optimizers` has to be made of a
-            model that is sharded already; `optimizer_cls_and_kwargs` is for all others.
+        options: further arguments of `Trainer`, except `model_init`.  An optimizer in `optimizers` has to be
+            made from an already sharded model; otherwise use `optimizer_cls_and_kwargs`.
 
     Raises:
-        ValueError: for TrainingArguments that FlatFSDP cannot do; if the model cannot be sharded; for an
-            optimizer of parameters that are in a flat buffer by now.
+        ValueError: for unsupported TrainingArguments; if the model cannot be sharded; for an optimizer made
+            before the model was sharded.
     """
 
     model: Any
@@ -88,7 +89,7 @@ class FlatTrainer(transformers.Trainer):
     # ---- what surrounds the model -----------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As `Trainer`'s, but its Accelerator leaves the model as it is."""
+        """Creates `Trainer`'s Accelerator, which leaves the model unchanged here."""
         super().create_accelerator_and_postprocess()
         self.accelerator.prepare_model = self._prepared
 
@@ -99,37 +100,38 @@ class FlatTrainer(transformers.Trainer):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: Any, model: Any = None) -> tuple[Any, Any]:
-        """As `Trainer`'s; in place of torch's AdamW our own."""
+        """The optimizer class and options of `Trainer`, with our AdamW instead of torch's."""
         made, options = transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
         if made is torch.optim.AdamW:
             return flatfsdp.optim.AdamW, {key: value for key, value in options.items() if key != "fused"}
         return made, options
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
-        """
+        """Not supported: each trial needs its own model.
+
         Raises:
-            NotImplementedError: each trial needs a model of its own.
+            NotImplementedError: always.
         """
         raise NotImplementedError("FlatTrainer has one model; make a trainer for each trial")
 
     # ---- microbatches -----------------------------------------------------------------------------------
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Tensor | int | None]:
-        """As `Trainer`'s: the microbatches of a step; the engine learns how many there are."""
+        """The microbatches of a step, as `Trainer` collects them; tells the engine their number."""
         samples, count = super().get_batch_samples(*args, **kwargs)
         self._end_step()
         self._places, self._left = self._places_of(len(samples)), len(samples)
         return samples, count
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """As `Trainer`'s: forward and backward of a microbatch; returns its loss, detached."""
+        """Runs forward and backward of a microbatch; returns its loss, detached."""
         if self._places is not None:
             next(self._places)
         if isinstance(num_items_in_batch, int):
             num_items_in_batch = torch.tensor(num_items_in_batch, device=self.args.device)
         inputs = self._prepare_inputs(inputs)
         if self._flat.replay:
-            # What tokenizers return is a dict that nobody can look into.
+            # Tokenizers return a mapping that `replayed` cannot inspect.
             inputs = dict(inputs)
         loss = self._microbatch(inputs, num_items_in_batch, self.current_gradient_accumulation_steps)
         self._left -= 1
@@ -138,9 +140,13 @@ class FlatTrainer(transformers.Trainer):
         return loss
 
     def _run(self, inputs: Any, num_items_in_batch: Tensor | None, _accumulated: int) -> Tensor:
-        """
+        """Runs one microbatch.
+
         Args:
-            _accumulated: by which `Trainer` divides: another number is another recording.
+            inputs: the batch.
+            num_items_in_batch: number of labels in the step.
+            _accumulated: number of microbatches, by which `Trainer` divides; another number needs another
+                recording.
         """
         return super().training_step(self.model, inputs, num_items_in_batch)
 
@@ -153,7 +159,7 @@ class FlatTrainer(transformers.Trainer):
             self._places = None
 
     def compute_loss_context_manager(self) -> Any:
-        """As `Trainer`'s, in training and in evaluation; FP8 inside of it."""
+        """The contexts of `Trainer`, in training and evaluation, with FP8 autocast inside."""
         contexts = super().compute_loss_context_manager()
         if self._flat.fp8 is not None:
             contexts.enter_context(autocast(recipe=self._flat.fp8))
@@ -162,7 +168,7 @@ class FlatTrainer(transformers.Trainer):
     # ---- checkpoints ------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes what `from_pretrained` reads, of a PEFT model its adapters.  Collective over all ranks."""
+        """Writes files for `from_pretrained`; of a PEFT model its adapters.  Collective over all ranks."""
         folder = Path(output_dir or self.args.output_dir or ".")
         if isinstance(self.model, transformers.PreTrainedModel):
             save_hf(self.model, folder)
@@ -191,10 +197,10 @@ class FlatTrainer(transformers.Trainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Weights alone; of a checkpoint to go on from, they come with the optimizer.
+        """Loads weights alone; in a checkpoint for resuming they are loaded together with the optimizer.
 
         Raises:
-            ValueError: for a checkpoint of plain Trainer, whose optimizer would be left out.
+            ValueError: for a checkpoint of plain Trainer, whose optimizer would be ignored.
         """
         if _goes_on(resume_from_checkpoint):
             return
@@ -231,20 +237,20 @@ class FlatTrainer(transformers.Trainer):
 
     @property
     def _plain_optimizer(self) -> torch.optim.Optimizer:
-        """Without what Accelerate puts around it."""
+        """The optimizer inside Accelerate's wrapper."""
         optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer
 
 
 class FlatSeq2SeqTrainer(FlatTrainer, transformers.Seq2SeqTrainer):
-    """transformers' Seq2SeqTrainer, whose model FlatFSDP shards in place; see `FlatTrainer`.
+    """transformers' Seq2SeqTrainer, whose model FlatFSDP shards in place, like `FlatTrainer`.
 
-    With `predict_with_generate` evaluations generate, on all ranks until the last one has ended.
+    With `predict_with_generate`, evaluations generate on all ranks until the last one has finished.
     """
 
 
 def _goes_on(folder: str) -> bool:
-    """Whether a checkpoint holds more than weights."""
+    """Whether a checkpoint holds more than weights, so that training can resume."""
     return os.path.isdir(Path(folder) / STATE)
 
 
