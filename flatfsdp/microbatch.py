@@ -1,4 +1,4 @@
-"""Which microbatch this is, in one place.
+"""The microbatch of the running step: first, last, or in between.
 
 A root module and all its units share one `Microbatch`.  `no_sync()`, `set_is_last_backward()` and
 `microbatches()` write it; the units read it when a gradient lands, never in the forward, so schedules in

@@ -128,7 +128,7 @@ class Division:
 
 @dataclass(frozen=True)
 class Gathering:
-    """Who gets whole parameters, and where.
+    """The ranks that get whole parameters, and the device for them.
 
     Attributes:
         rank0_only: the first rank of the grid; on the others the parameters stay as they are.

@@ -54,7 +54,7 @@ class Case:
     make: Callable[[], Call]
 
     def calls(self) -> list[Call]:
-        """As many calls, each with its own data, as the case needs."""
+        """The calls that the case needs, each with its own data."""
         return [self.make() for _ in range(self.copies)]
 
 

@@ -56,7 +56,7 @@ def _in_row(shape: Sequence[int], index: int, start: int, stop: int) -> Iterator
 def boxes_of_part(
     shape: Sequence[int], start: int, stop: int, partition: Partition, rank: int, count: int
 ) -> Iterator[Box]:
-    """As `boxes`, of elements of one rank's part of a split tensor, at their places in the whole tensor.
+    """Boxes of one rank's part of a split tensor, at their places in the whole tensor; see `boxes`.
 
     Args:
         shape: of the part.

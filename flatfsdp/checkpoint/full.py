@@ -22,7 +22,7 @@ from flatfsdp.policy import Gathering
 def full_state_dict(
     model: nn.Module, *, rank0_only: bool = False, cpu_offload: bool = False
 ) -> dict[str, Any]:
-    """As `model.state_dict()`, with a say in where the tensors go.  Collective.
+    """The whole state dict, with a choice of where the tensors go.  Collective.
 
     Of a tensor-parallel model these are whole tensors, too, where `state_dict()` has this rank's parts.
 

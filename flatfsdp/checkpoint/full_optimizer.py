@@ -117,7 +117,7 @@ def load_full_optimizer_state_dict(
 
 
 def _described(state: dict[str, dict[str, Any]]) -> dict[str, SlotState]:
-    """As `described`, of whole tensors."""
+    """The state of each parameter, described from whole tensors; see `described`."""
     # A parameter without dimensions has only states without dimensions; the others tell which are its own.
     elementwise = {
         key

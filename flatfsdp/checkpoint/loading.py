@@ -259,7 +259,7 @@ def _fill_optimizer(kept: _Kept, model: Model, optimizer: torch.optim.Optimizer)
 
 
 def _saved_states(metadata: Metadata) -> dict[str, SlotState]:
-    """Which states the checkpoint has for each parameter; their values are still to be read."""
+    """The states that the checkpoint has for each parameter; their values are still to be read."""
     states: dict[str, SlotState] = {}
     for flat_key, about in metadata.state_dict_metadata.items():
         path = metadata.planner_data[flat_key]

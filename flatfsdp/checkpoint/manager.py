@@ -41,7 +41,7 @@ from flatfsdp.engine.units import Model, named_groups, stages_of
 from flatfsdp.fp8.delayed_scaling import buffer_names
 
 AMAX_HISTORIES = tuple(buffer_names(direction)[1] for direction in ("forward", "backward"))
-"""Of delayed scaling, by the ends of their names."""
+"""Ends of the names of the buffers of delayed scaling."""
 
 
 class Resumed(NamedTuple):

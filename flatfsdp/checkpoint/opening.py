@@ -73,7 +73,7 @@ class OpenCheckpoint:
 
 
 def data_files(metadata: Metadata) -> dict[str, int]:
-    """Which files the metadata names, and how many bytes they have at least."""
+    """The files that the metadata names, with the bytes that each must have at least."""
     files: dict[str, int] = {}
     for about in metadata.storage_data.values():
         end = about.offset + about.length

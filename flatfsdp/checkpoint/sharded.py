@@ -75,7 +75,7 @@ def sharded_state_dict(model: Model) -> dict[str, Any]:
 
 
 def sharded_optimizer_state_dict(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """As `full_optimizer_state_dict`, with ShardedTensors, and parameter groups by number.  Collective.
+    """The optimizer's state as ShardedTensors, and its parameter groups by number.  Collective.
 
     The parameter groups are those of this rank's stages, and `sharded_training_state` joins those of all.
     Also says of which class the optimizer is.
@@ -113,11 +113,11 @@ def numbered(groups: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 Owners = Mapping[Grid, Sequence[Sequence[int]]]
-"""Of each grid: the global ranks that have a parameter, by tensor-parallel rank and shard."""
+"""Global ranks that have a parameter, by grid, tensor-parallel rank and shard."""
 
 
 def owners_of(masters: Iterable[MasterShard]) -> Owners:
-    """Which ranks have a parameter.  Collective over tensor-parallel ranks."""
+    """The global ranks that have each shard.  Collective over tensor-parallel ranks."""
     own_rank = Ranks.of(default_group()).rank
     devices = {master.grid: master.device for master in masters}
     return {

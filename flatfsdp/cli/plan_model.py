@@ -35,7 +35,7 @@ OPTIONS = {
 
 
 def kind_of(given: Collection[str]) -> str | None:
-    """Which kind of model the options on the command line name: a key of `OPTIONS`; None for our Llama.
+    """The kind of model that the command line names, a key of `OPTIONS`; None for our Llama.
 
     Raises:
         ValueError: if they name two, half of one, or if one of them does not apply.

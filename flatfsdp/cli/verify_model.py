@@ -46,7 +46,7 @@ class ModelVerifyJob:
 
 
 OPTIONS = {"model", "batches", "steps", "microbatches", "lr", "seed", "self_test"}
-"""Of `verify`, with the same names here."""
+"""Options of `verify` that have the same names here."""
 WITH_OTHERS = {*OPTIONS, "precision", "switch", "ranks", "device", "out", "json"}
 
 

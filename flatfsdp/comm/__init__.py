@@ -1,1 +1,1 @@
-"""Who: the ranks that share a model, and what they send each other."""
+"""The ranks that share a model, and what they send each other."""

@@ -1,4 +1,4 @@
-"""Which ranks share what: pipeline stages, replicas, shards and tensor-parallel layers.
+"""The ranks that share pipeline stages, replicas, shards and tensor-parallel layers.
 
 In:   how many ranks each kind of parallelism has.
 Out:  a `ParallelMesh`: groups and meshes for layers, FlatFSDP, FlatStage and FP8 regions.
@@ -65,7 +65,7 @@ class ParallelMesh:
 
     @property
     def dp_rank(self) -> int:
-        """Which part of the samples this rank sees."""
+        """Number of the part of the samples that this rank sees."""
         return dist.get_rank(self.dp_group)
 
     @property
@@ -92,7 +92,7 @@ class ParallelMesh:
         return f"{self.device_mesh.size()} ranks: {self.parallelism}"
 
     def table(self) -> str:
-        """Which ranks are where: a column for each stage, a row for each data-parallel rank."""
+        """A table of all ranks: a column for each stage, a row for each data-parallel rank."""
         ranks = self.device_mesh.mesh
         lines = [["", *(f"pp {stage}" for stage in range(self.pp_size))]]
         replicas = self._size("dp_replicate")

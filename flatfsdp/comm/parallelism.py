@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 DIMENSIONS = ("pp", "dp_replicate", "dp_shard", "tp")
-"""Of the mesh of all ranks, outermost first."""
+"""Dimensions of the mesh of all ranks, outermost first."""
 
 
 @dataclass(frozen=True)

@@ -179,14 +179,14 @@ before the group is destroyed."""
 
 
 _second_ones_made: WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = WeakKeyDictionary()
-"""Of each default group: how many second communicators there have been, by their ranks."""
+"""How many second communicators each default group has had, by their ranks."""
 
 _first_communicators: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
 
 _by_numbers: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]] = (
     WeakKeyDictionary()
 )
-"""Of each default group: groups that `Ranks.among` has made."""
+"""Groups that `Ranks.among` has made, by default group."""
 
 
 ALONE = Ranks(None, 1, 0)

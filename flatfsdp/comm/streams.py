@@ -41,7 +41,7 @@ class SideStream:
 
 
 class _Instead:
-    """As `torch.cuda.stream(side)`, which takes three times as long to find out what the caller knows."""
+    """Switches to a stream in a third of the time of `torch.cuda.stream`, as the caller knows both."""
 
     def __init__(self, side: torch.cuda.Stream, compute: torch.cuda.Stream) -> None:
         self._side = side

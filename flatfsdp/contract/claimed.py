@@ -1,4 +1,4 @@
-"""Which modules are units, and what they own, so that another unit or engine, or an old optimizer, can tell.
+"""Marks of modules that are units, and of what they own, for other units, engines and old optimizers.
 
 Left on units, on the parameters that a module had before it was sharded, and on what it shows in their place;
 on the modules that had them; and on all modules whose parameters, now or later, are the unit's to keep.

@@ -52,7 +52,7 @@ class FlatShard(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes and communicates; the parameter itself may be in host memory."""
+        """The device that the model computes on; the parameter itself may be in host memory."""
 
     @property
     def moved(self) -> Moved | None:

@@ -103,7 +103,7 @@ def _is_engines(module: nn.Module, attribute: str) -> bool:
 
 
 class Wanted(Enum):
-    """Of which parts of a weight the running backward asks for gradients."""
+    """The parts of a weight whose gradients the running backward asks for."""
 
     ALL = "all"
     SOME = "some"

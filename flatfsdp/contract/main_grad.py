@@ -1,4 +1,4 @@
-"""Where a layer that accumulates its own weight gradient writes it.
+"""The place of a weight gradient that its layer accumulates itself.
 
 A weight says so in one of three ways:
 

@@ -1,4 +1,4 @@
-"""Which ranks share a layer, and which part of each of its parameters a rank has.
+"""The ranks that share a layer, and the part of each of its parameters that a rank has.
 
 In:   a layer's tp_group, tp_size and sequence_parallel, and the sizes of its whole parameters.
 Out:  a `TensorParallel`, and parameters that say how they are split, by the attributes below.

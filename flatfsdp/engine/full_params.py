@@ -23,7 +23,7 @@ _of_state_dicts: ContextVar[Gathering | None] = ContextVar("flatfsdp_state_dict_
 
 
 def state_dict_gathering() -> Gathering:
-    """Who gets the parameters in a `state_dict()` that is called now."""
+    """The ranks that get the parameters in a `state_dict()` that is called now."""
     return _of_state_dicts.get() or Gathering()
 
 

@@ -1,4 +1,4 @@
-"""Which parameters of a unit are one operand of a GEMM: what layers declare, where it can be done.
+"""Finds the parameters of a unit that are one operand of a GEMM, of those that layers declare.
 
 In:   the modules of one unit, which declare joints (`contract/joint.py`), and its parameters.
 Out:  a `ParamJoint` for each set of parameters that can be one operand; their order; how they are stored.

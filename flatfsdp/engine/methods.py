@@ -64,7 +64,7 @@ class UnitMethods(UnitModule):
         root_of(self).microbatch.is_last = is_last
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """As FSDP2 says `set_is_last_backward`: whether the next backwards reduce gradients.
+        """Sets whether the next backwards reduce gradients; FSDP2's name for `set_is_last_backward`.
 
         Args:
             recurse: True: all units of a model begin and end a step together.

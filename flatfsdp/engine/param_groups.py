@@ -23,7 +23,7 @@ from flatfsdp.engine.storage.master import MasterShard, Portion
 from flatfsdp.engine.units import Model, named_groups
 
 Selection = Callable[[str, tuple[int, ...]], bool] | Iterable[str]
-"""Which parameters: a predicate of (name, shape), or names as in the state dict."""
+"""Selected parameters: a predicate of (name, shape), or names of the state dict."""
 
 
 def param_groups(model: Model, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -258,7 +258,7 @@ class GroupViews:
         return PortionTarget(self._group, start, stop)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As a `PortionTarget`."""
+        """Pickles it as a `PortionTarget`."""
         return _no_target, ()
 
 

@@ -1,4 +1,4 @@
-"""Which modules become units: policies, and `auto_wrap`, which applies one from the inside out."""
+"""Policies that pick modules as units, and `auto_wrap`, which applies one from the inside out."""
 
 from __future__ import annotations
 

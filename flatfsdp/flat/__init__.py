@@ -1,1 +1,1 @@
-"""Where parameters live: flat layouts, their places in a module tree, and what stands in for modules."""
+"""Flat layouts of parameters, their places in a module tree, and what stands in for modules."""

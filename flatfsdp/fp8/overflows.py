@@ -63,8 +63,8 @@ def count_overflows(model: nn.Module) -> Iterator[Overflows]:
     - `DelayedScaling`: amaxes as they enter the history, one for each tensor cast since the last update, and
       the scale of these casts.  If ranks share scales, amaxes are reduced over them first, and each of
       them has the same counts.
-    - `CurrentScaling`, `BlockScaling`: each cast of a matrix, by its own amax, which takes one more read of the
-      matrix.  Scales fit every finite amax, so only infinity saturates.  Counts are this rank's, even if
+    - `CurrentScaling`, `BlockScaling`: each cast of a matrix, by its own amax, which costs one more read of
+      it.  Scales fit every finite amax, so only infinity saturates.  Counts are this rank's, even if
       tensor-parallel ranks share a matrix by rows.
 
     An amax of 0 is not counted; a NaN hides all other values of its tensor.  Recomputed casts are not counted

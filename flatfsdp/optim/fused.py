@@ -276,7 +276,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             awaited.check()
 
     def state_dict(self) -> dict[str, Any]:
-        """As PyTorch's.
+        """The optimizer's state, as PyTorch's optimizers return it.
 
         Raises:
             NonFiniteGradientError: as long as `raise_if_nonfinite` would raise.
@@ -354,7 +354,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return sorted(shards, key=lambda shard: [ranks.name for ranks in shard.grid.partners])
 
     def _device(self, shards: Sequence[FlatShard]) -> torch.device:
-        """Where norms are taken."""
+        """The device on which norms are taken."""
         computing = (shard.device for shard in shards)
         own = (parameter.device for parameter in self._parameters())
         return next(computing, None) or next(own, torch.device("cpu"))

@@ -56,7 +56,7 @@ class Updated:
 
     @property
     def number(self) -> int:
-        """Of the shard in its model, if there are views of it; 0 for anything else."""
+        """Number of the shard in its model if there are views of it; 0 for anything else."""
         return 0
 
     def state(self, states: State) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Joined(Updated):
 
     @property
     def grad(self) -> Tensor | None:
-        """Of all views together, as long as `parameter`; None if they do not have one gradient."""
+        """The gradient of all views together, as long as `parameter`; None if they do not share one."""
         joint = self._viewed.joint_grad(self._first, self._last)
         return None if joint is None else joint[self._start : self._stop]
 

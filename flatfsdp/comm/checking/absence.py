@@ -1,4 +1,4 @@
-"""Who did not come to a launch, once waiting for them has failed.
+"""Names the ranks that did not come to a launch, once waiting for them has failed.
 
 In:   the launch in which this rank has waited in vain.
 Out:  words: who is missing, and what those that came are in.
@@ -86,7 +86,7 @@ def why_in_vain(
 def words_for(
     missing: Sequence[int], here: Mapping[int, int], model: ModelIdentity, limit: float | None
 ) -> str:
-    """Who is missing, and what the others are in.
+    """Names the missing ranks, and says what the others are in.
 
     Args:
         missing: ranks, by their number in the default process group.

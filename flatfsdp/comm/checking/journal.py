@@ -81,7 +81,7 @@ def declare(ranks: Ranks, identity: Identity | None, device: torch.device) -> No
 
 
 def launch_on_host(ranks: Ranks, identity: Identity, device: torch.device) -> AbstractContextManager[None]:
-    """As `launch` with gloo, and nothing with NCCL: for what layers exchange, which is frequent.
+    """Checks a frequent exchange of layers: like `launch` with gloo, and not at all with NCCL.
 
     Payloads of different sizes that meet end the process with gloo, without a traceback.
     """

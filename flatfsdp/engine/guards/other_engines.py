@@ -31,7 +31,7 @@ class Guarded(nn.Module):
     """A unit that refuses what other engines do to a module before they shard or reduce its parameters."""
 
     def register_forward_pre_hook(self, hook: Callable[..., Any], **options: Any) -> RemovableHandle:
-        """As nn.Module's.
+        """Registers a hook, unless it is another engine's; see nn.Module.
 
         Raises:
             ValueError: if it is the hook of another engine.

@@ -37,7 +37,7 @@ from flatfsdp.policy import Gathering
 
 LIBRARIES = ("transformers", "diffusers", "peft")
 _SAVED_DTYPE = Attribute[torch.dtype | None]("_flatfsdp_saved_dtype", None)
-"""Of what is written, on a model that is being saved."""
+"""The dtype of what is written, on a model that is being saved."""
 COUNTS = ("num_parameters", "get_memory_footprint", "get_nb_trainable_parameters")
 
 
@@ -183,7 +183,7 @@ def _saved_in(module: nn.Module, values: dict[str, Any]) -> Iterator[None]:
 def _pass_state_dict(
     signature: inspect.Signature, bound: inspect.BoundArguments, state: dict[str, Tensor]
 ) -> None:
-    """As an argument of this name, or among those that the method hands on."""
+    """Passes the state dict under its own name, or among the arguments that the method hands on."""
     if "state_dict" in signature.parameters:
         bound.arguments["state_dict"] = state
         return

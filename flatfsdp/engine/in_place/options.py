@@ -14,7 +14,7 @@ from flatfsdp.policy import GradSync, Precision, Prefetch
 
 
 class ShardOptions(TypedDict, total=False):
-    """As `FlatFSDP` has them, where each is explained."""
+    """Options of `shard`, which `FlatFSDP` explains one by one."""
 
     process_group: dist.ProcessGroup | None
     mesh: DeviceMesh | None

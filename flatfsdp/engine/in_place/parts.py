@@ -1,4 +1,4 @@
-"""Which unit a module is a part of: one that may be called by itself, outside of the unit's forward."""
+"""Finds the unit around a module that may be called by itself, outside of the unit's forward."""
 
 from __future__ import annotations
 

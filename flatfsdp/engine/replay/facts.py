@@ -43,7 +43,7 @@ class Facts(NamedTuple):
 
 
 class Surroundings:
-    """Where the facts of one model are: collected once, because a microbatch asks for all of them.
+    """The places of one model's facts, collected once: each microbatch asks for all of them.
 
     Attributes:
         arenas: the FP8 scales of all layers; layers that run for the first time get others, see `renew`.
@@ -70,7 +70,7 @@ class Surroundings:
         )
 
     def facts(self) -> Facts:
-        """As they are now."""
+        """The facts at this moment."""
         groups = self._root.groups
         addresses = [address for group in groups for address in _addresses(group)]
         for arena in self.arenas:

@@ -66,7 +66,7 @@ class Graphs:
 
     @property
     def nbytes(self) -> int:
-        """Of the pool: PyTorch gives it to nobody else as long as there are graphs."""
+        """Bytes of the memory pool, which PyTorch keeps for the graphs as long as there are any."""
         segments = torch.cuda.memory.memory_snapshot(mempool_id=self._pool)
         return sum(segment["total_size"] for segment in segments)
 

@@ -1,4 +1,4 @@
-"""Which groups are trained: those whose flat parameter requires gradients now.
+"""Finds the groups that are trained: their flat parameters require gradients now.
 
 In:   `requires_grad` of flat parameters, which a user may change at any time (`module.requires_grad_()`).
 Out:  what the modules see follows it, at every forward and at the begin of every backward.

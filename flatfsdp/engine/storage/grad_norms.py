@@ -128,7 +128,7 @@ class NormsOverRanks:
                 yield _Current(master, grad)
 
     def _norms(self, currents: Sequence[_Current], norm_type: float) -> list[Tensor]:
-        """Of each gradient over all ranks, in the order in which they are passed."""
+        """The norm of each gradient over all ranks, in the given order."""
         device = currents[0].master.device
         parts = [current.grad.plain for current in currents]
         dtype = widest(parts)

@@ -92,7 +92,7 @@ class MainGrad:
 
     @property
     def address(self) -> int:
-        """Of the buffer; 0 while there is none."""
+        """Address of the buffer; 0 while there is none."""
         return 0 if self._tensor is None else self._tensor.data_ptr()
 
     def stay(self) -> None:

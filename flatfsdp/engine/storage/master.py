@@ -166,7 +166,7 @@ class MasterShard:
         return not self.has_views and any(each.parameter is not self.flat for each in self.portions)
 
     def portion_name(self, number: int) -> str:
-        """Of what the optimizer has, in its unit: "head.weight" of a view, otherwise "flat_param"."""
+        """The optimizer's name for a portion in its unit: "head.weight" of a view, otherwise "flat_param"."""
         return self.layout.slots[number].name if self.has_views else "flat_param"
 
     def divide(self, portions: Sequence[Portion]) -> None:

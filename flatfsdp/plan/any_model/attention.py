@@ -92,6 +92,6 @@ def fused_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """As `torch.nn.functional.scaled_dot_product_attention`, in one operator."""
+    """`torch.nn.functional.scaled_dot_product_attention` as one operator."""
     out: Tensor = _Attention.apply(query, key, value, attn_mask, is_causal)
     return out

@@ -1,4 +1,4 @@
-"""Which unit of a model runs, forward or backward, at any moment of a step.
+"""Follows which unit of a model runs, forward or backward, through a step.
 
 In:   the units of a sharded model, by name.
 Out:  `Places.now`, which hooks keep up to date.

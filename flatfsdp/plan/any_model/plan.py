@@ -227,8 +227,10 @@ def _nbytes(groups: Sequence[GroupSizes], buffer: str) -> int:
 def _time(
     traced: Traced, units: Sequence[UnitPlan], microbatches: int, machine: Machine, reshard: bool
 ) -> StepTime:
-    """As `plan/time.py` has it for a Llama, where units may differ: a unit's gather runs beside the unit
-    before, a reduction beside the unit that follows in the last backward."""
+    """The time of a step with the overlaps of `plan/time.py`, for units that may differ.
+
+    A unit's gather runs beside the unit before, its reduction beside the next unit of the last backward.
+    """
     loads = traced.loads
     passes, step = total(loads, [FORWARD, BACKWARD]), total(loads, [OPTIMIZER])
     root, *inner = units
