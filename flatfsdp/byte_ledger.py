@@ -60,6 +60,7 @@ class ByteLedger:
         self.calls: Counter[str] = Counter()
 
     def add(self, kind: Traffic, nbytes: float) -> None:
+        """Books bytes of one kind, and one call."""
         self.bytes[kind] += nbytes  # type: ignore[assignment]
         self.calls[kind] += 1
 
@@ -68,6 +69,7 @@ class ByteLedger:
         return {kind: nbytes / max(self.parameters, 1) for kind, nbytes in self.bytes.items()}
 
     def reset(self) -> None:
+        """Forgets everything that was booked."""
         self.bytes.clear()
         self.calls.clear()
 

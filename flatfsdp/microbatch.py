@@ -84,6 +84,7 @@ class Microbatch:
 
     @contextmanager
     def not_last(self) -> Iterator[None]:
+        """Inside, backwards are not the last ones of a step."""
         before, self.is_last = self.is_last, False
         try:
             yield

@@ -114,8 +114,10 @@ class Policy:
 
 @dataclass(frozen=True)
 class Division:
-    """Gradients are divided by `before` ahead of the sum over ranks and by `after` behind it, in place of the
-    mean: keeps a sum in a narrow dtype inside its range."""
+    """Divisors of gradients around the sum over ranks, in place of the mean.
+
+    `before` divides ahead of the sum and `after` behind it, which keeps a sum in a narrow dtype in its range.
+    """
 
     before: float
     after: float

@@ -19,6 +19,7 @@ class Box(NamedTuple):
 
     @property
     def numel(self) -> int:
+        """Elements of the box."""
         return math.prod(self.sizes)
 
 

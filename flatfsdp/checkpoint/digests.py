@@ -115,6 +115,7 @@ class DigestingFile:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="digest")
 
     def write(self, data: Any) -> int:
+        """Writes to the file, and to its digest."""
         view = memoryview(data).cast("B")
         written = 0
         with self._remembering_refusal():
@@ -129,9 +130,11 @@ class DigestingFile:
         """There is nothing to flush: no buffer keeps anything back."""
 
     def tell(self) -> int:
+        """Bytes written so far."""
         return self._length
 
     def fileno(self) -> int:
+        """The system's number of the file."""
         return self._file.fileno()
 
     def close(self) -> None:

@@ -44,10 +44,12 @@ def data_prefix(rank: int, save_id: str) -> str:
 
 
 def extra_name(save_id: str) -> str:
+    """Name of the file with `extra`."""
     return f"extra-{save_id}.pt"
 
 
 def manifest_name(save_id: str) -> str:
+    """Name of a save's manifest."""
     return f"manifest-{save_id}.json"
 
 
@@ -88,6 +90,7 @@ class Manifest:
 
     @property
     def name(self) -> str:
+        """The manifest's file name."""
         return manifest_name(self.save_id)
 
     def to_bytes(self) -> bytes:

@@ -152,7 +152,8 @@ def _read_contents(folder: Path) -> _Contents:
 
 
 def _decoded(folder: Path, contents: _Contents) -> OpenCheckpoint:
-    """
+    """Decodes what one rank has read.
+
     Raises:
         DamagedCheckpoint: on every rank alike.
     """

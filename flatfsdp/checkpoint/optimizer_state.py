@@ -158,8 +158,10 @@ def state_shard(
 def state_of_slot(
     master: MasterShard, number: int, optimizer: torch.optim.Optimizer, key: str, dtype: torch.dtype
 ) -> tuple[Tensor, int]:
-    """State `key` of slot `number` of a group that has views: 1-D, this rank's elements, and where they are
-    in the shard.  The optimizer's own tensor, not a copy; zero where there is none."""
+    """One state of a slot of a group with views: 1-D, this rank's elements, and their place in the shard.
+
+    The optimizer's own tensor, not a copy; zero where there is none.
+    """
     portion = master.portions[number]
     value = optimizer.state.get(portion.parameter, {}).get(key)
     if value is None:

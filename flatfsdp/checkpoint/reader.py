@@ -48,11 +48,13 @@ class Reader(dcp.FileSystemReader):
         self._metadata = metadata
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begins to read a checkpoint, perhaps another one."""
         super().reset(checkpoint_id)
         if checkpoint_id is not None:
             self._metadata = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's metadata, read without executing anything."""
         rank = kwargs.get("rank")
         if self._metadata is not None and rank is None:
             return self._metadata
@@ -64,6 +66,7 @@ class Reader(dcp.FileSystemReader):
         return metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Reads what the plan asks for, without executing anything."""
         return super().read_data(plan, cast(LoadPlanner, _WeightsOnly(planner)))
 
 

@@ -54,8 +54,9 @@ def parts(value: Tensor, slot: ParamSlot, ranks: Ranks) -> list[Tensor]:
 
 
 def scattered_part(value: Tensor | None, slot: ParamSlot, grid: Grid, like: Tensor) -> Tensor:
-    """This rank's part of the whole tensor that the first tensor-parallel rank passes; the others pass None.
-    Collective over these.
+    """This rank's part of the whole tensor that the first tensor-parallel rank passes; others pass None.
+
+    Collective over the tensor-parallel ranks.
 
     Args:
         like: of the part's shape, where to communicate.

@@ -75,7 +75,8 @@ class Writer(dcp.FileSystemWriter):
             self._problem = error
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """
+        """Begins a save.
+
         Raises:
             ValueError: for a save without collectives, which has no end that all ranks agree on.
         """
@@ -88,6 +89,7 @@ class Writer(dcp.FileSystemWriter):
             )
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Refuses what cannot be saved, before anything is written."""
         if self._problem is not None:
             raise self._problem
         if self._is_coordinator and not self.overwrite and (Path(self.path) / METADATA).exists():
@@ -97,6 +99,7 @@ class Writer(dcp.FileSystemWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Gives the save an id, and each rank's files their names."""
         self.save_id = uuid.uuid4().hex[:12]
         make_folder(Path(self.path))
         return [
@@ -105,6 +108,7 @@ class Writer(dcp.FileSystemWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Writes this rank's files, with their digests."""
         written: Future[list[WriteResult]] = Future()
         # Where storage is not shared, which the commit finds out, this rank has another folder.
         Path(self.path).mkdir(parents=True, exist_ok=True)
@@ -135,6 +139,7 @@ class Writer(dcp.FileSystemWriter):
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Makes the files of all ranks a checkpoint; the coordinator alone calls it."""
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {each.index: each.storage_data for of_rank in results for each in of_rank}
         metadata.storage_meta = self.storage_meta()

@@ -103,8 +103,10 @@ class MatrixRow:
 
 
 def all_rows() -> list[MatrixRow]:
-    """The reference for 8 ranks: bf16 and FP8, every schedule; parameters freed, with weight gradients that
-    autograd hands over, and kept, with fused ones.  Halved for 4 and for 2 ranks."""
+    """The reference for 8 ranks, in bf16 and FP8 and with every schedule, and its halves for 4 and 2 ranks.
+
+    Parameters are freed with weight gradients that autograd hands over, and kept with fused ones.
+    """
     return [*_rows_for_8(), *_rows_for_4(), *_rows_for_2()]
 
 
@@ -247,7 +249,8 @@ def _settings(usual: ParallelSettings, given: dict[str, Any]) -> ParallelSetting
 
 
 def _switch(given: dict[str, Any]) -> Switch:
-    """
+    """The switch that a matrix compares.
+
     Raises:
         ValueError: if a matrix cannot switch it, or if there are several.
     """
@@ -293,9 +296,11 @@ class MatrixReport:
 
     @property
     def equal(self) -> bool:
+        """Whether all rows have equal bits."""
         return all(found.equal for found in self.compared)
 
     def json(self) -> str:
+        """The report as JSON."""
         options = asdict(self.plan.settings)
         for varied in OF_ROWS:
             del options[varied]

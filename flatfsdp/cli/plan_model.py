@@ -128,9 +128,11 @@ class ModelPlanReport:
 
     @property
     def fits(self) -> bool:
+        """Whether the GPU's memory suffices."""
         return self.plan.fits
 
     def json(self) -> str:
+        """The plan as JSON."""
         plan = self.plan
         return to_json(
             {

@@ -42,9 +42,11 @@ class PlanReport:
 
     @property
     def fits(self) -> bool:
+        """Whether it can run: the memory suffices, or a layout was found."""
         return self.memory.peak <= self.machine.usable_memory()
 
     def json(self) -> str:
+        """The report as JSON."""
         return to_json(
             {
                 "fits": self.fits,
@@ -84,9 +86,11 @@ class SearchReport:
 
     @property
     def fits(self) -> bool:
+        """Whether it can run: the memory suffices, or a layout was found."""
         return bool(self.candidates)
 
     def json(self) -> str:
+        """The report as JSON."""
         found = [
             {
                 "ranks": _ranks(each.job),
@@ -102,6 +106,7 @@ class SearchReport:
         )
 
     def show(self, console: Console) -> None:
+        """Prints the layouts."""
         console.print(_sizes(self.job), highlight=False)
         title = f"{self.job.ranks.world} GPUs, {self.global_batch} sequences a step, {_products(self.job)}"
         found = table(

@@ -32,6 +32,7 @@ class TrainReport:
     settings: TrainSettings = field(repr=False)
 
     def json(self) -> str:
+        """The run as JSON."""
         return to_json(
             {"environment": self.environment, "options": asdict(self.settings), "run": asdict(self.run)},
             indent=2,
@@ -43,6 +44,7 @@ class TrainReport:
         plot_losses(folder / "losses.png", self._title(), {"training loss": {"loss": self.run.losses}})
 
     def summary(self) -> str:
+        """One sentence about the run."""
         settings, losses = self.settings, self.run.losses
         tokens = self.environment["world_size"] * settings.microbatches * settings.batch * settings.model.seq
         return (

@@ -107,6 +107,7 @@ class VerifyJob:
             switch.settings(settings)
 
     def configurations(self) -> list[tuple[Switch, TrainSettings]]:
+        """Every switch with the settings that it applies to."""
         found = []
         for precision in dict.fromkeys(self.precisions):
             for strategy in dict.fromkeys(self.strategies):
@@ -134,6 +135,7 @@ class Comparison(Compared):
 
     @property
     def name(self) -> str:
+        """The configuration in words."""
         return " ".join(part for part in (self.precision, self.strategy, self.fusion) if part)
 
     @property
@@ -152,9 +154,11 @@ class Report:
 
     @property
     def equal(self) -> bool:
+        """Whether all rows have equal bits."""
         return all(row.equal for row in self.rows)
 
     def json(self) -> str:
+        """The report as JSON."""
         rows = [{**asdict(row), "equal": row.equal, "falling": row.on.falling} for row in self.rows]
         options = asdict(self.job)
         for varied in (

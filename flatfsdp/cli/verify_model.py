@@ -88,9 +88,11 @@ class ModelReport:
 
     @property
     def equal(self) -> bool:
+        """Whether all rows have equal bits."""
         return self.parity.equal
 
     def json(self) -> str:
+        """The report as JSON."""
         rows = [{**asdict(row), "equal": row.equal} for row in self.parity.rows]
         about = {"environment": self.environment, "options": asdict(self.job)}
         left_out = self.parity.left_out

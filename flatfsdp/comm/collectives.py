@@ -102,7 +102,7 @@ def scatter(shard: Tensor, full: Tensor | None, ranks: Ranks) -> None:
 
 
 def reduce_scatter(shard: Tensor, full: Tensor, ranks: Ranks, *, mean: bool) -> None:
-    """shard = this rank's part of the sum, or mean, of `full` over the ranks."""
+    """Shard = this rank's part of the sum, or mean, of `full` over the ranks."""
     _reduce_scatter(shard, full, op=_operation(mean), group=ranks.group)
 
 

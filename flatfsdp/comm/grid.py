@@ -38,6 +38,7 @@ class Grid:
 
     @property
     def dimensions(self) -> tuple[Ranks, ...]:
+        """The three kinds of ranks: shards, replicas and tensor-parallel ones."""
         return self.shard, self.replicate, self.tensor
 
     def make_group(self, device: torch.device) -> dist.ProcessGroup | None:

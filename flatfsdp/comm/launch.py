@@ -80,6 +80,7 @@ class Launch:
 
     @property
     def world(self) -> int:
+        """Number of all ranks."""
         if under_torchrun():
             return int(os.environ["WORLD_SIZE"])
         return 2 if self.ranks is None else self.ranks
@@ -90,6 +91,7 @@ class Launch:
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.world)) if under_torchrun() else self.world
 
     def use_cuda(self) -> bool:
+        """Whether ranks run on GPUs."""
         return self.device is not Device.cpu and torch.cuda.device_count() >= self.local_world
 
 

@@ -49,18 +49,22 @@ class ParallelMesh:
 
     @property
     def pp_group(self) -> dist.ProcessGroup:
+        """Process group of the pipeline ranks."""
         return self.device_mesh.get_group("pp")
 
     @property
     def pp_size(self) -> int:
+        """Number of pipeline ranks."""
         return self._size("pp")
 
     @property
     def pp_rank(self) -> int:
+        """This rank's number among the pipeline ranks."""
         return self.device_mesh.get_local_rank("pp")
 
     @property
     def dp_size(self) -> int:
+        """Number of data-parallel ranks, sharded and replicated together."""
         return dist.get_world_size(self.dp_group)
 
     @property
@@ -70,14 +74,17 @@ class ParallelMesh:
 
     @property
     def tp_group(self) -> dist.ProcessGroup:
+        """Process group of the tensor-parallel ranks."""
         return self.device_mesh.get_group("tp")
 
     @property
     def tp_size(self) -> int:
+        """Number of tensor-parallel ranks."""
         return self._size("tp")
 
     @property
     def tp_rank(self) -> int:
+        """This rank's number among the tensor-parallel ranks."""
         return self.device_mesh.get_local_rank("tp")
 
     def _size(self, dimension: str) -> int:
@@ -85,6 +92,7 @@ class ParallelMesh:
 
     @property
     def parallelism(self) -> Parallelism:
+        """Sizes of all kinds of parallelism."""
         replicas, shards = self._size("dp_replicate"), self._size("dp_shard")
         return Parallelism(self.pp_size, replicas, shards, self.tp_size)
 

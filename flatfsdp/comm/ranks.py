@@ -209,6 +209,7 @@ class LateRanks(Ranks):
 
     @property
     def found(self) -> Ranks | None:
+        """The ranks, if they are known by now."""
         found: Ranks | None = vars(self)["_found"]
         return found
 
@@ -218,6 +219,7 @@ class LateRanks(Ranks):
 
     @property
     def rank(self) -> int:
+        """This rank's number among them."""
         return self._required().rank
 
     def _required(self) -> Ranks:
@@ -229,6 +231,7 @@ class LateRanks(Ranks):
         return self.found
 
     def find(self, ranks: Ranks) -> None:
+        """Says which ranks they are."""
         vars(self)["_found"] = ranks
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LateRanks:

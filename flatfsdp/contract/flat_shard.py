@@ -36,8 +36,10 @@ class FlatShard(Protocol):
 
     @property
     def grid(self) -> Grid:
-        """The ranks over which the buffer is sharded, those that have the same part, and those that have
-        other parts of the same parameters."""
+        """The ranks over which the buffer is sharded, replicated and split.
+
+        Replicas have the same part; tensor-parallel ranks have other parts of the same parameters.
+        """
 
     @property
     def stages(self) -> Ranks:
@@ -70,15 +72,17 @@ class FlatShard(Protocol):
         """
 
     def runs(self) -> Sequence[tuple[int, int, Tensor]]:
-        """(start, stop, amax): elements whose largest magnitude is wanted, and the FP32 number, on the
-        parameter's device, that is to be raised to that.  Ascending and disjoint; need not cover all.
+        """(start, stop, amax): elements whose largest magnitude is wanted, and the number to raise to it.
 
+        `amax` is FP32, on the parameter's device.  Runs are ascending and disjoint, and need not cover all.
         Called once in each step that updates the parameter, so this is where amaxes are made zero.
         """
 
     def cast_done(self) -> None:
-        """The parameter, and then `compute` and each amax, have been written from the same values, and the
-        parameter's version counter has been raised."""
+        """Says that the parameter, `compute` and each amax have been written from the same values.
+
+        The parameter came first, and its version counter has been raised.
+        """
 
 
 FLAT_SHARD = Attribute[FlatShard | None]("flat_shard", None)
@@ -109,8 +113,10 @@ class ViewedShard(Protocol):
         """(parameter, start, stop): elements [start, stop) of `flat`.  Starts ascend; some are empty."""
 
     def joint_grad(self, first: int, last: int) -> Tensor | None:
-        """A gradient as long as `flat`, of which each of views [first, last) that is not empty has its part
-        as its gradient; None if that is not so, of some view."""
+        """A gradient as long as `flat`, of which views [first, last) have their parts as their gradients.
+
+        Empty views do not count; None if another view has no gradient, or one from elsewhere.
+        """
 
     def joined(self, start: int, stop: int) -> FlatShard:
         """Elements [start, stop), as one parameter would be described."""

@@ -135,9 +135,10 @@ def _tied_message(name: str, other: str) -> str:
 def bindings_of(
     module: nn.Module, parameters: Iterable[nn.Parameter], tensor: Ranks, *, fp8: bool
 ) -> list[Binding]:
-    """Parameters that are treated alike together: trained and frozen ones, those stored in FP8 and others,
-    those that tensor-parallel ranks have parts of and those that all of them have.
+    """Binds parameters that are treated alike together.
 
+    Trained and frozen parameters are apart, and so are those stored in FP8 and others, and those that
+    tensor-parallel ranks have parts of and those that all of them have.
     Parameters that are one operand are neighbours.
     """
     parameters = list(parameters)

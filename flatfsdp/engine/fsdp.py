@@ -139,10 +139,12 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
 
     @property
     def microbatch(self) -> Microbatch:
+        """The microbatch that the model is in."""
         return self.fsdp_state.microbatch
 
     @property
     def ledger(self) -> ByteLedger:
+        """Bytes that this rank has sent."""
         return self.fsdp_state.ledger
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -172,6 +174,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
 
     @traced_inside
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the wrapped module with whole parameters."""
         self._require_own_flats()
         return call_unit(self, self.module, args, kwargs)
 
@@ -198,6 +201,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
 
     @property
     def bindings(self) -> list[Binding]:
+        """The bindings of flat parameters to the modules."""
         state = self.fsdp_state
         return [] if state.is_whole else [group.binding for group in state.unit.groups]
 
@@ -212,6 +216,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Flat parameters by name, or ordinary ones inside `summon_full_params`."""
         if not (self.fsdp_state.is_whole and recurse):
             yield from super().named_parameters(prefix, recurse, remove_duplicate)
             return

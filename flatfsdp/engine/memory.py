@@ -37,6 +37,7 @@ class Size(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the buffer."""
         return self.numel * self.dtype.itemsize
 
 
@@ -63,6 +64,7 @@ class MemoryRow:
 
     @property
     def label(self) -> str:
+        """The buffer's name, with its placement."""
         return self.buffer if self.placement is None else f"{self.buffer}, {self.placement.value}"
 
 
@@ -80,10 +82,12 @@ class MemoryReport:
 
     @property
     def static(self) -> int:
+        """Bytes that are always there."""
         return sum(row.total for row in self.rows if row.lives == ALWAYS)
 
     @property
     def peak(self) -> int:
+        """Bytes of all buffers that can be there at a time."""
         return sum(row.at_a_time for row in self.rows)
 
     def __str__(self) -> str:
@@ -284,8 +288,10 @@ def _rows(buffer: str, owner: str, lives: str, sizes: Iterable[Size | None]) -> 
 def _unsharded(
     buffer: str, owner: str, lives: str, units: Sequence[Sequence[Size | None]], ahead: int | None
 ) -> Iterator[MemoryRow]:
-    """Rows of what the root has all the time, and a unit and those gathered ahead; of all units, if they
-    stay until the last microbatch."""
+    """Rows of what the root, a running unit and those gathered ahead of it have at a time.
+
+    They are rows of all units if parameters stay until the last microbatch.
+    """
     for row in _rows(buffer, owner, lives, (size for unit in units for size in unit)):
         kind = (row.dtype, row.placement)
         each = [sum(size.nbytes for size in unit if size and size[1:] == kind) for unit in units]

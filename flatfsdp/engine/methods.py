@@ -34,8 +34,10 @@ class Unsharding:
         self._unit = unit
 
     def wait(self) -> None:
-        """`module.weight` is whole when it returns, on a GPU for what is launched afterwards; unless it has
-        been used and freed already."""
+        """Waits until `module.weight` is whole, unless it has been used and freed already.
+
+        On a GPU it is whole for what is launched afterwards.
+        """
         if not self._unit.is_sharded:
             self._unit.show(Action.FORWARD)
 

@@ -174,39 +174,48 @@ class PortionTarget:
 
     @property
     def grid(self) -> Grid:
+        """The ranks over which the buffer is sharded, replicated and split."""
         return self._group.grid
 
     @property
     def stages(self) -> Ranks:
+        """The ranks of the pipeline; without one, alone."""
         return self._group.master.stages
 
     def identify(self, action: Action) -> Identity | None:
+        """What a collective for this parameter carries."""
         return self._group.identify(action)
 
     @property
     def is_counted(self) -> bool:
+        """Whether this rank counts the gradient in a norm: of ranks that have the same one, one does."""
         return self._group.master.is_counted
 
     @property
     def device(self) -> torch.device:
+        """The device that the model computes on."""
         return self._group.master.device
 
     @property
     def moved(self) -> Moved | None:
+        """What a step has changed of the model besides gradients; see `FlatShard`."""
         return self._group.moved
 
     @property
     def rounding(self) -> torch.dtype:
+        """The dtype of `compute`, to which values are rounded before an amax is taken."""
         return self._group.policy.precision.compute
 
     @property
     def compute(self) -> Tensor | None:
+        """The compute shard that an optimizer may write; None if there is none of its own."""
         group, shard = self._group, self._group.compute_shard
         if shard.fp8 is not None or not shard.has_own_memory or group.master.is_offloaded:
             return None
         return shard.tensor[self._start : self._stop]
 
     def runs(self) -> list[tuple[int, int, Tensor]]:
+        """Elements whose largest magnitude is wanted, and where to put it; see `FlatShard`."""
         group = self._group
         if group.fp8 is None or group.master.is_offloaded:
             return []
@@ -223,6 +232,7 @@ class PortionTarget:
         return _no_target, ()
 
     def cast_done(self) -> None:
+        """Says that parameter, `compute` and amaxes have been written from the same values."""
         if not self._group.master.is_offloaded:
             self._group.compute_shard.portion_done(self._start, self._stop)
 
@@ -235,26 +245,32 @@ class GroupViews:
 
     @property
     def model(self) -> object:
+        """The same object for all shards of a model; None before the model is used."""
         places = self._group.master.places
         return places[0].norms if places else None
 
     @property
     def number(self) -> int:
+        """Number of the shard in its model; 0 before the model is used."""
         places = self._group.master.places
         return places[0].shard if places else 0
 
     @property
     def flat(self) -> Tensor:
+        """The whole master shard."""
         return self._group.master.flat
 
     @property
     def views(self) -> Sequence[tuple[Tensor, int, int]]:
+        """The views of the master shard, with their first and last elements."""
         return self._group.master.portions
 
     def joint_grad(self, first: int, last: int) -> Tensor | None:
+        """The gradient of consecutive views together; None if they do not share one."""
         return self._group.master.joint_grad(first, last)
 
     def joined(self, start: int, stop: int) -> FlatShard:
+        """The target of consecutive views together."""
         return PortionTarget(self._group, start, stop)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -87,6 +87,7 @@ class FlattenParamsWrapper(ModuleWrapper):
                 binding.bind(_FlatViews.apply(flat, binding.layout))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the wrapped module with views of the flat parameters."""
         if self.is_flattened:
             self._bind_views()
         return self.module(*args, **kwargs)
@@ -107,6 +108,7 @@ class FlattenParamsWrapper(ModuleWrapper):
 
     @property
     def flat_params(self) -> list[nn.Parameter]:
+        """The flat parameters."""
         return [getattr(self, name) for name in self._flat_names]
 
     @property
@@ -224,6 +226,7 @@ class FlattenParamsWrapper(ModuleWrapper):
 
     @property
     def bindings(self) -> Sequence[Binding]:
+        """The bindings of flat parameters to the modules."""
         return self._bindings if self.is_flattened else ()
 
     def _registered_parameters(self) -> AbstractContextManager[None]:
@@ -300,6 +303,7 @@ class _FlatViews(torch.autograd.Function):
 
     @staticmethod
     def forward(flat: Tensor, layout: FlatLayout) -> tuple[Tensor, ...]:
+        """Calls the wrapped module with views of the flat parameters."""
         return tuple(view.detach() for view in layout.views(flat.detach()))
 
     @staticmethod

@@ -26,16 +26,20 @@ class Placed(Protocol):
     """What a joint is made of: a slot."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """Name of the parameter."""
 
     @property
-    def shape(self) -> Shape: ...
+    def shape(self) -> Shape:
+        """Shape of the parameter."""
 
     @property
-    def offset(self) -> int: ...
+    def offset(self) -> int:
+        """First element in the flat buffer."""
 
     @property
-    def end(self) -> int: ...
+    def end(self) -> int:
+        """First element behind it in the flat buffer."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,7 @@ class JointSlot:
 
     @property
     def numel(self) -> int:
+        """Elements of the joint."""
         return math.prod(self.shape)
 
     @property

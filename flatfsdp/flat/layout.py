@@ -86,10 +86,12 @@ class ParamSlot:
 
     @cached_property
     def numel(self) -> int:
+        """Elements of the parameter."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
+        """First element behind the slot."""
         return self.offset + self.numel
 
     @property
@@ -189,6 +191,7 @@ class FlatLayout:
         return _round_up(-(-self.numel // num_shards), self.shard_multiple)
 
     def padded_numel(self, num_shards: int) -> int:
+        """Elements of the buffer, padded for so many shards."""
         return self.shard_numel(num_shards) * num_shards
 
     def pieces(self, rank: int, num_shards: int) -> list[Piece]:
@@ -225,8 +228,10 @@ class FlatLayout:
 
 
 def gaps_and_runs(runs: Iterable[tuple[int, int]]) -> list[int]:
-    """Lengths of the gap before the first run [start, stop), of that run, of the gap after it, and so on, as
-    `Tensor.split` takes them; what follows the last run is for the caller to add."""
+    """Lengths of gaps and runs [start, stop) by turns, a gap first, as `Tensor.split` takes them.
+
+    What follows the last run is for the caller to add.
+    """
     lengths, cursor = [], 0
     for start, stop in runs:
         lengths += [start - cursor, stop - start]

@@ -57,6 +57,9 @@ def assign(site: Site, tensor: Tensor) -> None:
 
 
 def _follow_flat_weights(rnn: nn.RNNBase) -> None:
-    """If these weak references lag behind `_flat_weights`, the next forward on CUDA calls flatten_parameters,
-    which moves the weights out of the flat buffer with set_()."""
+    """Renews the weak references of an RNN to its weights.
+
+    If they lag behind `_flat_weights`, the next forward on CUDA calls `flatten_parameters`, which moves the
+    weights out of the flat buffer with `set_()`.
+    """
     rnn._flat_weight_refs = [None if w is None else weakref.ref(w) for w in rnn._flat_weights]

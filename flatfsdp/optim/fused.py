@@ -57,14 +57,17 @@ class Due(NamedTuple):
 
     @property
     def parameter(self) -> Tensor:
+        """The parameter that is updated."""
         return self.updated.parameter
 
     @property
     def group(self) -> dict[str, Any]:
+        """The parameter group with its options."""
         return self.updated.group
 
     @property
     def shard(self) -> FlatShard | None:
+        """The flat shard that the parameter is; None for an ordinary one."""
         return self.updated.shard
 
 
@@ -98,7 +101,8 @@ class Formula(NamedTuple):
 
 
 class FusedOptimizer(torch.optim.Optimizer, ABC):
-    """
+    """Steps flat shards in one pass: clips, updates, and writes what is gathered next.
+
     Args:
         params: parameters of a FlatFSDP module, groups from `flatfsdp.param_groups`, ordinary parameters, or
             several of these.
@@ -187,6 +191,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
     # ---- torch.optim.Optimizer --------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a parameter group, after a check of its options."""
         self._check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
@@ -197,6 +202,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
                 )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict, after a check of its options."""
         for group in state_dict["param_groups"]:
             self._check_options({**self.defaults, **group})
         super().load_state_dict(state_dict)
@@ -204,6 +210,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         self._awaited = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets all gradients, those of flat shards, too."""
         super().zero_grad(set_to_none)
         for parameter in self._parameters():
             main_grad = MAIN_GRAD.of(parameter)
@@ -502,6 +509,7 @@ def grad_of(parameter: Tensor) -> Tensor | None:
 
 
 def check_grad(parameter: Tensor, grad: Tensor) -> None:
+    """Refuses a gradient that does not fit its parameter."""
     fits = grad.shape == parameter.shape and grad.device == parameter.device
     if grad.layout != torch.strided or not grad.is_floating_point() or not fits:
         kind = "sparse" if grad.layout != torch.strided else str(grad.dtype)

@@ -97,10 +97,12 @@ class Joined(Updated):
 
     @property
     def model(self) -> object:
+        """The same object for all shards of a model."""
         return self._viewed.model
 
     @property
     def number(self) -> int:
+        """Number of the shard in its model."""
         return self._viewed.number
 
     @property
@@ -110,12 +112,15 @@ class Joined(Updated):
         return None if joint is None else joint[self._start : self._stop]
 
     def state(self, states: State) -> dict[str, Any]:
+        """The optimizer's state of all views together."""
         return self._own
 
     def count(self, states: State) -> Tensor | None:
+        """The number of steps that the state has seen."""
         return self._own.get(STEP)
 
     def hand_out(self, states: State) -> None:
+        """Gives each view its part of the state, as state dicts have it."""
         if len(self._own) == (len(self._handed_out[0][1]) if self._handed_out else 0):
             return
         self._handed_out = []

@@ -1,11 +1,11 @@
-"""Between reduction and optimizer: whether a step is taken, decided on the device and equal on all ranks.
+r"""Between reduction and optimizer: whether a step is taken, decided on the device and equal on all ranks.
 
 In:   the gradients that each rank has.
 Out:  a `Verdict`: one number on the device that kernels read, and later the same on the host (`Awaited`).
 Next: `fused.py` hands it to its kernels, and raises by it.
 
     norm over all ranks --finite?--> taken, 1 or 0 --> kernels: new values, or the old ones
-                        \\--pinned host memory, event--> the next step waits for it, and may raise
+                        \--pinned host memory, event--> the next step waits for it, and may raise
 
 A norm that is not finite shows on all ranks.  Where no rank knows the norm of the whole model, because units
 are spread over fewer ranks than others (experts) or ranks share an ordinary layer, each rank looks at what it

@@ -65,6 +65,7 @@ class GradientRecorder:
     gradients: NamedTensors = field(default_factory=dict)
 
     def __call__(self, step: int, model: nn.Module) -> None:
+        """Copies the gradients of one step."""
         for name, shard in _shards(model).items():
             grads = [parameter.grad for parameter, _, _ in shard.master.portions]
             if any(grad is not None for grad in grads):
@@ -81,6 +82,7 @@ class Saboteur:
     at_step: int
 
     def __call__(self, step: int, model: nn.Module) -> None:
+        """Flips the bit if it is time, and records."""
         # One rank alone, and not the one that reports: the verdict must come from all of them.
         if step == self.at_step and self.rank.index == self.rank.world - 1:
             flip_lowest_bit(model)

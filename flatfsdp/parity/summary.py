@@ -31,6 +31,7 @@ class RunSummary:
 
     @staticmethod
     def of(trained: Trained) -> RunSummary:
+        """The summary of a run."""
         losses, ledger = trained.losses(), trained.bytes_per_parameter
         return RunSummary(
             losses,

@@ -50,6 +50,7 @@ class Trained:
     optimizer: torch.optim.Optimizer
 
     def losses(self) -> list[float]:
+        """Loss of each step."""
         return [step.loss for step in self.steps]
 
     def ms(self) -> float:

@@ -33,6 +33,7 @@ class PrecisionName(str, Enum):
 
     @property
     def compute(self) -> torch.dtype:
+        """Dtype of GEMMs outside of FP8 layers."""
         return torch.float32 if self is PrecisionName.fp32 else torch.bfloat16
 
     @property

@@ -94,6 +94,7 @@ class TrainSettings:
 
     @property
     def label(self) -> str:
+        """The settings in a few words."""
         flag = "on" if self.optimize_backward_concat else "off"
         where, how = " in place" if self.in_place else "", " replayed" if self.replays else ""
         return f"{self.precision.value} {self.strategy.value} flag {flag}{where}{how}"
@@ -111,6 +112,7 @@ class TrainSettings:
         return TransformerLayer if self.precision.has_own_layers else Block
 
     def build(self) -> nn.Module:
+        """A new model with these settings."""
         if self.precision.has_own_layers:
             return FusedGPT(self.model, self.seed, self.fusion.option)
         return GPT(self.model, self.seed)

@@ -21,8 +21,10 @@ EVERY = 4
 
 
 class Interruptions:
-    """One before each fourth step, in this order and again from the start: an evaluation, a microbatch that
-    raises, a step of shorter microbatches, a load of the state dict as it was at the last evaluation.
+    """Interrupts a training before each fourth step.
+
+    By turns: an evaluation, a microbatch that raises, a step of shorter microbatches, and a load of the state
+    dict as it was at the last evaluation.
 
     Args:
         microbatch: runs forward and backward.

@@ -166,6 +166,7 @@ def train_parallel(
 
 
 def on(device: torch.device, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Moves a batch to the device."""
     tokens_bt, targets_bt = batch
     return tokens_bt.to(device), targets_bt.to(device)
 

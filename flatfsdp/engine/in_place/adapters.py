@@ -126,8 +126,10 @@ def only_keys(module: Any) -> Iterator[None]:
 
 @contextmanager
 def computing_by_itself(module: nn.Module) -> Iterator[None]:
-    """Inside `summon_full_params`: parts compute with the ordinary parameters, as prompt encoders do when
-    they are saved."""
+    """Inside, and inside `summon_full_params`, parts compute with the ordinary parameters.
+
+    Prompt encoders do so when they are saved.
+    """
     state = unit_of(module).fsdp_state
     state.uses += 1
     try:

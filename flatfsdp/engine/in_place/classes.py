@@ -40,6 +40,7 @@ class FlatFSDPModule(_Sharded, UnitMethods):
 
     @traced_inside
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with whole parameters."""
         return call_unit(self, super().__call__, args, kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -53,6 +54,7 @@ class FlatFSDPPart(_Sharded, nn.Module):
     """A module in a unit that may be called by itself."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module with whole parameters of the unit around it."""
         if torch.compiler.is_compiling() and unit_of(self).fsdp_state.uses:
             # In a part that is compiled whole, and that the unit calls.  What is compiled from outside calls
             # the unit, between its graphs.

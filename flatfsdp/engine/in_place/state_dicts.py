@@ -69,8 +69,7 @@ def _load(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Takes this rank's part of each value, so that there is nothing left for the module to do but to copy
-    the part to itself."""
+    """Takes this rank's part of each value, which the module then copies to itself."""
     if state.is_whole:
         return
     local_metadata["assign_to_params_buffers"] = False

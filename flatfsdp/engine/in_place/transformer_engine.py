@@ -25,6 +25,11 @@ class DtypeOfInput:
         self._module = module
 
     def __call__(self, inp: Tensor) -> None:
+        """Notes the dtype of the input.
+
+        Raises:
+            TypeError: if the module computes with parameters of another dtype.
+        """
         module = self._module
         if torch.is_autocast_enabled():
             type(module).set_activation_dtype(module, inp)

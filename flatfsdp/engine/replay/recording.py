@@ -149,6 +149,7 @@ class Moved:
         return Moved(_minus(self._bytes, before._bytes), _minus(self._calls, before._calls))
 
     def add_to(self, ledger: ByteLedger) -> None:
+        """Books what a replay sends."""
         ledger.bytes.update(self._bytes)
         ledger.calls.update(self._calls)
 

@@ -143,6 +143,7 @@ class Replayed(Generic[P, R]):
         self.replays = 0
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs one microbatch, as a CUDA graph where there is a recording of it."""
         if self._graphs is None or not torch.is_grad_enabled():
             return self._microbatch(*args, **kwargs)
         root = root_of(self._model)

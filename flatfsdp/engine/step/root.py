@@ -43,7 +43,8 @@ class MemoryPool(Protocol):
     """Memory beside the buffers of the engine, such as that of recorded microbatches."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
 
 
 class Root:

@@ -98,6 +98,7 @@ class Unit:
         self._was_followed = False
 
     def add(self, group: FlatGroup) -> None:
+        """Adds a flat group to the unit."""
         self.groups.append(group)
         self.writes.add(group)
 

@@ -92,8 +92,10 @@ class WeightScales:
 
 
 def _partners(layouts: Sequence[FlatLayout], device: torch.device) -> Tensor | None:
-    """For each slot of all layouts the indices of the slots of its run, filled up with its own: int64
-    [slots, longest run]; None if every slot is a run by itself."""
+    """Indices of the slots in each slot's run, filled up with its own: int64 [slots, longest run].
+
+    None if every slot is a run by itself.
+    """
     runs: list[range] = []
     for layout in layouts:
         start = len(runs)

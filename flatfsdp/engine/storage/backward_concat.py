@@ -105,12 +105,14 @@ class Leaves:
         return [parameter._version for parameter in self._parameters]
 
     def show(self) -> None:
+        """Lets modules see the gathered parameters."""
         if self._is_concealed:
             for parameter, view in zip(self._parameters, self._views, strict=True):
                 parameter.data = view
             self._is_concealed = False
 
     def conceal(self) -> None:
+        """Takes the gathered parameters away from modules."""
         for parameter, absent in zip(self._parameters, self._absent, strict=True):
             parameter.data = absent
         self._is_concealed = True
@@ -122,6 +124,7 @@ class Leaves:
         return self.joints.get(index, is_there=not self._is_concealed, trains=self.trains)
 
     def rebind(self) -> None:
+        """Binds the parameters to their modules again."""
         self._binding.bind(self._parameters)
 
     @property
@@ -220,11 +223,13 @@ class Views:
         return [self._leaf._version + absent._version for absent in self._absent]
 
     def show(self) -> None:
+        """Lets modules see the gathered parameters."""
         if self._is_concealed:
             self._is_concealed = False
             self.rebind()
 
     def conceal(self) -> None:
+        """Takes the gathered parameters away from modules."""
         self._is_concealed = True
         self.rebind()
 
@@ -235,6 +240,7 @@ class Views:
         return self.joints.get(index, is_there=not self._is_concealed, trains=self.trains)
 
     def rebind(self) -> None:
+        """Binds the parameters to their modules again."""
         self._binding.bind(self._bound)
         if self.trains:
             self._main_grad.expose(self._bound)

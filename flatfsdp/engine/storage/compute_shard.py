@@ -120,8 +120,10 @@ class ComputeShard:
         return self.fp8.runs(start, stop)
 
     def portion_done(self, start: int, stop: int) -> None:
-        """Notes that an optimizer has updated a portion of the master shard, or several that are neighbours,
-        and written what goes with them."""
+        """Notes that an optimizer has updated a portion of the master shard, and written what goes with it.
+
+        The portion may be several neighbouring ones.
+        """
         version = self.version
         self._done[start, stop] = version
         done = [part for part, of_part in self._done.items() if of_part == version]

@@ -125,8 +125,10 @@ class FP8Weights:
             own.copy_(new)
 
     def runs(self, first: int, last: int) -> list[tuple[int, int, Tensor]]:
-        """Pieces that begin in elements [first, last) of the shard: from where to where each is, counted from
-        `first`, and where its amax is to be recorded, FP32 [1], zero now."""
+        """(start, stop, amax) of the pieces that begin in elements [first, last) of the shard.
+
+        Positions count from `first`; `amax` is FP32 [1], zero now, and takes the piece's largest magnitude.
+        """
         pieces = [piece for piece in self._pieces if first <= piece.shard_offset < last]
         if not pieces:
             return []
@@ -169,10 +171,10 @@ class FP8Weights:
     # ---- whole weights ----------------------------------------------------------------------------------
 
     def operand(self, index: int) -> Operand:
-        """Weight `index` for products: its memory is there while the group is unsharded, that of the
-        columnwise form in backward.
+        """Weight `index` as an operand of GEMMs.
 
-        That of a part of a joint is a copy, made here, of a slice of the joint's.
+        Its memory is there while the group is unsharded, that of the columnwise form in the backward.  The
+        columnwise form of a part of a joint is a copy, made here, of a slice of the joint's.
         """
         joint = self._joint_of.get(index)
         if joint is None:
@@ -201,5 +203,6 @@ class FP8Weights:
         transpose_many(self._to_transpose)
 
     def free(self) -> None:
+        """Frees the transposed weights."""
         if self.columnwise.is_allocated:
             self.columnwise.free()

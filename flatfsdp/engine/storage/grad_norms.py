@@ -48,8 +48,9 @@ class NormsOverRanks:
         self._answered: int | None = None
 
     def norm(self, grad: ShardGrad, norm_type: float) -> Tensor:
-        """The norm of the whole gradient that `grad` is a part of, or was computed from: 0-dim, in FP32 at
-        least, where the model computes.  Collective over all ranks of the model.
+        """The norm of the whole gradient that `grad` is a part of, or was computed from.
+
+        0-dim, in FP32 at least, on the model's device.  Collective over all ranks of the model.
 
         Raises:
             RuntimeError: if something else in the model has a gradient that the engine has not put there; for

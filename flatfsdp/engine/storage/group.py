@@ -53,6 +53,8 @@ Cut = Callable[[MasterShard, Sequence[nn.Parameter]], list[Portion]]
 
 
 class ShardState(Enum):
+    """State of a flat group's gathered buffer."""
+
     SHARDED = "sharded"
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
@@ -373,8 +375,11 @@ class FlatGroup:
             )
 
     def allocate(self) -> bool:
-        """Gets memory for parameters that are not there, nor on their way, or not up to date; False if
-        nothing has to be gathered."""
+        """Gets memory for parameters that are neither there nor on their way, or that are stale.
+
+        Returns:
+            False if nothing has to be gathered.
+        """
         if self.state is not ShardState.SHARDED:
             if self.compute_shard.is_current:
                 return False
@@ -469,8 +474,10 @@ class FlatGroup:
 
     @property
     def partial_grad(self) -> Tensor | None:
-        """What this step's earlier backwards have reduce-scattered, as long as the master shard; None if
-        nothing.  The last backward's joins it, and it is then reduced across replicas."""
+        """The sum that this step's earlier backwards have reduce-scattered, as long as the master shard.
+
+        None if there is none.  The last backward's joins it, and it is then reduced across replicas.
+        """
         return self._partial_grad if self._partial_step == self.microbatch.step else None
 
     @partial_grad.setter

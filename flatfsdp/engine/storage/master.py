@@ -67,6 +67,7 @@ class Split(NamedTuple):
 
     @classmethod
     def of(cls, portions: Sequence[Portion], numel: int) -> Split:
+        """The split of a shard into these portions, and the gaps between them."""
         split, end = cls([], []), 0
         for _, start, stop in portions:
             if start > end:
@@ -151,6 +152,7 @@ class MasterShard:
 
     @property
     def version(self) -> Version:
+        """Changes whenever the values may have changed."""
         return self.generation, self.flat._version
 
     # ---- what the optimizer has -------------------------------------------------------------------------
@@ -246,8 +248,10 @@ class MasterShard:
         self.generation += 1
 
     def scattered(self, full: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """This rank's part, on the compute device, of the whole padded buffer that the first rank of the
-        grid passes; the others pass None.  Collective."""
+        """This rank's part of the whole padded buffer that the first rank of the grid passes.  Collective.
+
+        It is on the compute device; the other ranks pass None.
+        """
         own = torch.empty_like(self.flat.detach(), dtype=dtype, device=self.device)
         if self.grid.replicate.rank == 0:
             declare(self.grid.shard, self.identify(Action.STORE), self.device)
@@ -258,6 +262,7 @@ class MasterShard:
 
     @property
     def is_first_rank(self) -> bool:
+        """Whether this is the first of the ranks that share the parameters."""
         return self.grid.shard.rank == 0 and self.grid.replicate.rank == 0
 
     @property
@@ -282,8 +287,10 @@ class MasterShard:
         return [plain(grad) for grad in found if grad is not None]
 
     def joint_grad(self, first: int, last: int) -> Tensor | None:
-        """One gradient of the whole shard, 1-D, of which portions [first, last) have their parts; None if one
-        of them has no gradient, or another one.  Portions without elements do not count."""
+        """One gradient of the whole shard, 1-D, of which portions [first, last) have their parts.
+
+        None if one of them has no gradient, or another one.  Portions without elements do not count.
+        """
         published = None if self._published is None else self._published()
         if published is None:
             return None
@@ -322,14 +329,17 @@ class MasterShard:
         return added
 
     def _parts(self, grad: Tensor) -> list[Tensor]:
-        """The elements of each portion; also an empty part has the version counter of `grad`, so that ranks
-        notice the same writes."""
+        """The elements of each portion.
+
+        An empty part, too, has the version counter of `grad`, so that ranks notice the same writes.
+        """
         if self._split is None:
             self._split = Split.of(self.portions, self.flat.numel())
         parts = grad.split(self._split.lengths)
         return [parts[piece] for piece in self._split.portions]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients."""
         if set_to_none:
             for portion in self.portions:
                 self.grad_attribute.leave(portion.parameter, None)

@@ -102,6 +102,7 @@ class ShardGrad(Tensor):
 
     @staticmethod
     def of(part: Tensor, place: Place, published: Published | None = None) -> ShardGrad:
+        """Marks a part of a reduced gradient as the gradient of a shard."""
         grad = part.as_subclass(ShardGrad)
         grad.place, grad.published = place, published
         return grad

@@ -40,6 +40,7 @@ class Unreduced(Tensor):
 
     @staticmethod
     def of(parameter: nn.Parameter) -> Unreduced:
+        """The marker that stands for a parameter's gradient while it is accumulated."""
         zero = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
         marker = zero.expand(parameter.shape).as_subclass(Unreduced)
         # The parameter has the marker: a reference back would keep both for good.
@@ -117,6 +118,7 @@ class UnreducedMarks:
 
     @property
     def is_on(self) -> bool:
+        """Whether markers are watched for."""
         return bool(self._watched)
 
     @property
