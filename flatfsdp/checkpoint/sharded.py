@@ -160,7 +160,7 @@ def sharded_slot(
 
 
 def _boxes(slot: ParamSlot, low: int, high: int, tensor_rank: int, tensor_size: int) -> Iterator[Box]:
-    """Boxes of the whole tensor that elements [low, high) of a tensor-parallel rank's buffer hold of a slot."""
+    """Boxes of the whole tensor that a tensor-parallel rank's elements [low, high) hold of a slot."""
     start, stop = (min(max(edge - slot.offset, 0), slot.numel) for edge in (low, high))
     if slot.partition is None:
         return boxes(slot.shape or (1,), start, stop)

@@ -32,5 +32,5 @@ def test_what_does_not_run_here_is_marked(benchmark: ModuleType) -> None:
     case = benchmark.Case("fairscale", zero=3)
     (row,) = benchmark.measure_all(0, 4, [(case, 1)])
     assert row.measured is None and row.label.endswith("(formula)") and row.disagreements() == []
-    # A cast at each of two gatherings, a concat, a widening, divisions before and after a sum into zeros.
+    # A cast at each of two gathers, a concat, a widening, divisions before and after a sum into zeros.
     assert row.shown.local == pytest.approx(2 * 6 / 4 + 4 + 6 + 8 + 8 / 4 + 4 / 4)

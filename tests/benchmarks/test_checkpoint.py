@@ -18,7 +18,7 @@ def test_rows(tmp_path: Path) -> None:
     payload = json.loads(done.stdout)
     assert json.loads((tmp_path / "checkpoint-tiny-2-cpu.json").read_text()) == payload
     assert (tmp_path / "checkpoint-tiny-2-cpu.png").stat().st_size > 0
-    # FP32 parameters and two moments, and what files say about them.
+    # FP32 parameters and two moments, and metadata.
     assert payload["bytes"] > 12 * payload["parameters"]
     rows = {(row["action"], row["name"]): row for row in payload["rows"]}
     ours, unverified, plain = "FlatFSDP", "FlatFSDP, unverified", "plain DCP"
@@ -33,5 +33,5 @@ def test_rows(tmp_path: Path) -> None:
         assert row["ratio"] == pytest.approx(
             statistics.median(a / b for a, b in zip(seconds, of_plain, strict=True))
         )
-    # Nothing is left of what was written.
+    # The checkpoints are removed.
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".png"]

@@ -1,4 +1,4 @@
-"""The collectives benchmark measures every operation at every size, and refuses results that are wrong."""
+"""The collectives benchmark measures every operation at every size, and refuses wrong results."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ OPERATIONS = ["all-reduce", "reduce-scatter", "all-gather"]
 
 
 def run_benchmark(out: Path, *options: str, ranks: int = 0) -> tuple[str, dict[str, Any]]:
-    """The name and the content of what `benchmarks/collectives.py` writes, on CPU ranks.
+    """The name and the content of the file that `benchmarks/collectives.py` writes, on CPU ranks.
 
     Args:
-        ranks: how many there are already.
+        out: folder of the results.
+        options: options of the command.
+        ranks: number of ranks that already exist.
     """
     command = ["benchmarks/collectives.py", "--device", "cpu", "--repeats", "3", "--json"]
     done = run_program(*command, "--out", out, *options, ranks=ranks)
@@ -37,7 +39,7 @@ def run_benchmark(out: Path, *options: str, ranks: int = 0) -> tuple[str, dict[s
 
 
 def check_rows(payload: dict[str, Any], sizes: list[int]) -> None:
-    """All operations at all sizes, and figures that follow from each other by the docstring's formulas."""
+    """Checks that all operations are there at all sizes, with figures consistent with the docstring's formulas."""
     ranks, limit = payload["ranks"], payload["limit"]["gb_s"]
     found = [(row["operation"], row["bytes"]) for row in payload["rows"]]
     assert found == [(operation, size) for size in sizes for operation in OPERATIONS]

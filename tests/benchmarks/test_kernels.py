@@ -1,4 +1,4 @@
-"""The kernels benchmark: every kernel runs and is accounted for; results that are not finite are refused."""
+"""The kernels benchmark: every kernel runs and is counted; results that are not finite are refused."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_without_a_gpu_it_says_so() -> None:
 def test_bytes_are_those_of_what_is_read_and_written(
     helpers: tuple[ModuleType, ModuleType, ModuleType],
 ) -> None:
-    """Counted from the tensors themselves, apart from sums, scales and amaxes."""
+    """Bytes are counted from the tensors themselves, apart from sums, scales and amaxes."""
     module, _, sizes = helpers
     bench = module.Bench(sizes.TINY, torch.device("cpu"), quick=True)
     tokens, hidden = bench.sizes.tokens, bench.sizes.hidden

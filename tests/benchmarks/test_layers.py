@@ -1,4 +1,4 @@
-"""The benchmarks of layers run on a CPU with small sizes, and write what they say."""
+"""The benchmarks of layers run on a CPU with small sizes, and write consistent results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_layer(tmp_path: Path) -> None:
     times = {row["name"]: row["ms"] for row in payload["rows"]}
     ratio = payload["ratios"]["bf16_fused_vs_eager"]
     assert ratio == pytest.approx(times["flat-bf16-fused"] / times["eager"])
-    # 6 a weight and token; attention, causal, half of 2 products of 2 * seq * hidden a token, thrice.
+    # 6 per weight and token; attention, causal, half of 2 GEMMs of 2 * seq * hidden per token, three times.
     weights = 4 * 64**2 + 2 * 64 * 128
     assert payload["flops"] == 32 * (6 * weights + 6 * 16 * 64)
 

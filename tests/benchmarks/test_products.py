@@ -1,4 +1,4 @@
-"""The products benchmark: runs on a CPU, and says what it measured."""
+"""The products benchmark runs on a CPU, and reports what it measured."""
 
 from __future__ import annotations
 

@@ -16,10 +16,12 @@ WARMUP, STEPS = 1, 2
 
 
 def run_benchmark(out: Path, *options: str, torchrun: bool = False) -> dict[str, Any]:
-    """What `benchmarks/step.py` writes, on two CPU ranks with two microbatches.
+    """The content of the file that `benchmarks/step.py` writes, on two CPU ranks with two microbatches.
 
     Args:
-        torchrun: the ranks are there already.
+        out: folder of the results.
+        options: options of the command.
+            torchrun: whether the ranks already exist.
     """
     amount = ("--microbatches", "2", "--warmup", str(WARMUP), "--steps", str(STEPS))
     command = (SCRIPT,) if torchrun else (SCRIPT, "--ranks", "2")
@@ -43,7 +45,7 @@ def test_engines_are_measured_and_train_alike(tmp_path: Path, shape: str, policy
     losses = {}
     for name in ("flat-off", "flat-on", "flat-in-place", "fsdp2"):
         assert rows[name]["ms"] > 0 and rows[name]["time_vs_fsdp2"] > 0
-        # The first engine is measured once more at the end.
+        # The first engine is measured again at the end.
         assert len(rows[name]["runs"]) == (2 if name == "flat-off" else 1)
         losses[name] = rows[name]["runs"][0]["losses"]
         assert len(losses[name]) == WARMUP + STEPS and all(map(math.isfinite, losses[name]))
@@ -51,7 +53,7 @@ def test_engines_are_measured_and_train_alike(tmp_path: Path, shape: str, policy
     assert losses["flat-in-place"] == losses["flat-on"]
     assert payload["same_losses"] == {"eager": True}
     reported = {name: rows[name]["runs"][0]["reported_gib"] for name in ("flat-on", "flat-in-place")}
-    # The same but for the optimizer's counts of steps, of which there is one for each parameter.
+    # Equal except for the optimizer's step counts, of which there is one for each parameter.
     assert reported["flat-in-place"] == pytest.approx(reported["flat-on"], rel=1e-3)
     assert losses["fsdp2"] == pytest.approx(losses["flat-on"], rel=1e-4)
     assert losses["fsdp2"][-1] < losses["fsdp2"][0]
@@ -75,16 +77,16 @@ def test_own_layers_train_like_the_plain_model(tmp_path: Path) -> None:
         assert losses[name] != losses["flat-bf16-fused"], "nothing was in FP8"
         assert losses[name][-1] < losses[name][0]
     runs = {row["name"]: row["runs"][0] for row in payload["rows"]}
-    # One byte a weight between steps instead of two.
+    # One byte per weight between steps instead of two.
     assert runs["flat-fp8-current"]["reported_gib"] < runs["flat-bf16-fused"]["reported_gib"]
     always = [row["total"] for row in runs["flat-on"]["buffers"] if row["lives"] == "always"]
     assert runs["flat-on"]["reported_gib"] == sum(always) / 2**30
-    # There are kernels on GPUs only.
+    # Kernels exist on GPUs only.
     assert all(run["breakdown"] is None for run in runs.values())
 
 
 def test_replayed_variants_say_what_was_not_replayed(tmp_path: Path) -> None:
-    """On CPUs all is eager: the same losses, and a row that is marked."""
+    """On CPUs everything is eager: the same losses, and a marked row."""
     names = ("flat-off", "flat-on", "fsdp2", "flat-bf16-fused")
     payload = run_benchmark(tmp_path, "--shape", "tiny", "--replay", *engines(*names))
     rows = {row["name"]: row for row in payload["rows"]}
@@ -93,7 +95,7 @@ def test_replayed_variants_say_what_was_not_replayed(tmp_path: Path) -> None:
         eager, replayed = rows[name], rows[f"{name}-replay"]
         assert replayed["runs"][0]["losses"] == eager["runs"][0]["losses"]
         assert eager["not_replayed"] is None and replayed["not_replayed"] == 2 * STEPS
-        # Of GPUs only.
+        # These are measured on GPUs only.
         assert replayed["host_ms"] is None and replayed["peak_reserved_gib"] == 0
     assert rows["fsdp2"]["not_replayed"] is None
 

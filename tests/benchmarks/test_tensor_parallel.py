@@ -1,4 +1,4 @@
-"""The benchmark of tensor parallelism measures ours beside PyTorch's, and refuses layers that err."""
+"""The benchmark of tensor parallelism measures ours beside PyTorch's, and refuses layers with errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEASURED = ("flat-bf16-one", "torch-tp", "flat-bf16-tp", "torch-sp", "flat-bf16-
 def test_ours_beside_pytorch(tmp_path: Path) -> None:
     command = ["benchmarks/tensor_parallel.py", "--device", "cpu", "--json", "--out", tmp_path]
     command += ["--shape", "tiny", "--steps", "1", "--warmup", "1"]
-    # Rows come in an order of their own.
+    # Rows have their own order.
     for name in ("flat-fp8-overlap", *reversed(MEASURED)):
         command += ["--modes", name]
     done = run_program(*command)
@@ -31,7 +31,7 @@ def test_ours_beside_pytorch(tmp_path: Path) -> None:
     rows = {row["name"]: row for row in payload["rows"]}
     assert "GPUs only" in rows.pop("flat-fp8-overlap")["skipped"]
     assert tuple(rows) == MEASURED
-    # qkv, out, gate and up, down: 6 operations a weight and token; causal attention, both ways.
+    # qkv, out, gate and up, down: 6 operations per weight and token; causal attention, both ways.
     weights = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 160
     assert payload["flops"] == 32 * (6 * weights + 6 * 64 * 32)
     peer = min(rows["torch-tp"]["ms"], rows["torch-sp"]["ms"])
@@ -42,13 +42,13 @@ def test_ours_beside_pytorch(tmp_path: Path) -> None:
         alone = rows["flat-bf16-one"]["ms"] if name.startswith("flat-bf16") else None
         assert row["speedup"] == (None if alone is None else alone / row["ms"])
 
-    # Half of each tensor is sent: two bytes an element, one of what is gathered in FP8.
+    # Half of each tensor is sent: two bytes per element, one if gathered in FP8.
     sums, gathers = 2, 2
     sent = {name: row["bytes_sent_per_element"] for name, row in rows.items()}
     assert sent["flat-bf16-one"] == 0
     assert sent["torch-tp"] == sent["flat-bf16-tp"] == 2 * sums * 2.0
     assert sent["torch-sp"] == 2 * (gathers + sums)
-    # Ours gathers inputs once more for the weights' gradients.
+    # Ours gathers inputs again for the weights' gradients.
     assert sent["flat-bf16-sp"] == 3 * gathers + 2 * sums
     scales = rows["flat-fp8-sp"]["runs"][0]["sent"]["all-reduce"] / (32 * 64)
     assert sent["flat-fp8-sp"] - scales == 3 * gathers / 2 + 2 * sums

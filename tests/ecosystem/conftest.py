@@ -1,4 +1,4 @@
-"""Ranks stay for the whole folder: importing other people's libraries takes longer than using them."""
+"""Ranks live for the whole folder: importing the libraries takes longer than using them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that were written for Accelerate with DistributedDataParallel, and run with `FlatAccelerator`."""
+"""Programs written for Accelerate with DistributedDataParallel run with `FlatAccelerator`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.ranks import on_ranks
 pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
 
 EPOCHS, STEPS_AN_EPOCH = 2, 2
-"""Five microbatches are two steps: of three, and a last one of two."""
+"""Five microbatches are two steps: one of three, and a last one of two."""
 
 
 def flat_accelerator(**options: Any) -> Any:
@@ -42,7 +42,7 @@ def plain_accelerator(**options: Any) -> Any:
 
 
 class Program(NamedTuple):
-    """What a training script has after `prepare`."""
+    """The objects that a training script has after `prepare`."""
 
     accelerator: Any
     model: Any
@@ -52,7 +52,7 @@ class Program(NamedTuple):
 
 
 class Curves(NamedTuple):
-    """What a run has printed, and where it has arrived."""
+    """The output of a run, and its final state."""
 
     losses: list[float]
     norms: list[float]
@@ -67,7 +67,7 @@ def tokens() -> list[Tensor]:
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """As people make them: by dimensions, of whole parameters."""
+    """Parameter groups by dimensions of whole parameters, as users make them."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
@@ -132,7 +132,7 @@ def test_a_program_for_ddp(rank: int, world_size: int, optimizer: Callable[..., 
 
 
 def run_steps(program: Program, skipped: int, stop_after: int | None = None) -> list[float]:
-    """One epoch from batch `skipped` on, or up to a batch."""
+    """Runs one epoch from batch `skipped` on, or up to a batch."""
     accelerator, model, optimizer, loader, scheduler = program
     losses = []
     for batch in accelerator.skip_first_batches(loader, skipped) if skipped else loader:
@@ -274,7 +274,7 @@ def test_a_program_for_hugging_face(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_objects_are_prepared_in_any_order(rank: int, world_size: int) -> None:
-    """One by one, two models, a frozen one, and one that is sharded already, with cut parameters."""
+    """Objects are prepared one by one: two models, a frozen one, and an already sharded one with cut parameters."""
     with launched(rank, world_size):
         accelerator = flat_accelerator()
         torch.manual_seed(0)

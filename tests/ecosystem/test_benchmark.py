@@ -1,6 +1,6 @@
-"""The benchmark of Hugging Face models trains with every engine alike, and writes what it says.
+"""The benchmark of Hugging Face models trains with every engine alike, and its results are consistent.
 
-Here and not beside the other benchmarks' tests: these ranks have imported transformers already.
+It is here, not beside the other benchmarks' tests, because these ranks have already imported transformers.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ def _check_rows(rows: dict[str, Any]) -> None:
         assert len(of_name) == WARMUP + STEPS and all(map(math.isfinite, of_name)), name
         assert of_name[-1] < of_name[0], name
         assert of_name == pytest.approx(losses["fsdp2"], rel=2e-3), name
-    # The first one is measured once more at the end.
+    # The first one is measured again at the end.
     assert len(rows["fsdp2"]["runs"]) == 2 and len(rows["flat"]["runs"]) == 1
     assert rows["flat"]["time_vs_fsdp2"] == rows["flat"]["ms"] / rows["fsdp2"]["ms"]
     assert losses["flat-converted"] != losses["flat"], "nothing was in FP8"
     reported = {name: row["runs"][0]["reported_gib"] for name, row in measured.items()}
-    # One byte a weight of the layers between steps instead of two.
+    # One byte per weight of the layers between steps instead of two.
     assert reported["flat-converted-stored"] < reported["flat-converted"]
 
 

@@ -1,4 +1,4 @@
-"""`convert` of Hugging Face models: what it reaches, what it says of the rest, and of quantized bases."""
+"""`convert` of Hugging Face models: what it converts, what it logs about the rest, and quantized bases."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_experts_are_left_and_one_line_says_so(rank: int) -> None:
 
 
 class Int8Tensor(Tensor):
-    """As torchao keeps a quantized weight: floating-point to whoever asks, and bytes inside."""
+    """A tensor like torchao's quantized weights: floating-point from outside, bytes inside."""
 
     @staticmethod
     def __new__(cls, codes: Tensor) -> Any:

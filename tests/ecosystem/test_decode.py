@@ -1,4 +1,4 @@
-"""FP8 models of transformers that write text and recompute activations, in and outside of `autocast`."""
+"""FP8 models of transformers generate text and recompute activations, inside and outside of `autocast`."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def build(change: str, precision: Precision) -> Any:
 
 
 def dequantized(change: str) -> Any:
-    """A model in bf16 whose projections have the values that E4M3 with powers of two has of them.
+    """A model in bf16 whose projections have their values in E4M3 with power-of-two scales.
 
-    A plain one, or a fused one that is sharded: with a cache, transformers computes plain ones.
+    It is a plain one, or a fused one that is sharded: with a cache, transformers computes plain ones.
     """
     model = FAMILY.build()
     for parameter in model.parameters():
@@ -62,7 +62,7 @@ def dequantized(change: str) -> Any:
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
 def test_weights_kept_in_fp8_are_read_outside_of_autocast(rank: int, change: str) -> None:
-    """As the GEMMs in 16 bits of the same values would be: evaluated, decoded, and trained."""
+    """Evaluation, decoding and training equal GEMMs in 16 bits with the same values."""
     model, other = build(change, STORED), dequantized(change)
     tokens = torch.tensor([PROMPT])
     for each in (model, other):
@@ -83,7 +83,7 @@ def test_weights_kept_in_fp8_are_read_outside_of_autocast(rank: int, change: str
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
 def test_a_few_tokens_in_autocast_are_in_fp8(rank: int, change: str) -> None:
-    """Text of any length is decoded; stored weights have the bits of those that layers cast themselves."""
+    """Text of any length is decoded; stored weights are bit-equal to those that layers cast themselves."""
     models = [build(change, precision).eval() for precision in (STORED, IN_LAYERS)]
     with autocast(recipe=CurrentScaling()):
         one, other = (generated(model, PROMPT[rank:], 5 + rank) for model in models)
@@ -102,7 +102,7 @@ RECIPES = {"delayed": DelayedScaling(amax_history_len=4), "current": CurrentScal
 @pytest.mark.parametrize("change", CHANGES)
 @on_ranks(2)
 def test_gradient_checkpointing_as_transformers_switches_it_on(rank: int, change: str, recipe: str) -> None:
-    """Nobody tells transformers about FP8: losses, gradients and scales are those without checkpoints."""
+    """Transformers knows nothing of FP8: losses, gradients and scales are those without checkpoints."""
     found = []
     for use_reentrant in (None, False, True):
         precision = STORED if recipe == "current" else IN_LAYERS

@@ -1,4 +1,4 @@
-"""Moving averages of sharded weights: evaluated, saved as Hugging Face does, and kept in checkpoints."""
+"""Moving averages of sharded weights: evaluated, saved in Hugging Face's format, and kept in checkpoints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def net(way: str = "in place", **options: Any) -> Any:
 
 
 def trained(model: Any, rank: int, steps: int = 3, **options: Any) -> tuple[EMA, torch.optim.Optimizer]:
-    """After so many steps, with an average of each."""
+    """A model and its average after `steps` steps."""
     ema, optimizer = EMA(model, 0.9, **options), torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for decay, (tokens,) in zip(DECAYS, data(rank, steps, 1), strict=False):
         model(tokens).backward()
@@ -107,7 +107,7 @@ def test_what_cannot_be_averaged_is_named(rank: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @on_ranks(2)
 def test_dtypes(rank: int, dtype: torch.dtype) -> None:
-    """An average is computed in the wider dtype, and the weights come back from it rounded once."""
+    """An average is computed in the wider dtype, and the weights are rounded once from it."""
     model = net(precision=Precision(param=torch.bfloat16, grad=torch.bfloat16))
     before = model.state_dict()
     ema = EMA(model, 0.5, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Hugging Face models train under FlatFSDP as they do in plain PyTorch; fused ones, as fused ones do."""
+"""Hugging Face models train under FlatFSDP as in plain PyTorch; fused ones equal fused ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.ranks import on_ranks
 pytestmark = needs_transformers
 
 
-# Two families are all of way, flag and ZeRO; each one has all pairs of them.
+# Two families cover all combinations of way, flag and ZeRO; each one covers all pairs of them.
 CASES = list(covering(list(MODELS), list(WAYS), ["on", "off"], ["zero3", "zero2"]))
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's files are read to sharded models and written from them, part by part, or refused."""
+"""Hugging Face's files are read into and written from sharded models, part by part, or refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = needs_transformers
 
 
 def trained(family: Family, seed: int = 5) -> Any:
-    """A plain model whose parameters all have values of their own."""
+    """A plain model whose parameters all have distinct values."""
     model: Any = family.build()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -44,7 +44,7 @@ def from_meta(family: Family, **options: Any) -> Any:
 
 
 def read(family: Family, folder: Path, **options: Any) -> Any:
-    """What plain transformers makes of the folder, if nothing is missing or too much."""
+    """The model that plain transformers loads from the folder, if nothing is missing or surplus."""
     transformers = importlib.import_module("transformers")
     kind = getattr(transformers, family.model)
     model, told = kind.from_pretrained(folder, local_files_only=True, output_loading_info=True, **options)
@@ -64,7 +64,7 @@ def keys_in(folder: Path) -> set[str]:
 
 @on_ranks(2)
 def test_files_of_plain_transformers_are_read_and_written(rank: int) -> None:
-    """Tied weights, experts that have other names and shapes in files, one file and several."""
+    """Tied weights, experts with other names and shapes in files, one file and several."""
     families = {**FAMILIES, "Llama, fused": MODELS["Llama, fused"]}
     for number, (name, family) in enumerate(families.items()):
         plain = trained(family)
@@ -90,7 +90,7 @@ def test_files_of_plain_transformers_are_read_and_written(rank: int) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @on_ranks(2)
 def test_sixteen_bits(rank: int, way: str) -> None:
-    """Files in BF16 of a model that trains in FP32, and back; other files in the folder are not looked at."""
+    """BF16 files are loaded into a model that trains in FP32, and written back; other files are ignored."""
     family = FAMILIES["Llama"]
     plain = trained(family).bfloat16()
     model = sharded(way, family.build(), family.is_unit, precision=Precision(compute=torch.bfloat16))
@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_named_on_all_ranks(rank: int, world_size: int) -> 
 
 @on_ranks(2)
 def test_a_tied_model_needs_one_value(rank: int) -> None:
-    """Files may have a tied weight once, under either name, or twice; then with one value."""
+    """Files may contain a tied weight once, under either name, or twice with equal values."""
     from safetensors.torch import load_file, save_file
 
     family = FAMILIES["Qwen3"]
@@ -199,7 +199,7 @@ def test_a_save_that_fails_leaves_the_earlier_model(rank: int) -> None:
         with full, pytest.raises(OSError, match="No space left"):
             save_hf(other, folder, max_shard_size="20KB")
         assert_same_values(read(family, folder).state_dict(), first)
-        # As a crash leaves it, just before the last file is moved.
+        # A crash just before the last file is moved.
         moves = mock.Mock(side_effect=[None, OSError("killed")])
         crash = mock.patch(f"{place}.os.replace", moves)
         with crash, mock.patch(f"{place}.NewFiles.discard"), pytest.raises(OSError, match="killed"):
@@ -236,14 +236,14 @@ def test_the_base_of_an_adapted_model_is_loaded(rank: int) -> None:
 
 
 class PeakMemory:
-    """Inside, how far this process's own memory rises, sampled; files that are mapped do not count.
+    """Samples how far this process's own memory rises inside the context; mapped files do not count.
 
     Attributes:
-        bytes: the most above what there was before.
+        bytes: the peak above the memory at the beginning.
     """
 
     def __enter__(self) -> PeakMemory:
-        # glibc: what is freed goes back at once, so that it does not count (M_MMAP_THRESHOLD, bytes).
+        # glibc: freed memory is returned immediately, so that it does not count (M_MMAP_THRESHOLD, bytes).
         ctypes.CDLL(None).mallopt(-3, 1 << 16)
         self._before, self.bytes, self._ends = self._now(), 0, threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -267,7 +267,7 @@ class PeakMemory:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="counts what glibc allocates, on Linux")
 @on_ranks(2)
 def test_no_rank_has_the_model_in_its_memory(rank: int) -> None:
-    """Of eight equal layers the first rank has one, twice: gathered, and as it is received."""
+    """With eight equal layers the first rank holds one, twice: gathered, and as it is received."""
     family = FAMILIES["Llama"]
     sizes = {"hidden_size": 256, "intermediate_size": 2560, "num_hidden_layers": 8, "head_dim": 64}
     with torch.device("meta"):

@@ -1,6 +1,6 @@
-"""Fused models under FlatFSDP and other engines: what their GEMMs read, and in which order one may call.
+"""Fused models under FlatFSDP and other engines: operands of their GEMMs, and valid orders of calls.
 
-That they train, are saved and write as plain ones is in the other files of this folder.
+The other files of this folder test that they train, are saved and generate like plain ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def test_flag_on_and_off_are_equal_and_near_plain_transformers(rank: int, world_
     for each in found[1:]:
         assert all(torch.equal(one, other) for one, other in zip(each, found[0], strict=True))
     expected = train(build(name), range(world_size), is_sharded=False)
-    # Changes of values that are larger than they.
+    # Changes are small, values are larger.
     assert_near(found[0][4:], expected[4 * world_size :], tolerance=1e-4)
 
 
@@ -120,7 +120,7 @@ TOO_LATE = {
     ("shard", "convert"): "is sharded already; convert first, then shard",
     ("shard", "adapt"): "brings parameter .*LoRA",
 }
-"""What must not come after what, and what is said of it."""
+"""Calls in an invalid order, and the message of the error."""
 
 
 @needs_peft
@@ -164,7 +164,7 @@ def test_calls_in_any_order_are_the_same_or_raise(rank: int, world_size: int, wa
 
 
 def parallel(model: Any) -> Any:
-    """By PyTorch's tensor parallelism over all ranks."""
+    """Splits a model with PyTorch's tensor parallelism over all ranks."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     column, row = ColwiseParallel(), RowwiseParallel()
     for layer in model.model.layers:
@@ -213,7 +213,7 @@ def test_after_another_engine() -> None:
 
 @on_ranks(2)
 def test_beside_tensor_parallel_layers(rank: int) -> None:
-    """What no layer has declared to be split is the same on all ranks of a tp_group: also a fused model."""
+    """Parameters that no layer has declared as split are the same on all ranks of a tp_group: also a fused model's."""
     groups = [dist.new_group([each]) for each in range(2)]
     options: dict[str, Any] = {"process_group": groups[rank], "tp_group": dist.group.WORLD}
     found = []

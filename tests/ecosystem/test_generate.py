@@ -1,4 +1,4 @@
-"""`generate` of a model that is sharded in place: what plain transformers writes, rank by rank."""
+"""`generate` of a model sharded in place returns what plain transformers does, rank by rank."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPT = (3, 5, 7, 9)
 
 
 def trained_and_plain(name: str, rank: int, **options: Any) -> tuple[Any, Any]:
-    """A model after one step, in place, and a plain one with its values; both for evaluation."""
+    """A model after one step, in place, and a plain one with its values; both in evaluation mode."""
     family = MODELS[name]
     model, plain = sharded("in place", family.build(), family.is_unit, **options), family.plain.build()
     plain.load_state_dict(train_sharded(model, rank, steps=1).state)
@@ -31,11 +31,11 @@ def trained_and_plain(name: str, rank: int, **options: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
 @on_ranks(2)
 def test_ranks_write_texts_of_different_lengths(rank: int, name: str, reshard: bool) -> None:
-    """Every token gathers, so the rank that is done first goes on with the others, whose texts are longer."""
+    """Every token gathers, so the rank that finishes first continues with the others, whose texts are longer."""
     model, plain = trained_and_plain(name, rank, reshard_after_forward=reshard)
     prompt, length = PROMPT[rank:], 3 + 4 * rank
     assert torch.equal(generated(model, prompt, length), generated(plain, prompt, length))
-    # It trains on.
+    # Training continues.
     assert train_sharded(model.train(), rank, steps=1).losses
 
 
@@ -43,7 +43,7 @@ def test_ranks_write_texts_of_different_lengths(rank: int, name: str, reshard: b
 @pytest.mark.parametrize("flag", [True, False], ids=["on", "off"])
 @on_ranks(2)
 def test_unsharded_every_rank_writes_what_it_likes(rank: int, name: str, flag: bool) -> None:
-    """Nothing is communicated inside, so the ranks need not call the model equally often."""
+    """Nothing is communicated inside, so ranks may call the model unequally often."""
     model, plain = trained_and_plain(name, rank, optimize_backward_concat=flag)
     with model.unsharded():
         for length in range(1, 3 + 2 * rank):
@@ -62,7 +62,7 @@ def test_unsharded_one_rank_alone(rank: int) -> None:
 
 @on_ranks(2)
 def test_values_that_an_optimizer_has_written_are_used(rank: int) -> None:
-    """Generation between two steps sees the newest weights, whatever was gathered before."""
+    """Generation between two steps uses the newest weights, whatever was gathered before."""
     model, plain = trained_and_plain("Llama", rank, reshard_after_forward=False)
     before = generated(model, PROMPT, 8)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Lightning's Trainer and Fabric: programs that were written for DDP, with one line changed."""
+"""Lightning's Trainer and Fabric: programs written for DDP, with one line changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ WIDTH, COUNT = 8, 24
 
 
 class Program(L.LightningModule):
-    """As one writes it for DDP."""
+    """A module written for DDP."""
 
     def __init__(self, rate: float = 0.05, manual: bool = False) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def data(seed: int = 0) -> DataLoader[Tensor]:
 
 
 def trainer(rank: int, world_size: int, folder: Path, strategy: Any, **options: Any) -> Any:
-    """Of a rank that is there already."""
+    """A Trainer on a rank that already exists."""
     os.environ["LOCAL_RANK"] = str(rank)
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
     return L.Trainer(
@@ -150,7 +150,7 @@ def test_ranks_predict_another_number_of_batches(rank: int, world_size: int, tmp
 def test_a_run_that_was_interrupted_goes_on_with_the_same_bits(
     rank: int, world_size: int, tmp_path: Path
 ) -> None:
-    """From what the checkpoint callback has written; the folder is one of `flatfsdp.checkpoint`, too."""
+    """It resumes from what the checkpoint callback wrote; the folder is one of `flatfsdp.checkpoint`, too."""
     units = STRATEGIES["units"]
 
     def run(*, epochs: int, folder: Path, resumed: str | None = None) -> tuple[Program, Any]:

@@ -1,4 +1,4 @@
-"""What Hugging Face's libraries do to a model, done after FlatFSDP has sharded it: refused by name."""
+"""Changes of a model by Hugging Face's libraries, after FlatFSDP has sharded it, are refused by name."""
 
 from __future__ import annotations
 

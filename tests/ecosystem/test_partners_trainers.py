@@ -1,4 +1,4 @@
-"""Trainers that put DistributedDataParallel around every model, given one that FlatFSDP has sharded."""
+"""Trainers that wrap every model in DistributedDataParallel, given a model that FlatFSDP has sharded."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 class WithLoss(nn.Module):
-    """Returns what transformers.Trainer expects."""
+    """A model that returns what transformers.Trainer expects."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()

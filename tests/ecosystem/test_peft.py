@@ -1,4 +1,4 @@
-"""LoRA with PEFT: adapters train, are saved for plain PEFT, and can be switched off."""
+"""LoRA with PEFT: adapters train, are saved for plain PEFT, and can be disabled."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [needs_transformers, needs_peft]
 
 LLAMA = FAMILIES["Llama"]
 FORMS = ("plain", "fused", "fused later")
-"""Whether the base is fused, and whether before the adapters come or after."""
+"""Whether the base is fused, and whether before or after the adapters are added."""
 
 
 def with_lora(form: str = "plain") -> Any:
@@ -91,11 +91,11 @@ def test_an_adapter_is_saved_by_one_rank_and_read_by_plain_peft(rank: int, form:
 )
 @on_ranks(2)
 def test_a_disabled_adapter_leaves_the_base_model(rank: int, world_size: int, form: str, flag: str) -> None:
-    """As a reference model of preference training does, between forward and backward, too."""
+    """Adapters are disabled for a reference model, also between forward and backward."""
     model = sharded("in place", with_lora(form), LLAMA.is_unit, optimize_backward_concat=flag == "on")
     plain, base = with_lora(form), LLAMA._replace(is_fused=form != "plain").build()
     batch: dict[str, Any] = batches_of(rank, 0)[0]
-    # A fused model that is given labels returns no logits; with a cache, and unsharded, it is not fused.
+    # A fused model with labels returns no logits; with a cache, and unsharded, it is not fused.
     del batch["labels"]
     batch["use_cache"] = False
     with model.disable_adapter(), torch.no_grad():
@@ -122,7 +122,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("what", [*OTHERS, "IA3", "prefixes"])
 @on_ranks(2)
 def test_other_adapters_of_a_fused_base(rank: int, world_size: int, what: str) -> None:
-    """Whatever part of it they leave to transformers."""
+    """The numbers are right whatever part of it they leave to transformers."""
     import peft
 
     config: Any = {
@@ -147,7 +147,7 @@ def test_other_adapters_of_a_fused_base(rank: int, world_size: int, what: str) -
 
 @on_ranks(2)
 def test_merged_adapters_stay_where_they_are(rank: int) -> None:
-    """Also inside `unsharded`, where only copies would be merged otherwise."""
+    """This also holds inside `unsharded`, where otherwise only copies would be merged."""
     model, plain = sharded("in place", with_lora(), LLAMA.is_unit), with_lora()
     batch = batches_of(rank, 0)[0]
     for name in ("merge_adapter", "unmerge_adapter"):
@@ -242,7 +242,7 @@ def test_kinds_of_adapters_train_and_are_read_by_plain_peft(rank: int, world_siz
             again = peft.PeftModel.from_pretrained(LLAMA.build(), folder)
             assert_same_values(again.state_dict(), found.state)
             if name == "whole head" and rank == 0:
-                # Alone, with what all have gathered.
+                # One rank alone, with what all have gathered.
                 model.save_pretrained(folder / "alone", state_dict=dict(found.state))
                 alone = peft.PeftModel.from_pretrained(LLAMA.build(), folder / "alone")
                 assert_same_values(alone.state_dict(), found.state)
@@ -253,7 +253,7 @@ def test_kinds_of_adapters_train_and_are_read_by_plain_peft(rank: int, world_siz
 
 @on_ranks(2)
 def test_converted_layers_are_adapted_and_saved(rank: int, world_size: int) -> None:
-    """In either order, in FP8; what is saved is the same as without."""
+    """Conversion works in either order, in FP8; the saved files are the same as without."""
     import peft
 
     def adapt(model: Any) -> Any:
@@ -275,7 +275,7 @@ def test_converted_layers_are_adapted_and_saved(rank: int, world_size: int) -> N
             plain = peft.PeftModel.from_pretrained(LLAMA.build(), folder)
         assert_same_values(plain.state_dict(), trained.state)
     exact = train_plain(adapt(LLAMA.build()), rank, world_size, steps=1).losses
-    # Adapters are in FP8 in the second only.
+    # Only in the second are adapters in FP8.
     for found in losses:
         assert found != exact and found == pytest.approx(exact, rel=0.02)
 

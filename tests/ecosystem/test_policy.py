@@ -1,4 +1,4 @@
-"""Units are the layers that transformers names; on the meta device they get the values it would give."""
+"""Units are the layers that transformers names; models on the meta device get the values it would give."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = needs_transformers
 
 
 def units_of(model: Any) -> set[str]:
-    """Classes of the units inside of a model that is sharded by its policy."""
+    """Classes of the units inside a model that is sharded by its policy."""
     sharded = shard(model, policy_of(model))
     return {
         type(each).__name__
@@ -32,7 +32,7 @@ def units_of(model: Any) -> set[str]:
 
 @on_ranks(2)
 def test_each_layer_is_a_unit(rank: int) -> None:
-    """BERT's embeddings, which transformers names too, are tied to its head and stay outside."""
+    """BERT's embeddings, which transformers also names, are tied to its head and stay outside."""
     for name, family in MODELS.items():
         model: Any = family.build()
         layers = sum(type(module).__name__ == family.layer for module in model.modules())
@@ -50,7 +50,7 @@ def test_of_what_is_around_a_model_or_not_a_layer_itself(rank: int) -> None:
     adapted = peft.get_peft_model(family.build(), peft.LoraConfig(target_modules=["q_proj"]))
     assert units_of(adapted) == {family.layer}
     assert units_of(nn.Sequential(family.build())) == {family.layer}
-    # It names the attention in its layers.
+    # It names the attention inside its layers.
     config = RobertaPreLayerNormConfig(num_hidden_layers=1, hidden_size=12, intermediate_size=12)
     assert units_of(RobertaPreLayerNormModel(config)) == {"RobertaPreLayerNormLayer"}
 
@@ -68,7 +68,7 @@ def test_a_model_without_known_layers_is_refused(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_model_from_the_meta_device_has_the_values_of_transformers(rank: int) -> None:
-    """Buffers and constants are equal, and matrices have the same spread, which is another one in some."""
+    """Buffers and constants are equal, and matrices have the same spread, which differs between some."""
     for name, family in FAMILIES.items():
         plain: Any = family.build()
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What plain transformers reads of a model that FlatFSDP has, and what the model says of itself."""
+"""Files of sharded models as plain transformers reads them, and what the model reports of itself."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = needs_transformers
 
 
 def read(family: Family, folder: Path) -> Any:
-    """What plain transformers makes of the folder."""
+    """The model that plain transformers loads from the folder."""
     transformers = importlib.import_module("transformers")
     return getattr(transformers, family.model).from_pretrained(folder, local_files_only=True)
 
@@ -36,14 +36,14 @@ def read(family: Family, folder: Path) -> Any:
 @pytest.mark.parametrize("name", MODELS)
 @on_ranks(2)
 def test_save_pretrained_of_the_wrapped_module(rank: int, name: str) -> None:
-    """With the state dict of the wrapper."""
+    """The wrapper's state dict is passed in."""
     family = MODELS[name]
     model = sharded("wrapped", family.build(), family.is_unit)
     state = train_sharded(model, rank, steps=1).state
     with pytest.raises(AttributeError, match=r"write only a part of it.*flatfsdp\.shard"):
         model.save_pretrained("nowhere")
     with shared_folder() as folder:
-        # It empties the dict that it is given, and writes on the first rank.
+        # It empties the passed dict, and writes on the first rank.
         model.module.save_pretrained(folder, state_dict=dict(state))
         dist.barrier()
         assert_same_values(read(family, folder).state_dict(), state)
@@ -56,7 +56,7 @@ def test_all_ranks_call_save_pretrained_and_one_writes(rank: int, name: str) -> 
     model = sharded("in place", family.build(), family.is_unit)
     state = train_sharded(model, rank, steps=1).state
     with shared_folder() as folder:
-        # Each has a folder of its own, so that one can see who writes.
+        # Each rank has its own folder, which shows who writes.
         model.save_pretrained(folder / str(rank))
         dist.barrier()
         assert [path.name for path in folder.iterdir()] == ["0"]
@@ -86,14 +86,14 @@ def test_one_rank_that_saves_alone_is_told_so(rank: int) -> None:
                 model.save_pretrained(folder)
         assert list(folder.iterdir()) == []
         dist.barrier()
-        # Nothing is left behind: together they save.
+        # Nothing is left behind: all ranks together can save.
         model.save_pretrained(folder)
         assert list(folder.iterdir()) != []
 
 
 @on_ranks(2)
 def test_who_has_to_save_and_what_is_said_of_it(rank: int) -> None:
-    """All ranks that share the model, or one with a state dict; always with the dtype of what is written."""
+    """All ranks that share the model save, or one with a state dict; the dtype is always that of the files."""
     family = FAMILIES["Llama"]
     options: dict[str, Any] = {"precision": Precision(compute=torch.bfloat16)}
     model = sharded("in place", family.build(), family.is_unit, **options)

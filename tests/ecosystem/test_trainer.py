@@ -1,4 +1,4 @@
-"""transformers' trainers on FlatFSDP: a program for DistributedDataParallel, with one changed line."""
+"""transformers' trainers on FlatFSDP: a program for DistributedDataParallel, with one line changed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ pytestmark = [
 ]
 
 SAMPLES = 20
-"""Five microbatches of two a rank: steps of two, two and one."""
+"""Five microbatches of two per rank: steps of two, two and one."""
 
 
 class Text(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Sequences of which some labels do not count, another number in each."""
+    """Sequences with ignored labels, a different number in each."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -102,12 +102,12 @@ def test_losses_and_gradient_norms_are_those_of_ddp(
         ddp.train()
         model = FAMILIES[family].build()
         if rank:
-            # The first rank's values count.
+            # The first rank's values are used.
             torch.nn.init.normal_(next(model.parameters()))
         ours = flat_trainer(model, args, flat=flat_arguments(**flat))
         ours.train()
         torch.testing.assert_close(history(ours), history(ddp), rtol=1e-5, atol=0)
-        # AdamW moves a bias whose gradient is nothing but rounding, GPT-2's of keys, by what is not the same.
+        # AdamW moves a bias whose gradient is only rounding noise (GPT-2's of keys) differently each time.
         for name, value in ours.model.state_dict().items():
             torch.testing.assert_close(value, ddp.model.state_dict()[name], rtol=1e-4, atol=1e-3)
 
@@ -214,7 +214,7 @@ def test_lora(rank: int, world_size: int, tmp_path: Path) -> None:
 
 
 def refused() -> list[tuple[dict[str, Any], dict[str, Any], str]]:
-    """TrainingArguments, FlatArguments, and the words."""
+    """TrainingArguments, FlatArguments, and the expected words of the error."""
     return [
         ({"fp16": True}, {}, "bf16=True"),
         ({"torch_compile": True}, {}, "compile the layers before"),

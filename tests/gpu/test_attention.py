@@ -1,4 +1,4 @@
-"""Attention on a GPU leaves the rest of the process as it finds it."""
+"""Attention on a GPU leaves PyTorch's own choice of backends unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MASKED = "attention(x, x, x, x[..., :1, :] > 0, is_causal=False, dropout=0.0, sc
 
 
 def order_after(*calls: str) -> str:
-    """PyTorch's order of backends in a process that does nothing but this."""
+    """PyTorch's order of backends in a process that only makes these calls."""
     program = f"""
 import torch
 from flatfsdp.layers.attention.sdpa import attention
@@ -33,6 +33,6 @@ print(torch._C._get_sdp_priority_order())
 
 @pytest.mark.parametrize("first", [OURS, MASKED], ids=["causal", "masked"])
 def test_the_order_of_backends_stays_that_of_pytorch(first: str) -> None:
-    """PyTorch finds it when it first chooses a backend: ours may come before that."""
+    """PyTorch determines it when it first chooses a backend, and ours may run before that."""
     assert order_after(first) == order_after(PLAIN)
     assert order_after(first, PLAIN) == order_after(PLAIN)

@@ -1,4 +1,4 @@
-"""Calls of layers with foreign parameters on the GPU: the bits of our layers; weights [in, out]."""
+"""Calls of layers with foreign parameters on the GPU: bit-equal to our layers; weights [in, out]."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_layers_are_calls_with_parameters_of_their_own(recipe: Any) -> None:
 @RECIPES
 @pytest.mark.parametrize("fused", [True, "two_pass", False])
 def test_transposed_weights(recipe: Any, fused: Any) -> None:
-    """Of the weight's gradient the input is the left operand, E4M3, and the gradient the right one, E5M2."""
+    """For the weight's gradient the input, E4M3, is the left operand, and the gradient, E5M2, the right one."""
     plain = owner(**SIZES).to("cuda", torch.bfloat16)
     other = turned(**SIZES, fuse_wgrad_accumulation=fused).to("cuda", torch.bfloat16)
     buffers = [claimed(layer.weight) for layer in (other.up, other.down)]

@@ -1,4 +1,4 @@
-"""Cross-entropy on the GPU: what torch gives in FP32, with the logits in memory once or in chunks."""
+"""Cross-entropy on the GPU equals torch's in FP32, with the logits in memory once or in chunks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 TOKENS, WIDTH, VOCAB = 4096, 512, 64000
 LOGITS = 2 * TOKENS * VOCAB
-"""Bytes in bf16."""
+"""Bytes of the logits in bf16."""
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""A microbatch of a layer captured in a CUDA graph: replays compute what eager calls do, bit for bit."""
+"""A microbatch of a layer captured in a CUDA graph: replays equal eager calls bit for bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HIDDEN, FFN, HEADS, SEQ, BATCH = 512, 1024, 4, 128, 4
 
 
 class Microbatch:
-    """Forward and backward of one layer, whose gradients are added to FP32 `main_grad`s in the products."""
+    """Forward and backward of one layer, whose GEMMs add gradients to FP32 `main_grad`s."""
 
     def __init__(self, recipe: Recipe | None) -> None:
         torch.manual_seed(0)
@@ -37,7 +37,7 @@ class Microbatch:
         self._recipe = recipe
 
     def run(self, x: Tensor, dy: Tensor) -> list[Tensor]:
-        """The output, and the gradients that autograd gives: of the input, norms and biases."""
+        """The output, and the gradients that autograd returns: of the input, norms and biases."""
         leaves = [x, *self.layer.parameters()]
         for leaf in leaves:
             leaf.grad = None
@@ -101,5 +101,5 @@ def test_delayed_scaling_refuses_to_be_captured() -> None:
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         microbatch.run(x, dy)
-    # Nothing of it is left behind: the next eager step runs.
+    # Nothing is left behind: the next eager step runs.
     assert all(t.isfinite().all() for t in microbatch.run(x, dy))

@@ -1,4 +1,4 @@
-"""Ranks that do different things on GPUs: all of them raise, none is left waiting, now or at exit."""
+"""Ranks that do different things on GPUs: all of them raise, and none waits forever, during the run or at exit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ending(NamedTuple):
 
 
 def trained(rank: int, what: str, **options: Any) -> Ending:
-    """Two good steps, then rank 1 does `what` once, then three steps more, with a look at each loss."""
+    """Two good steps, then rank 1 does `what` once, then three more steps, with each loss checked."""
     torch.manual_seed(0)
     model = auto_wrap(Stack(), by_class(Block), device="cuda", optimize_backward_concat=True, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -83,7 +83,7 @@ def misbehave(model: FlatFSDP, what: str) -> None:
 def each_case(
     rank: int, world_size: int, cases: list[str], reshard: bool, is_hybrid: bool
 ) -> dict[str, Ending]:
-    """Each in process groups of its own, which it aborts; the default one is left alone."""
+    """Runs each case in its own process groups, which it aborts; the default one stays intact."""
     endings = {}
     for what in cases:
         group: dict[str, Any] = {"process_group": dist.new_group(list(range(world_size)))}
@@ -114,7 +114,7 @@ def test_ranks_of_other_rows_raise_too() -> None:
 
 
 def ends(rank: int, world_size: int) -> tuple[Ending, float]:
-    """In the default process group, which is destroyed at the end of the program."""
+    """Runs a case in the default process group, which is destroyed at the end of the program."""
     ending = trained(rank, "order")
     start = time.monotonic()
     dist.destroy_process_group()

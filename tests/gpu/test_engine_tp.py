@@ -1,4 +1,4 @@
-"""FlatFSDP around tensor-parallel layers over NCCL: the same bits, one norm, and checkpoints for others."""
+"""FlatFSDP around tensor-parallel layers over NCCL: bit-equal, one norm, portable checkpoints."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_weights_stored_in_fp8_are_the_same_bits() -> None:
 
 @on_ranks(4, backend="nccl")
 def test_a_checkpoint_is_read_by_another_arrangement(tmp_path: Path) -> None:
-    """Written by DP 2 x TP 2, read by TP 4, and by DP 4."""
+    """A checkpoint written by DP 2 x TP 2 is read by TP 4, and by DP 4."""
     folder = str(tmp_path)
     mesh = mesh_of(pp=1, tp=2)
     model = build(mesh, DelayedScaling(), precision=BF16)

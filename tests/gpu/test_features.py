@@ -1,4 +1,4 @@
-"""What differs from the CPU: host memory beside device memory, NCCL's collectives, the scaler's device."""
+"""Differences from the CPU: host memory beside device memory, NCCL's collectives, the scaler's device."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_hybrid_sharding(rank: int, precision: Precision, reshard: bool, sync: s
         model(batch, batch).backward()
     held = sum(p.numel() for p in model.parameters())
     backwards = len(batches) if sync == "every" else 1
-    # FP32, two ranks inside and two across: half of what the row holds, and what this rank holds.
+    # FP32, two ranks inside and two across: half of the row's elements, and this rank's elements.
     assert model.ledger.bytes["reduce"] == backwards * 4 * held
     assert model.ledger.bytes["all_reduce"] == 4 * held
     equal = same_trace(*traces)
@@ -83,7 +83,7 @@ def test_hybrid_sharding(rank: int, precision: Precision, reshard: bool, sync: s
 @NEEDS_FOUR
 @on_ranks(4, backend="nccl")
 def test_hybrid_sharding_trains_like_plain_sharding(rank: int) -> None:
-    """The mean over rows and columns is the mean over all ranks, up to the order of a sum."""
+    """The mean over rows and columns is the mean over all ranks, up to the order of additions."""
     batches = tokens(SMALL, rank, 2)
     flat = train(build(), batches)
     grid = train(build(mesh=dist.init_device_mesh("cuda", (2, 2))), batches)
@@ -190,7 +190,7 @@ def init_plain(module: nn.Module) -> None:
 
 @on_ranks(2, backend="nccl")
 def test_a_meta_model_is_built_unit_by_unit(rank: int) -> None:
-    """Peak memory while wrapping: this rank's half of the model, and little more than one unit beside it."""
+    """Peak memory while wrapping: this rank's half of the model, and little more than one unit."""
     config = GPTConfig(layers=16, hidden=1024, heads=16, seq=128)
     torch.manual_seed(0)
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""Counts of FP8 overflows on a GPU: right, and the host never waits for them."""
+"""Counts of FP8 overflows on a GPU are right, and the host never waits for them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build() -> nn.Module:
 
 
 def batches() -> list[Tensor]:
-    """The same one four times: as it is, a thousand times as large, with infinity, with NaN."""
+    """One batch in four forms: unchanged, a thousand times as large, with infinity, with NaN."""
     x = torch.randn(TOKENS, HIDDEN, device="cuda", dtype=torch.bfloat16)
     found = [x, 1000 * x, x.clone(), x.clone()]
     found[2][3, 4], found[3][5, 6] = math.inf, math.nan
@@ -80,7 +80,7 @@ def test_the_host_does_not_wait_and_bits_stay(recipe: Recipe) -> None:
     assert table["0"]["weight"] == {"amaxes": 4, "saturated": 0, "infinite": 0, "nan": 0}
     tensors = {f"{name}_{kind}" for name in ("fc1", "fc2") for kind in ("input", "weight", "grad_output")}
     assert set(table) == {"0", "1"} and set(table["1"]) == tensors
-    # NaN goes on to the layers behind; infinity does not, nor does either reach this gradient.
+    # NaN propagates to later layers; infinity does not, and neither reaches this gradient.
     assert table["1"]["fc1_input"]["nan"] == table["1"]["fc2_input"]["nan"] == 1
     assert table["1"]["fc2_grad_output"] == {"amaxes": 4, "saturated": 0, "infinite": 0, "nan": 0}
 

@@ -1,4 +1,4 @@
-"""Weights kept in FP8: the collectives that NCCL runs in one step.  Needs two GPUs."""
+"""Weights stored in FP8: the collectives that NCCL runs in one step.  Needs two GPUs."""
 
 from __future__ import annotations
 
@@ -71,15 +71,17 @@ def collectives_of_a_step(rank: int, world_size: int, reshard: bool, checked: bo
 @pytest.mark.parametrize("reshard", [False, True], ids=["zero2", "zero3"])
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_one_launch_of_nccl_a_unit_and_direction(world_size: int, reshard: bool) -> None:
-    """FP8 and bf16 parts travel together; the scales of the whole model take one all-reduce a step, and the
-    gradients' norm one all-gather."""
+    """FP8 and bf16 parts share a launch.
+
+    The scales of the whole model take one all-reduce a step, and the gradient norm one all-gather.
+    """
     units = LAYERS + 1
-    # The root keeps its own from forward to backward.
+    # The root keeps its own parameters from forward to backward.
     gathers = (2 * LAYERS + 1) * MICROBATCHES if reshard else units
     expected = {"AllGather": gathers + 1, "ReduceScatter": units, "AllReduce": 1}
     for found in run_ranks(world_size, collectives_of_a_step, reshard, False, backend="nccl"):
         assert found == expected
-    # What they are for travels in the same launches, whose kernels may have the name of either.
+    # Identities travel in the same launches, whose kernels may have the name of either.
     for found in run_ranks(world_size, collectives_of_a_step, reshard, True, backend="nccl"):
         assert found.total() == sum(expected.values()), found
 

@@ -1,4 +1,4 @@
-"""Hugging Face models on a GPU, fused: the bits of our own layers, one GEMM a joint, and no copy of it."""
+"""Fused Hugging Face models on a GPU: bit-equal to our layers, one GEMM per joint, and no copies."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def loss_and_grads(model: Any, seed: int) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def distance(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Relative, of all gradients together."""
+    """The relative distance of all gradients together."""
     assert ours.keys() == expected.keys()
     found, exact = (
         torch.cat([each[name].double().flatten() for name in expected]) for each in (ours, expected)
@@ -73,7 +73,7 @@ def distance(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("name", FUSED)
 def test_families_compute_what_transformers_computes(name: str) -> None:
-    """In FP32 within rounding; in bf16 no further from FP32 than transformers is."""
+    """In FP32 equal within rounding; in bf16 no further from FP32 than transformers is."""
     if name not in FAMILIES:
         pytest.skip(f"no {name} here")
     plain = wide(name)
@@ -89,7 +89,7 @@ def test_families_compute_what_transformers_computes(name: str) -> None:
         )
         for narrow in (plain.bfloat16(), fused.bfloat16())
     )
-    # Where two experts are nearly as good, rounding chooses.
+    # If two experts are nearly as good, rounding decides.
     assert ours <= (1.5 if name == "Mixtral" else 1.1) * theirs, (ours, theirs)
 
 
@@ -180,7 +180,7 @@ GEMMS = ("gemm", "nvjet", "cutlass", "matmul")
 
 
 def products_of(names: list[str]) -> list[str]:
-    """But for those of FP32, by which transformers computes its angles."""
+    """The GEMMs among these names, except those of FP32, by which transformers computes its angles."""
     return [n for n in names if any(part in n.lower() for part in GEMMS) and "sgemm" not in n]
 
 
@@ -188,7 +188,7 @@ def products_of(names: list[str]) -> list[str]:
 @pytest.mark.parametrize("fp8", [False, True], ids=["bf16", "fp8"])
 @on_ranks(1, backend="nccl")
 def test_a_joint_is_one_gemm_without_a_copy(rank: int, fp8: bool, flag: bool) -> None:
-    """A layer's forward multiplies four times: q k v, out, gate and up, down; nothing is concatenated."""
+    """A layer's forward runs four GEMMs: q k v, out, gate and up, down; nothing is concatenated."""
     precision = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling() if fp8 else None)
     model = shard(
         fuse(wide("Llama"), fp8=fp8),
@@ -214,7 +214,7 @@ def test_a_joint_is_one_gemm_without_a_copy(rank: int, fp8: bool, flag: bool) ->
 
     forward()
     names = kernels_of(forward)
-    # A few a forward, such as transformers' angles, and none a layer.
+    # A few per forward, such as transformers' angles, and none per layer.
     assert len([name for name in names if "CatArray" in name]) < LAYERS, names
     products = products_of(names)
     assert len(products) == 4 * LAYERS, products
@@ -222,6 +222,6 @@ def test_a_joint_is_one_gemm_without_a_copy(rank: int, fp8: bool, flag: bool) ->
     if flag:
         # With the flag off autograd concatenates all gradients of a unit.
         assert len([name for name in step_names if "CatArray" in name]) < LAYERS, step_names
-    # Weight gradients of one joint are one product, too: three a product, and three of the head.
+    # Weight gradients of one joint are one GEMM, too: three per linear map, and three of the head.
     products = products_of(step_names)
     assert len(products) <= 3 * 4 * LAYERS + 3, products

@@ -1,4 +1,4 @@
-"""FP8 products of real layers on the GPU: right, the same in every run, and as PyTorch's."""
+"""FP8 GEMMs of real layers on the GPU: right, the same in every run, and equal to PyTorch's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_products_of_layers(
     a = torch.randn(rows, inner, device="cuda").to(E5M2 if split_accumulator else E4M3)
     b = torch.randn(cols, inner, device="cuda").to(E4M3)
     invs = torch.tensor([0.3], device="cuda"), torch.tensor([1.7], device="cuda")
-    # At 16 bytes, the least that a plan takes.
+    # At a multiple of 16 bytes, the smallest alignment that a plan accepts.
     bias = torch.randn(8 + cols, device="cuda").bfloat16()[8:] if with_bias else None
     exact = torch.empty(rows, cols, device="cuda")
     module.reference(a, b, *invs, bias, exact, split_accumulator)

@@ -1,4 +1,4 @@
-"""Weight gradients on the GPU: fused is unfused bit for bit, in place, right, and the same in every run."""
+"""Weight gradients on the GPU: fused equals unfused bit for bit, in place, right, and the same in every run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _seed() -> Iterator[None]:
 
 
 def operands(out: int, inner: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """dy and x as `wgrad` takes them; in FP8 E5M2 and E4M3, transposed."""
+    """dy and x in the form that `wgrad` takes; in FP8 E5M2 and E4M3, transposed."""
     if dtype == E4M3:
         dy = torch.randn(out, TOKENS, device="cuda").to(E5M2)
         return dy, torch.randn(inner, TOKENS, device="cuda").to(E4M3)
@@ -52,7 +52,7 @@ def scale_inv(exponent: int) -> Tensor:
 def accumulated(
     run: Wgrad, microbatches: list[tuple[Tensor, Tensor]], shape: tuple[int, int], **options: bool
 ) -> Tensor:
-    """The sum over microbatches, each with its own scales if it is FP8, from a poisoned buffer."""
+    """The sum over microbatches, each with its own scales in FP8, from a poisoned buffer."""
     target = torch.full(shape, torch.nan, device="cuda")
     for index, (dy, x) in enumerate(microbatches):
         scales = {}
@@ -86,7 +86,7 @@ def test_high_precision_fused_is_unfused_bit_for_bit_in_every_run(
 
 
 def relative_error(ours: Tensor, dy_t: Tensor, x_t: Tensor, factor: float = 1.0) -> float:
-    """Of 256 rows, against float64."""
+    """Relative error of 256 rows, against float64."""
     rows = torch.randperm(dy_t.shape[0], device="cuda")[:256]
     wanted = dy_t.view(torch.uint8)[rows].view(dy_t.dtype) if dy_t.dtype == E5M2 else dy_t[rows]
     exact = wanted.double() @ x_t.double().t() * factor
@@ -133,7 +133,7 @@ def test_high_precision_against_float64(out: int, inner: int, dtype: torch.dtype
 def test_small_integers_are_exact(
     out: int, inner: int, tokens: int, dy_dtype: torch.dtype, x_dtype: torch.dtype
 ) -> None:
-    """Odd sizes, both formats on both sides, scales with the right operand."""
+    """Sizes are odd, formats are on both sides, and each scale belongs to its operand."""
     dy, x = (torch.randint(-4, 5, (size, tokens), device="cuda").float() for size in (out, inner))
     target = torch.full((out, inner), torch.nan, device="cuda")
     for index in range(2):
@@ -157,7 +157,7 @@ def test_in_place_means_no_temporary_of_the_targets_size(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", [E4M3, torch.bfloat16], ids=["fp8", "bf16"])
 @pytest.mark.parametrize("gap", [16, 1])
 def test_bits_do_not_depend_on_the_slot_of_the_flat_buffer(dtype: torch.dtype, gap: int) -> None:
-    """A slot begins at a multiple of 64 bytes, a tensor of its own at one of 512; others work, too."""
+    """A slot begins at a multiple of 64 bytes, a separate tensor at one of 512; others work, too."""
     dy, x = operands(1024, 2048, dtype)
     scales = {"dy_scale_inv": scale_inv(0), "x_scale_inv": scale_inv(0)} if dtype == E4M3 else {}
     own = torch.full((1024, 2048), torch.nan, device="cuda")

@@ -97,10 +97,10 @@ def test_trace_shows_no_concat_and_overlapped_reductions() -> None:
         device="cuda",
         optimize_backward_concat=True,
         precision=BF16,
-        # A launch that carries what it is for may have the name of an all-gather.
+        # A launch that carries an identity may have the name of an all-gather.
         check_collectives=False,
     )
-    # Enough for a unit that the GPU is the limit while the host records.
+    # Enough per unit that the GPU is the limit while the host records.
     batches = [torch.randn(16, WIDE.seq, WIDE.hidden, device="cuda") for _ in range(2)]
     for _ in range(2):
         for batch in microbatches(model, batches):

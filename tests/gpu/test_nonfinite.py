@@ -1,4 +1,4 @@
-"""Steps whose gradients are not finite, where the host does not know it: the device decides, nobody waits."""
+"""Steps with gradients that are not finite, unknown to the host: the device decides, and nobody waits."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Training:
         return losses
 
     def train(self, steps: Iterable[int], bad: int | None, bad_rank: int) -> tuple[list[Tensor], list[int]]:
-        """Losses of all steps but the bad one, and the steps in which an error came."""
+        """Losses of all steps except the bad one, and the steps that raised an error."""
         losses, raised = [], []
         for step in steps:
             found = self.forward_backward(step, is_bad=step == bad and dist.get_rank() == bad_rank)
@@ -97,7 +97,7 @@ class Training:
                 self.optimizer.step()
             except NonFiniteGradientError:
                 raised.append(step)
-                # This step's gradients are there, and it has not begun.
+                # This step's gradients are complete, and it has not begun.
                 self.optimizer.step()
             self.optimizer.zero_grad()
         return losses, raised
@@ -131,7 +131,7 @@ def random_bad(world_size: int, seed: str) -> tuple[int, int]:
 def test_as_if_the_step_had_not_been(
     rank: int, world_size: int, kind: str, max_grad_norm: float | None, mode: str, make: Any
 ) -> None:
-    """Bit for bit, for the rest of the training; "raise" is one step late."""
+    """The rest of the training is bit-equal; "raise" is one step late."""
     bad, bad_rank = random_bad(world_size, f"{kind} {max_grad_norm} {mode} {make.__name__}")
     options = {"nonfinite": mode, "max_grad_norm": max_grad_norm}
     ours, theirs = (Training(rank, kind, make, **options) for _ in range(2))
@@ -190,7 +190,7 @@ def test_whoever_reads_the_state_hears_of_the_last_step(rank: int, world_size: i
 def test_a_step_does_not_synchronize(
     rank: int, world_size: int, kind: str, max_grad_norm: float | None, mode: str
 ) -> None:
-    """A whole step, with bad gradients too, under PyTorch's own watch."""
+    """A whole step, also with bad gradients, passes PyTorch's own synchronisation check."""
     training = Training(rank, kind, nonfinite=mode, max_grad_norm=max_grad_norm)
     training.train(range(2), None, 0)
     training.optimizer.raise_if_nonfinite()
@@ -213,7 +213,7 @@ WAITS = {
 
 
 def recorded_step(training: Training) -> tuple[Counter[str], int]:
-    """Calls of the CUDA runtime inside `optimizer.step()`, and how many kernels it has launched."""
+    """Calls of the CUDA runtime inside `optimizer.step()`, and the number of kernels launched."""
     training.forward_backward(3)
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
@@ -240,7 +240,7 @@ def recorded_step(training: Training) -> tuple[Counter[str], int]:
 def test_what_the_host_asks_of_the_runtime(
     rank: int, world_size: int, max_grad_norm: float | None, mode: str
 ) -> None:
-    """Its one wait is for the step before, if it is to raise; and its launches are few."""
+    """The only wait is for the previous step, if it is to raise; and launches are few."""
     counts = []
     for layers in (2, 8):
         training = Training(rank, "delayed", layers=layers, nonfinite=mode, max_grad_norm=max_grad_norm)
@@ -252,7 +252,7 @@ def test_what_the_host_asks_of_the_runtime(
         counts.append(kernels)
     if rank == 0:
         print(f"{world_size} ranks, {mode}, max_grad_norm={max_grad_norm}: {counts} launches, 2 and 8 layers")
-    # Lists of tensors are cut into launches of some dozens each.
+    # Lists of tensors are split into launches of some dozens each.
     assert counts[1] - counts[0] <= 6, counts
 
 
@@ -260,7 +260,7 @@ def test_what_the_host_asks_of_the_runtime(
 @ON_RANKS
 @on_ranks(backend="nccl")
 def test_the_host_is_not_held_up(rank: int, world_size: int, mode: str) -> None:
-    """A step is queued behind a second of other work; "raise" waits for the step before that work only."""
+    """A step is queued behind a second of other work; "raise" waits only for the step before that work."""
     training = Training(rank, "bf16", nonfinite=mode)
     training.train(range(3), None, 0)
     training.forward_backward(3)

@@ -1,4 +1,4 @@
-"""`flatfsdp.optim` where its kernels run: the engine notices their steps, and a CPU takes the same ones."""
+"""`flatfsdp.optim` with its kernels: the engine notices their steps, and a CPU takes the same ones."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_optimizer_writes_the_copy_that_the_engine_would(rank: int, reshard:
 )
 @on_ranks(WORLD_SIZE, backend="nccl")
 def test_a_step_on_the_host_has_the_same_bits(rank: int, kind: Any, options: dict[str, Any]) -> None:
-    """A limit that no norm reaches: its last bits depend on the device."""
+    """The norm limit is never reached: the norm's last bits depend on the device."""
     results = [
         trained(
             rank, lambda p: kind(p, max_grad_norm=1e6, **options), precision=BF16, cpu_offload=cpu_offload

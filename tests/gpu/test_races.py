@@ -1,6 +1,6 @@
-"""The same bits however long each stream takes: many trainings in one group, with delays on each stream.
+"""Results are bit-equal however long each stream takes: many trainings in one group, with delays on each stream.
 
-A stream that does not wait for another one, or memory that two of them share, shows as a difference.
+A stream that does not wait for another one, or memory shared by two of them, shows as a difference.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ pytestmark = [
 ]
 REPETITIONS = 10
 CYCLES = 2_000_000
-"""The longest delay: a millisecond, several times what a unit of the small model takes."""
+"""The longest delay: a millisecond, several times the duration of a unit of the small model."""
 
 
 @contextmanager
 def delays(rank: int) -> Iterator[None]:
-    """Sleeps around what a side stream does, and before it on the compute stream, in one of three cases."""
+    """Sleeps around the work of a side stream, and before it on the compute stream, in one of three cases."""
     chance = random.Random(rank)
 
     def sleep() -> None:
@@ -57,7 +57,7 @@ def delays(rank: int) -> Iterator[None]:
 def differences(
     rank: int, world_size: int, is_hybrid: bool, options: dict[str, Any], repetitions: int
 ) -> list[str]:
-    """What differs from the first training, of delayed ones with the flag off and on."""
+    """The differences of delayed trainings from the first one, with the flag off and on."""
     mesh = dist.init_device_mesh("cuda", (2, 2)) if is_hybrid else None
     batches, found = tokens(SMALL, rank, 3), []
     expected: Trace | None = None
@@ -85,7 +85,7 @@ def test_delays_change_no_bit(is_hybrid: bool, precision: Precision, reshard: bo
 
 
 def differences_without_waiting(rank: int, world_size: int) -> bool:
-    """The compute stream does not wait for reductions: a race of our own making."""
+    """The compute stream does not wait for reductions: an intentional race."""
     with mock.patch("flatfsdp.engine.step.reduce.compute_waits_for"):
         try:
             return bool(differences(rank, world_size, True, {}, 4))

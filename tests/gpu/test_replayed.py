@@ -1,4 +1,4 @@
-"""Microbatches that are CUDA graphs: the bits of eager ones, over NCCL, whatever happens between."""
+"""Microbatches as CUDA graphs: bit-equal to eager ones, over NCCL, whatever happens between."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_what_no_graph_can_hold_raises_and_training_goes_on(rank: int) -> None:
         with pytest.raises(RuntimeError, match=words):
             train(model, replayed(model, function), rank, 5)
         train(model, run, rank, 2)
-        # The generator, too, is as after any failure.
+        # The generator has recovered, too, as after any failure.
         assert torch.rand(3, device="cuda").isfinite().all()
 
 

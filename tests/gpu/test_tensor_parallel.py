@@ -1,4 +1,4 @@
-"""Layers that ranks share, over NCCL and over symmetric memory.  Needs two GPUs."""
+"""Tensor-parallel layers, over NCCL and over symmetric memory.  Needs two GPUs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def on_gpus(rank: int, world_size: int, names: list[str], recipe: Any, dtype: An
 
 
 def run(world_size: int, case: Callable[..., None], *args: Any) -> None:
-    """With time to compile kernels for many shapes."""
+    """Runs a case with time to compile kernels for many shapes."""
     run_ranks(world_size, case, *args, backend="nccl", timeout=400.0)
 
 
@@ -52,7 +52,7 @@ def test_numbers_of_one_gpu(world_size: int, dtype: torch.dtype, names: list[str
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_numbers_of_one_gpu_in_fp8(recipe: str) -> None:
-    # Sizes that FP8 products take on two ranks, not on four.
+    # Sizes that FP8 GEMMs support on two ranks, not on four.
     run(2, on_gpus, ["column", "row", "recomputed", "layer"], RECIPES[recipe], torch.float32, 2e-2)
 
 
@@ -84,7 +84,7 @@ OVERLAPPED = {
 
 
 def in_chunks(rank: int, world_size: int, recipe: Any, error: float) -> None:
-    """Beside the same layer without chunks; and the same bits twice."""
+    """Compares with the same layer without chunks, and two runs with each other."""
     dtype = {"params_dtype": torch.bfloat16, "device": "cuda"}
     for name, (make, kind, widths) in OVERLAPPED.items():
         found = []

@@ -1,4 +1,4 @@
-"""Kernels run on the GPU where there is one, else in Triton's interpreter, repaired."""
+"""Kernels run on the GPU if there is one, else in Triton's interpreter, repaired."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def _seed() -> None:
 
 @pytest.fixture
 def device() -> str:
-    """Where kernels can be launched."""
+    """The device on which kernels can be launched."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.fixture
 def fresh_choices() -> Iterator[None]:
-    """Choices, handles and prepared GEMMs are kept per process; tests with this make their own."""
+    """Choices, handles and prepared GEMMs are kept per process; tests with this fixture make their own."""
     kept = (cublas_lt.prepared_matmul, cublas_lt._handle, cublas_lt.bindings)
     cached = [fn for fn in kept if hasattr(fn, "cache_clear")]
     for fn in cached:
@@ -43,7 +43,7 @@ def fresh_choices() -> Iterator[None]:
 
 @pytest.fixture
 def fake(fresh_choices: None, monkeypatch: pytest.MonkeyPatch) -> FakeCublasLt:
-    """What launches reach on the CPU; the public functions launch."""
+    """Replaces cuBLASLt for launches on the CPU; the public functions launch."""
     made = FakeCublasLt()
     monkeypatch.setattr(cublas_lt, "bindings", lambda: made)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)

@@ -25,7 +25,7 @@ BACKWARD = pytest.mark.parametrize(
     "run", [activation.backward_reference, activation.backward_launch], ids=["reference", "kernel"]
 )
 FUNCTIONS = pytest.mark.parametrize("name", NAMES)
-# What differs between the others is in FP32, before rounding.
+# The other activations differ from these in FP32 only, before rounding.
 ROUNDED = pytest.mark.parametrize("name", ["gelu", "silu", "relu", "srelu", "geglu", "swiglu", "glu"])
 
 
@@ -51,7 +51,7 @@ def activate(
     scale: Tensor | None = None,
     amax: Tensor | None = None,
 ) -> Outputs:
-    """`activation_forward` by the given implementation, into garbage."""
+    """Calls `activation_forward` with the given implementation, into garbage memory."""
     rows, cols = x.shape[0], x.shape[1] // (2 if name in GATED else 1)
     result = outputs(x, rows, cols, dtype, columnwise)
     run(x, GATED.get(name, name), name in GATED, *result, scale, amax)
@@ -79,7 +79,7 @@ def gradient(
 def inputs(
     rows: int, cols: int, name: str, device: str, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """dy and x."""
+    """Random dy and x."""
     width = 2 * cols if name in GATED else cols
     return (
         torch.randn(rows, cols, device=device).to(dtype),
@@ -88,7 +88,7 @@ def inputs(
 
 
 def error(ours: Tensor | None, theirs: Tensor) -> float:
-    """Relative, by the Frobenius norm."""
+    """Relative error in the Frobenius norm."""
     assert ours is not None
     return ((ours.double() - theirs).norm() / theirs.norm()).item()
 
@@ -268,7 +268,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     dy, x = inputs(4, 8, "swiglu", "cpu")
-    # opcheck's own arithmetic does not know FP8.
+    # opcheck's own arithmetic does not support FP8.
     library.opcheck(
         torch.ops.flatfsdp.activation_forward_.default,
         (x, "silu", True, dy.clone(), None, None, None, torch.zeros(1)),
@@ -287,7 +287,7 @@ def compiled(
     tile: Tile,
     aligned: tuple[str, ...] = ("rows", "cols"),
 ) -> str:
-    """PTX of a kernel for bf16 without spills."""
+    """PTX of a kernel for bf16, checked to be without spills."""
     fp8 = "*fp8e4nv" if kernel == "_forward_kernel" else "*fp8e5"
     signature = {
         **dict.fromkeys(("x_ptr", "out_ptr"), "*bf16"),
@@ -322,7 +322,7 @@ def compiled(
 
 @pytest.mark.parametrize(("kind", "is_gated"), [("silu", True), ("gelu", False)])
 def test_fp8_kernels_compile_for_hopper_with_wide_accesses(kind: str, is_gated: bool) -> None:
-    """16 bytes a load and a store, pairs transposed by the hardware, each value computed once."""
+    """16 bytes per load and store, pairs transposed by the hardware, each value computed once."""
     forward_tile = activation.forward_tile(torch.bfloat16, 16384, is_gated, True)
     backward_tile = activation.backward_tile(torch.bfloat16, 16384, is_gated, True, True)
     for kernel, absent, tile in (

@@ -20,8 +20,8 @@ GRAD = pytest.mark.parametrize(
     "run", [module.grad_reference, module.grad_launch], ids=["reference", "kernel"]
 )
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-# One block and less, several, odd, and a rank's part of a vocabulary; of 8 tokens, odd rows begin anywhere
-# in a vector, and of 3 there is no number of whole vectors.
+# One block and less, several, odd, and a rank's part of a vocabulary; with 8 tokens odd rows begin anywhere
+# in a vector, and with 3 the number of vectors is not whole.
 SHAPES = pytest.mark.parametrize(
     ("tokens", "cols"),
     [(3, 1), (3, 7), (3, 1000), (2, 4096), (2, 10007), (1, 16032), (8, 1), (8, 7), (8, 255), (8, 5001)],
@@ -30,13 +30,13 @@ EPS = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 def batch(tokens: int, cols: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """Logits of which some are large, and targets."""
+    """Logits, some of which are large, and targets."""
     logits = torch.randn(tokens, cols, device=device) * 6
     return logits.to(dtype), torch.randint(cols, (tokens,), device=device)
 
 
 def statistics(run: Any, logits: Tensor, targets: Tensor, first: int = 0) -> Statistics:
-    """Into garbage."""
+    """Computes statistics into garbage memory."""
     out = torch.full((3, len(logits)), torch.nan, device=logits.device)
     run(logits, targets, first, out)
     return Statistics(*out)
@@ -73,7 +73,7 @@ def test_statistics_against_float64(
 
 @STATISTICS
 def test_losses_of_large_logits_keep_their_digits(run: Any, device: str) -> None:
-    """max + log(sum) would round to 6e-5."""
+    """The sum max + log(sum) would round to 6e-5."""
     logits, targets = batch(5, 500, torch.float32, device)
     logits += 1000
     targets[:3] = logits[:3].argmax(1)
@@ -123,7 +123,7 @@ def test_gradient_against_float64(run: Any, dtype: torch.dtype, tokens: int, col
     F.cross_entropy(x, targets, reduction="none").backward(scale.double())
     got = gradient(run, logits, targets, *normaliser(logits), scale, 0, -100, inplace=tokens == 8)
     assert got.dtype == dtype
-    # FP16 has nothing between 0 and 6e-8.
+    # FP16 has no numbers between 0 and 6e-8.
     bound = 2 * EPS[dtype] * x.grad.abs() + 2e-7 * scale.abs()[:, None] + 6e-8
     assert ((got.double() - x.grad).abs() <= bound).all()
 
@@ -171,7 +171,7 @@ def test_nan_and_infinity_reach_the_gradient(run: Any, device: str) -> None:
 
 
 def test_rows_that_begin_within_a_vector_are_found() -> None:
-    """And only where all bytes can be read in vectors."""
+    """They are found only if all bytes can be read in vectors."""
     logits = torch.randn(9, 9).bfloat16()
     assert module.is_shifted(logits[:8]) and not module.is_shifted(logits)
     assert not module.is_shifted(logits[1:]), "it begins at an odd address"
@@ -257,10 +257,10 @@ def test_statistics_compile_for_hopper_with_wide_loads(x_type: str, shifted: boo
     )
     assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 64
     assert "ld.global.v4.b32" in compiled.ptx
-    # One exponential an element, and one for each vector; the rest are at the row's end.
+    # One exponential per element, and one for each vector; the rest are at the row's end.
     elements = tile.cols // (32 * tile.warps)
     assert compiled.ptx.count("ex2.approx.ftz") <= elements + 2 * (elements // 4)
-    # Neighbours are compared in the thread that has loaded them: only the row's end crosses warps.
+    # Neighbours are compared in the thread that loaded them: only the row's end crosses warps.
     assert compiled.ptx.count("shfl.sync") <= 30
 
 

@@ -1,4 +1,4 @@
-"""Every kernel that works on rows, with 5, 123 and 4097 of them: no tile divides them, nor the columns.
+"""Every kernel that works on rows, with 5, 123 and 4097 of them, which no tile divides, nor the columns.
 
 The tiles are those of the table; results are compared with float64, and on a GPU with a second launch.
 """
@@ -26,9 +26,9 @@ from tests.support import plain_layers as plain
 COLS = 40
 E4M3 = torch.float8_e4m3fn
 FP8_ERROR = 0.04
-"""Relative, of one rounding to E4M3 in the Frobenius norm."""
+"""Relative error of one rounding to E4M3, in the Frobenius norm."""
 SUM_ERROR = 5e-6
-"""The same of an FP32 sum over rows, whose terms cancel."""
+"""The same for an FP32 sum over rows, whose terms cancel."""
 OPERATORS: list[tuple[ModuleType, str, str]] = [
     (activation, "_activation_forward", "forward_launch"),
     (activation, "_activation_backward", "backward_launch"),
@@ -51,7 +51,7 @@ OPERATORS: list[tuple[ModuleType, str, str]] = [
 
 
 def twice(launch: Callable[..., None]) -> Callable[..., None]:
-    """Launches with copies of all tensors, too, which have to end with the same bits."""
+    """Also launches with copies of all tensors, which have to end bit-equal."""
 
     def call(*args: Any) -> None:
         copies = [arg.clone() if isinstance(arg, Tensor) else arg for arg in args]
@@ -66,7 +66,7 @@ def twice(launch: Callable[..., None]) -> Callable[..., None]:
 
 @pytest.fixture(autouse=True)
 def _launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels on the CPU, too, where the public functions would call the references; twice on a GPU."""
+    """Launches kernels on the CPU, too, instead of the references; twice on a GPU."""
     for module, operator, name in OPERATORS:
         launch = getattr(module, name)
         monkeypatch.setattr(module, operator, twice(launch) if torch.cuda.is_available() else launch)
@@ -82,7 +82,7 @@ def fp8_options(device: str) -> dict[str, Tensor | torch.dtype | bool]:
 
 
 def check_outputs(found: Outputs, amax: Tensor, exact: Tensor) -> None:
-    """Each form of a result that was cast with a scale of 16, and its amax."""
+    """Checks each form of a result that was cast with a scale of 16, and its amax."""
     assert found.out is not None and found.rowwise is not None and found.columnwise is not None
     assert plain.error(found.out, exact) < 1e-6
     assert plain.error(found.rowwise.double() / 16, exact.clamp(-28, 28)) < FP8_ERROR

@@ -1,4 +1,4 @@
-"""Query, key and value side by side, from whatever strides attention returns."""
+"""Query, key and value joined from any strides that attention returns."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ A, B = 5, 3
 
 
 def strided(heads: int, dim: int, order: str, dtype: torch.dtype, device: str) -> Tensor:
-    """[A, B, heads, dim], in memory in another order of its dimensions, as slices of something larger."""
+    """[A, B, heads, dim] as slices of a larger tensor with another order of dimensions in memory."""
     sizes = {"a": A, "b": B, "h": heads, "d": dim}
     memory = torch.randn([sizes[name] for name in order] + [2 * dim], device=device).to(dtype)
     return memory[..., :dim].permute(*(order.index(name) for name in "abh"), 3)
 
 
 def expected(parts: tuple[Tensor, ...], interleaved: bool) -> Tensor:
-    """Head by head."""
+    """Joins head by head."""
     query, key, value = (part.unbind(2) for part in parts)
     each = len(query) // len(key)
     if interleaved:
@@ -36,7 +36,7 @@ def expected(parts: tuple[Tensor, ...], interleaved: bool) -> Tensor:
 
 
 def joined(run: Any, parts: tuple[Tensor, ...], interleaved: bool) -> Tensor:
-    """Into garbage."""
+    """Joins into garbage memory."""
     width = sum(part.shape[2] * part.shape[3] for part in parts)
     out = torch.full((A, B, width), torch.nan, device=parts[0].device, dtype=parts[0].dtype)
     run(out, *parts, interleaved)

@@ -18,7 +18,7 @@ SEQ, BATCH, HEADS = 7, 2, 3
 
 
 def tables(pairs: int, device: str) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, for more positions than are used."""
+    """Cosine and sine for more positions than are used."""
     inverse_frequency = 10000 ** -(torch.arange(pairs, device=device, dtype=torch.float64) / pairs)
     angle = torch.arange(SEQ + 2, device=device)[:, None] * inverse_frequency
     return angle.cos().float(), angle.sin().float()

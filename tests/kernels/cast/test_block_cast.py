@@ -1,4 +1,4 @@
-"""Casts with scales for blocks: scales and bytes bit for bit, in both layouts, with blocks cut off."""
+"""Casts with block scales: scales and bytes bit for bit, in both layouts, with partial blocks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|overflow) encoun
 
 E4M3 = torch.float8_e4m3fn
 REGISTERS = 65_536
-"""Of a multiprocessor of sm_90."""
+"""Registers of a multiprocessor of sm_90."""
 BLOCKS = pytest.mark.parametrize("block", ["1x128", "128x128"])
 RUNS = {
     "1x128": {"reference": module.vectors_reference, "kernel": module.vectors_launch},
@@ -49,7 +49,7 @@ def run(
     columnwise: bool = True,
     **options: Any,
 ) -> BlockCast:
-    """The public function with the reference or with the kernel, and memory that is poisoned before."""
+    """Calls the public function with the reference or with the kernel, on poisoned memory."""
     for name, kind in (("_cast_vectors", "1x128"), ("_cast_squares", "128x128")):
         monkeypatch.setattr(module, name, poisoned(RUNS[kind][who]))
     return block_cast(x, block=block, rowwise=rowwise, columnwise=columnwise, **options)
@@ -70,7 +70,7 @@ def bits(q: Tensor) -> Tensor:
 
 
 def block_maxima(x: Tensor, height: int) -> Tensor:
-    """max |x| of each block of `height` x 128, one by one."""
+    """Largest magnitude of each block of `height` x 128, one by one."""
     rows, cols = math.ceil(x.shape[0] / height), math.ceil(x.shape[1] / BLOCK)
     maxima = torch.empty(rows, cols, dtype=torch.float64)
     for row in range(rows):
@@ -81,14 +81,14 @@ def block_maxima(x: Tensor, height: int) -> Tensor:
 
 
 def spread(blocks: Tensor, height: int, shape: torch.Size) -> Tensor:
-    """Each block's number for each of its elements."""
+    """Expands each block's number to its elements."""
     row = torch.arange(shape[0]) // height
     col = torch.arange(shape[1]) // BLOCK
     return blocks[row][:, col]
 
 
 def check_matrix(q: Tensor, scale_inv: Tensor, x: Tensor, height: int, power_of_two: bool) -> None:
-    """q and its scales are what the formulas say, computed in float64 on the CPU."""
+    """Checks that q and its scales follow the formulas, computed in float64 on the CPU."""
     q, scale_inv, x = q.cpu(), scale_inv.cpu(), x.cpu()
     scale = 448 / block_maxima(x, height)
     if power_of_two:
@@ -134,7 +134,7 @@ def test_scales_and_bytes_against_float64(
 def test_layouts_of_scales(
     who: str, shape: tuple[int, int], padded: tuple[int, int], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As cuBLASLt reads them: rows next to each other, or blocks in padded rows."""
+    """Layouts are those that cuBLASLt reads: adjacent rows, or blocks in padded rows."""
     x = torch.randn(shape, device=device)
     rows, cols = shape
     wide, high = math.ceil(cols / BLOCK), math.ceil(rows / BLOCK)
@@ -167,7 +167,7 @@ def test_one_layout_alone_is_the_same(
 @WHO
 @BLOCKS
 def test_special_values(who: str, block: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One block for each; 16 rows, of which the first two hold something."""
+    """One block for each value; 16 rows, the first two of which are not zero."""
     blocks = {
         "zeros": ([0.0, -0.0], 1.0),
         "infinity": ([torch.inf, 3.0], 1.0),
@@ -196,7 +196,7 @@ def test_special_values(who: str, block: str, device: str, monkeypatch: pytest.M
 
 @WHO
 def test_powers_of_two_at_their_edges(who: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """448 is 1.75 * 2^8: there, and only there, the next smaller power begins."""
+    """448 is 1.75 * 2^8: exactly there the next smaller power begins."""
     edges = [1.75 * 2.0**exponent for exponent in range(-149, 128, 13)]
     largest = torch.tensor(edges)
     above, below = (torch.nextafter(largest, torch.tensor(limit)) for limit in (torch.inf, 0.0))
@@ -210,7 +210,7 @@ def test_powers_of_two_at_their_edges(who: str, device: str, monkeypatch: pytest
 
 
 def exponent_below(ratio: Fraction) -> int:
-    """Of the largest power of two that is not above a positive number."""
+    """Exponent of the largest power of two not above a positive number."""
     exponent = ratio.numerator.bit_length() - ratio.denominator.bit_length()
     return exponent if Fraction(2) ** exponent <= ratio else exponent - 1
 
@@ -263,7 +263,7 @@ def test_operators(block: str) -> None:
     library.opcheck(
         getattr(torch.ops.flatfsdp, operator).default,
         (x, x.to(E4M3), inv, None, None, True, 0.0),
-        # Its comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
+        # opcheck's comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )
 
@@ -271,7 +271,7 @@ def test_operators(block: str) -> None:
 def compiled(
     kernel: str, dtype: str, columnwise: bool = True, aligned: tuple[str, ...] = ("rows", "cols")
 ) -> tuple[Compiled, int]:
-    """And the warps of a program, at the tile that is used for both outputs, or for the rowwise one alone."""
+    """The kernel and the warps of a program, at the tile for both outputs, or for the rowwise one alone."""
     signature = {"x_ptr": f"*{dtype}", "rowwise_ptr": "*fp8e4nv", "rowwise_inv_ptr": "*fp32"}
     constants: dict[str, Any] = {"POWER_OF_TWO": True, "LARGEST": LARGEST, "FLT_MAX": FLT_MAX, "BLOCK": BLOCK}
     constants["WHOLE"] = "rows" in aligned
@@ -303,7 +303,7 @@ def compiled(
     ],
 )
 def test_hopper_code(kernel: str, dtype: str, programs: int) -> None:
-    """16 bytes a load and a store, pairs transposed by the hardware, several programs a multiprocessor."""
+    """16 bytes per load and store, pairs transposed by the hardware, several programs per multiprocessor."""
     both, warps = compiled(kernel, dtype)
     assert both.spilled == 0 and programs * 32 * warps * both.registers <= REGISTERS
     assert programs * both.shared <= SHARED_LIMIT

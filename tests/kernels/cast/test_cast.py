@@ -24,7 +24,7 @@ INPUTS = pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float16, torc
 def run_all(
     run: Any, x: Tensor, scale: float, dtype: torch.dtype, old_amax: float = 0.0
 ) -> dict[str, Tensor]:
-    """Every output of one call, poisoned before."""
+    """Every output of one call, in poisoned memory."""
     rows, cols = x.shape
     outputs = {
         "rowwise": torch.full((rows, cols), torch.nan, device=x.device).to(dtype),
@@ -41,7 +41,7 @@ def bits(q: Tensor) -> Tensor:
 
 
 def check_bits(name: str, ours: Tensor, theirs: Tensor) -> None:
-    """Bit for bit; the message shows how many differ, where the first does, and how."""
+    """Compares bit for bit; the message shows how many differ, where the first does, and how."""
     ours, theirs = bits(ours), bits(theirs)
     where = (ours != theirs).nonzero()
     if len(where):
@@ -68,7 +68,7 @@ def test_all_outputs_against_float64(
     x = torch.randn(shape, device=device).to(x_dtype)
     scale = 37.3
     out = run_all(run, x, scale, dtype)
-    # One rounding to FP32 of the product, one to FP8.
+    # One rounding of the product to FP32, one to FP8.
     product = (x.double() * torch.tensor(scale).double()).float()
     check_bits("rowwise", out["rowwise"], rounded(product, dtype))
     check_bits("columnwise", out["columnwise"].t(), rounded(product, dtype))
@@ -83,7 +83,7 @@ def test_all_outputs_against_float64(
 
 @pytest.mark.parametrize("first", [0, 1, 8])
 def test_later_launches_of_one_shape(first: int, device: str) -> None:
-    """At addresses that are multiples of 16 bytes and others, of the matrix and of the amax."""
+    """Addresses of matrix and amax are multiples of 16 bytes or not."""
     memory = torch.randn(3, 16 * 48 + 8, device=device).bfloat16()
     amaxes, scale = torch.zeros(3, 8, device=device), torch.full((1,), 3.0, device=device)
     for row in range(3):

@@ -19,7 +19,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.
 
 
 def summed(run: Any, x: Tensor) -> Tensor:
-    """Into garbage."""
+    """Sums into garbage memory."""
     out = torch.full((x.shape[1],), torch.nan, device=x.device)
     run(x, out)
     return out
@@ -27,7 +27,7 @@ def summed(run: Any, x: Tensor) -> Tensor:
 
 @pytest.fixture(params=[1, 3], ids=["one band", "three bands"])
 def programs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How many share the columns of a narrow matrix."""
+    """Sets the number of programs that share the columns of a narrow matrix."""
     monkeypatch.setattr(module, "PROGRAMS", request.param)
 
 
@@ -121,7 +121,7 @@ def test_it_compiles_for_hopper_with_wide_loads(x_type: str, cols: int) -> None:
         aligned=("rows", "cols"),
     )
     assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT
-    # What is under way before the loop, and in its body.
+    # Accesses in flight before the loop, and in its body.
     accesses = tile.rows * tile.cols // (32 * tile.warps) // vector(x_type)
     assert compiled.ptx.count("cp.async.cg.shared.global") == accesses * tile.stages
 

@@ -51,7 +51,7 @@ def test_counts_are_added(run: Callable[..., None], device: str) -> None:
 def test_the_scale_of_an_amax_is_never_too_large_for_it(
     run: Callable[..., None], power_of_two: bool, device: str
 ) -> None:
-    """Rounding included: amax * scale is above 448 for many of these."""
+    """This includes rounding: amax * scale is above 448 for many of these."""
     amax = torch.rand(1000, device=device) * 10.0 ** torch.randint(-30, 30, (1000,), device=device)
     limit = torch.full_like(amax, E4M3)
     scale, _ = scaling.current_scales(amax, limit, power_of_two=power_of_two)

@@ -26,7 +26,7 @@ CURRENT = pytest.mark.parametrize(
 def update(
     run: Callable[..., None], history: Tensor, fp8_max: float = E4M3, old: float = 3.0, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """The new scales, of which the inverses and the old ones are checked, and the history."""
+    """The new scales and the history; inverses and old scales are checked."""
     n = history.shape[1]
     old_scale = torch.full((n,), old, device=history.device)
     scale, inverse = (torch.full_like(old_scale, torch.nan) for _ in range(2))
@@ -45,7 +45,7 @@ def current(
     epsilon: float = 0.0,
     power_of_two: bool = False,
 ) -> Tensor:
-    """The scales, of which the inverses are checked."""
+    """The scales, with their inverses checked."""
     scale, inverse = (torch.full_like(amax, torch.nan) for _ in range(2))
     run(amax, torch.full_like(amax, fp8_max), scale, inverse, epsilon, power_of_two)
     assert torch.equal(inverse, 1 / scale), (scale, inverse)
@@ -53,13 +53,13 @@ def current(
 
 
 def floored(value: Tensor) -> Tensor:
-    """The largest powers of two that are not larger, computed on the CPU, where that is exact."""
+    """The largest powers of two not above the values, computed on the CPU, where that is exact."""
     mantissa, exponent = torch.frexp(value.cpu())
     return torch.ldexp(torch.full_like(mantissa, 0.5), exponent).to(value.device)
 
 
 def check_equal(ours: Tensor, theirs: Tensor) -> None:
-    """Bit for bit, except that NaN is NaN; the message names the largest differences."""
+    """Compares bit for bit, with NaN equal to NaN; the message names the largest differences."""
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""Many shards to FP8 and their amaxes, against one `cast` and one `max_abs` each."""
+"""Casts of many shards to FP8 and their amaxes, against one `cast` and one `max_abs` each."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def flat_size(numels: list[int]) -> int:
 
 
 def random_slices(numels: list[int], dtype: torch.dtype, gap: int, device: str) -> list[Tensor]:
-    """Of one flat buffer, each of another magnitude."""
+    """Slices of one flat buffer, each of another magnitude."""
     views = slices(torch.randn(flat_size(numels), device=device).to(dtype), numels, gap)
     for index, view in enumerate(views):
         view.mul_(2.0 ** (index - 5))
@@ -89,7 +89,7 @@ def test_max_abs_is_exact(
 
 @MAX_ABS
 def test_max_abs_is_that_of_each_rounded_tensor(run: Any, device: str) -> None:
-    """Whose element rounds up the most is not whose element is the largest."""
+    """The element that rounds up the most is not the largest one."""
     tensors = [
         torch.tensor([1.0, -(1 + 2.0**-9) * 4, 3.0], device=device),
         torch.full((7,), 1.006).to(device),
@@ -113,7 +113,7 @@ def test_the_amax_is_a_running_maximum(run: Any, device: str) -> None:
 def test_nan_wins_the_amax_of_its_tensor_only(run: Any, through: torch.dtype, device: str) -> None:
     tensors = random_slices([BLOCK + 5, 4097, 30, 30], FP32, 16, device)
     tensors[0][BLOCK + 2] = torch.nan
-    # The smallest of all NaNs, which has to stay one when it is rounded; infinity comes after it.
+    # The smallest of all NaNs, which has to stay NaN when rounded; infinity comes after it.
     tensors[1][3:4] = torch.tensor([-0x7FFFFF], dtype=torch.int32).view(FP32)
     tensors[1][4096] = torch.inf
     tensors[2][29] = -torch.inf
@@ -135,7 +135,7 @@ def test_cast_against_float64(
     run(scale, sources, targets, through)
     largest = torch.finfo(dtype).max
     for source, target, factor in zip(sources, targets, scale, strict=True):
-        # One rounding to FP32 of the product, one to FP8.
+        # One rounding of the product to FP32, one to FP8.
         product = (source.to(through).double() * factor.double()).float()
         assert torch.equal(bits(target), bits(product.clamp(-largest, largest).to(dtype)))
     written = torch.zeros(flat.numel(), dtype=torch.bool, device=device)
@@ -165,7 +165,7 @@ def test_special_values(run: Any, through: torch.dtype, dtype: torch.dtype, devi
     largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
     values = [0.0, -0.0, 2.0**-149, -(2.0**-130), torch.inf, -torch.inf, 3e38, -3e38, torch.nan]
     values += [largest, -largest, smallest, -smallest / 4 * 1.5, largest * 1.03, largest * 1.2]
-    # In a whole block, and in the rest of one.
+    # In a whole block, and in a partial one.
     sources = [torch.tensor(values, device=device), torch.zeros(BLOCK, device=device)]
     sources[1][: len(values)] = sources[0]
     _, targets = poisoned_slices([len(values), BLOCK], dtype, 16, device)
@@ -180,7 +180,7 @@ def test_special_values(run: Any, through: torch.dtype, dtype: torch.dtype, devi
 
 @CAST
 def test_rounding_first_is_seen_in_the_bits(run: Any, device: str) -> None:
-    """Above the middle of two FP8 numbers, but not after it is rounded to bf16."""
+    """Values are above the middle of two FP8 numbers, but not after rounding to bf16."""
     source, target = torch.tensor([1.0625 + 2.0**-12], device=device), torch.zeros(1, device=device).to(E4M3)
     one = torch.ones(1, device=device)
     for through, expected in ((FP32, 1.125), (BF16, 1.0)):
@@ -281,7 +281,7 @@ def test_compiled_and_faked_calls_go_through_the_operators() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_host_does_not_wait() -> None:
-    """Tables of calls in flight stay what they were: nobody writes into their pinned memory too early."""
+    """Tables of calls in flight are unchanged: nobody writes into their pinned memory too early."""
     sources = random_slices(NUMELS, FP32, 16, "cuda")
     scale = random_scales(len(NUMELS), "cuda")
     results = [
@@ -289,7 +289,7 @@ def test_the_host_does_not_wait() -> None:
     ]
 
     def run(amax: Tensor, targets: list[Tensor], shift: int) -> None:
-        """Other tensors are read into each place."""
+        """Puts other tensors into each place."""
         turned = [*sources[shift % 3 :], *sources[: shift % 3]]
         max_abs_many(turned, amax, through=BF16)
         cast_many(sources, targets, scale, through=BF16)
@@ -309,7 +309,7 @@ def test_the_host_does_not_wait() -> None:
 
 
 def compiled(kernel: str, source: str, constants: dict[str, Any]) -> tuple[Compiled, int]:
-    """The kernel, and how many elements a thread has."""
+    """The kernel, and the number of elements of a thread."""
     tile = find(kernel, FP32, 1)
     name = {"max_abs_many": "amax_ptr", "cast_many": "scale_ptr"}[kernel]
     result = compile_for_hopper(
@@ -324,7 +324,7 @@ def compiled(kernel: str, source: str, constants: dict[str, Any]) -> tuple[Compi
 
 
 WIDE_LOADS = {"float32": 4, "bfloat16": 8}
-"""Elements of 16 bytes."""
+"""Number of elements in 16 bytes."""
 
 
 @pytest.mark.parametrize("source", ["float32", "bfloat16"])

@@ -1,4 +1,4 @@
-"""Products of matrices with scaled blocks: against float64, in all pairings; what does not fit is named."""
+"""GEMMs of matrices with block scales: against float64, in all pairings; unsupported inputs are named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAIRINGS = pytest.mark.parametrize("b_block", ["1x128", "128x128"])
 
 
 def quantized(rows: int, cols: int, block: Any) -> tuple[Tensor, Tensor]:
-    """Of numbers whose size differs from block to block."""
+    """Quantizes numbers whose magnitude differs from block to block."""
     x = torch.randn(rows, cols, device=DEVICE)
     x *= torch.randint(-3, 3, (rows, 1), device=DEVICE).exp2()
     x *= torch.arange(cols, device=DEVICE).div(128).floor().remainder(3).exp2()
@@ -29,7 +29,7 @@ def quantized(rows: int, cols: int, block: Any) -> tuple[Tensor, Tensor]:
 
 
 def element_by_element(q: Tensor, scale_inv: Tensor) -> Tensor:
-    """What q stands for, in float64."""
+    """The values of q in float64."""
     row, col = (torch.arange(size, device=q.device) for size in q.shape)
     if scale_inv.shape[0] != q.shape[0]:
         row = row // 128
@@ -52,7 +52,7 @@ def test_against_float64(m: int, n: int, k: int, dtype: torch.dtype, b_block: st
     out = block_scaled_mm(a, a_inv, b, b_inv, dtype)
     exact = element_by_element(a, a_inv) @ element_by_element(b, b_inv).t()
     assert out.dtype == dtype and out.shape == (m, n) and out.isfinite().all()
-    # Row by row, as their sizes differ.
+    # Row by row, as their magnitudes differ.
     errors = (out.double() - exact).norm(dim=1) / exact.norm(dim=1)
     assert errors.max() < max(1e-3 if ON_HOPPER else 1e-6, torch.finfo(dtype).eps)
 
@@ -82,7 +82,7 @@ def test_as_a_linear_layer_uses_it() -> None:
 
 
 def test_what_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layouts that torch's and cuBLASLt's documentation ask for; recipes 4 and 5 are 1x128 and 128x128."""
+    """Layouts are those that torch's and cuBLASLt's documentation require; recipes 4 and 5 are 1x128 and 128x128."""
     told: list[dict[str, Any]] = []
 
     def spy(*arguments: Any, out: Tensor) -> None:
@@ -136,6 +136,6 @@ def test_operator() -> None:
     library.opcheck(
         torch.ops.flatfsdp.block_scaled_mm_.default,
         (a, b, a_inv, b_inv, a.new_empty(48, 272, dtype=torch.bfloat16)),
-        # Its comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
+        # opcheck's comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )

@@ -1,4 +1,4 @@
-"""FP8 products: against float64, in every result dtype, and what does not fit is named."""
+"""FP8 GEMMs: against float64, in every result dtype; unsupported inputs are named."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_against_float64(
 
 @pytest.mark.parametrize("split_accumulator", [True, False])
 def test_small_integers_are_exact(split_accumulator: bool) -> None:
-    """Whatever the accumulator; and each scale belongs to its operand."""
+    """This holds for both accumulators; each scale belongs to its operand."""
     a, b = (torch.randint(-4, 5, (rows, K), device=DEVICE).float() for rows in (M, N))
     bias = torch.arange(N, device=DEVICE).float()
     for a_dtype, b_dtype in ((E4M3, E5M2), (E5M2, E4M3)):
@@ -76,7 +76,7 @@ def test_fp32_results_take_any_bias(bias_dtype: torch.dtype) -> None:
 
 
 def test_bias_and_product_are_rounded_together() -> None:
-    """1 + 2^-8 is rounded to 1 in bf16, and so would be lost before the bias of 2^-8 is added."""
+    """1 + 2^-8 rounds to 1 in bf16, and would be lost before the bias of 2^-8 is added."""
     a, b = torch.zeros(1, 16, device=DEVICE), torch.zeros(16, 16, device=DEVICE)
     a[0, 0], a[0, 1], b[:, 0], b[:, 1] = 1.0, 2.0**-8, 1.0, 1.0
     bias = torch.full((16,), 2.0**-8, device=DEVICE, dtype=torch.bfloat16)
@@ -127,7 +127,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 
 def test_what_torch_is_told(fresh_choices: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch._scaled_mm` has a CPU kernel, too, without biases for FP32 results as on the GPU."""
+    """`torch._scaled_mm` also has a CPU kernel, like the GPU's without biases for FP32 results."""
     monkeypatch.setattr(cublas_lt, "bindings", lambda: None)
     told = []
 
@@ -148,7 +148,7 @@ def test_what_torch_is_told(fresh_choices: None, monkeypatch: pytest.MonkeyPatch
 
 
 def integers(rows: int, cols: int, dtype: torch.dtype) -> Tensor:
-    """Small enough for FP8, and for sums that no order of additions changes."""
+    """Integers small enough for FP8, and for sums that do not depend on the order of additions."""
     return torch.randint(-4, 5, (rows, cols)).to(dtype)
 
 
@@ -160,7 +160,7 @@ def test_what_cublas_lt_is_told(
 ) -> None:
     for index in range(3):
         a, b = integers(M, K, a_dtype), integers(N, K, b_dtype)
-        # Other tensors, other scales each time, as scales follow the data.
+        # Other tensors and scales each time, as scales follow the data.
         invs = torch.tensor([2.0**-index]), torch.tensor([2.0 ** (2 * index)])
         bias = torch.randint(-4, 5, (N,)).to(dtype) if with_bias else None
         out = scaled_mm(a, b, *invs, bias=bias, out_dtype=dtype, split_accumulator=True)
@@ -208,6 +208,6 @@ def test_compiled_and_faked_calls_go_through_the_operator() -> None:
     library.opcheck(
         torch.ops.flatfsdp.scaled_mm_.default,
         (a, b, *invs, None, out, True),
-        # Its comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
+        # opcheck's comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )

@@ -1,4 +1,4 @@
-"""Which tile is preferred: the fastest of those that were measured on an H200."""
+"""The preferred tile is the fastest of those measured on an H200."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weight gradients: sums against float64, what cuBLASLt is told, and what runs without nvmath-python."""
+"""Weight gradients: sums against float64, the arguments of cuBLASLt, and the path without nvmath-python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OUT, IN, TOKENS = 48, 80, 32
 
 
 def integers(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Small enough for FP8, and for sums that no order of additions changes."""
+    """Integers small enough for FP8, and for sums that do not depend on the order of additions."""
     return torch.randint(-4, 5, shape).to(dtype)
 
 
@@ -81,7 +81,7 @@ def test_only_its_slot_of_the_flat_buffer_is_written() -> None:
 
 
 def written_and_added() -> tuple[Tensor, Tensor]:
-    """FP8 gradients of two microbatches, as launched, and what they should be."""
+    """FP8 gradients of two microbatches, as launched, and their expected values."""
     ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
     scales = (torch.tensor([0.25]), torch.tensor([4.0]))
     for first in (True, False):
@@ -101,7 +101,7 @@ def test_cublas_lt_is_told_the_right_fp8_product(
     ours, expected = (torch.full((OUT, IN), torch.nan) for _ in range(2))
     for index in range(3):
         dy, x = integers(OUT, TOKENS, dtype=dy_dtype), integers(IN, TOKENS, dtype=x_dtype)
-        # Other tensors, other scales each time, as scales follow the data.
+        # Other tensors and scales each time, as scales follow the data.
         scales = (torch.tensor([2.0**-index]), torch.tensor([2.0 ** (2 * index)]))
         module.launch_fp8(ours, dy, x, *scales, index == 0, True)
         module.reference_fp8(expected, dy, x, *scales, index == 0, True)
@@ -238,7 +238,7 @@ def test_with_nvmath_the_log_names_cublas_lt(
 @CALLS
 @pytest.mark.parametrize("first", [True, False])
 def test_buffers_at_odd_addresses(fake: FakeCublasLt, call: Any, first: bool) -> None:
-    """GEMMs need 16 bytes, which the fake checks; nothing outside of the target is written."""
+    """GEMMs need 16 bytes, which the fake checks; nothing outside the target is written."""
     tensors, scales = call()
     tensors[0].fill_(3.0)
     expected = tensors[0].clone()
@@ -314,6 +314,6 @@ def test_compiled_and_faked_calls_go_through_the_operators(first: bool) -> None:
     library.opcheck(
         torch.ops.flatfsdp.wgrad_fp8_.default,
         (target, dy_t, x_t, one, one, first, True),
-        # Its comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
+        # opcheck's comparison of arguments has no arithmetic for FP8, so "test_schema" is left out.
         test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
     )

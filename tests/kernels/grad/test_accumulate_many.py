@@ -94,7 +94,7 @@ def test_a_second_run_has_the_same_bits(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_the_host_does_not_wait() -> None:
-    """Tables of calls in flight stay what they were: nobody writes into their pinned memory too early."""
+    """Tables of calls in flight are unchanged: nobody writes into their pinned memory too early."""
     grads = random_grads(NUMELS, "cuda")
     results = [slices(NUMELS, "cuda")[1] for _ in range(50)]
     accumulate_many(results[0], grads, [True] * len(grads))  # compiles
@@ -159,7 +159,7 @@ def test_a_table_is_made_once_for_the_same_numbers() -> None:
 
 
 def test_a_table_of_a_capture_is_copied_beside_it_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stream that is captured nothing is copied now, and replays read the table for good."""
+    """On a stream that is being captured nothing is copied, and replays read the table later."""
     device, beside, copied = torch.device("cuda", 0), mock.Mock(), []
 
     def device_table(fields: Any, of: torch.device) -> Tensor:

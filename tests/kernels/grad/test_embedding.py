@@ -15,7 +15,7 @@ from flatfsdp.kernels.shared.tiles import find
 from tests.support.kernels.compiling import SHARED_LIMIT, compile_for_hopper
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-# PyTorch's index_add_ adds in no particular order on a GPU: the reference is for the CPU.
+# PyTorch's index_add_ adds in no particular order on a GPU, so the reference runs on the CPU.
 PLACES = [(embedding.reference, "cpu")]
 PLACES += [(embedding.launch, "cuda" if torch.cuda.is_available() else "cpu")]
 BOTH = pytest.mark.parametrize(("run", "device"), PLACES, ids=["reference", "kernel"])
@@ -24,7 +24,7 @@ BOTH = pytest.mark.parametrize(("run", "device"), PLACES, ids=["reference", "ker
 def one_by_one(
     target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None = None, *, first: bool
 ) -> Tensor:
-    """What `target` becomes: FP32 additions in the order of the tokens, then one write or addition a row."""
+    """The expected `target`: FP32 additions in the order of the tokens, then one write or addition per row."""
     sums: dict[int, Tensor] = {}
     for row, grad in zip(ids.tolist(), dy.float(), strict=True):
         if row != padding_idx:
@@ -36,7 +36,7 @@ def one_by_one(
 
 
 def tokens(n: int, cols: int, vocabulary: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """A target with garbage, dy, and ids of which some occur once and one very often."""
+    """A target with garbage, dy, and ids, some of which occur once and one very often."""
     ids = torch.randint(0, vocabulary, (n,), device=device)
     ids[torch.rand(n, device=device) < 0.3] = 2
     target = torch.randn(vocabulary, cols, device=device) * 100
@@ -124,7 +124,7 @@ def test_neighbouring_ids_are_told_apart(begin: int, device: str) -> None:
 
 @pytest.mark.parametrize("ulps", [-2, 0, 2])
 def test_all_ids_are_told_apart_by_an_inexact_division(ulps: int) -> None:
-    """That of a GPU is wrong by 2 ulps at most; the kernel's arithmetic, on all ids and their neighbours."""
+    """A GPU's division is wrong by 2 ulps at most; tests the kernel's arithmetic on all ids and their neighbours."""
     ids = torch.arange(-1, embedding.LARGEST_ID)
 
     def number(ids: Tensor, shift: int) -> Tensor:
@@ -133,7 +133,7 @@ def test_all_ids_are_told_apart_by_an_inexact_division(ulps: int) -> None:
     scale = 0.5 / (number(ids, 0) + 2**-20)
     scale = (scale.view(torch.int32) + ulps).view(torch.float32)
     for difference in (-1, 0, 1):
-        # The filler of masks is the largest one.
+        # The filler of masks is the largest id.
         other = (ids + difference).clamp(-1, embedding.LARGEST_ID)
         for shift, counts in ((0, other < ids), (16, other <= ids)):
             # Exact in FP64, as in an FMA, and then rounded.
@@ -206,7 +206,7 @@ def test_it_compiles_for_hopper_with_wide_accesses(first: bool) -> None:
         aligned=("cols",),
     )
     assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 96
-    # What is under way before the loop, and in its body.
+    # Accesses in flight before the loop, and in its body.
     accesses = tile.cols // (32 * tile.warps) // 8
     assert compiled.ptx.count("cp.async.cg.shared.global") == accesses * tile.stages
     assert "st.global.v4.b32" in compiled.ptx and "st.global.b32" not in compiled.ptx
@@ -224,5 +224,5 @@ def test_the_sort_compiles_for_hopper_without_spills(ids_type: str) -> None:
         aligned=("n",),
     )
     assert compiled.spilled == 0 and compiled.shared <= SHARED_LIMIT and compiled.registers <= 64
-    # A pair is one instruction, and there are no others like it.
+    # A pair is one instruction, and no others look like it.
     assert compiled.ptx.count("fma.rn.f32") == tile.rows * tile.cols // (32 * tile.warps) * tile.steps

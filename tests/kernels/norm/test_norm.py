@@ -26,7 +26,7 @@ KINDS = pytest.mark.parametrize("rms", [False, True], ids=["layernorm", "rmsnorm
 
 
 class Way(NamedTuple):
-    """An implementation of the forward, and whether a columnwise output is wanted of it."""
+    """An implementation of the forward, and whether to request a columnwise output."""
 
     run: Callable[..., None]
     columnwise: bool
@@ -34,7 +34,7 @@ class Way(NamedTuple):
 
 @pytest.fixture(params=["reference", "rows", "transposed", "steps", "wide rows"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    """The kernel for whole rows, with and without a transpose, and in several steps; that for wide rows."""
+    """The kernel for whole rows, with and without a transpose, and in several steps; the one for wide rows."""
     if request.param == "reference":
         return Way(forward.reference, True)
     if request.param == "wide rows":
@@ -64,7 +64,7 @@ def normalize(
     dtype: torch.dtype | None = None,
     columnwise: bool = False,
 ) -> NormForward:
-    """`norm_forward` by the given implementation, into garbage."""
+    """Calls `norm_forward` with the given implementation, into garbage memory."""
     rows, cols = x.shape
     result = NormForward(
         garbage(rows, cols, like=x, dtype=x.dtype),
@@ -102,7 +102,7 @@ def gradients(
 def exact(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, rms: bool, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Result, mean and rstd in float64, of the same numbers."""
+    """Result, mean and rstd in float64, from the same numbers."""
     value = x.double()
     mean = value.mean(1)
     centered = value if rms else value - mean[:, None]
@@ -112,7 +112,7 @@ def exact(
 
 
 def error(ours: Tensor, theirs: Tensor) -> float:
-    """Relative, by the Frobenius norm."""
+    """Relative error in the Frobenius norm."""
     return ((ours.double() - theirs).norm() / theirs.norm()).item()
 
 
@@ -169,7 +169,7 @@ def test_the_norm_sees_the_rounded_sum(way: Way, rms: bool, device: str) -> None
     alone = normalize(way.run, x + residual, weight, rms=rms, columnwise=way.columnwise, **options)
     assert result.out is not None and alone.out is not None
     torch.testing.assert_close(result.out, alone.out, rtol=2.0**-7, atol=1e-6)
-    # Rounding changes statistics by more than that.
+    # Rounding to x's dtype changes statistics by more than that.
     torch.testing.assert_close(result.rstd, alone.rstd, rtol=1e-6, atol=0)
     if result.mean is not None:
         torch.testing.assert_close(result.mean, alone.mean, rtol=0, atol=1e-6)
@@ -339,7 +339,7 @@ def test_what_does_not_fit_is_named() -> None:
 
 def test_compiled_and_faked_calls_go_through_the_operators() -> None:
     x, weight, row = torch.randn(4, 8), torch.randn(8), torch.ones(4)
-    # opcheck's own arithmetic does not know FP8.
+    # opcheck's own arithmetic does not support FP8.
     outputs = (x.clone(), row.clone(), row.clone(), x.clone(), None, None)
     arguments = (x, x.clone(), weight, None, *outputs, None, torch.zeros(1), EPS, True)
     library.opcheck(torch.ops.flatfsdp.norm_forward_.default, arguments)
@@ -371,7 +371,7 @@ def check_compiled(
     *,
     loads: str,
 ) -> Compiled:
-    """No spills, and 16 bytes by each load and store of an activation."""
+    """Checks that there are no spills, and that loads and stores of activations have 16 bytes."""
     compiled = compile_for_hopper(
         module,
         kernel,

@@ -1,4 +1,4 @@
-"""The norm that transposes on its way, which only a GPU can run: as Gluon has no interpreter."""
+"""The norm that also transposes, which only a GPU can run, because Gluon has no interpreter."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_only_shapes_that_keep_the_gpu_busy_are_taken() -> None:
 
 
 def compare(x: Tensor, *, rms: bool, zero_centered: bool, rowwise: bool, with_amax: bool) -> None:
-    """With the reference: bytes may differ where a value is near the middle of two."""
+    """Compares with the reference; bytes may differ if a value is near the middle of two."""
     weight, bias = (torch.randn(x.shape[1], device=x.device).bfloat16() for _ in range(2))
     options: dict[str, Any] = {"eps": 1e-5, "rms": rms, "zero_centered": zero_centered, "rowwise": rowwise}
     options |= {"dtype": torch.float8_e4m3fn, "high_precision": False, "columnwise": True}

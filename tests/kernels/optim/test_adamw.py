@@ -26,7 +26,7 @@ OPTIONS: dict[str, Any] = {"betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.
 
 
 def numbers(index: int) -> Numbers:
-    """Every run has its own."""
+    """Distinct numbers for every run."""
     return Numbers.of(1e-3 * (index + 1), OPTIONS["betas"], OPTIONS["weight_decay"])
 
 
@@ -53,7 +53,7 @@ def scale_of(value: float | None, device: str) -> Tensor | None:
 def test_kernel_and_reference_have_the_same_bits(
     moments: tuple[torch.dtype, torch.dtype], grad: torch.dtype, gap: int, device: str
 ) -> None:
-    """The gaps, and copies and amaxes that were not asked for, keep theirs."""
+    """The gaps keep their bits, and so do copies and amaxes that were not requested."""
     start = random_runs(NUMELS, [FP32, grad, *moments], device, gap=gap)
     ours, twice, reference = start.clone(), start.clone(), start.clone()
     for problem, run in ((ours, module.launch), (twice, module.launch), (reference, module.reference)):
@@ -93,7 +93,7 @@ def test_an_amax_only_rises_and_keeps_nan(run: Any, device: str) -> None:
 @BOTH
 @pytest.mark.parametrize("scale", [None, 0.37])
 def test_a_step_rounds_once(run: Any, scale: float | None, device: str) -> None:
-    """Against torch.optim.AdamW in FP64 from the same state: half a unit in the last place."""
+    """The error against torch.optim.AdamW in FP64 from the same state is half a unit in the last place."""
     problem = random_runs([3 * BLOCK + 5], ALL_FP32, device)
     before, grad, *moments = (flat[: problem.stops[0]].double() for flat in problem.flats[:-1])
     exact = torch.nn.Parameter(before.clone())
@@ -135,7 +135,7 @@ def test_a_hundred_steps_against_float64(run: Any, device: str) -> None:
 
 @BOTH
 def test_a_scale_is_a_multiplication_of_the_gradient(run: Any, device: str) -> None:
-    """FP32 gradients that were scaled, and rounded, before the step give the same bits."""
+    """FP32 gradients scaled, and rounded, before the step give the same bits."""
     ours = random_runs(NUMELS, ALL_FP32, device)
     apart = ours.clone()
     scale = scale_of(0.123, device)
@@ -162,7 +162,7 @@ def test_the_parameter_sees_moments_before_they_are_rounded(run: Any, device: st
 @pytest.mark.filterwarnings("ignore:invalid value")
 @BOTH
 def test_special_values(run: Any, device: str) -> None:
-    """Without a gradient and a moment nothing changes but by the decay; infinity is not hidden."""
+    """Without a gradient and a moment only the decay changes anything; infinity is not hidden."""
     first_step = torch.ones((), device=device)
     (given,) = bias_corrected([first_step], [Corrected(1e-2, 1e-8, 0.9, 0.95)], FP32)
     own = Numbers.of(1e-2, (0.9, 0.95), 0.5)
@@ -182,11 +182,11 @@ def test_special_values(run: Any, device: str) -> None:
 @pytest.mark.parametrize("dtypes", [ALL_FP32, [FP32, BF16, BF16, BF16]], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("gap", [16, 1], ids=["aligned", "unaligned"])
 def test_a_step_that_is_left_out_keeps_all_bits(run: Any, gap: int, dtypes: Any, device: str) -> None:
-    """Whatever the gradients are; copies and amaxes are those of the parameters as they are."""
+    """This holds whatever the gradients are; copies and amaxes are those of the unchanged parameters."""
     start = random_runs(NUMELS, dtypes, device, gap=gap)
     for value, index in ((torch.nan, 0), (torch.inf, 2), (-torch.inf, 5)):
         start.flats[1][start.starts[index]] = value
-    # Moments of a first step that is left out, whose bias corrections are 0 / 0.
+    # Moments of a skipped first step, whose bias corrections are 0 / 0.
     start.on_device[2] = torch.tensor([torch.nan, 0.0], device=device)
     left_out, plain = start.clone(), start.clone()
     left_out.call(run, scale_of(0.3, device), taken=torch.zeros((), device=device))
@@ -207,7 +207,7 @@ def test_a_step_that_is_taken_is_the_same_step(run: Any, device: str) -> None:
 
 
 def test_bias_corrections_of_many_parameters_at_once(device: str) -> None:
-    """As the host would compute them in FP64, each from its own options and count of steps."""
+    """Results equal the host's in FP64, each from its own options and count of steps."""
     counts = [1, 2, 7, 1000, 250_000]
     options = [Corrected(1e-3 * (i + 1), 10.0**-i, 0.9, 1 - 10.0 ** -(i + 1)) for i in range(len(counts))]
     steps = [torch.tensor(float(count), device=device) for count in counts]
@@ -237,7 +237,7 @@ def test_the_host_does_not_wait() -> None:
 
 
 def test_parameters_that_are_no_kernels_matter(device: str) -> None:
-    """Other dtypes and layouts take plain PyTorch, also where there is a GPU."""
+    """Other dtypes and layouts use plain PyTorch, also on a GPU."""
     for dtype, tolerance in ((torch.float64, 1e-12), (BF16, 2e-2)):
         values = [torch.randn(6, 5).to(device, dtype).t() for _ in range(4)]
         values[3] = values[3].square()

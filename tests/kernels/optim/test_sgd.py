@@ -25,12 +25,12 @@ KINDS = pytest.mark.parametrize(("momentum", "nesterov"), [(0.0, False), (0.9, F
 
 
 def numbers(index: int) -> Numbers:
-    """Every run has its own."""
+    """Distinct numbers for every run."""
     return Numbers(0.1 * (index + 1), 0.01, 0.9, 0.8)
 
 
 def steps(index: int) -> list[float]:
-    """For every other run it is the first step."""
+    """Step counts; for every other run it is the first step."""
     return [float(1 + index % 2)]
 
 
@@ -89,7 +89,7 @@ def test_a_step_that_is_left_out_keeps_all_bits(
 @BOTH
 @KINDS
 def test_steps_against_float64(run: Any, momentum: float, nesterov: bool, device: str) -> None:
-    """From the first step on, when there is no momentum: it is not read, and NaN here."""
+    """In the first step there is no momentum: it is not read, and NaN here."""
     numel, dampening = BLOCK + 9, 0.0 if nesterov else 0.2
     param = torch.randn(numel, device=device)
     exact = torch.nn.Parameter(param.double())

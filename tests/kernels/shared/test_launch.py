@@ -1,6 +1,6 @@
-"""`PreparedKernel` starts what Triton has compiled for such tensors, and asks Triton for all others.
+"""`PreparedKernel` starts the compiled variant for such tensors, and asks Triton for all others.
 
-It is made anew for another tile.
+It is prepared anew for another tile.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flatfsdp.kernels.shared.triton import PreparedKernel, triton
 
 @dataclass
 class OnGPU:
-    """What `PreparedKernel` asks of a tensor."""
+    """The parts of a tensor that `PreparedKernel` uses."""
 
     address: int
     dtype: torch.dtype = torch.float32
@@ -39,7 +39,7 @@ class OnGPU:
 
 @dataclass
 class Kernel:
-    """Stands in for a Triton kernel: notes how it, and what it has compiled, is called."""
+    """A stand-in for a Triton kernel that records how it, and its compiled variant, is called."""
 
     compiles: bool = True
     calls: list[Any] = field(default_factory=list)
@@ -59,7 +59,7 @@ class _Compiled:
     packed_metadata: str = "packed"
 
     def run(self, x: int, y: int, z: int, stream: int, function: int, metadata: str, *rest: Any) -> None:
-        """Its arguments come behind metadata and two hooks of the launch."""
+        """Its arguments follow metadata and two hooks of the launch."""
         assert (function, metadata, rest[:3]) == (1, "packed", (None, None, None))
         self.kernel.calls.append(("compiled", (x, y, z), rest[3:], stream))
 
@@ -99,7 +99,7 @@ def test_a_second_call_starts_what_the_first_has_compiled() -> None:
 @pytest.mark.usefixtures("one_gpu")
 @pytest.mark.parametrize("hook", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_of_launches_are_run(hook: str) -> None:
-    """A profiler's, that come and go."""
+    """A profiler's hooks may be added and removed."""
     kernel, chain = Kernel(), getattr(triton.knobs.runtime, hook)
     start = PreparedKernel(kernel, (1,))
     for hooked in (False, False, True, False):

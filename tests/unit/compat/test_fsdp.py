@@ -129,7 +129,7 @@ class Resettable(nn.Sequential):
 @pytest.mark.parametrize("recurse", [True, False])
 @pytest.mark.parametrize("volatile", [True, False])
 def test_parameters_are_reset_where_they_are_summoned(recurse: bool, volatile: bool) -> None:
-    """fairscale allows nothing else; units below that are not summoned are, for the call."""
+    """fairscale allows only this; units below that are not summoned are summoned for the call."""
     inner = FSDP(nn.Linear(3, 3), allow_reset_parameters=True)
     outer = FSDP(Resettable(inner, nn.Linear(3, 3)), allow_reset_parameters=True)
     before = outer.state_dict()
@@ -234,7 +234,7 @@ def test_representation() -> None:
 
 
 def test_an_optimizer_state_may_have_one_number_for_each_rank() -> None:
-    """As fairscale saves numbers other than "step": a list of tensors without dimensions."""
+    """fairscale saves numbers other than "step" as a list of tensors without dimensions."""
     net = model()
     optimizer = torch.optim.Adam(net.parameters())
     net(torch.randn(4, 3)).sum().backward()

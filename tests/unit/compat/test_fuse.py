@@ -1,4 +1,4 @@
-"""`fuse`: models of Hugging Face transformers compute the same by our kernels, and stay what they are."""
+"""`fuse`: our kernels compute Hugging Face transformers models with equal results, and the models stay the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PADDED[1, 6:] = 0
 
 @pytest.fixture
 def silence(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Nothing is left to transformers."""
+    """Checks that nothing is left to transformers."""
     with caplog.at_level(logging.WARNING):
         yield
     assert said(caplog) == []
@@ -58,7 +58,7 @@ def test_losses_and_gradients_are_those_of_transformers(name: str, silence: None
 
 @pytest.mark.parametrize("use_cache", [None, True, False])
 def test_several_sequences_in_a_row(use_cache: bool | None, silence: None) -> None:
-    """Transformers keeps them apart, or does not, as it is asked for a cache."""
+    """Whether transformers separates them depends on the requested cache."""
     model = build("Llama")
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 1, 0, 1, 2, 3, 4, 5, 6]])
     inputs = {**batch(position_ids=positions), "use_cache": use_cache}
@@ -66,7 +66,7 @@ def test_several_sequences_in_a_row(use_cache: bool | None, silence: None) -> No
 
 
 def test_the_kernels_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not transformers' own code, which would give the same numbers."""
+    """Transformers' own code, which would give the same numbers, does not run."""
     fused = fuse(build("Llama"))
     for kind in {type(module) for module in fused.modules() if is_fused(module)}:
         plain = vars(kind)["plain_class"]
@@ -169,7 +169,7 @@ def test_the_host_does_not_wait_for_positions(name: str, monkeypatch: pytest.Mon
     assert not searched.called
     assert_near(found, loss_and_grads(model, **batch()))
     assert searched.called
-    # Several sequences in a row are still told apart, and so is what a user's own layer needs.
+    # Packed sequences are still separated, and a user's own layer still gets what it needs.
     packed = batch(position_ids=torch.arange(9).remainder(5).expand(2, -1))
     assert_near(loss_and_grads(fused, **packed), loss_and_grads(model, **packed))
     for each in (model, fused):
@@ -178,7 +178,7 @@ def test_the_host_does_not_wait_for_positions(name: str, monkeypatch: pytest.Mon
 
 
 class Masked(nn.Module):
-    """A user's own layer, which does without a mask if there is none."""
+    """A user's own layer, which supports running without a mask."""
 
     attention_type = "full_attention"
 
@@ -260,7 +260,7 @@ def test_a_hook_runs_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("how", ["hook", "backward hook", "forward"])
 def test_a_changed_head_makes_logits(how: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever changes a head expects logits, and not a loss."""
+    """A changed head is expected to return logits, not a loss."""
     model = build("Llama")
     fused = fuse(copy.deepcopy(model))
     for each in (model, fused):
@@ -344,7 +344,7 @@ def test_a_decoder_without_its_encoder() -> None:
 
 
 def test_dropout_is_that_of_its_module() -> None:
-    """Which may be switched by itself, or replaced."""
+    """The module may be switched separately, or replaced."""
     model = build("GPT-2", resid_pdrop=0.5, embd_pdrop=0.0, attn_pdrop=0.0)
     fused = fuse(copy.deepcopy(model))
     expected = fused.eval()(**batch()).loss
@@ -363,7 +363,7 @@ def test_dropout_is_that_of_its_module() -> None:
 
 
 def test_a_linear_with_options_is_called_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    """What is multiplied for it would be summed over no ranks, or leave nothing for `backward_dw`."""
+    """A GEMM in its place would not be summed over ranks, or leave nothing for `backward_dw`."""
     fused = fuse(build("Llama"))
     attention, mlp = fused.model.layers[0].self_attn, fused.model.layers[1].mlp
     attention.o_proj = Linear(32, 32, bias=False, delay_wgrad_compute=True)

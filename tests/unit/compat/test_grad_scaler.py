@@ -13,7 +13,7 @@ from flatfsdp.compat.fairscale import ShardedGradScaler
 
 @pytest.fixture
 def scaler(monkeypatch: pytest.MonkeyPatch) -> ShardedGradScaler:
-    # On the CPU also where there is a GPU, as the losses here.
+    # On the CPU even if there is a GPU, like the losses here.
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return ShardedGradScaler()
 

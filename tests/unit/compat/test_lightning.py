@@ -1,4 +1,4 @@
-"""Without Lightning, or without its Trainer."""
+"""The Lightning strategies without Lightning, or without its Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fairscale's constructor arguments become, and that they are all there."""
+"""Translations of fairscale's constructor arguments, and their completeness."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class DummyProcessGroup:
 
 @pytest.mark.parametrize("has_cuda", [False, True])
 def test_a_stand_in_for_a_process_group_is_refused(monkeypatch: pytest.MonkeyPatch, has_cuda: bool) -> None:
-    """Before anybody asks PyTorch which backend it has, which is asked where there is a GPU."""
+    """It is refused before PyTorch is asked for its backend, which happens if there is a GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     with pytest.raises(TypeError, match=r"a process group is needed, not .*DummyProcessGroup"):
         FSDP(nn.Linear(2, 2), DummyProcessGroup())  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ def test_groups_for_reductions_are_accepted(group: Any) -> None:
 
 
 def test_default_factors() -> None:
-    """At 6 ranks, say, gradients are divided by 4 before and by 1.5 behind their sum."""
+    """At 6 ranks, for example, gradients are divided by 4 before and by 1.5 after their sum."""
     found = {n: default_predivide_factor(n) for n in (1, 2, 3, 4, 6, 8, 16, 64)}
     assert found == {1: 1, 2: 2, 3: 2, 4: 2, 6: 4, 8: 4, 16: 4, 64: 8}
     fairscale = pytest.importorskip("fairscale.nn.data_parallel").FullyShardedDataParallel

@@ -99,7 +99,7 @@ def test_what_is_offloaded_is_the_input(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.autograd.graph, "save_on_cpu", save_on_cpu)
     x, y = torch.randn(6, 4), torch.randn(6, 4)
     checkpoint_wrapper(Layer(), offload_to_cpu=True)(x, more={"y": [y]})
-    # Older versions of checkpoint save an empty tensor beside them.
+    # Older versions of checkpoint save an empty tensor as well.
     inputs = [tensor for tensor in packed if tensor.numel()]
     assert len(inputs) == 2
     assert torch.equal(inputs[0], x)

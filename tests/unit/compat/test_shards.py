@@ -1,4 +1,4 @@
-"""Flat shards that fairscale has saved become a full state dict, without fairscale."""
+"""Flat shards saved by fairscale become a full state dict, without fairscale."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FULL = {**ROOT, "blocks.0.up.weight": BLOCK["up.weight"], "blocks.0.up.bias": BL
 
 
 def saved(ranks: int = 3) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    # head.table is embedding.weight; fairscale writes the two attributes' names the wrong way round.
+    # head.table is embedding.weight; fairscale writes the two attributes' names swapped.
     shared = [("embedding.table", "head.weight")]
     return as_fairscale_saves({"": ROOT, "blocks.0": BLOCK}, ranks, shared, BUFFERS)
 

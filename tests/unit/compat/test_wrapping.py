@@ -1,4 +1,4 @@
-"""`enable_wrap`, `wrap` and `auto_wrap`: what they wrap, with which arguments; the same as fairscale's."""
+"""`enable_wrap`, `wrap` and `auto_wrap` wrap the same modules with the same arguments as fairscale's."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flatfsdp.compat.fairscale import wrapping as ours
 
 
 class Wrapped(nn.Module):
-    """Stands for FSDP: remembers its arguments."""
+    """A stand-in for FSDP that remembers its arguments."""
 
     def __init__(self, module: nn.Module, **options: Any) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def implementations() -> list[Any]:
 
 @pytest.fixture(params=implementations())
 def api(request: pytest.FixtureRequest) -> ModuleType:
-    """The same tests pass with fairscale itself, where it is installed."""
+    """The interface under test: the same tests pass with fairscale itself, if installed."""
     return request.param()
 
 

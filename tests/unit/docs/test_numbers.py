@@ -1,4 +1,4 @@
-"""The tables of measurements in README.md and docs/ are those of the committed results, digit by digit."""
+"""The tables of measurements in README.md and docs/ equal the committed results, digit by digit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROWS = [
 
 
 def assert_rows(expected: Iterable[tuple[str, ...]]) -> None:
-    """Each is the end of a row of some page."""
+    """Checks that each is the end of a row of some page."""
     missing = [cells for cells in expected if not any(row[-len(cells) :] == [*cells] for row in ROWS)]
     assert not missing, "\n".join(" | ".join(cells) for cells in missing)
 
@@ -73,7 +73,7 @@ def test_steps() -> None:
 
 
 def test_the_readmes_steps_are_those_of_the_docs() -> None:
-    """They are on two pages, of which `test_steps` would find the right one."""
+    """They are on two pages, of which `test_steps` might find either."""
     _, table = README.read_text().split("| training step, ")
     shown = [line for line in table.split("\n\n")[0].splitlines() if line.startswith("| ")]
     lines = DOCS["performance.md"].read_text().splitlines()
@@ -137,7 +137,7 @@ def test_kernels() -> None:
     found = results("kernels.json")
 
     def percent(kernel: str, variant: str = "") -> list[str]:
-        """Of a copy of as many bytes, for each size."""
+        """Percent of a copy of as many bytes, for each size."""
         shares = (
             row for row in found["kernels"] if row["kernel"] == kernel and row["variant"].startswith(variant)
         )

@@ -1,4 +1,4 @@
-"""Regions: when FP8 is on, what they record, and that models do not see each other."""
+"""Regions: when FP8 is on, what they record, and that models are independent of each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RECIPES = pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["del
 
 
 def fail_after(model: nn.Module, x: torch.Tensor) -> None:
-    """An exception between a forward and the end of its region."""
+    """Raises between a forward and the end of its region."""
 
     def fail(*_: Any) -> None:
         raise KeyError
@@ -147,7 +147,7 @@ def test_backward_updates_once_at_its_end_inside_a_region_or_outside() -> None:
 
 
 def test_gradients_are_cast_with_the_scales_of_the_last_backward() -> None:
-    """All of one backward use one generation, whatever the order of layers in it."""
+    """All casts of one backward use one generation, whatever the order of layers in it."""
     layer, x = Linear(WIDTH, WIDTH), batch()
     with autocast(recipe=SHORT):
         layer(x).sum().backward()
@@ -337,7 +337,7 @@ def test_after_calibration_the_first_step_is_as_good_as_the_second() -> None:
 def test_models_do_not_see_each_other() -> None:
     alone = [train(seeded(Stack, seed), seed=10 + seed) for seed in (0, 1)]
     models = [seeded(Stack, seed) for seed in (0, 1)]
-    # One autocast region around both, so that they share an arena from here on.
+    # One autocast region around both, so that they share an arena afterwards.
     for model, trace in zip(models, [[], []], strict=True):
         assert trace == []
         with torch.no_grad(), autocast(recipe=SHORT):
@@ -367,7 +367,7 @@ def test_models_that_shared_a_region_train_on_as_alone() -> None:
 
 
 def test_updates_for_another_model_are_none() -> None:
-    """The largest amax has just left the history: what updates without news would see too early."""
+    """The largest amax has just left the history, which an update without new amaxes would notice too early."""
     scales = []
     for others in (0, 3):
         model, other = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)
@@ -387,7 +387,7 @@ def test_updates_for_another_model_are_none() -> None:
 
 
 def test_changing_subsets_of_layers_keep_their_own_histories() -> None:
-    """Each step uses other layers; each must end up as if it had been used by itself."""
+    """Each step uses other layers; each must end up as if it had been used alone."""
     layers = [seeded(lambda: Linear(WIDTH, WIDTH), seed) for seed in range(4)]
     alone = [seeded(lambda: Linear(WIDTH, WIDTH), seed) for seed in range(4)]
     for subset in ((0, 1), (1, 2), (0,), (0, 1, 2, 3), (3,), (1, 3)):

@@ -102,7 +102,7 @@ def test_a_jump_in_magnitude_saturates_under_delayed_scaling_alone(recipe: Any) 
 
 @pytest.mark.parametrize("power_of_two", [False, True])
 def test_constant_magnitudes_never_count(power_of_two: bool) -> None:
-    """Also where amax * scale is rounded to a number above the largest one."""
+    """This includes amax * scale rounded to a number above the largest one."""
     layer = Linear(WIDTH, FFN)
     for amax in torch.rand(20).tolist():
         recipe = DelayedScaling(amax_history_len=1, power_of_two_scales=power_of_two)
@@ -125,7 +125,7 @@ def test_ordinary_training_is_clean(recipe: Any) -> None:
 
 
 def test_amaxes_enter_with_the_scale_of_their_casts() -> None:
-    """Power-of-two scales, so that amax * scale is exact."""
+    """Scales are powers of two, so that amax * scale is exact."""
     layer, expected = Linear(WIDTH, FFN), 0
     with count_overflows(layer) as overflows:
         for amax in (1.0, 700.0, 3.0, 1e-3, 0.5, 0.0, 900.0, 900.0, 1e6, 1.0):
@@ -283,7 +283,7 @@ def test_arenas_that_are_made_and_merged_while_counting() -> None:
 
 
 def test_buffers_that_are_replaced_while_counting() -> None:
-    """By another recipe, a move and a checkpoint."""
+    """Buffers are replaced by another recipe, a move and a checkpoint."""
     layer = Linear(WIDTH, FFN)
     with count_overflows(layer) as overflows:
         step(layer, SHORT, steady())
@@ -350,7 +350,7 @@ def test_an_error_ends_it() -> None:
 
 
 def test_an_arena_that_a_counted_layer_has_left_is_left_too() -> None:
-    """Another recipe gives one layer an arena of its own, and the other one goes on in theirs."""
+    """Another recipe gives one layer its own arena, and the other one stays in theirs."""
     counted, other = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)
     with count_overflows(counted):
         step(nn.Sequential(counted, other), SHORT, steady())
@@ -382,7 +382,7 @@ def test_a_backward_after_the_end_is_not_counted(recipe: Any) -> None:
 
 @STATELESS
 def test_a_captured_cast_is_refused(recipe: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if a CUDA graph were captured."""
+    """Simulates the capture of a CUDA graph."""
     monkeypatch.setattr(overflows_module, "is_captured", lambda device: True)
     layer = Linear(WIDTH, FFN)
     with count_overflows(layer), pytest.raises(RuntimeError, match=r"CUDA graph.*count_overflows"):

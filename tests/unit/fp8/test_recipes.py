@@ -1,4 +1,4 @@
-"""Recipes: what a change from one to another does, and what they, sizes and devices may not be."""
+"""Recipes: effects of a change from one to another, and refused recipes, sizes and devices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ RECIPES = pytest.mark.parametrize("recipe", [SHORT, CurrentScaling()], ids=["del
 def test_a_changed_recipe_is_logged_once_and_works(caplog: pytest.LogCaptureFixture) -> None:
     model, x = seeded(Stack), batch()
     exact = model(x)
-    # Recipes that no other test has, because the log remembers.
+    # Recipes that no other test has, because logged messages are remembered.
     recipes = [
         DelayedScaling(amax_history_len=4, margin=1),
         DelayedScaling(amax_history_len=7, margin=1),
@@ -108,7 +108,7 @@ def test_a_changed_margin_changes_scales_at_once() -> None:
     ids=["length", "algo", "split"],
 )
 def test_what_does_not_concern_the_scale_of_now_leaves_it(other: Any) -> None:
-    """The oldest row, 100, counted in the last update and is not there any more."""
+    """The oldest row, 100, counted in the last update and is gone now."""
     layer = Linear(WIDTH, FFN)
     for amax in (100.0, 1.0, 1.0, 1.0):
         with autocast(recipe=SHORT):
@@ -120,7 +120,7 @@ def test_what_does_not_concern_the_scale_of_now_leaves_it(other: Any) -> None:
 
 
 def test_a_forward_keeps_its_recipe_for_its_backward() -> None:
-    """Another recipe in between, as in an evaluation with gradients."""
+    """Another recipe is used in between, as in an evaluation with gradients."""
     layer, other, x = seeded(lambda: Linear(WIDTH, FFN)), seeded(lambda: Linear(WIDTH, FFN)), batch()
     grads = []
     for each in (layer, other):
@@ -179,7 +179,7 @@ def test_something_else_than_a_recipe() -> None:
 
 @pytest.mark.parametrize("region", [autocast, fp8.fp8_autocast])
 def test_a_recipe_where_a_switch_belongs(region: Any) -> None:
-    """It would be as good as True, and another recipe would be used."""
+    """It would count as True, and another recipe would be used."""
     with pytest.raises(TypeError, match=r"enabled is CurrentScaling.*recipe="), region(CurrentScaling()):
         pass
     with pytest.raises(TypeError, match=r"calibrating is CurrentScaling"), region(True, CurrentScaling()):
@@ -213,7 +213,7 @@ def test_tokens_are_the_product_of_leading_dimensions() -> None:
 @MAKES
 @FP8_RECIPES
 def test_any_number_of_tokens_is_that_of_the_last_one_repeated(make: Any, recipe: Any) -> None:
-    """In outputs, gradients and amaxes, bit for bit: what is added has no gradient and no new amax."""
+    """Outputs, gradients and amaxes are bit-equal: added rows have no gradient and no new amax."""
     results = []
     for repeats in (False, True):
         layer = seeded(make)
@@ -230,7 +230,7 @@ def test_any_number_of_tokens_is_that_of_the_last_one_repeated(make: Any, recipe
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int, int], torch.device]]:
-    """Makes a GPU of a compute capability."""
+    """Makes a simulated GPU with a compute capability."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA Other")
 
     def of(*capability: int) -> torch.device:
@@ -266,7 +266,7 @@ def test_layers_ask_for_what_their_recipe_needs(recipe: Any, monkeypatch: pytest
 
 
 def test_delayed_scaling_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph reads the scales that there were: those of an evaluation may stay, a training's may not."""
+    """A graph would read the scales of its capture: an evaluation's may stay, a training's may not."""
     layer, x = Linear(WIDTH, FFN), batch()
     with autocast(recipe=SHORT):
         out = layer(x)

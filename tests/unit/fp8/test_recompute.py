@@ -1,4 +1,4 @@
-"""Recompute gives the bits of no recompute, and leaves the same scales and histories behind."""
+"""Recompute is bit-equal to no recompute, and leaves the same scales and histories behind."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def torchs_reentrant(block: nn.Module, *args: Any) -> Tensor:
 
 
 def selective(block: nn.Module, *args: Any) -> Tensor:
-    """Asks for results of GEMMs, and of operators of ours, to be kept."""
+    """A selective checkpoint that asks to keep results of GEMMs, and of our operators."""
 
     def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         is_kept = "mm" in str(operator) or "flatfsdp" in str(operator)
@@ -77,7 +77,7 @@ def whole(call: Call, block: nn.Module, *args: Any, recipe: Any = None) -> Tenso
 
 
 def nested(outer: Call, inner: Call, block: nn.Module, *args: Any, recipe: Any = None) -> Tensor:
-    """A block in one checkpoint, and its MLP once more in another one inside."""
+    """A block in one checkpoint, with its MLP in another one inside."""
 
     def run(x: Tensor, first: bool | None) -> Tensor:
         with autocast(recipe=recipe) if recipe is not None else nullcontext():
@@ -181,7 +181,7 @@ def test_mlp_that_saves_only_its_input_by_itself(activation: str, normalization:
 
 
 def pipelined(call: Call, *, caches: bool, order: tuple[int, ...]) -> Trace:
-    """Two forwards before their backwards, three steps; activations grow, so that scales do move."""
+    """Two forwards before their backwards, three steps; activations grow, so that scales change."""
     model = seeded(lambda: Stack(call=call))
     torch.manual_seed(5)
     losses, grads = [], []
@@ -214,7 +214,7 @@ def test_forwards_run_ahead_of_backwards(way: str, caches: bool, order: tuple[in
 
 
 def test_scales_that_moved_between_forward_and_recompute_do_not_matter() -> None:
-    """Updates by forwards alone, by a new history length and by an evaluation with other data."""
+    """Scales are updated by forwards alone, by a new history length and by an evaluation with other data."""
     grads = []
     for disturbed in (False, True):
         model = seeded(lambda: Stack(call=checkpointed))
@@ -288,7 +288,7 @@ def test_backward_inside_the_region_with_another_one_inside_the_checkpoint() -> 
 
 
 def test_backward_scales_advance_behind_a_recompute() -> None:
-    """They were frozen in Transformer Engine, issue 1190."""
+    """Transformer Engine had them frozen (issue 1190)."""
     model = seeded(lambda: Stack(call=checkpointed))
     x = torch.randn(TOKENS, WIDTH).requires_grad_()
     seen = []
@@ -326,7 +326,7 @@ def test_an_evaluation_with_checkpoints_records_nothing(call: Call, mode: Any) -
 
 
 def test_the_weight_is_not_cast_again_if_it_is_cached(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A recompute after the optimizer's step of the next one would cast another weight."""
+    """A recompute after the next step's optimizer would cast another weight."""
     model = seeded(lambda: Stack(call=checkpointed))
     x = torch.randn(TOKENS, WIDTH).requires_grad_()
     runs = []
@@ -388,7 +388,7 @@ def test_an_exception_inside_a_checkpoint_leaves_nothing_behind() -> None:
 
 
 class Unknown(torch.autograd.Function):
-    """Somebody else's checkpoint: runs its function without gradients, and once more in backward."""
+    """Another library's checkpoint: runs its function without gradients, and again in backward."""
 
     @staticmethod
     def forward(ctx: Any, function: Any, x: Tensor) -> Tensor:
@@ -406,7 +406,7 @@ class Unknown(torch.autograd.Function):
 
 
 def reentrant_in_eval(function: Any, x: Tensor) -> Tensor:
-    """Its forward looks like an evaluation."""
+    """A reentrant checkpoint in eval mode, whose forward looks like an evaluation."""
     return torchs_reentrant(function, x)
 
 
@@ -433,7 +433,7 @@ def test_torchs_own_checkpoint_without_fp8(use_reentrant: bool) -> None:
 
 
 class Tracker:
-    """With states of its own, as Megatron's and Transformer Engine's."""
+    """A tracker with its own states, such as Megatron's and Transformer Engine's."""
 
     def __init__(self) -> None:
         self._states = {"tp": torch.Generator().manual_seed(5).get_state()}
@@ -457,7 +457,7 @@ class Tracker:
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_dropout_of_a_tracker_with_states(use_reentrant: bool) -> None:
-    """Two blocks, the second of which has drawn when the first is recomputed."""
+    """Two blocks, the second of which has drawn before the first is recomputed."""
     call = partial(fp8.checkpoint, use_reentrant=use_reentrant)
     x = torch.randn(8, 2, 2, 8)
     runs = []

@@ -1,4 +1,4 @@
-"""What is kept for backward: what it reads, in FP8 where that is how it is read, and nothing else."""
+"""Tensors kept for backward: only those that it reads, in FP8 if it reads them in FP8."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def saved(
     trained: Any = None,
     dtype: torch.dtype = torch.float32,
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of saved tensors of more than a number; `trained` parameters, None for all."""
+    """Shapes and dtypes of saved tensors with more than one element; `trained` parameters, None for all."""
     layer = layer.to(dtype)
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(trained is None or name in trained)
@@ -88,7 +88,7 @@ def test_linear_without_fp8(dtype: torch.dtype, trained: Any, input_grad: bool, 
 
 
 def norm_of(dtype: torch.dtype) -> list[Any]:
-    """What the backward of a LayerNorm reads."""
+    """The tensors that the backward of a LayerNorm reads."""
     statistics = ((TOKENS,), torch.float32)
     return [((TOKENS, WIDTH), dtype), ((WIDTH,), dtype), statistics, statistics]
 
@@ -148,14 +148,14 @@ def test_layernorm_mlp(
 
 @RECIPES
 def test_an_mlp_that_saves_only_its_input(recipe: Any) -> None:
-    """No activation but the input; weights, which cost nothing if they are cached."""
+    """It saves no activation but the input, and weights, which cost nothing if they are cached."""
     found = saved(LayerNormMLP(WIDTH, FFN, checkpoint=True), recipe, input_grad=True)
     parameters = [((WIDTH,), torch.float32)] * 2 + [((FFN,), torch.float32)]
     assert found == sorted([((TOKENS, WIDTH), torch.float32), FC1, W_T, FC2_T, *parameters], key=str)
 
 
 def test_cached_weights_are_saved_by_reference() -> None:
-    """Microbatches share them: a pipeline's many open forwards hold one copy."""
+    """Microbatches share them: many open forwards of a pipeline hold one copy."""
     layer = Linear(WIDTH, FFN)
     storages = set()
     for first in (True, False, False):
@@ -189,7 +189,7 @@ def test_a_joined_weight_does_not_outlive_the_forward(monkeypatch: pytest.Monkey
 
 @RECIPES
 def test_a_graph_that_is_dropped_drops_what_it_saved(recipe: Any) -> None:
-    """No cycle keeps activations until the garbage collector comes."""
+    """No cycle keeps activations until the garbage collector runs."""
     layer = nn.Sequential(LayerNormLinear(WIDTH, FFN), Linear(FFN, WIDTH), LayerNormMLP(WIDTH, FFN))
     found: list[weakref.ref[Tensor]] = []
 
@@ -216,7 +216,7 @@ def test_a_graph_that_is_dropped_drops_what_it_saved(recipe: Any) -> None:
 def test_nothing_is_transposed_that_no_product_reads(
     layer_type: type, trains: bool, input_grad: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For a frozen weight neither input nor gradient; the weight only if the input gets a gradient."""
+    """With a frozen weight neither input nor gradient is; the weight only if the input gets a gradient."""
     layer, transposed = layer_type(WIDTH, FFN), []
     for name, parameter in layer.named_parameters():
         parameter.requires_grad_(trains and name == "weight")

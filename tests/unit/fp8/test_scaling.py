@@ -53,7 +53,7 @@ class OneTensor:
 
 
 def step(layer: Linear, recipe: DelayedScaling, x: float, dy: float) -> None:
-    """Forward and backward on matrices whose largest magnitudes are x and dy."""
+    """Runs forward and backward on matrices whose largest magnitudes are x and dy."""
     x_matrix, dy_matrix = torch.zeros(TOKENS, WIDTH), torch.zeros(TOKENS, FFN)
     x_matrix[3, 5], dy_matrix[7, 2] = -x, dy
     with autocast(recipe=recipe):
@@ -210,7 +210,7 @@ def test_a_whole_model_is_updated_at_once() -> None:
 
 
 def test_state_is_fp32_whatever_the_default_dtype() -> None:
-    """Also loaded into a layer that has not run."""
+    """This also holds when it is loaded into a layer that has not run."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:

@@ -1,4 +1,4 @@
-"""What is not a training step changes nothing: evaluations, partial backwards, regions that overlap."""
+"""Anything but a training step changes nothing: evaluations, partial backwards, overlapping regions."""
 
 from __future__ import annotations
 

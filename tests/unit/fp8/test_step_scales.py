@@ -1,4 +1,4 @@
-"""Scales of delayed scaling when the step that moved them is left out: as if it had not been."""
+"""Scales of delayed scaling after a skipped step equal those before it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def batch(step: int, microbatch: int) -> Tensor:
 def forward_backward(
     model: nn.Module, step: int, factor: float = 1.0, recipe: Any = SHORT, count: int = 2
 ) -> list[Tensor]:
-    """Losses; the last microbatch's is multiplied by `factor`, and its input has one such number."""
+    """Losses; the last microbatch's is multiplied by `factor`, and its input contains one such number."""
     losses = []
     for index, x in enumerate(microbatches(model, [batch(step, m) for m in range(count)])):
         is_last = index == count - 1
@@ -45,7 +45,7 @@ def forward_backward(
 
 
 def train(model: nn.Module, optimizer: Any, steps: Iterable[int], bad: Iterable[int] = ()) -> list[Tensor]:
-    """Losses of the steps that are taken."""
+    """Losses of the steps that are not skipped."""
     losses = []
     for step in steps:
         found = forward_backward(model, step, torch.nan if step in bad else 1.0)
@@ -71,7 +71,7 @@ def equal_models(ours: nn.Module, theirs: nn.Module) -> bool:
     "options", [{}, {"call": fp8.checkpoint}, {"checkpoint": True}], ids=["plain", "recomputed", "in layers"]
 )
 def test_scales_go_back_with_the_step(mode: Any, bad: int, options: dict[str, Any]) -> None:
-    """Weights cached in the first microbatch, too; and the state right after the step."""
+    """This includes weights cached in the first microbatch, and the state right after the step."""
     ours, theirs = wrapped(**options), wrapped(**options)
     optimizer, reference = (AdamW(m.parameters(), lr=1e-2, nonfinite=mode) for m in (ours, theirs))
     train(ours, optimizer, range(bad + 1), [bad])
@@ -95,7 +95,7 @@ def test_a_first_step_that_is_left_out_leaves_new_scales() -> None:
 
 @MODES
 def test_scales_move_on_with_a_step_that_is_taken(mode: Any) -> None:
-    """Nothing is different from an optimizer that knows nothing of it."""
+    """Nothing differs from an optimizer that does not settle steps."""
     models = [wrapped() for _ in range(2)]
     results = []
     for model, nonfinite in zip(models, (mode, "step"), strict=True):
@@ -113,7 +113,7 @@ def test_layers_of_several_regions_and_of_another_model() -> None:
         for step in range(4):
             skips = step == 2
             first, second = pair
-            # The same for both pairs, but that the first model of the other pair has no third step.
+            # The same for both pairs, except that the first model of the other pair has no third step.
             with autocast(recipe=recipe):
                 loss = second(batch(step, 1)).square().mean()
                 if is_bad or not skips:
@@ -134,7 +134,7 @@ def test_layers_of_several_regions_and_of_another_model() -> None:
 
 
 def test_steps_of_others_are_not_undone() -> None:
-    """What torch.optim has trained, or a step that was given up, is over when the next step begins."""
+    """A step trained by torch.optim, or an abandoned one, is over when the next step begins."""
     ours, theirs = wrapped(), wrapped()
     for model in (ours, theirs):
         train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(3))
@@ -159,7 +159,7 @@ def test_steps_of_others_are_not_undone() -> None:
 
 
 def test_two_optimizers_of_one_model() -> None:
-    """Scales go back if one of them leaves its step out."""
+    """Scales go back if one of them skips its step."""
     model = wrapped()
     parts = [list(part.parameters()) for part in (model.module.blocks[0], model.module.blocks[1])]
     optimizers = [SGD(part, lr=0.1, nonfinite="skip") for part in parts]

@@ -1,4 +1,4 @@
-"""Weights that FlatFSDP keeps in FP8: which ones, and what does not go with them."""
+"""Weights that FlatFSDP stores in FP8: which ones, and unsupported combinations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PRECISION = Precision(compute=torch.bfloat16, fp8_weights=CurrentScaling())
 
 
 def stored(module: nn.Module) -> set[str]:
-    """Names of the parameters that are kept in FP8 once `module` is wrapped."""
+    """Names of the parameters that are stored in FP8 once `module` is wrapped."""
     model = FlatFSDP(module, precision=PRECISION)
     return {
         slot.name
@@ -70,7 +70,7 @@ def test_converted_layers() -> None:
 
 
 def test_weights_in_several_pieces_are_one_operand() -> None:
-    """With one scale, if each piece has a size that suits products."""
+    """They have one scale, if each piece has a size that suits GEMMs."""
     split = Linear(32, 48, parameters_split=("query", "key", "value"))
     odd = Linear(48, 32, parameters_split={"a": 8, "b": 24})
     assert stored(nn.Sequential(split, odd)) == {f"0.{name}_weight" for name in ("query", "key", "value")}
@@ -118,7 +118,7 @@ def test_not_from_float64(station: str) -> None:
 
 
 def test_a_kept_weight_reads_as_nan() -> None:
-    """Whoever computes with the parameter itself finds out."""
+    """Computing with the parameter itself is noticed."""
     model = FlatFSDP(nn.Sequential(Linear(32, 32), Linear(32, 32)), precision=PRECISION)
     weight = model.module[0].weight
     assert weight.shape == (32, 32) and weight.dtype == torch.bfloat16 and weight.isnan().all()

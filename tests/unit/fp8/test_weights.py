@@ -1,4 +1,4 @@
-"""FP8 weights: cast once a step, and never read with another scale than they were cast with."""
+"""FP8 weights: cast once a step, and never read with another scale than that of their cast."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ LAYERS = pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNo
 
 
 def fp8_of(x: Tensor, scale: Tensor) -> Tensor:
-    """What a cast to E4M3 and back makes of x, in FP64."""
+    """x after a cast to E4M3 and back, in FP64."""
     return (x * scale).clamp(-448, 448).to(E4M3).double() / scale.double()
 
 
 @pytest.fixture
 def casts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Shapes of what quantizers cast; what norms and activations cast themselves is not among them."""
+    """Shapes of the tensors that quantizers cast, without those cast by norms and activations."""
     shapes: list[tuple[int, ...]] = []
 
     def count(cast: Any) -> Any:
@@ -68,7 +68,7 @@ def test_a_weight_is_cast_once_a_step(layer_type: type, recipe: Any, casts: list
 
 @FP8_RECIPES
 def test_cached_weights_give_the_bits_of_weights_that_are_cast_each_time(recipe: Any) -> None:
-    """While neither weights nor their scales change, which they do in the first update of delayed scaling."""
+    """This holds while neither weights nor scales change; delayed scaling's first update changes them."""
     cached, fresh = seeded(Stack), seeded(Stack)
     for model in (cached, fresh):
         with autocast(recipe=recipe):
@@ -131,7 +131,7 @@ def test_what_changes_the_weight_drops_the_cached_one() -> None:
 
 
 def test_a_cached_weight_is_read_with_the_scale_of_its_cast() -> None:
-    """Transformer Engine had this wrong (issue 1047): the error grows twenty-fold, and nobody notices."""
+    """Transformer Engine had this wrong (issue 1047): the error grows twenty-fold, unnoticed."""
     layer, other = Linear(WIDTH, FFN, bias=False), torch.randn(FFN, WIDTH)
     recipe = DelayedScaling(amax_compute_algo="most_recent")
     at_cast = torch.ones(())
@@ -284,7 +284,7 @@ def test_current_scaling_of_almost_nothing(value: float) -> None:
 
 
 def test_quantizers_are_values() -> None:
-    """One is made for each call of a layer: nothing that is kept may be shared with the next call."""
+    """One is made for each call of a layer: nothing may be shared with the next call."""
     a = Current(E4M3, 0.0, True).cast(batch(), rowwise=True, columnwise=False)
     b = Current(E4M3, 0.0, True).cast(batch(1e3), rowwise=True, columnwise=False)
     assert a.operand.rowwise_inv is not b.operand.rowwise_inv

@@ -34,7 +34,7 @@ def against_plain(layer: DotProductAttention, seen: Tensor | None, **arguments: 
 
 
 def padding() -> Tensor:
-    """The last keys of some sequences are masked out; [batch, 1, 1, keys]."""
+    """A mask of the last keys of some sequences, [batch, 1, 1, keys]."""
     lengths = torch.tensor([SEQ, 4, 1])
     return (torch.arange(SEQ) >= lengths[:, None]).view(BATCH, 1, 1, SEQ)
 
@@ -44,7 +44,7 @@ def padding() -> Tensor:
 @pytest.mark.parametrize("mask_type", ["causal", "no_mask", "padding", "padding_causal", "arbitrary"])
 def test_mask_types_against_float64(qkv_format: str, groups: int, mask_type: str) -> None:
     layer = DotProductAttention(HEADS, DIM, groups, qkv_format=qkv_format, attn_mask_type=mask_type)
-    # Everybody sees something.
+    # Every query sees some key.
     arbitrary = (torch.rand(BATCH, 1, SEQ, SEQ) < 0.5) & ~torch.eye(SEQ, dtype=torch.bool)
     mask = {"padding": padding(), "padding_causal": padding(), "arbitrary": arbitrary}.get(mask_type)
     seen = {
@@ -260,7 +260,7 @@ def test_order_of_backends_on_gpus(
     capability: tuple[int, int], has_mask: bool, off: SDPBackend | None, expected: Any, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    # What stands for a query on a GPU is nowhere.
+    # A stand-in for a query on a GPU has no storage.
     query = SimpleNamespace(is_cuda=True, device=torch.device("cpu"))
     with sdpa_kernel([b for b in (FLASH, EFFICIENT, MATH, CUDNN) if b is not off], set_priority=True):
         before = _backends_in_order()
@@ -270,6 +270,6 @@ def test_order_of_backends_on_gpus(
 
 
 def _backends_in_order() -> list[SDPBackend]:
-    """Those that are on, as torch prefers them."""
+    """The enabled backends, in torch's order."""
     order = [SDPBackend(number) for number in torch._C._get_sdp_priority_order()]
     return [backend for backend in order if sdpa._IS_ON.get(backend, lambda: False)()]

@@ -1,4 +1,4 @@
-"""Layers and calls: the same computation, whoever has the parameters."""
+"""Layers and calls compute the same, whoever owns the parameters."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_two_maps_of_one_owner_are_two_layers(recipe: Any) -> None:
     foreign = owner()
     first = LayerNormLinear(WIDTH, 2 * FFN, normalization="RMSNorm", bias=False)
     second = Linear(FFN, WIDTH)
-    # In the order of the foreign model's.
+    # In the order of the foreign model's parameters.
     layers = nn.ParameterList((first.layer_norm_weight, first.weight, second.weight, second.bias))
     with torch.no_grad():
         for parameter, value in zip(layers, foreign.parameters(), strict=True):
@@ -128,7 +128,7 @@ def test_sizes_that_do_not_suit_fp8_are_named_by_the_owners_maps() -> None:
 
 @pytest.mark.parametrize("recipe", [None, CurrentScaling()], ids=["high", "current"])
 def test_if_claimed_fuses_where_an_engine_has_the_weight(recipe: Any) -> None:
-    """Decided when the layer is called, one map by itself."""
+    """Fusion is decided when the layer is called, for each map separately."""
     x = torch.randn(TOKENS, WIDTH)
     fused, plain = owner(fuse_wgrad_accumulation="if_claimed"), owner()
     buffer = claimed(fused.up.weight)
@@ -179,7 +179,7 @@ def test_parameters_that_an_engine_has_joined(bias: bool, fused: Any, recipe: An
 
 
 def test_of_split_parameters_the_joint_may_be_kept_in_fp8() -> None:
-    """If each of them has a size that suits FP8."""
+    """This needs each of them to have a size that suits FP8."""
     assert Linear(32, 48, parameters_split=["q", "k", "v"]).fp8_weights() == ("weight",)
     assert Linear(32, 64, parameters_split={"q": 40, "k": 24}).fp8_weights() == ()
     assert Linear(32, 48).fp8_weights() == ("weight",) and Linear(32, 40).fp8_weights() == ()
@@ -265,7 +265,7 @@ def test_a_backward_to_some_parts_of_a_transposed_joint() -> None:
 
 @pytest.mark.parametrize("first", [True, None])
 def test_a_transposed_weight_that_evaluation_has_cast_serves_the_backward(first: bool | None) -> None:
-    """Kept by a forward without gradients, which reads one form of it."""
+    """It was kept by a forward without gradients, which reads only one form of it."""
     module, recipe = turned(), CurrentScaling()
     x = torch.randn(TOKENS, WIDTH)
 
@@ -343,7 +343,7 @@ def test_a_head_of_foreign_parameters(chunk_tokens: int | None, kind: Any) -> No
 
 @pytest.mark.parametrize("recipe", [None, SHORT], ids=["high", "delayed"])
 def test_additions_to_slices_of_a_projection_copy_nothing(recipe: Any) -> None:
-    """As adapters of query and value add to them."""
+    """Adapters of query and value make such additions."""
     layer, x = Linear(WIDTH, 2 * FFN), torch.randn(2, TOKENS, WIDTH)
     low_rank = torch.randn(2, TOKENS, 16, requires_grad=True), torch.randn(2, TOKENS, 32, requires_grad=True)
     with autocast(enabled=recipe is not None, recipe=recipe):
@@ -386,7 +386,7 @@ def test_additions_that_do_not_fit(start: int, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("with_tables", [True, False])
 def test_heads_are_normed_before_or_after_they_turn(norm_first: bool, with_tables: bool) -> None:
-    """Each head by itself, as Qwen3 has it; a gain that differs by element does not commute with turning."""
+    """Each head is normalized separately, as in Qwen3; an element-wise gain does not commute with rotation."""
     of = HeadsOf(4, 2, 8, interleaved=False)
     mixed = torch.randn(2, 5, 64, requires_grad=True)
     q_norm, k_norm = trained(nn.RMSNorm(8, eps=1e-6)), trained(nn.RMSNorm(8, eps=1e-6))

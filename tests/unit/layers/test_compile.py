@@ -1,4 +1,4 @@
-"""torch.compile around FP8 layers: what it compiles is what is between them, and the results are the same."""
+"""torch.compile around FP8 layers compiles what is between them, with the same results."""
 
 from __future__ import annotations
 

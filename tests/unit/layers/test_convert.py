@@ -1,4 +1,4 @@
-"""`convert`: nn.Linear become ours, and everything else about the model stays."""
+"""`convert`: nn.Linear layers become ours, and everything else about the model stays."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def everything(linear: nn.Linear, name: str) -> bool:
 
 
 class Model(nn.Module):
-    """Tied weights, a shared module, one without bias, containers, and layers that are no plain nn.Linear."""
+    """Tied weights, a shared module, one without bias, containers, and layers that are not plain nn.Linear."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ def test_in_autocast_only_what_was_converted_is_fp8() -> None:
 
 
 def test_layers_that_are_never_fp8() -> None:
-    """For fused weight gradients alone; sizes do not matter then."""
+    """They are for fused weight gradients alone; sizes do not matter then."""
     plain, converted = nn.Sequential(nn.Linear(5, 7)), nn.Sequential(nn.Linear(5, 7))
     converted.load_state_dict(plain.state_dict())
     convert(converted, fp8=False)

@@ -1,4 +1,4 @@
-"""`cross_entropy` and `LinearCrossEntropy` beside torch in float64, and beside each other bit for bit."""
+"""`cross_entropy` and `LinearCrossEntropy` against torch in float64, and against each other bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB, WIDTH = 50, 24
 
 
 def ids(*shape: int) -> Tensor:
-    """Of which some are ignored."""
+    """Random ids, some of which are ignored."""
     targets = torch.randint(VOCAB, shape)
     return targets.masked_fill(torch.rand(shape) < 0.2, -100)
 
@@ -86,7 +86,7 @@ def test_the_gradient_lands_in_the_logits_only_if_asked() -> None:
 
 
 def test_overwritten_logits_are_refused_to_others() -> None:
-    """To operations that have not run backward yet, and to a second backward of the loss itself."""
+    """They are refused to operations with a pending backward, and to a second backward of the loss itself."""
     x, targets = leaf(6, VOCAB), ids(6)
     logits = x * 1
     squares = logits.square().sum()
@@ -140,7 +140,7 @@ def main_grad_of(layer: nn.Module) -> Tensor:
 
 
 def doubled_loss(layer: LinearCrossEntropy, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of torch, and its leaves; logits are rounded as ours."""
+    """torch's loss in float64, with its leaves; logits are rounded as ours."""
     x, weight = x.detach().double().requires_grad_(), layer.weight.detach().double().requires_grad_()
     exact = x @ weight.t()
     rounded = exact + (exact.to(layer.weight.dtype).double() - exact).detach()
@@ -178,7 +178,7 @@ def test_head_and_loss_against_float64(
 def test_the_same_bits_as_a_linear_and_the_loss_of_its_logits(
     dtype: torch.dtype, chunk_tokens: int | None
 ) -> None:
-    """Also after a second microbatch; chunks of the weight's gradient add up in another order."""
+    """This includes a second microbatch; chunks of the weight's gradient add up in another order."""
     layer = head(dtype, chunk_tokens=chunk_tokens, fuse_wgrad_accumulation=True)
     plain = Linear(WIDTH, VOCAB, bias=False, params_dtype=dtype, fuse_wgrad_accumulation=True)
     plain.load_state_dict(layer.state_dict())
@@ -198,7 +198,7 @@ def test_the_same_bits_as_a_linear_and_the_loss_of_its_logits(
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_chunks_of_the_weight_gradient_add_up_in_fp32(fused: bool) -> None:
-    """256 and 1 are 257, which bf16 does not have, and 4 times 0.25 on top are 258, which it has."""
+    """256 and 1 are 257, which bf16 cannot represent, and 4 times 0.25 on top are 258, which it can."""
     layer = head(torch.bfloat16, reduction="none", chunk_tokens=1, fuse_wgrad_accumulation=fused)
     layer.weight.data.zero_()
     layer.weight.main_grad = torch.zeros(VOCAB, WIDTH)

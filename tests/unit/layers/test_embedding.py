@@ -1,4 +1,4 @@
-"""`Embedding`: nn.Embedding, and gradients that go to `main_grad` row by row."""
+"""`Embedding`: nn.Embedding, with gradients that go to `main_grad` row by row."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_bits_of_nn_embedding(dtype: torch.dtype, ids: Tensor, padding_idx: int 
 def test_main_grad_against_float64(
     dtype: torch.dtype, ids: Tensor, padding_idx: int | None, start: float | None
 ) -> None:
-    """Added to what is there, or in its place; in FP32 whatever the table's dtype."""
+    """The gradient is added to, or overwrites, main_grad, in FP32 whatever the table's dtype."""
     layer = Embedding(7, 12, padding_idx, params_dtype=dtype, fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.full((7, 12), torch.nan if start is None else start)
     expected = torch.full((7, 12), start or 0.0, dtype=torch.float64)

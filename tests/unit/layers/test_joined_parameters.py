@@ -1,4 +1,4 @@
-"""`parameters_split` inside FlatFSDP: the bits of one parameter, with fused gradients and in FP8."""
+"""`parameters_split` inside FlatFSDP is bit-equal to one parameter, with fused gradients and in FP8."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN, HEADS = 32, 2
 
 
 def copied(whole: nn.Module, split: nn.Module) -> None:
-    """Into a layer in several parameters what another has in one."""
+    """Copies the single parameters of one layer into the several ones of another."""
     values = dict(whole.named_parameters())
     with torch.no_grad():
         for name, parameter in split.named_parameters():
@@ -78,7 +78,7 @@ def test_the_bits_of_one_parameter(kind: Any, fused: Any, flag: bool, precision:
 
 
 def test_attention_without_a_joint_parameter_may_fuse_its_gradients() -> None:
-    """As its default has it, query, key and value are parameters of their own."""
+    """By default query, key and value are separate parameters."""
     model = FlatFSDP(MultiheadAttention(HIDDEN, HEADS, attention_dropout=0.0, fuse_wgrad_accumulation=True))
     model(torch.randn(4, 2, HIDDEN)).sum().backward()
     assert all(p.grad is not None for p in model.parameters())

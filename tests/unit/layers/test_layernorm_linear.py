@@ -1,4 +1,4 @@
-"""`LayerNormLinear` against plain PyTorch in FP64, and against the norm and `Linear` by themselves in FP8."""
+"""`LayerNormLinear` against plain PyTorch in FP64, and against norm and `Linear` separately in FP8."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECIPES = pytest.mark.parametrize(
 
 
 def expected(layer: LayerNormLinear, x: Tensor, *parameters: Tensor) -> tuple[Tensor, Tensor]:
-    """Result and norm, with these parameters in place of the layer's."""
+    """Result and norm, with these parameters instead of the layer's."""
     named = dict(zip((name for name, _ in layer.named_parameters()), parameters, strict=True))
     normalized = plain.norm_of(layer, x, named)
     return F.linear(normalized, named["weight"], named.get("bias")), normalized
@@ -53,7 +53,7 @@ def test_against_float64(
 @NORMS
 @pytest.mark.parametrize("returns", ["out", "normalized", "residual", "out+normalized", "all"])
 def test_gradients_of_every_result(normalization: str, returns: str) -> None:
-    """Alone and together; in FP64 the residual is the input itself."""
+    """Results are used alone and together; in FP64 the residual is the input itself."""
     layer = trained(LayerNormLinear(32, 48, normalization=normalization, return_layernorm_output=True))
 
     def chosen(out: Tensor, normalized: Tensor, residual: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def test_gradients_of_every_result(normalization: str, returns: str) -> None:
 @NORMS
 @pytest.mark.parametrize("unused", [(), (0,), (1,), (2,), (0, 1), (0, 2), (1, 2)])
 def test_results_that_are_not_used(normalization: str, recipe: Any, unused: tuple[int, ...]) -> None:
-    """They count as ones with a zero gradient, to the last bit; expanded gradients may come, too."""
+    """They count as having a zero gradient, to the last bit; expanded gradients are supported, too."""
     results = []
     for by_zeros in (False, True):
         torch.manual_seed(0)
@@ -105,7 +105,7 @@ def test_results_that_are_not_used(normalization: str, recipe: Any, unused: tupl
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
 def test_a_residual_is_added_first(layer_type: type, dtype: torch.dtype, needs: Any) -> None:
-    """Bit for bit as if by hand, in two backwards that add up."""
+    """It is bit-equal to a separate addition, in two backwards that add up."""
     layer = trained(layer_type(32, 48, params_dtype=dtype))
     results = []
     for by_hand in (True, False):
@@ -165,7 +165,7 @@ def test_order_of_results() -> None:
 def test_fp8_is_norm_then_linear(
     dtype: torch.dtype, normalization: str, zero_centered: bool, recipe: Any
 ) -> None:
-    """Current scaling casts the norm's rounded result, delayed scaling the result before it is rounded."""
+    """Current scaling casts the norm's rounded result, delayed scaling the result before rounding."""
     options = {"normalization": normalization, "zero_centered_gamma": zero_centered}
     layer = trained(LayerNormLinear(32, 48, params_dtype=dtype, **options))
     linear = Linear(32, 48, params_dtype=dtype if isinstance(recipe, CurrentScaling) else torch.float32)
@@ -200,7 +200,7 @@ def test_fp8_is_norm_then_linear(
 @NORMS
 @pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling()], ids=["delayed", "current"])
 def test_gradients_through_the_norm_in_fp8(normalization: str, recipe: Any) -> None:
-    """Those of the norm, given the linear layer's exact gradient of its input."""
+    """They are those of the norm, given the linear layer's exact gradient of its input."""
     layer = trained(LayerNormLinear(32, 48, normalization=normalization))
     x, dy = torch.randn(16, 32).requires_grad_(), torch.randn(16, 48)
     with autocast(recipe=recipe):

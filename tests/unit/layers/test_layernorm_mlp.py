@@ -33,7 +33,7 @@ def expected(layer: LayerNormMLP, x: Tensor, *parameters: Tensor) -> Tensor:
 
 
 HAS_A_KINK = ("relu", "reglu")
-"""Rounding moves numbers across it, which changes single gradients altogether: FP32 only."""
+"""Rounding moves numbers across the kink, which changes single gradients completely: FP32 only."""
 
 
 @pytest.mark.parametrize(
@@ -85,9 +85,10 @@ def test_zero_centred_gain(zero_centered: bool, checkpoint: bool) -> None:
 def test_fp8_is_its_parts_one_after_the_other(
     recipe: Any, normalization: str, activation: str, dtype: torch.dtype
 ) -> None:
-    """LayerNormLinear, the activation kernel, Linear.
+    """The parts are LayerNormLinear, the activation kernel and Linear.
 
-    Bit for bit, histories too.  Not so in bf16 with delayed scaling, which casts what is not rounded yet.
+    Results are bit-equal, including histories, except in bf16 with delayed scaling, which casts unrounded
+    values.
     """
     options = {"normalization": normalization, "params_dtype": dtype}
     layer = trained(LayerNormMLP(32, 48, activation=activation, **options))

@@ -61,7 +61,7 @@ def test_bits_of_nn_linear(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("recipe", [None, CurrentScaling()], ids=["high", "fp8"])
 def test_return_bias(bias: bool, recipe: Any) -> None:
-    """The bias is left to whoever adds it, and gets its gradient there."""
+    """The caller adds the bias, which gets its gradient there."""
     layer, x = trained(Linear(32, 48, bias=bias, return_bias=True)), torch.randn(16, 32)
     whole = Linear(32, 48, bias=bias)
     whole.load_state_dict(layer.state_dict())
@@ -84,7 +84,7 @@ def test_return_bias(bias: bool, recipe: Any) -> None:
 @pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high", "fp8"])
 def test_fp32_parameters_under_torchs_autocast(dtype: torch.dtype, layer_type: type, recipe: Any) -> None:
-    """Results in the region's dtype; gradients are FP32, and not by way of that dtype for weights."""
+    """Results are in the region's dtype; gradients of weights are FP32 without a detour through that dtype."""
     layer = trained(layer_type(32, 48))
     half = layer_type(32, 48).to(dtype)
     half.load_state_dict(layer.state_dict())
@@ -137,7 +137,7 @@ def test_no_tokens_add_nothing_to_main_grad(fused: Any, recipe: Any) -> None:
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 @pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
 def test_strides_do_not_matter(layer_type: type, recipe: Any) -> None:
-    """Of the input, of the gradient, and of a weight."""
+    """This holds for the input, the gradient, and the weight."""
     torch.manual_seed(0)
     wide, grad = torch.randn(32, 16, 2), torch.randn(48, 16)
     results = []
@@ -172,7 +172,7 @@ def test_an_expanded_gradient(layer_type: type) -> None:
 
 
 def fp8_of(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a cast with the largest power of two that does not saturate leaves, in FP64."""
+    """x after a cast with the largest power of two that does not saturate, in FP64."""
     limit = torch.finfo(dtype).max
     scale = 2.0 ** (torch.tensor(limit) / x.abs().max()).log2().floor()
     return (x.float() * scale).to(dtype).double() / scale.double()
@@ -182,7 +182,7 @@ def fp8_of(x: Tensor, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("fp8_format", Format)
 @pytest.mark.parametrize("bias", [False, True])
 def test_fp8_products_are_those_of_the_casts(dtype: torch.dtype, fp8_format: Format, bias: bool) -> None:
-    """Exact but for FP32 sums and the rounding of the result."""
+    """They are exact except for FP32 sums and the rounding of the result."""
     layer = trained(Linear(64, 48, bias=bias).to(dtype))
     x = torch.randn(32, 64).to(dtype).requires_grad_()
     with autocast(recipe=CurrentScaling(fp8_format=fp8_format)):
@@ -197,7 +197,7 @@ def test_fp8_products_are_those_of_the_casts(dtype: torch.dtype, fp8_format: For
     assert plain.error(x.grad, dyq @ wq) < bound
     assert plain.error(layer.weight.grad, dyq.t() @ xq) < bound
     if bias:
-        # Of the gradient before its cast.
+        # From the gradient before its cast.
         assert plain.error(layer.bias.grad, dy.double().sum(0)) < bound
 
 
@@ -206,7 +206,7 @@ def test_fp8_products_are_those_of_the_casts(dtype: torch.dtype, fp8_format: For
 def test_delayed_scaling_is_current_scaling_on_data_like_before(
     fp8_format: Format, power_of_two: bool
 ) -> None:
-    """With the same tensors in two steps, bit for bit."""
+    """With the same tensors in two steps, both are bit-equal."""
     layer, x = trained(Linear(64, 48)), torch.randn(32, 64)
     dy = torch.randn(32, 48)
     results = []
@@ -261,7 +261,7 @@ def test_inf_and_nan_pass_through() -> None:
         with autocast(recipe=DelayedScaling()):
             out = layer(x)
         assert out[:3].isfinite().all() and out[4:].isfinite().all()
-        # What is too large saturates, as in every FP8 recipe; NaN stays NaN.
+        # Values that are too large saturate, as in every FP8 recipe; NaN stays NaN.
         assert out[3].isnan().all() == (bad != torch.inf)
 
 
@@ -333,7 +333,7 @@ def test_dtypes_that_do_not_fit(layer_type: type, recipe: Any) -> None:
 @pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_a_second_derivative_is_refused(layer_type: type, recipe: Any) -> None:
-    """It would be wrong in silence: products save detached and rounded operands."""
+    """It would be silently wrong: GEMMs save detached and rounded operands."""
     layer, x = layer_type(32, 48), torch.randn(16, 32).requires_grad_()
     with autocast(enabled=recipe is not None, recipe=recipe):
         out = layer(x)
@@ -360,7 +360,7 @@ def test_options_that_do_not_fit(layer_type: type, options: Any, error: type, me
 
 @pytest.mark.parametrize("value", [1, 0, np.True_, torch.tensor(True)])
 def test_another_truth_value_than_pythons(value: Any) -> None:
-    """It would neither overwrite main_grad nor keep the weight, and nobody would notice."""
+    """It would neither overwrite main_grad nor keep the weight, unnoticed."""
     x, ids = torch.randn(16, 32), torch.zeros(16, dtype=torch.int64)
     for layer, inp in ((Linear(32, 48), x), (LayerNormMLP(32, 48), x), (Embedding(32, 48), ids)):
         with pytest.raises(TypeError, match=f"{type(layer).__name__}: is_first_microbatch is"):

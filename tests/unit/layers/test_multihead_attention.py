@@ -16,7 +16,7 @@ BOUND = 5e-6
 
 
 def against_plain(layer: MultiheadAttention, seen: Tensor | None, expected: Any, **arguments: Any) -> None:
-    """Results and gradients of input and parameters."""
+    """Compares results and gradients of input and parameters."""
     x = plain.leaf(BATCH, SEQ, HIDDEN)
     doubles = plain.doubled({"x": x, **dict(layer.named_parameters())})
     is_sbhd = layer.core_attention.qkv_format == "sbhd"

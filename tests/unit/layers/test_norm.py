@@ -43,7 +43,7 @@ def test_parameters_may_be_fp32_under_autocast(kind: type, dtype: torch.dtype) -
     assert x.grad is not None and x.grad.dtype == dtype
     assert plain.error(out, reference) < plain.EPS[dtype]
     for name, parameter in layer.named_parameters():
-        # No rounding to 16 bits on the way.
+        # There was no rounding to 16 bits in between.
         assert parameter.grad is not None and parameter.grad.dtype == torch.float32
         assert plain.error(parameter.grad, doubles[name].grad) < 1e-5
 

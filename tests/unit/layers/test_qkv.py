@@ -12,7 +12,7 @@ SHAPES = pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (4, 1), (
 
 
 def parts(mixed: Tensor, heads: int, groups: int, dim: int, interleaved: bool) -> tuple[Tensor, ...]:
-    """Head by head."""
+    """Splits head by head."""
     rows = mixed.unflatten(-1, (-1, dim)).unbind(-2)
     each = heads // groups
     if interleaved:

@@ -1,4 +1,4 @@
-"""A residual that the norm's kernel adds, against one that is added before the layer."""
+"""A residual added by the norm's kernel, against one added before the layer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def trained(layer: Any) -> Any:
 def test_results_and_gradients_have_the_bits_of_an_addition_before_the_layer(
     normalization: str, make: Any, recipe: Any, used: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """The norm sees the rounded sum; both addends get one gradient."""
+    """The norm sees the rounded sum; both addends get the same gradient."""
     results = []
     for inside in (True, False):
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ def test_one_addend_alone_may_need_a_gradient(layer_type: type, trains: tuple[bo
 
 @LAYERS
 def test_gradients_of_both_addends_add_up(layer_type: type) -> None:
-    """In two backwards, where both are leaves, and where both are one tensor."""
+    """There are two backwards, with both addends leaves, or both the same tensor."""
     layer, x, residual = layer_type(32, 48), plain.leaf(16, 32), plain.leaf(16, 32)
     summed = (x + residual).detach().requires_grad_()
     for _ in range(2):
@@ -167,7 +167,7 @@ def test_dropout_may_be_turned_off_later() -> None:
 
 
 def test_hooks_of_the_perceptron_see_the_residual() -> None:
-    """A wrapper around it, such as FlatFSDP, gets both addends."""
+    """A wrapper around it, such as FlatFSDP, sees both addends."""
     layer, seen = make(), []
 
     def hook(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:

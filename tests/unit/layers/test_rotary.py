@@ -71,7 +71,7 @@ def test_slices_of_a_joint_projection_are_read_in_place() -> None:
     part = mixed[:, :, 1:3]
     out = apply_rotary(part, tables.cos, tables.sin)
     assert torch.equal(out, apply_rotary(part.contiguous(), tables.cos, tables.sin))
-    # A gradient without a last stride of 1.
+    # A gradient whose last stride is not 1.
     dy = torch.randn(8, 5, 2, 2).permute(1, 2, 3, 0)
     (grad,) = torch.autograd.grad(out, part, dy, retain_graph=True)
     (dense,) = torch.autograd.grad(out, part, dy.contiguous())

@@ -1,4 +1,4 @@
-"""FP8 state in state dicts, copies and moves: ordinary FP32 tensors; training goes on with the same bits."""
+"""FP8 state in state dicts, copies and moves: ordinary FP32 tensors; training continues bit-equal."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_loading_back_an_earlier_state() -> None:
 
 @pytest.mark.parametrize(("old", "new"), [(4, 9), (9, 4), (5, 5), (4, 1), (1, 4)])
 def test_another_history_length_after_resume(old: int, new: int) -> None:
-    """As if the length had been changed in the running model; scales go on from where they were."""
+    """It acts as if the length had been changed in the running model; scales continue unchanged."""
     recipes = [DelayedScaling(amax_history_len=length) for length in (old, new)]
     model = seeded(Stack)
     train(model, steps=2, recipe=recipes[0], seed=1)
@@ -91,7 +91,7 @@ def test_another_history_length_after_resume(old: int, new: int) -> None:
 
 
 def test_what_was_loaded_is_not_judged_by_the_recipe_before() -> None:
-    """The model has run with another margin and format, of which the checkpoint knows nothing."""
+    """The model has run with another margin and format, which the checkpoint does not record."""
     recipe = DelayedScaling(margin=3, amax_history_len=4, fp8_format=Format.E4M3)
     model, other = seeded(Stack), seeded(Stack, seed=9)
     # The largest update is the oldest one, which the history forgets.
@@ -129,7 +129,7 @@ def test_keys_are_ordinary_tensors() -> None:
 
 
 def test_a_saved_layer_is_no_larger_than_its_tensors() -> None:
-    """Scales of a model are neighbours in memory; torch.save writes whole storages."""
+    """Scales of a model are adjacent in memory, and torch.save writes whole storages."""
     model = seeded(partial(Stack, blocks=4))
     train(model, steps=1, recipe=DelayedScaling(amax_history_len=256))
     state = model.blocks[0].down.state_dict()
@@ -138,7 +138,7 @@ def test_a_saved_layer_is_no_larger_than_its_tensors() -> None:
 
 
 def test_what_was_recorded_since_the_last_update_is_saved_too() -> None:
-    """A checkpoint from inside a region."""
+    """The checkpoint is written inside a region."""
     layer, other = Linear(WIDTH, FFN), Linear(WIDTH, FFN)
     with autocast(recipe=SHORT):
         layer(torch.full((TOKENS, WIDTH), 50.0))
@@ -150,7 +150,7 @@ def test_what_was_recorded_since_the_last_update_is_saved_too() -> None:
 
 
 def test_what_is_in_a_state_dict_does_not_change_any_more() -> None:
-    """An asynchronous checkpoint writes it while training goes on."""
+    """An asynchronous checkpoint writes it while training continues."""
     model = seeded(Stack)
     train(model)
     state = fp8_state(model)
@@ -181,7 +181,7 @@ def train_and_return(model: nn.Module) -> nn.Module:
 
 
 def test_a_checkpoint_with_fp8_state_into_plain_layers() -> None:
-    """Into ours without FP8, and what nn.Linear needs of it into nn.Linear."""
+    """It loads into ours without FP8, and the parameters into nn.Linear."""
     model, other = seeded(Stack), seeded(Stack, seed=9)
     train(model)
     other.load_state_dict(model.state_dict())
@@ -208,7 +208,7 @@ def test_transformer_engines_extra_state_is_not_read(layer_type: type, ran_befor
 
 
 def test_a_checkpoint_of_transformer_engines_layer() -> None:
-    """Its norms, and what attends, have such state, too; the layer itself and its attention have none."""
+    """Its norms and attention have such state, too; the layer itself and its attention have none."""
     model = nn.Sequential(TransformerLayer(32, 64, 4, qk_norm_type="RMSNorm"), LayerNorm(32), RMSNorm(32))
     model.append(L2Normalization(32))
     state, names = model.state_dict(), [name for name, module in model.named_modules() if name]
@@ -266,7 +266,7 @@ COPIES = pytest.mark.parametrize("copied", [copy.deepcopy, pickled, torch_saved]
 
 
 class Pair(nn.Module):
-    """Picklable, unlike what has a function of its own."""
+    """A picklable module, unlike one with a local function."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ def test_a_copy_trains_like_the_original(copied: Callable[..., nn.Module], ran_b
 
 @COPIES
 def test_a_copy_is_independent(copied: Callable[..., nn.Module]) -> None:
-    """Trained by turns, and alone for comparison; a cached weight is not shared either."""
+    """Copies are trained in turns, and alone for comparison; a cached weight is not shared either."""
     model, alone = seeded(Pair), seeded(Pair)
     train(model, seed=1, caches=True)
     train(alone, seed=1, caches=True)
@@ -357,7 +357,7 @@ def test_scales_stay_fp32_when_a_model_is_cast(cast: Any, loads: bool) -> None:
 
 
 def test_a_cast_between_steps_goes_on_with_the_scales() -> None:
-    """To bf16 and back, weights lose bits; scales and histories do not."""
+    """Through bf16 and back, weights lose bits; scales and histories do not."""
     model = seeded(Pair)
     train(model)
     model.bfloat16().float()

@@ -1,4 +1,4 @@
-"""Programs for Transformer Engine construct our layers: its order, its names, and what changes nothing."""
+"""Programs for Transformer Engine construct our layers: its order, its names, and neutral arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_OVERLAP = dict.fromkeys(
     ["ub_overlap_ag", "ub_overlap_rs", "ub_overlap_rs_dgrad", "ub_bulk_dgrad", "ub_bulk_wgrad"], False
 )
 te: Any = layers
-"""Without the types of our own signatures, as a program for Transformer Engine sees it."""
+"""The layers without the types of our own signatures, as in a program for Transformer Engine."""
 
 
 def fill(weight: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ def test_python_says_what_is_wrong_with_the_call() -> None:
 
 
 def test_layers_as_megatron_core_constructs_them() -> None:
-    """The keyword arguments of its wrappers, without tensor parallelism."""
+    """The keyword arguments are those of its wrappers, without tensor parallelism."""
     shared: dict[str, Any] = {
         "sequence_parallel": False,
         "fuse_wgrad_accumulation": False,

@@ -34,7 +34,7 @@ def expected_layer(
     swiglu: bool = False,
     **attention: Any,
 ) -> Tensor:
-    """x is [batch, seq, hidden], FP64; without dropout."""
+    """The expected result for x [batch, seq, hidden], FP64; without dropout."""
 
     def norm(x: Tensor, prefix: str) -> Tensor:
         weight, bias = state[f"{prefix}weight"], state.get(f"{prefix}bias")
@@ -145,7 +145,7 @@ def test_masks_windows_and_tables_are_passed_on() -> None:
     "options", [{}, {"parallel_attention_mlp": True}, {"bias": False}, {"output_layernorm": True}]
 )
 def test_dropout_of_the_branches(options: dict[str, Any]) -> None:
-    """Where everything was dropped the layer passes its input on; else it is the layer without dropout."""
+    """If everything was dropped, the layer passes its input on; otherwise it is the layer without dropout."""
     layer, without = make(hidden_dropout=0.5, **options), make(**options)
     without.load_state_dict(layer.state_dict())
     x = torch.randn(SEQ, BATCH, HIDDEN)

@@ -1,4 +1,4 @@
-"""Bias gradients: FP32 sums of the gradient that comes in, whatever the weight does."""
+"""Bias gradients: FP32 sums of the incoming gradient, whatever happens to the weight."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_where_one_of_the_two_is_frozen(layer_type: type, frozen: str) -> None:
 
 @LAYERS
 def test_without_accumulation_in_fp32_too(layer_type: type) -> None:
-    """A 16-bit weight gradient comes from torch's own product."""
+    """A 16-bit weight gradient comes from torch's own GEMM."""
     layer = layer_type(19, 7, params_dtype=torch.bfloat16)
     dy = torch.randn(5, 7).bfloat16()
     layer(torch.randn(5, 19).bfloat16()).backward(dy)
@@ -49,7 +49,7 @@ def test_without_accumulation_in_fp32_too(layer_type: type) -> None:
 @pytest.mark.parametrize("recipe", [DelayedScaling(), CurrentScaling(), BlockScaling()])
 @LAYERS
 def test_in_fp8_the_cast_sums(layer_type: type, recipe: Any) -> None:
-    """What is not rounded to FP8 yet."""
+    """The cast sums values that are not rounded to FP8 yet."""
     layer = layer_type(32, 16, fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.zeros(16, 32)
     dy = torch.randn(16, 16)

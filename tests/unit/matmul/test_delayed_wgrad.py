@@ -1,4 +1,4 @@
-"""Weight gradients that wait for `backward_dw`: the same bits, later."""
+"""Weight gradients deferred until `backward_dw`: bit-equal, later."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ def trained(layer: Any, recipe: Any, fused: bool, *, waits_for: int | None) -> l
     """Gradients after four microbatches.
 
     Args:
-        waits_for: how many backwards are over before the first `backward_dw`; None: it is not called.
+        layer: the layer.
+        recipe: its FP8 recipe, or None.
+        fused: whether gradients go to main_grad.
+        waits_for: number of backwards before the first `backward_dw`; None: it is not called.
     """
     weights = weights_of(layer).values()
     generator = torch.Generator().manual_seed(7)
@@ -95,7 +98,7 @@ def test_one_call_for_each_call_of_the_layer() -> None:
     with pytest.raises(RuntimeError, match=r"Linear\.weight: no backward has left"):
         layer.backward_dw()
     layer(layer(x)).sum().backward()
-    # Asks for no weight's gradient, so leaves none.
+    # It requests no weight's gradient, so it leaves none.
     torch.autograd.grad(layer(x.requires_grad_()).sum(), x)
     layer.backward_dw()
     layer.backward_dw()

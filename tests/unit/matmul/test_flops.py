@@ -1,4 +1,4 @@
-"""torch.utils.flop_counter counts the products of FP8 and fused layers, as it does those of nn.Linear."""
+"""torch.utils.flop_counter counts the GEMMs of FP8 and fused layers like those of nn.Linear."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPT of the command line: causal, reproducible, and with a loss in FP32 whatever it computes in."""
+"""The GPT of the command line: causal, reproducible, and with an FP32 loss whatever it computes in."""
 
 import math
 

@@ -28,7 +28,7 @@ def rotated(x_bnsd: Tensor) -> Tensor:
 
 
 def plain_loss(weights: dict[str, Tensor], tokens: Tensor, targets: Tensor) -> Tensor:
-    """In plain PyTorch, batch first."""
+    """The loss in plain PyTorch, batch first."""
     heads, groups, dim = CONFIG.heads, CONFIG.kv_heads, CONFIG.head_dim
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:

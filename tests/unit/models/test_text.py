@@ -1,4 +1,4 @@
-"""The data of the command line: real bytes, in a fixed order, cut into reproducible batches."""
+"""The data of the command line: real bytes, in a fixed order, split into reproducible batches."""
 
 from pathlib import Path
 

@@ -1,8 +1,8 @@
-"""The plan beside what H200s did, from the committed results; and where its numbers come from.
+"""The plan beside measurements on H200s, from the committed results, and the sources of its numbers.
 
-Bytes between steps are exact.  Peaks were within 1 % where units are the package's own, and 4 to 5 % above in
-`step.py`, where the embedding is a unit; single layers were within 5 %, steps 18 % below to 4 % above.  Tests
-leave room for new measurements.
+Bytes between steps are exact.  Peaks were within 1 % if units are the package's own, and 4 to 5 % too high in
+`step.py`, where the embedding is a unit; single layers were within 5 %, steps 18 % too short to 4 % too
+long.  Tests leave room for new measurements.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ NAMES = [row["name"] for row in results("plan-1b-2.json")["rows"]]
 
 @pytest.fixture
 def layouts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Job]:
-    """What `benchmarks/plan.py` measures, by name."""
+    """The layouts that `benchmarks/plan.py` measures, by name."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     found = results("plan-1b-2.json")
     return dict(importlib.import_module("plan").jobs(LlamaConfig(**found["model"]), found["ranks"]))
@@ -94,14 +94,14 @@ def layouts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Job]:
 def test_layouts_over_two_gpus(name: str, layouts: dict[str, Job]) -> None:
     job, measured = layouts[name], rows("plan-1b-2.json")[name]
     memory = memory_plan(job)
-    # FP8 layers have states besides.
+    # FP8 layers have further states.
     assert memory.between_steps / GIB == pytest.approx(max(measured["static_gib"]), rel=0.01)
     assert memory.peak / GIB == pytest.approx(max(measured["peak_gib"]), rel=0.03)
     assert 1e3 * time_plan(job, H200).seconds == pytest.approx(measured["ms"], rel=0.2)
 
 
 def test_the_readmes_table(layouts: dict[str, Job]) -> None:
-    """Peaks in GiB and times in ms, planned and measured, and by how much they differ."""
+    """Peaks in GiB and times in ms, planned and measured, and their differences."""
 
     def cells(planned: list[float], measured: list[float], digits: int, of_percent: int) -> Iterator[str]:
         for numbers in (planned, measured):
@@ -137,7 +137,7 @@ def test_the_readmes_table(layouts: dict[str, Job]) -> None:
     ids=str,
 )
 def test_traced_steps(file: str, ranks: Parallelism) -> None:
-    """Recording delays the host, so that time in which nothing ran is left out."""
+    """Recording delays the host, so time in which nothing ran is excluded."""
     found = breakdown(load_spans(RESULTS / file)[0])
     assert found is not None
     config = replace(PRESETS["1b"], seq=4096)
@@ -155,7 +155,7 @@ LAYERS = {"one": (1, False), "tp": (2, False), "sp": (2, True)}
     [
         (shape, split, dtype)
         for shape, split, dtype in product(("8b", "70b"), LAYERS, ("bf16", "fp8"))
-        # There the host was the limit, before launches were made cheaper.
+        # There the host was the limit, before launches became cheaper.
         if (shape, split, dtype) != ("8b", "sp", "fp8")
     ],
 )

@@ -1,4 +1,4 @@
-"""`plan`: what it prints, what it refuses, and what it finds."""
+"""`plan`: its output, its errors, and its search results."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_search_over_thousands_of_gpus_takes_seconds() -> None:
 
 
 def test_search_passes_over_sizes_that_fp8_cannot_have() -> None:
-    """8160 is 510 times 16, of which two ranks have half, but four no quarter."""
+    """8160 is 510 times 16: two ranks can have half of it, but four no quarter."""
     options = ("--search", "--global-batch", "64", "--precision", "fp8-delayed", "--top", "9", "--ffn")
     assert {each["ranks"]["tp"] for each in planned(*options, "8160")["found"]} <= {1, 2}
     assert "in_features is 8168" in " ".join(run(*options, "8168").output.replace("│", " ").split())
@@ -182,7 +182,7 @@ def test_a_table_of_layouts() -> None:
 @pytest.mark.parametrize("frees", [True, False], ids=["zero3", "zero2"])
 @pytest.mark.parametrize("layers", [1, 8])
 def test_communication_waits_no_longer_than_it_takes(layers: int, frees: bool) -> None:
-    """Of a few tokens, which hide next to nothing."""
+    """With few tokens next to nothing is hidden."""
     model, ranks = replace(PRESETS["8b"], layers=layers, seq=16), Parallelism.over(8)
     share = time_plan(Job(model, ranks, reshard_after_forward=frees), Machine()).hidden_share
     assert share is not None and -1e-9 < share < 0.1

@@ -1,4 +1,4 @@
-"""How a profiled step is sorted and drawn."""
+"""Classification and drawing of a profiled step."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_intervals() -> None:
     generator = torch.Generator().manual_seed(3)
     starts = torch.randint(100, (2, 40), generator=generator).tolist()
     first, second = (union(Interval(start, start + 1 + start % 3) for start in found) for found in starts)
-    # Every interval is made of whole numbers, so that counting those is exact.
+    # Every interval has whole numbers, so counting those is exact.
     inside = [{x for start, end in found for x in range(start, end)} for found in (first, second)]
     assert inside[0] == {x for start in starts[0] for x in range(start, start + 1 + start % 3)}
     assert all(a.end < b.start for a, b in pairwise(first))
@@ -152,7 +152,7 @@ def test_a_picture_says_what_was_hidden(tmp_path: Path, monkeypatch: pytest.Monk
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["compute", "TP all-gather\n4.0 ms, 75% under", "reduce-scatter\n2.0 ms, 50% under"]
     assert axes.get_xlim() == (0.0, 10.0)
-    # Half a millisecond, a twentieth of the step, all of it under the first product.
+    # Half a millisecond, a twentieth of the step, all of it under the first GEMM.
     assert closer.get_xlim() == (1.0, 1.5)
     legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
     assert legend == [
