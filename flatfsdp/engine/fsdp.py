@@ -59,8 +59,8 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
             the baseline: autograd concatenates all gradients of a unit in every microbatch.  The bits are the
             same.
         grad_sync: "last" reduce-scatters gradients in the last microbatch's backward; "every" does so in each
-            microbatch's, which needs no full-size gradient buffer in between and moves as many times the bytes
-            as there are microbatches.  Replicas of a 2-D mesh are reduced in the last backward either way.
+            microbatch's, which needs no full-size gradient buffer in between and moves M times the bytes
+            for M microbatches.  Replicas of a 2-D mesh are reduced in the last backward either way.
         prefetch: number of units to gather ahead, in forward and in backward.
         cpu_offload: keep master shards, their gradients and therefore the optimizer state in host memory.
         tp_group: ranks over which the layers inside are split (tensor parallelism); pass the data-parallel
