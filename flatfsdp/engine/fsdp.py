@@ -180,7 +180,7 @@ class FlatFSDP(UnitMethods, ModuleWrapper):
 
     @never_traced
     def _require_own_flats(self) -> None:
-        """Looks for flat parameters in whose place there is another tensor, which nothing would read."""
+        """Looks for flat parameters that were replaced by another tensor, which nothing would read."""
         state = self.fsdp_state
         for group in state.unit.groups:
             if self._parameters.get(group.flat_name) is not group.master.flat and not state.is_whole:
