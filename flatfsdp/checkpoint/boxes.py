@@ -1,4 +1,4 @@
-"""A run of elements of an N-dimensional tensor as rectangles, the form in which checkpoints name parts."""
+"""A run of elements of an N-dimensional tensor as rectangles, which is how checkpoints name parts."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class Switch(str, Enum):
     """What must not change a bit.
 
     flag: `optimize_backward_concat`; in_place: the model sharded in place, or wrapped; fusion: weight
-    gradients added in the product, or after it, in FP32; cache: FP8 weights cast in the first microbatch
+    gradients added in the GEMM, or after it, in FP32; cache: FP8 weights cast in the first microbatch
     only, or in each; storage: weights in FP8 in the flat buffers, or cast by each layer; replay: microbatches
     as CUDA graphs, or eager, both with interruptions between steps, see `Interruptions`.
     """

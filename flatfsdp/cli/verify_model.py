@@ -30,7 +30,7 @@ class ModelVerifyJob:
     Attributes:
         model, batches: "package.module:function" or "path/to/file.py:function"; what they return, see
             `flatfsdp.parity.verify`.
-        precision: for bf16-fused and FP8, `convert` lets our layers compute the products.
+        precision: for bf16-fused and FP8, `convert` lets our layers compute the GEMMs.
         switches: None for all that make a difference.
     """
 

@@ -1,7 +1,7 @@
 """One matrix of a GEMM, in the forms that the coming GEMMs read; and which weights are kept in FP8.
 
 rowwise      [rows, cols]   y = x w^T reads x and w like this
-columnwise   [cols, rows]   dx = dy w reads w, dw = dy^T x reads dy and x like this: Hopper's FP8 products
+columnwise   [cols, rows]   dx = dy w reads w, dw = dy^T x reads dy and x like this: Hopper's FP8 GEMMs
                             take both operands along the dimension that is summed over
 """
 

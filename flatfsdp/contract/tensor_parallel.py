@@ -79,7 +79,7 @@ class TensorParallel:
     Attributes:
         ranks: that share a layer; with a size of 1 nothing is split.
         sequence_parallel: activations between layers are split along dimension 0, the sequence, too.
-        overlap: what products wait for is sent in chunks, which are multiplied as they come.
+        overlap: what GEMMs wait for is sent in chunks, which are multiplied as they come.
     """
 
     ranks: Ranks

@@ -160,7 +160,7 @@ class Binding:
                     site.module.__dict__[site.attribute] = site.module._parameters.pop(site.attribute)
 
     def displaced(self, tensors: Sequence[Tensor]) -> str | None:
-        """Name of a parameter in whose place there is something else than was bound, or listed."""
+        """Name of a parameter that was replaced by something that was neither bound nor listed."""
         for sites, tensor, listed in zip(self.sites, tensors, self.listed or repeat(None), strict=False):
             for site in sites:
                 module, attribute = site.module, site.attribute

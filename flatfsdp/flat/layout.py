@@ -191,7 +191,7 @@ class FlatLayout:
         return _round_up(-(-self.numel // num_shards), self.shard_multiple)
 
     def padded_numel(self, num_shards: int) -> int:
-        """Elements of the buffer, padded for so many shards."""
+        """Elements of the buffer, padded to a multiple of `num_shards`."""
         return self.shard_numel(num_shards) * num_shards
 
     def pieces(self, rank: int, num_shards: int) -> list[Piece]:

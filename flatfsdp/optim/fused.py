@@ -498,7 +498,7 @@ def step_count(value: Tensor | float, parameter: Tensor) -> Tensor:
 
 @cache
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which parameters of this dtype are updated."""
+    """The dtype that parameters of this dtype are updated in."""
     return torch.promote_types(dtype, torch.float32)
 
 

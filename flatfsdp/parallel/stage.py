@@ -461,7 +461,7 @@ def _root_of_stage(wrapped: UnitModule, stage_index: int) -> Root:
 
 
 def _calling_schedule() -> Schedule | None:
-    """The schedule whose step runs; nobody tells a stage in which it is."""
+    """The schedule whose step runs; schedules do not tell their stages."""
     frame = sys._getframe(1)
     while frame is not None:
         caller = frame.f_locals.get("self")

@@ -41,7 +41,7 @@ class ModelSwitch(str, Enum):
     """What must not change a bit.
 
     flag: `optimize_backward_concat`; in_place: sharded in place, or wrapped; reshard: parameters freed after
-    use (ZeRO-3), or kept for a step (ZeRO-2); fusion: weight gradients added in the product, or after it, in
+    use (ZeRO-3), or kept for a step (ZeRO-2); fusion: weight gradients added in the GEMM, or after it, in
     FP32; storage: weights in FP8 in the flat buffers, or cast by each layer; replay: microbatches as CUDA
     graphs, or eager.
     """

@@ -16,10 +16,10 @@ from flatfsdp.policy import Precision
 
 
 class PrecisionName(str, Enum):
-    """Dtype of products; parameters, accumulation and reduction are always FP32.
+    """Dtype of GEMMs; parameters, accumulation and reduction are always FP32.
 
     In a GPT the first two are plain PyTorch layers, the others FlatFSDP's own; in a Llama all are its own,
-    and bf16 and bf16-fused are the same.  With fp8-weights the flat buffers hold weights in FP8, and products
+    and bf16 and bf16-fused are the same.  With fp8-weights the flat buffers hold weights in FP8, and GEMMs
     are those of fp8-current; with the other FP8 ones each layer casts its own.
     """
 
@@ -65,8 +65,8 @@ class PrecisionName(str, Enum):
 class Fusion(str, Enum):
     """How FlatFSDP's own layers accumulate weight gradients.
 
-    off: autograd hands them over, rounded to the compute dtype; two_pass: an FP32 product, then an addition;
-    fused: in the product itself.
+    off: autograd hands them over, rounded to the compute dtype; two_pass: an FP32 GEMM, then an addition;
+    fused: in the GEMM itself.
     """
 
     off = "off"

@@ -51,6 +51,6 @@ StagesPerRank = Annotated[int, typer.Option(min=2, help="With --schedule interle
 DPShard = Annotated[int, typer.Option(help="Ranks that share parameters; -1: all the others.")]
 DPReplicate = Annotated[int, typer.Option(min=1, help="Replicas of each set of shards.")]
 Zero = Annotated[int, typer.Option(min=2, max=3, help="3 frees parameters after use.")]
-OfProducts = Annotated[PrecisionName, typer.Option("--precision", help="Dtype of matrix products.")]
+OfProducts = Annotated[PrecisionName, typer.Option("--precision", help="Dtype of GEMMs.")]
 Replay = Annotated[bool, typer.Option("--replay", help="Microbatches are CUDA graphs; on GPUs.")]
 FP8Weights = Annotated[bool, typer.Option(help="Weights are FP8 in the flat buffers.")]

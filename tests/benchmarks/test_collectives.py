@@ -39,7 +39,7 @@ def run_benchmark(out: Path, *options: str, ranks: int = 0) -> tuple[str, dict[s
 
 
 def check_rows(payload: dict[str, Any], sizes: list[int]) -> None:
-    """Checks that all operations are there at all sizes, with figures consistent with the docstring's formulas."""
+    """All operations are there at all sizes, with figures that follow the docstring's formulas."""
     ranks, limit = payload["ranks"], payload["limit"]["gb_s"]
     found = [(row["operation"], row["bytes"]) for row in payload["rows"]]
     assert found == [(operation, size) for size in sizes for operation in OPERATIONS]

@@ -274,7 +274,7 @@ def test_a_program_for_hugging_face(rank: int, world_size: int) -> None:
 
 @on_ranks(2)
 def test_objects_are_prepared_in_any_order(rank: int, world_size: int) -> None:
-    """Objects are prepared one by one: two models, a frozen one, and an already sharded one with cut parameters."""
+    """Objects are prepared one by one: two models, a frozen one, and a sharded one with cut parameters."""
     with launched(rank, world_size):
         accelerator = flat_accelerator()
         torch.manual_seed(0)

@@ -213,7 +213,7 @@ def test_after_another_engine() -> None:
 
 @on_ranks(2)
 def test_beside_tensor_parallel_layers(rank: int) -> None:
-    """Parameters that no layer has declared as split are the same on all ranks of a tp_group: also a fused model's."""
+    """Parameters that no layer declares as split are the same on all ranks of a tp_group."""
     groups = [dist.new_group([each]) for each in range(2)]
     options: dict[str, Any] = {"process_group": groups[rank], "tp_group": dist.group.WORLD}
     found = []

@@ -31,7 +31,7 @@ def trained_and_plain(name: str, rank: int, **options: Any) -> tuple[Any, Any]:
 @pytest.mark.parametrize("reshard", [True, False], ids=["zero3", "zero2"])
 @on_ranks(2)
 def test_ranks_write_texts_of_different_lengths(rank: int, name: str, reshard: bool) -> None:
-    """Every token gathers, so the rank that finishes first continues with the others, whose texts are longer."""
+    """Every token gathers, so the rank that finishes first goes on with the others."""
     model, plain = trained_and_plain(name, rank, reshard_after_forward=reshard)
     prompt, length = PROMPT[rank:], 3 + 4 * rank
     assert torch.equal(generated(model, prompt, length), generated(plain, prompt, length))

@@ -93,7 +93,7 @@ def test_one_rank_that_saves_alone_is_told_so(rank: int) -> None:
 
 @on_ranks(2)
 def test_who_has_to_save_and_what_is_said_of_it(rank: int) -> None:
-    """All ranks that share the model save, or one with a state dict; the dtype is always that of the files."""
+    """All ranks that share the model save, or one with a state dict; the dtype is that of the files."""
     family = FAMILIES["Llama"]
     options: dict[str, Any] = {"precision": Precision(compute=torch.bfloat16)}
     model = sharded("in place", family.build(), family.is_unit, **options)

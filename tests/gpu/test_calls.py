@@ -67,7 +67,7 @@ def test_layers_are_calls_with_parameters_of_their_own(recipe: Any) -> None:
 @RECIPES
 @pytest.mark.parametrize("fused", [True, "two_pass", False])
 def test_transposed_weights(recipe: Any, fused: Any) -> None:
-    """For the weight's gradient the input, E4M3, is the left operand, and the gradient, E5M2, the right one."""
+    """The weight's gradient has the input, E4M3, as left operand, and the gradient, E5M2, as right one."""
     plain = owner(**SIZES).to("cuda", torch.bfloat16)
     other = turned(**SIZES, fuse_wgrad_accumulation=fused).to("cuda", torch.bfloat16)
     buffers = [claimed(layer.weight) for layer in (other.up, other.down)]

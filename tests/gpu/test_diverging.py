@@ -1,4 +1,4 @@
-"""Ranks that do different things on GPUs: all of them raise, and none waits forever, during the run or at exit."""
+"""Ranks that do different things on GPUs: all raise, and none waits forever, not even at exit."""
 
 from __future__ import annotations
 

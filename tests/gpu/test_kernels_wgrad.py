@@ -1,4 +1,4 @@
-"""Weight gradients on the GPU: fused equals unfused bit for bit, in place, right, and the same in every run."""
+"""Weight gradients on the GPU: fused equals unfused bit for bit, in place, in every run."""
 
 from __future__ import annotations
 

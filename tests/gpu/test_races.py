@@ -1,4 +1,4 @@
-"""Results are bit-equal however long each stream takes: many trainings in one group, with delays on each stream.
+"""Results are bit-equal however long each stream takes: many trainings with delays on each stream.
 
 A stream that does not wait for another one, or memory shared by two of them, shows as a difference.
 """

@@ -18,7 +18,7 @@ from flatfsdp.engine.units import units_in
 from tests.support.models import Net, data
 
 UNITS = 4
-"""Of the model that `models.build()` makes: the root and three blocks."""
+"""Units of the model that `models.build()` makes: the root and three blocks."""
 
 Grads = dict[str, Tensor]
 """Gradients of full shape by the parameter's name in the plain model; only those that are trained."""

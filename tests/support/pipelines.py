@@ -122,7 +122,7 @@ class Pipeline:
         }
 
     def zero_grad(self) -> None:
-        """As an optimizer does: what has been accumulated and not reduced, it cannot see."""
+        """Resets gradients like an optimizer, which cannot see what is accumulated and not reduced."""
         for model in self.models:
             for parameter in model.parameters():
                 parameter.grad = None

@@ -117,7 +117,7 @@ def norm(
 
 
 def norm_of(layer: Any, x: Tensor, parameters: Mapping[str, Tensor]) -> Tensor:
-    """That of a layer which begins with one, with these parameters in place of its own."""
+    """The norm of a layer that begins with one, with these parameters in place of its own."""
     return norm(
         x,
         parameters["layer_norm_weight"],

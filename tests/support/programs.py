@@ -119,7 +119,7 @@ def _share_fork_server() -> None:
 
 
 def _run_script(path: Path) -> None:
-    """As `runpy.run_path`; and what its ranks send, whose classes are of `__mp_main__`, can be read here."""
+    """Runs a script like `runpy.run_path`, so that results of classes of `__mp_main__` can be read here."""
     main = ModuleType("__main__")
     main.__file__ = str(path)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = main

@@ -135,7 +135,7 @@ def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def data_rank(mesh: DeviceMesh) -> int:
-    """Which data this rank sees: the same on all ranks of a tensor-parallel group."""
+    """Number of the data that this rank sees, the same in a tensor-parallel group."""
     return dist.get_rank() // mesh["tp"].size()
 
 

@@ -31,7 +31,7 @@ class Graph(Protocol):
 class Graphs:
     """All recordings of one model.
 
-    Eager microbatches run on their stream, too: autograd's nodes stay on the stream on which they were made.
+    Eager microbatches run on their stream, too: autograd's nodes stay on the stream that made them.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -111,7 +111,7 @@ class _Seen:
     Attributes:
         facts: when it came up last and was run eagerly.
         times: how often before that it was, in a row, with the same facts.
-        recording: with the facts for which it was made.
+        recording: with the facts that it was made for.
         outputs: structure of what the function returns.
         scalings: FP8 scales that its eager runs have moved; a recording may not be the first to note them.
     """

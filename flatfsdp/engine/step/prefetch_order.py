@@ -36,7 +36,7 @@ class Forward:
     """One forward of the root.
 
     Attributes:
-        units: in the order in which they were called.
+        units: in the order of their calls.
         trained: the groups to which its graph may lead.
     """
 
@@ -55,7 +55,7 @@ class Forward:
 
 
 class ForwardOrder:
-    """The units in the order in which a forward called them, for prefetching.
+    """The units in the order of their calls in a forward, for prefetching.
 
     Attributes:
         current: the forward that runs, or ran last.

@@ -260,7 +260,7 @@ class Reducer:
                 self._reduced.append((group, grad))
 
     def _cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Usually nothing: gradients are reduced in the dtype in which they were accumulated."""
+        """Usually nothing: gradients are reduced in the dtype of their accumulation."""
         if tensor.dtype == dtype:
             return tensor
         cast = tensor.to(dtype)

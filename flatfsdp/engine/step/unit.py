@@ -130,7 +130,7 @@ class Unit:
             reshard(self.groups)
 
     def expire(self) -> None:
-        """What was gathered is not up to date any more."""
+        """Notes that what was gathered is stale."""
         if not self.is_kept:
             for group in self.groups:
                 group.compute_shard.expire()

@@ -188,7 +188,7 @@ class FP8Weights:
         return whole._replace(rowwise=self._rowwise_views[index], columnwise=columnwise)
 
     def joint_operand(self, index: int) -> Operand:
-        """Joint `index` for products, as `operand`."""
+        """Joint `index` as an operand of GEMMs; see `operand`."""
         return self._operands[self._joints[index].first]
 
     def allocate_columnwise(self) -> bool:

@@ -2,7 +2,7 @@
 
 In:   the parameters of one unit that train and are stored alike, packed by `flat/layout.py`.
 Out:  `module.weight` aliases the gathered flat buffer from `unshard` to `reshard`; a weight stored in FP8 has
-      an operand for products instead (`fp8_weights.py`).
+      an operand of GEMMs instead (`fp8_weights.py`).
 Next: `engine/step/gather_and_free.py` gathers all groups of a unit; gradients land in `MainGrad`, which
       `engine/step/reduce.py` reduces.
 
@@ -259,7 +259,7 @@ class FlatGroup:
             self.fp8.columnwise.stay()
 
     def follow_stream(self) -> None:
-        """Makes autograd nodes anew that run their backward on the stream on which they were made."""
+        """Makes autograd nodes anew: their backward runs on the stream that made them."""
         if isinstance(self.params, Leaves) and self.main_grad is not None and self.layout.joints:
             self.params.remake_joints()
             self._leave_joint_operands(self.params)

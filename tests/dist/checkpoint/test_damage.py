@@ -91,7 +91,7 @@ def test_what_plain_dcp_has_written_is_read_as_far_as_it_is_there(rank: int, tmp
 
 
 def fails(on: bool, place: str, error: Exception) -> AbstractContextManager[object]:
-    """Where something in `flatfsdp.checkpoint` raises, on some ranks."""
+    """Inside, a place in `flatfsdp.checkpoint` raises, on some ranks."""
     return mock.patch(f"flatfsdp.checkpoint.{place}", side_effect=error) if on else nullcontext()
 
 

@@ -167,7 +167,7 @@ def test_a_tensor_learning_rate_is_saved(tmp_path: Path) -> None:
 
 @on_ranks(3)
 def test_ranks_with_padding_only_resume_as_the_others(rank: int, tmp_path: Path) -> None:
-    """Of 20 elements in shards of 16 the last rank has none."""
+    """The last rank has none of 20 elements in shards of 16."""
     folder = str(tmp_path)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
 

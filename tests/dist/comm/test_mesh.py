@@ -10,7 +10,7 @@ from tests.support.ranks import run_ranks
 
 
 def sums(rank: int, world_size: int) -> list[float]:
-    """Of 10 ^ rank over the ranks of each group, and back to a model without any."""
+    """Sums of 10 ^ rank over the ranks of each group."""
     mesh = make_mesh(pp=2, tp=2)
     found = []
     for group in (mesh.tp_group, mesh.dp_group, mesh.pp_group, mesh.stage_group, mesh.dp.get_group()):

@@ -13,7 +13,7 @@ from tests.support.faults.ranks.program import Do, Operation, Setup, run
 from tests.support.faults.ranks.reference import reference
 
 LATE = ("state_dict, and the other is idle", "is stopped")
-"""Of those that wait for their time limit; the others by hand."""
+"""Cases that are run of those that wait for their time limit; the others are run by hand."""
 
 
 def test_there_are_51() -> None:

@@ -377,7 +377,7 @@ class TestBesideFairscale:
 
     @FLAGS
     def test_same_bits_with_fp32_reduction(self, flag: bool) -> None:
-        """Of one microbatch: 0.4.13 still adds microbatches up in compute_dtype."""
+        """Has one microbatch: 0.4.13 still adds microbatches up in compute_dtype."""
         options = {**MIXED, "fp32_reduce_scatter": True}
         compare_bits(automatically, options, flag, {"microbatches": 1})
 

@@ -64,7 +64,7 @@ def run_alone(block: str, **names: Any) -> dict[str, Any]:
 
 
 class FP8GPT(nn.Module):
-    """Of layers that can compute in FP8; gives the mean loss of (tokens, targets), sequence first."""
+    """A GPT of layers that can compute in FP8; gives the mean loss of (tokens, targets), sequence first."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ def lightning_guide(name: str, _: pytest.CaptureFixture[str]) -> None:
 
 
 def lightning_of_one_rank(rank: int, world_size: int, block: str) -> None:
-    """As Lightning starts it."""
+    """Runs the page as Lightning starts a rank."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv("LOCAL_RANK", str(rank))
         patch.chdir(folder)

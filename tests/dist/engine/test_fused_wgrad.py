@@ -271,7 +271,7 @@ def test_what_was_in_the_buffer_does_not_matter(flag: bool) -> None:
 
 
 def gradient(model: FlatFSDP, name: str) -> Tensor:
-    """Of full shape; collective."""
+    """The gradient in its full shape; collective."""
     for prefix, group in named_groups(model):
         flat = group.master.flat
         for slot, view in zip(group.layout.slots, group.layout.views(gathered(flat.grad)), strict=True):

@@ -29,7 +29,7 @@ NO_DECAY = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """As anybody writes them."""
+    """Parameter groups as anybody writes them."""
     small = [p for p in model.parameters() if len(whole_shape(p)) < 2]
     large = [p for p in model.parameters() if len(whole_shape(p)) >= 2]
     return [{"params": small, "weight_decay": 0.0}, {"params": large}]
@@ -76,7 +76,7 @@ def test_in_place_is_wrapped(rank: int, kind: Any, options: dict[str, Any]) -> N
 
 @on_ranks(2)
 def test_norms_over_several_models_are_added_up_as_of_wrappers(rank: int) -> None:
-    """As stages of a pipeline are: the first model whole, then the second."""
+    """Models are added up like stages of a pipeline: the first one whole, then the second."""
     models, optimizers = [], []
     for way in WAYS:
         torch.manual_seed(0)

@@ -160,7 +160,7 @@ def test_requires_grad_is_followed(rank: int, way: str) -> None:
 
 
 def sum_of_squares(layer: Any) -> Tensor:
-    """Of this rank's part of its gradients."""
+    """The sum of squares of this rank's part of the gradients."""
     return sum(plain(parameter.grad).square().sum() for parameter in layer.parameters())
 
 
@@ -243,7 +243,7 @@ def test_an_optimizer_that_takes_the_amaxes(rank: int) -> None:
 
 @on_ranks(2)
 def test_frozen_weights_stored_in_fp8(rank: int) -> None:
-    """As below adapters: the norms and outputs around them are trained."""
+    """The norms and outputs around them are trained, like adapters."""
 
     def case(kind: type[QKV], **options: Any) -> Record:
         freezes = tuple(f"layers.{layer}.qkv" for layer in range(2))
@@ -324,7 +324,7 @@ def check_checkpoints(rank: int, world_size: int, path: Path, way: str, in_fp8: 
 
 @on_ranks(2)
 def test_local_files_from_before_parameters_were_moved_are_refused(rank: int) -> None:
-    """Of equal length, and in another order."""
+    """They have equal length, and another order."""
     with_joints, without = build(), build(kind=Undeclared)
     before = local_state_dict(without)
     assert {t.shape for t in before.values()} == {t.shape for t in local_state_dict(with_joints).values()}

@@ -122,7 +122,7 @@ def test_layers_that_ranks_share(sizes: tuple[int, ...], sequence_parallel: bool
 
 
 def joints_of(model: nn.Module) -> list[tuple[bool, bool]]:
-    """Of each layer with several weights: whether weight and bias are one operand."""
+    """Whether weights and biases are one operand, for each layer with several weights."""
     split = [module for module in model.modules() if isinstance(module, Projection) and module._is_split]
     return [(is_joined(module, "weight"), is_joined(module, "bias")) for module in split]
 

@@ -159,7 +159,7 @@ def test_parallelize_module_inside_a_sharded_model_raises(rank: int) -> None:
 
 @on_ranks(2)
 def test_another_model_may_have_another_engine(rank: int) -> None:
-    """As the discriminator of a GAN, and a submodule of the same whole."""
+    """The other model is like a GAN's discriminator, a submodule of the same whole."""
     generator = build()
     discriminator = DistributedDataParallel(Net())
     both = nn.ModuleDict({"generator": generator, "discriminator": discriminator})

@@ -45,7 +45,7 @@ def grads(views: Parameters) -> list[Tensor]:
 
 
 def assert_same_grads(viewed: FlatFSDP, whole: FlatFSDP, rtol: float = 0.0) -> None:
-    """Of views, element by element, those of a flat parameter."""
+    """Compares gradients of views, element by element, with those of a flat parameter."""
     for (_, ours), (_, theirs) in zip(named_groups(viewed), named_groups(whole), strict=True):
         for parameter, start, stop in ours.master.portions:
             grad = parameter.grad.as_subclass(Tensor)

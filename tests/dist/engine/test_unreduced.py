@@ -71,7 +71,7 @@ def test_zero_grad_of_an_optimizer_drops_what_is_accumulated(
 @FLAGS
 @on_ranks(2)
 def test_zero_grad_between_a_forward_and_its_backward(rank: int, flag: bool) -> None:
-    """As in trainers that call zero_grad right before the backward."""
+    """Some trainers call zero_grad right before the backward."""
     ((bad, good),) = data(rank, 1, 2)
     model, fresh = (build(optimize_backward_concat=flag) for _ in range(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -153,7 +153,7 @@ def test_a_step_before_the_last_backward_raises(rank: int, flag: bool) -> None:
 @FLAGS
 @on_ranks(1, 2)
 def test_gradients_in_main_grad(rank: int, flag: bool) -> None:
-    """Where the reduced gradient is in `main_grad`, the marker still is in `.grad`, in its dtype."""
+    """The marker is in `.grad`, in its dtype, even if the reduced gradient is in `main_grad`."""
     ((bad, good),) = data(rank, 1, 2)
     model, fresh = (build(precision=WIDE, optimize_backward_concat=flag) for _ in range(2))
     for zero_grad in (torch.optim.SGD(model.parameters()).zero_grad, model.zero_grad):

@@ -83,7 +83,7 @@ def test_what_was_loaded_stays() -> None:
 
 @on_ranks(2)
 def test_a_loop_over_all_modules_may_tell_them() -> None:
-    """As Transformer Engine's does; norms are among them, which have no tp_size."""
+    """Transformer Engine has such a loop; norms are among the modules, and have no tp_size."""
     layer = LAYERS["TransformerLayer"](tp_size=2)
     for module in layer.modules():
         if hasattr(module, "set_tensor_parallel_group"):

@@ -28,7 +28,7 @@ def block() -> TransformerLayer:
 
 
 def gradients(model: nn.Module, recipe: Any, rank: int, is_first: bool | None) -> None:
-    """Of two microbatches, the second of which is the same for all ranks."""
+    """Runs two microbatches; the second one is the same on all ranks."""
     for seed, first in ((1 + rank, is_first), (9, None if is_first is None else False)):
         torch.manual_seed(seed)
         with autocast(enabled=recipe is not None, recipe=recipe):

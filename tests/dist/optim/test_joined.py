@@ -288,7 +288,7 @@ def test_views_with_different_counts_stay_apart_when_loaded(rank: int) -> None:
 
 @on_ranks(2)
 def test_a_state_that_is_replaced_or_emptied_counts(rank: int) -> None:
-    """As by programs that move states to the host and back, or begin anew."""
+    """Programs do so that move states to the host and back, or begin anew."""
     moved, kept = build(), build()
     optimizers = [AdamW(list(cut_by_hand(model).values()), lr=1e-2) for model in (moved, kept)]
     for seed in range(3):

@@ -77,8 +77,9 @@ class Training:
 
 @dataclass(frozen=True)
 class Bad:
-    """Which step has a number that is not finite, on which rank, and where: its "loss", or "inf" or "nan" in
-    its reduced gradients."""
+    """A number that is not finite: its step, its rank, and its place.
+
+    The place is the "loss", or "inf" or "nan" in reduced gradients."""
 
     step: int
     rank: int
@@ -189,7 +190,7 @@ def test_a_step_that_goes_on_anyway(rank: int, max_grad_norm: float | None) -> N
 @pytest.mark.parametrize("kind", ["bf16", "delayed"])
 @on_ranks(2)
 def test_a_late_refusal_comes_on_all_ranks(rank: int, kind: str) -> None:
-    """As on a GPU: the host hears of a step in the next one, which begins once it has raised."""
+    """The host hears of a step in the next one, as on a GPU."""
     waits = []
 
     class Arrived:
@@ -387,7 +388,7 @@ def test_units_with_and_without_tensor_parallel_ranks(rank: int) -> None:
 
 @on_ranks(4)
 def test_experts_beside_two_grids_of_all_ranks(rank: int) -> None:
-    """Which grid is asked is the same on all ranks, whatever the addresses of their groups are."""
+    """All ranks ask the same grid, whatever the addresses of their groups are."""
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     everyone = dist.new_group([0, 1, 2, 3])
     mesh = init_device_mesh("cpu", (2, 2))

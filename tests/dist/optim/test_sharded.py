@@ -145,7 +145,7 @@ def test_ordinary_parameters_beside_shards(rank: int) -> None:
 
 
 def check_ledger(model: FlatFSDP, is_told: bool) -> None:
-    """Of a step after an optimizer's: FP8 weights are cast, 4 + 1 bytes, as their scales were not known."""
+    """Checks the bytes of a step after an optimizer's, in which FP8 weights are cast: 4 + 1 bytes."""
     shards = {False: 0, True: 0}
     for name, parameter in model.named_parameters():
         shards["fp8" in name.rpartition(".")[2]] += parameter.numel()

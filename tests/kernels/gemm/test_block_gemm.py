@@ -82,7 +82,7 @@ def test_as_a_linear_layer_uses_it() -> None:
 
 
 def test_what_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layouts are those that torch's and cuBLASLt's documentation require; recipes 4 and 5 are 1x128 and 128x128."""
+    """Layouts are those that torch and cuBLASLt document; recipes 4 and 5 are 1x128 and 128x128."""
     told: list[dict[str, Any]] = []
 
     def spy(*arguments: Any, out: Tensor) -> None:

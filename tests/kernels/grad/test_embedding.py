@@ -24,7 +24,7 @@ BOTH = pytest.mark.parametrize(("run", "device"), PLACES, ids=["reference", "ker
 def one_by_one(
     target: Tensor, dy: Tensor, ids: Tensor, padding_idx: int | None = None, *, first: bool
 ) -> Tensor:
-    """The expected `target`: FP32 additions in the order of the tokens, then one write or addition per row."""
+    """The expected `target`: FP32 additions in the order of tokens, then one write or addition a row."""
     sums: dict[int, Tensor] = {}
     for row, grad in zip(ids.tolist(), dy.float(), strict=True):
         if row != padding_idx:
@@ -124,7 +124,7 @@ def test_neighbouring_ids_are_told_apart(begin: int, device: str) -> None:
 
 @pytest.mark.parametrize("ulps", [-2, 0, 2])
 def test_all_ids_are_told_apart_by_an_inexact_division(ulps: int) -> None:
-    """A GPU's division is wrong by 2 ulps at most; tests the kernel's arithmetic on all ids and their neighbours."""
+    """A GPU's division is wrong by 2 ulps at most; tests all ids and their neighbours."""
     ids = torch.arange(-1, embedding.LARGEST_ID)
 
     def number(ids: Tensor, shift: int) -> Tensor:

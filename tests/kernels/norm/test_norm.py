@@ -34,7 +34,7 @@ class Way(NamedTuple):
 
 @pytest.fixture(params=["reference", "rows", "transposed", "steps", "wide rows"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
-    """The kernel for whole rows, with and without a transpose, and in several steps; the one for wide rows."""
+    """The kernel for whole rows, with a transpose or not, and in several steps; the one for wide rows."""
     if request.param == "reference":
         return Way(forward.reference, True)
     if request.param == "wide rows":

@@ -201,7 +201,7 @@ def random_plan(ranks: int, chance: Random) -> Plan:
 
 
 def _blocks(chance: Random, *, simple: bool) -> tuple[Block, ...]:
-    """Of equal size or not."""
+    """Blocks of equal size or not."""
     count = chance.randint(2, 5)
     if simple:
         return (Block(),) * count

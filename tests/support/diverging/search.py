@@ -141,7 +141,7 @@ class Tally:
 
 
 def judged(tally: Tally, ranks: int, examples: int, seed: int) -> Iterator[Plan]:
-    """That many random plans, each when it is in the tally."""
+    """Random plans, `examples` of them, each when it is in the tally."""
     chance = random.Random(seed)
     for _ in range(examples):
         plan = random_plan(ranks, chance)

@@ -24,7 +24,7 @@ FUSED = {
     "Mixtral": FAMILIES["Mixtral"],
     "GPT-2": FAMILIES["GPT-2"],
 }
-"""As transformers computes them."""
+"""Classes of parts as transformers computes them."""
 
 MODELS = {
     **FAMILIES,

@@ -33,7 +33,7 @@ def adamw(model: Any) -> torch.optim.Optimizer:
 
 
 def train_sharded(model: Any, rank: int, steps: int = STEPS) -> Trained:
-    """Of a model that FlatFSDP has, wrapped or in place."""
+    """Trains a model that FlatFSDP has sharded, wrapped or in place."""
     optimizer, losses = adamw(model), []
     for step in range(steps):
         for batch in microbatches(model, batches_of(rank, step)):

@@ -1,4 +1,4 @@
-"""Which GPUs tests need."""
+"""Marks that say which GPUs a test needs."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 class FakeCublasLt:
-    """As nvmath.bindings.cublasLt for what a plan calls: same arguments, on CPU memory, columns first.
+    """Stands for nvmath.bindings.cublasLt in what a plan calls: same arguments, on CPU memory.
 
     Args:
         first_choice: whether an algorithm is found if only those without split-K are asked for.
@@ -136,7 +136,7 @@ class FakeCublasLt:
         return memory.view(dtype).view(cols, ld)[:, :rows].t()
 
     def _vector(self, address: int, layout: int) -> Tensor:
-        """As long as a column of that matrix, and of its dtype."""
+        """A vector as long as a column of that matrix, and of its dtype."""
         dtype, rows, _cols, _ld = self.things[layout]
         memory = (ctypes.c_uint8 * (dtype.itemsize * rows)).from_address(address)
         return torch.frombuffer(memory, dtype=dtype).float()
@@ -164,6 +164,6 @@ class FakeCublasLt:
 
 
 class Results(list):  # type: ignore[type-arg]
-    """Of a heuristic: an array of structures, with an address."""
+    """Results of a heuristic: an array of structures, with an address."""
 
     ptr: int

@@ -88,7 +88,7 @@ class FlatRuns:
         function(columns.params[0], *tensors, columns.numbers, columns.on_device, *rounded)
 
     def bits(self) -> list[Tensor]:
-        """Of everything, the gaps too, for comparisons in which NaN equals itself."""
+        """Bits of everything, gaps included, for comparisons in which NaN equals itself."""
         integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}
         return [tensor.view(integers[tensor.element_size()]) for tensor in (*self.flats, self.amaxes)]
 

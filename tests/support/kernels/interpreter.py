@@ -64,7 +64,7 @@ def _create_dot(
 
 
 def _generic_reduce(reduction: Any, inputs: tuple[Any]) -> list[Any]:
-    """Of one tensor along one axis: whole slices at a time."""
+    """Reduces one tensor along one axis, whole slices at a time."""
     (tensor,) = inputs
     slices = np.moveaxis(tensor.handle.data, reduction.axis, 0)
     total, *others = (reduction.to_tensor(part, tensor.dtype) for part in slices)

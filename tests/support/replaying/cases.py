@@ -92,7 +92,7 @@ class Case(NamedTuple):
         return run
 
     def batch(self, rank: int, step: int, index: int, tokens: int = TOKENS, device: str = "cpu") -> Tensor:
-        """Of one microbatch: [tokens, WIDTH], or token ids [1, tokens]."""
+        """The inputs of one microbatch: [tokens, WIDTH], or token ids [1, tokens]."""
         if self.family is None:
             return batch(rank, step, index, tokens, device)
         generator = _generator(rank, step, index)

@@ -258,7 +258,7 @@ def _is_uneven(ranks: int, stem: bool, sharding: Sharding) -> bool:
 
 
 def _several(node: SearchStrategy[Node], counts: Sequence[int]) -> SearchStrategy[tuple[Node, ...]]:
-    """As `st.lists`, which prefers short ones."""
+    """Tuples of any of these lengths; `st.lists` prefers short ones."""
     return st.sampled_from(counts).flatmap(lambda count: st.tuples(*[node] * count))
 
 
@@ -318,7 +318,7 @@ def _parents_in_a_unit(child: SearchStrategy[Node]) -> SearchStrategy[Node]:
 
 
 def _weighted(choices: dict[SearchStrategy[Node], int]) -> SearchStrategy[Node]:
-    """As `st.one_of`, which gives all the same chance."""
+    """One of several by weight; `st.one_of` gives all the same chance."""
     return st.sampled_from([s for s, weight in choices.items() for _ in range(weight)]).flatmap(lambda s: s)
 
 

@@ -104,7 +104,7 @@ class Attempt:
             self.model.zero_grad()
 
     def _failing(self, index: int) -> FailWhere | None:
-        """Where this microbatch fails."""
+        """The place at which this microbatch fails."""
         failure = self.step.failure
         return failure.where if self.fails and failure and failure.microbatch == index else None
 

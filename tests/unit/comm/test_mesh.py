@@ -1,4 +1,4 @@
-"""Which ranks of a mesh are where; with a fake process group, one process is any rank of any world."""
+"""Places of ranks in a mesh; with a fake process group, one process is any rank of any world."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def drawn(device: str, seed: int, *names: str) -> Tensor:
 
 
 def tracker(rank: int) -> RNGTracker:
-    """As on one of two ranks."""
+    """A tracker as on one of two ranks."""
     made = RNGTracker()
     made._ranks = Ranks(None, 2, rank)
     return made

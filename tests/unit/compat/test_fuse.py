@@ -1,4 +1,4 @@
-"""`fuse`: our kernels compute Hugging Face transformers models with equal results, and the models stay the same."""
+"""`fuse`: our kernels compute models of transformers with equal results; the models stay the same."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ def relative_links(page: Path) -> Iterator[tuple[str, str]]:
 
 
 def headings(page: Path) -> set[str]:
-    """As links name them."""
+    """Headings as links name them."""
     titles = re.findall(r"^#+ (.*)$", CODE.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 

@@ -1,4 +1,4 @@
-"""Which modules are engines, and which belong to a unit, where no process group is needed to tell."""
+"""Modules that are engines, or belong to a unit, as far as no process group is needed to tell."""
 
 from __future__ import annotations
 

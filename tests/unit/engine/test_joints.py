@@ -34,7 +34,7 @@ def plain_grads(x: Tensor, *args: str) -> dict[str, Tensor]:
 
 
 def landed(model: FlatFSDP) -> list[bool]:
-    """Of each slot of the layers: whether something has landed."""
+    """Whether something has landed in each slot of the layers."""
     return [
         written
         for layer in model.module.layers
@@ -197,7 +197,7 @@ def retained(model: nn.Module, x: Tensor) -> None:
 
 
 def interleaved(model: nn.Module, x: Tensor) -> None:
-    """As pipelines do."""
+    """Runs forwards and backwards in a pipeline's order."""
     losses = [loss_of(model, x), loss_of(model, 2 * x)]
     for loss in losses:
         loss.backward()

@@ -64,7 +64,7 @@ def test_what_replays_keep_is_there_always() -> None:
 
 
 class Pool:
-    """That of recordings, which only GPUs have."""
+    """Stands for the pool of recordings, which only GPUs have."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

@@ -222,7 +222,7 @@ def test_sparse_gradients_are_refused_by_name():
 
 
 def test_a_write_between_forward_and_backward_is_noticed():
-    """As without the wrapper: a gradient with respect to changed weights would be silently wrong."""
+    """A gradient with respect to changed weights would be silently wrong."""
     wrapper = FlattenParamsWrapper(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     loss = wrapper(torch.ones(1, 2)).sum()
     with torch.no_grad():

@@ -63,7 +63,7 @@ def test_dataclasses_are_cast_and_what_needs_no_cast_is_not_copied() -> None:
 
 @dataclass
 class Both(OrderedDict[str, torch.Tensor]):
-    """As the outputs of transformers: a dataclass, whose fields are also items."""
+    """A dataclass whose fields are also items, like the outputs of transformers."""
 
     hidden: torch.Tensor
 

@@ -367,7 +367,7 @@ def test_models_that_shared_a_region_train_on_as_alone() -> None:
 
 
 def test_updates_for_another_model_are_none() -> None:
-    """The largest amax has just left the history, which an update without new amaxes would notice too early."""
+    """The largest amax has just left the history; an update without new amaxes would notice too early."""
     scales = []
     for others in (0, 3):
         model, other = Linear(WIDTH, WIDTH), Linear(WIDTH, WIDTH)

@@ -386,7 +386,7 @@ def test_additions_that_do_not_fit(start: int, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("norm_first", [True, False])
 @pytest.mark.parametrize("with_tables", [True, False])
 def test_heads_are_normed_before_or_after_they_turn(norm_first: bool, with_tables: bool) -> None:
-    """Each head is normalized separately, as in Qwen3; an element-wise gain does not commute with rotation."""
+    """Each head is normalized by itself, as in Qwen3; an element-wise gain does not commute with rotation."""
     of = HeadsOf(4, 2, 8, interleaved=False)
     mixed = torch.randn(2, 5, 64, requires_grad=True)
     q_norm, k_norm = trained(nn.RMSNorm(8, eps=1e-6)), trained(nn.RMSNorm(8, eps=1e-6))

@@ -23,7 +23,7 @@ def everything(linear: nn.Linear, name: str) -> bool:
 
 
 class Model(nn.Module):
-    """Tied weights, a shared module, one without bias, containers, and layers that are not plain nn.Linear."""
+    """Tied weights, a shared module, one without bias, containers, and layers other than nn.Linear."""
 
     def __init__(self) -> None:
         super().__init__()

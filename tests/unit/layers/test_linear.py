@@ -84,7 +84,7 @@ def test_return_bias(bias: bool, recipe: Any) -> None:
 @pytest.mark.parametrize("layer_type", [Linear, LayerNormLinear, LayerNormMLP])
 @pytest.mark.parametrize("recipe", [None, DelayedScaling()], ids=["high", "fp8"])
 def test_fp32_parameters_under_torchs_autocast(dtype: torch.dtype, layer_type: type, recipe: Any) -> None:
-    """Results are in the region's dtype; gradients of weights are FP32 without a detour through that dtype."""
+    """Results are in the region's dtype; weight gradients are FP32 without a detour through it."""
     layer = trained(layer_type(32, 48))
     half = layer_type(32, 48).to(dtype)
     half.load_state_dict(layer.state_dict())

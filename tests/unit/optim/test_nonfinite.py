@@ -196,7 +196,7 @@ class Recorded(TorchDispatchMode):
 @KINDS
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_a_step_fetches_no_number_to_the_host(make: Any, max_grad_norm: float | None) -> None:
-    """Which would wait for a device; and it has as many operators, however many parameters there are."""
+    """Fetching would wait for a device; the number of operators does not depend on the parameters."""
     counts = []
     for copies_of_each in (1, 10):
         ours = [parameter for _ in range(copies_of_each) for parameter in parameters()]
@@ -215,7 +215,7 @@ def test_a_step_fetches_no_number_to_the_host(make: Any, max_grad_norm: float | 
 
 
 def late(optimizer: Any, worst: float = torch.nan) -> None:
-    """As if the step before had been refused by a device of which the host has not heard yet."""
+    """Makes it as if a device had refused the step before, and the host had not heard of it yet."""
     optimizer._awaited = Awaited(torch.tensor(worst), True, None)
 
 

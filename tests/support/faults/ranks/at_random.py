@@ -131,7 +131,7 @@ def _some(program: list[Operation], kind: type[Operation], chance: random.Random
 
 
 def _second_step(program: list[Operation]) -> int:
-    """Where it begins: in the first step ranks wait for longer."""
+    """Index of its first operation: in the first step ranks wait for longer."""
     return next(at for at, each in enumerate(program) if isinstance(each, Step)) + 1
 
 

@@ -151,7 +151,7 @@ def build(setup: Setup) -> Net:
 
 
 def inputs(setup: Setup, rank: int, seed: int) -> Tensor:
-    """Of one microbatch of one rank: [ROWS, width]."""
+    """Inputs of one microbatch of one rank: [ROWS, width]."""
     generator = torch.Generator().manual_seed(1000 * rank + seed)
     return torch.randn(ROWS, setup.width, generator=generator)
 

@@ -15,7 +15,7 @@ GATHER, NORM, REDUCE = (Identity(action).number for action in (Action.BACKWARD, 
 
 
 def launches(rank: int, *numbers: int) -> Launches:
-    """Of one of three ranks; the first launch has ended."""
+    """Launches of one of three ranks; the first launch has ended."""
     ranks: Any = SimpleNamespace(rank=rank, size=3, name="pg", global_ranks=[4, 5, 6])
     made = Launches(ranks)
     for number in numbers:
