@@ -125,10 +125,16 @@ def plan_model(
     Raises:
         NotImplementedError: for an operator that needs values, naming it.
         RuntimeError: if the process has a process group.
-        ValueError: if there is no batch; as `shard`; if the model returns no loss.
+        ValueError: if there is no batch or GPU; for `device` and `cpu_offload`, which are not planned; as
+            `shard`; if the model returns no loss.
     """
     if not batches:
         raise ValueError("there is no batch; a plan needs the microbatches of one step")
+    if not isinstance(gpus, int) or gpus < 1:
+        raise ValueError(f"gpus is {gpus!r}; it must be a whole number of at least 1")
+    for name in ("device", "cpu_offload"):
+        if options.get(name):
+            raise ValueError(f"a plan is of a step with everything on GPUs; leave {name} out")
     machine = machine or Machine()
     training = Training(build_model, batches, policy, loss, build_optimizer, recipe, max_norm, options)
     with imagined_ranks(gpus):

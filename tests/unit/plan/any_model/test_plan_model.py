@@ -268,6 +268,14 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
         plan_model(lambda: MLP(8, 1), [], gpus=1)
     with pytest.raises(ValueError, match="without a loss"):
         plan_model(lambda: MLP(8, 1), [torch.zeros(2, 8)], gpus=1)
+    for wrong, words in (
+        ({"gpus": 0}, "gpus is 0"),
+        ({"gpus": 2.5}, "gpus is 2.5"),
+        ({"cpu_offload": True}, "leave cpu_offload out"),
+        ({"device": "cpu"}, "leave device out"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            planned(MLP(8, 1), torch.zeros(2, 8), **wrong)
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
