@@ -200,7 +200,7 @@ class MasterShard:
         self.generation += 1
 
     def cut(self, value_of: Callable[[ParamSlot], Tensor | None], dtype: torch.dtype) -> Tensor:
-        """This rank's part of whole values, as a new tensor of the shard's length; zero where there is none."""
+        """This rank's part of whole values, as a new tensor as long as the shard; zero elsewhere."""
         shard = torch.zeros_like(self.flat.detach(), dtype=dtype)
         for piece in self.layout.pieces(self.grid.shard.rank, self.grid.shard.size):
             value = value_of(piece.slot)
