@@ -9,9 +9,8 @@ from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-# Every optimizer imports it, and its default arguments then keep the default group, if there is one, for
-# good;
-# so import it early; see `Ranks`.
+# Import it early: every optimizer does, and its default arguments then keep the default group, if there is
+# one, for good; see `Ranks`.
 from torch.distributed.device_mesh import DeviceMesh
 
 from flatfsdp.torch_private import call_before_shutdown, new_group, timeout_of
