@@ -54,7 +54,7 @@ def test_experts_are_left_and_one_line_says_so(rank: int) -> None:
     assert mixtral.args[0] == logging.WARNING and llama.args[0] == logging.INFO
     said = mixtral.args[1] % mixtral.args[2:]
     assert "layers.*.mlp.experts.gate_up_proj (3-D, of MixtralExperts, which is no nn.Linear): 24,576" in said
-    assert "embed_tokens.weight (a table): 2,048" in said
+    assert "embed_tokens.weight (an embedding table): 2,048" in said
 
 
 class Int8Tensor(Tensor):
