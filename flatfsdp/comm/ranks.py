@@ -225,8 +225,8 @@ class LateRanks(Ranks):
     def _required(self) -> Ranks:
         if self.found is None:
             raise RuntimeError(
-                f"{vars(self)['_layer']}: tp_size is {self.size}, and nobody has said which ranks these are; "
-                "call set_tensor_parallel_group(tp_group) first, or pass tp_group to the constructor"
+                f"{vars(self)['_layer']}: tp_size is {self.size}, and the tensor-parallel group has not been "
+                "set; call set_tensor_parallel_group(tp_group) first, or pass tp_group to the constructor"
             )
         return self.found
 

@@ -1,1 +1,1 @@
-"""Flat layouts of parameters, their places in a module tree, and what stands in for modules."""
+"""Flat layouts of parameters, their sites in a module tree, and wrappers that keep parameters flat."""

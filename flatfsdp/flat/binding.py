@@ -1,8 +1,8 @@
 """Ties the slots of a flat layout to the places in a module tree where the parameters were registered.
 
 In:   a module and the parameters of one group.
-Out:  a `Binding` that can take the parameters out of the tree, put tensors in their place, and, for
-      `state_dict`, register real parameters again for a moment.
+Out:  a `Binding` that takes the parameters out of the tree, puts tensors in their place, and registers real
+      parameters again for a moment, for `state_dict`.
 Next: `flatten_params.py` and `engine/storage/group.py` bind views of their flat buffers through it.
 """
 
@@ -21,10 +21,10 @@ from flatfsdp.flat.sites import Site, assign, parameter_sites, place
 
 
 class ParamJoint(NamedTuple):
-    """Parameters that are one operand, before they have a place.
+    """Parameters that are one GEMM operand, before they are packed.
 
     Attributes:
-        name: as the first of the owners calls it, with its path.
+        name: name that the first owner gives the operand, with the owner's path.
         owners: modules that multiply with it, each with its own name for it.
     """
 
@@ -37,9 +37,9 @@ class Binding:
     """The slots of one layout and, for each slot, every site that holds it (tied parameters have several).
 
     Attributes:
-        joint_owners: of each joint of the layout.
-        is_moved: whether joints have moved parameters behind others that they would stand in front of.
-        is_registered: whether the modules have real parameters, put there by `register`.
+        joint_owners: owners of each joint of the layout.
+        is_moved: whether joints have changed the order of the parameters.
+        is_registered: whether modules have real parameters now, from `register`.
     """
 
     def __init__(
@@ -67,8 +67,11 @@ class Binding:
         """Packs `parameters`, in that order, and finds every site below `module` that holds one of them.
 
         Args:
-            tensor: ranks that share the layers inside.
-            joints: of these parameters; those whose parameters are no neighbours are left out.
+            module: module whose parameters are packed.
+            parameters: parameters to pack, in this order.
+            role: storage role of all of them.
+            tensor: tensor-parallel ranks that share the layers inside.
+            joints: joints of these parameters; a joint whose parts are not neighbours is left out.
 
         Raises:
             ValueError: if a parameter is not registered below `module`.
@@ -100,13 +103,13 @@ class Binding:
         return Binding(layout, sites_of, [owners[joint.name] for joint in layout.joints])
 
     def parameters(self) -> list[nn.Parameter]:
-        """The registered parameter of each slot; only while they are registered."""
+        """Registered parameters, one a slot; only while they are registered."""
         return [sites[0].module._parameters[sites[0].attribute] for sites in self.sites]  # type: ignore[misc]
 
     def replaced(self, views: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        """(view, new value) of each slot whose registered parameter no longer is the slot's own memory.
+        """Finds slots whose registered parameter was replaced, as (view, new value).
 
-        Only while parameters are registered; `views` are what they were registered over.
+        Works only while parameters are registered; `views` are those that they were registered over.
 
         Raises:
             ValueError: if a parameter has been removed or replaced by one of another shape, or a tied one by
@@ -127,20 +130,20 @@ class Binding:
             if len(moved) > 1:
                 names = ", ".join(site.name for site in sites)
                 raise ValueError(f"{names} are tied, but got different values while they were registered")
-            # Cloned, because two parameters may have changed places.
+            # Cloned, because two parameters may have been swapped.
             writes += [(view, value.detach().clone()) for value in moved.values()]
         return writes
 
     def list(self, listed: Sequence[nn.Parameter]) -> None:
-        """From now on the modules list these, one a slot, in place of what `bind` gives them to compute with.
+        """Makes modules list these parameters, one a slot, instead of the tensors from `bind`.
 
-        `module.parameters()` and `module._parameters` have the one, the attribute `module.weight` is the
-        other: Python looks into an object's own dict before it asks nn.Module.
+        `module.parameters()` and `module._parameters` show the listed parameter, the attribute
+        `module.weight` the bound tensor: Python looks into an object's own dict before it asks nn.Module.
         """
         self.listed = listed
 
     def bind(self, tensors: Sequence[Tensor]) -> None:
-        """Makes `site.module.attribute` be the given tensor of its slot, as a plain attribute.
+        """Sets `site.module.attribute` to the tensor of its slot, as a plain attribute.
 
         The attribute is not registered: `module.parameters()` lists what `list` was given, or nothing.
         """
@@ -156,7 +159,7 @@ class Binding:
                 site.module._parameters.pop(site.attribute, None)
                 assign(site, tensor)
                 if isinstance(tensor, nn.Parameter):
-                    # The assignment registered it: back to a plain attribute.
+                    # The assignment registered it; make it a plain attribute again.
                     site.module.__dict__[site.attribute] = site.module._parameters.pop(site.attribute)
 
     def displaced(self, tensors: Sequence[Tensor]) -> str | None:
@@ -173,7 +176,7 @@ class Binding:
     def register(self, parameters: Sequence[nn.Parameter]) -> None:
         """Registers real parameters at every site, in place of what `bind` put there.
 
-        The modules list their parameters in the original order again, which is the order of state-dict keys.
+        Modules list their parameters in the original order again, which is the order of state-dict keys.
         """
         self.is_registered = True
         for sites, parameter in zip(self.sites, parameters, strict=True):

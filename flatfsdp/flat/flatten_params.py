@@ -1,8 +1,8 @@
-"""`FlattenParamsWrapper`: a module whose parameters live in a few flat ones.  No sharding, no process group.
+"""`FlattenParamsWrapper`: keeps a module's parameters in a few flat ones, without sharding or process group.
 
-In:   a module, and optionally which parameters go into which flat parameter.
+In:   a module, and optionally the parameters of each flat parameter.
 Out:  a module with flat parameters that computes, saves and loads like the original.
-Next: any optimizer; `engine/fsdp.py` is the sharded counterpart on the same base, `module_wrapper.py`.
+Next: any optimizer; `engine/fsdp.py` is the sharded counterpart on the same base class (`module_wrapper.py`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from flatfsdp.flat.sites import parameter_sites
 
 
 class FlatParamMetadata(NamedTuple):
-    """What one flat parameter holds, in address order; one entry per distinct parameter."""
+    """Contents of one flat parameter, in address order; one entry for each distinct parameter."""
 
     param_names: tuple[str, ...]
-    """Keys in the wrapped module's state dict; of a tied parameter, the first one."""
+    """Keys in the wrapped module's state dict; the first one for a tied parameter."""
     param_shapes: tuple[tuple[int, ...], ...]
     param_numels: tuple[int, ...]
     shared_names: tuple[tuple[str, ...], ...]
-    """The further keys of each tied parameter."""
+    """Further keys of each tied parameter."""
 
 
 class FlattenParamsWrapper(ModuleWrapper):
@@ -39,14 +39,14 @@ class FlattenParamsWrapper(ModuleWrapper):
     every original parameter starts on a multiple of 16 elements, and the gaps between them stay zero.
 
     Args:
-        module: changed in place.
+        module: module to wrap; changed in place.
         param_list: parameters for one flat parameter, or a list of such lists for several; None takes all
-            parameters but the flat ones of inner wrappers, an empty list none.  A parameter that is tied
+            parameters except flat ones of inner wrappers, an empty list none.  A parameter that is tied
             inside `module` is replaced wherever it occurs.
-        flat_param_names: one attribute name per group; default `flat_param_0`, `flat_param_1`, ...
+        flat_param_names: one attribute name a group; default: `flat_param_0`, `flat_param_1`, ...
 
     Raises:
-        TypeError: if param_list contains something else than parameters.
+        TypeError: if param_list contains anything but parameters.
         ValueError: if a parameter is not below `module`, is in two groups, is a flat parameter of an inner
             wrapper, or differs from its group in dtype, device or requires_grad; if a group is empty; if
             names are too few, too many, repeated, invalid or taken.  `module` is then unchanged.
@@ -81,7 +81,7 @@ class FlattenParamsWrapper(ModuleWrapper):
         self._bind_views()
 
     def _bind_views(self) -> None:
-        # Differentiable whatever the grad mode is now, because the views stay in the module.
+        # Differentiable in any grad mode, because the views stay in the module.
         with torch.enable_grad():
             for binding, flat in zip(self._bindings, self.flat_params, strict=True):
                 binding.bind(_FlatViews.apply(flat, binding.layout))
@@ -95,7 +95,7 @@ class FlattenParamsWrapper(ModuleWrapper):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> FlattenParamsWrapper:
         super()._apply(fn, recurse)
         if self.is_flattened:
-            # The flat parameters may have moved.
+            # The flat parameters may have new memory.
             self._bind_views()
         return self
 
@@ -103,7 +103,7 @@ class FlattenParamsWrapper(ModuleWrapper):
 
     @property
     def is_flattened(self) -> bool:
-        """False inside `unflatten_params`, and if there is nothing to flatten."""
+        """Whether there are flat parameters now: False inside `unflatten_params`, and if none were taken."""
         return self._is_flat
 
     @property
@@ -145,7 +145,7 @@ class FlattenParamsWrapper(ModuleWrapper):
         )
 
     def get_param_views(self, flat_params: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """One view per distinct parameter, in the order of `metadata`, over all groups.
+        """Views of all distinct parameters, in the order of `metadata`, over all groups.
 
         Args:
             flat_params: tensors of the lengths of the flat parameters, any dtype and device; default: the
@@ -174,18 +174,17 @@ class FlattenParamsWrapper(ModuleWrapper):
 
     @contextmanager
     def unflatten_params(self, flat_params: Sequence[Tensor] | None = None) -> Iterator[None]:
-        """Inside, `module` has ordinary parameters under their original names, and there are no flat ones.
+        """Context in which `module` has ordinary parameters under their original names, and no flat ones.
 
-        They alias the flat parameters, so writes to them stay.  If a parameter is replaced by another one,
-        its values are copied into the flat parameter at the end, unless the block raises.  Gradients are
-        not carried over.
+        They alias the flat parameters, so writes to them stay.  The values of a replaced parameter are copied
+        into the flat parameter at the end, unless the block raises.  Gradients are not carried over.
 
         Args:
-            flat_params: tensors to read the parameters from instead, as in `get_param_views`; the flat
+            flat_params: tensors to read the parameters from, as in `get_param_views`; the flat parameters
                 parameters then stay as they are.
 
         Raises:
-            ValueError: if `flat_params` do not fit; at the end of the block, if a parameter has been removed
+            ValueError: if `flat_params` do not fit; at the end of the block, if a parameter was removed
                 or replaced by one of another shape, or a tied one by two different ones.
             RuntimeError: if `flat_params` are given inside another `unflatten_params`.
         """
@@ -215,7 +214,7 @@ class FlattenParamsWrapper(ModuleWrapper):
             self._bind_views()
 
     def _write_back(self) -> None:
-        """Copies registered parameters that do not alias their slot, after a check of all of them."""
+        """Copies registered parameters that do not alias their slots, after checking all of them."""
         flats = [flat.detach() for flat in self.flat_params]
         pairs = zip(self._bindings, flats, strict=True)
         writes = [w for binding, flat in pairs for w in binding.replaced(binding.layout.views(flat))]
@@ -226,7 +225,7 @@ class FlattenParamsWrapper(ModuleWrapper):
 
     @property
     def bindings(self) -> Sequence[Binding]:
-        """The bindings of flat parameters to the modules."""
+        """Bindings of the flat parameters to the modules."""
         return self._bindings if self.is_flattened else ()
 
     def _registered_parameters(self) -> AbstractContextManager[None]:
@@ -237,13 +236,13 @@ class FlattenParamsWrapper(ModuleWrapper):
         flat[slot.offset : slot.end].view(slot.shape).copy_(value)
 
     def flat_state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """The flat parameters under their own names, and the rest as in `state_dict`; can be loaded, too."""
+        """State dict with flat parameters under their own names, the rest as in `state_dict`; loadable."""
         saved = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         self._save_to_state_dict(saved, prefix, keep_vars)
         return saved
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Also accepts the flat form: turns it into the ordinary one first."""
+        """Loads a state dict; turns its flat form into the ordinary one first."""
         error_msgs: list[str] = args[-1]
         for name, binding in zip(self._flat_names, self._bindings, strict=True):
             flat = state_dict.pop(prefix + name, None)
@@ -263,9 +262,9 @@ class FlattenParamsWrapper(ModuleWrapper):
     # ---- copies -----------------------------------------------------------------------------------------
 
     def _portable_state(self, memo: dict[int, Any]) -> dict[str, Any]:
-        """Own attributes with an ordinary module inside, and which of its parameters to flatten again.
+        """Own attributes with an ordinary module inside, and the parameters to flatten again.
 
-        A deep copy, because this wrapper is flat again before anybody reads it.
+        It is a deep copy, because this wrapper is flat again before anything reads it.
         """
         groups = {
             name: [slot.name for slot in binding.layout.slots]
@@ -276,7 +275,7 @@ class FlattenParamsWrapper(ModuleWrapper):
             return {**copy.deepcopy(kept, memo), "_groups": groups}
 
     def __getstate__(self) -> dict[str, Any]:
-        # What refers to this wrapper refers to what is being pickled, not to a copy.
+        # References to this wrapper must point to what is pickled, not to a copy.
         return self._portable_state({id(self): self})
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -296,9 +295,9 @@ class FlattenParamsWrapper(ModuleWrapper):
 class _FlatViews(torch.autograd.Function):
     """Views of a flat tensor, one per slot; backward is one concat.
 
-    Not `layout.views` alone: once an optimizer has written to the flat parameter, autograd refuses any use
-    of the outputs of a split, even printing.  Detached tensors still share memory and version counter, so
-    that a write between forward and backward is noticed.
+    `layout.views` alone would not do: once an optimizer has written to the flat parameter, autograd refuses
+    any use of a split's outputs, even printing.  Detached tensors still share memory and version counter, so
+    a write between forward and backward is noticed.
     """
 
     @staticmethod
@@ -378,7 +377,7 @@ def _check_names(names: Sequence[str], num_groups: int, wrapper: FlattenParamsWr
     inner = wrapper.module
     while isinstance(inner, ModuleWrapper):
         inner = inner.module
-    # Names of the module's own are taken because both would claim one key in flat_state_dict.
+    # The module's own names count as taken, because both would claim one key in flat_state_dict.
     taken = {*dir(wrapper), *dir(inner)}
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():

@@ -1,14 +1,14 @@
 """`JointSlot`: neighbouring slots of a flat layout that one GEMM reads as one operand.
 
-In:   the slots of a layout, and which parameters are to be one operand.
+In:   the slots of a layout, and the parameters that should be one operand.
 Out:  the runs of slots without a gap between them; pure arithmetic.
-Next: `layout.py` keeps them, `engine/storage/` makes one tensor of each.
+Next: `layout.py` stores them, `engine/storage/` makes one tensor of each.
 
     flat     | q_proj.weight | k_proj.weight | v_proj.weight |gap| o_proj.weight |
     joints   |<---------------- qkv_weight ----------------->|
 
-Slots stay one a parameter: shards, checkpoints and optimizers see nothing of joints.  A shard boundary may
-cut a joint anywhere, because only unsharded buffers have any.
+Each parameter still has its own slot: shards, checkpoints and optimizers do not see joints.  A shard boundary
+may cut a joint anywhere, because joints exist in unsharded buffers only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 class Placed(Protocol):
-    """What a joint is made of: a slot."""
+    """Interface of a slot, as far as a joint needs it."""
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class Placed(Protocol):
 
     @property
     def end(self) -> int:
-        """First element behind it in the flat buffer."""
+        """End of the slot in the flat buffer."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class JointSlot:
     """Slots [first, last) of a layout as one operand.
 
     Attributes:
-        name: as its first owner calls it, such as "layers.0.self_attn.qkv_weight".
+        name: name that its first owner gives it, such as "layers.0.self_attn.qkv_weight".
         shape: [sum of rows, columns], or [sum of elements] for biases.
-        offset: of its first element in the flat buffer.
+        offset: first element in the flat buffer.
     """
 
     name: str
@@ -60,7 +60,7 @@ class JointSlot:
 
     @property
     def numel(self) -> int:
-        """Elements of the joint."""
+        """Number of elements in the joint."""
         return math.prod(self.shape)
 
     @property
@@ -70,13 +70,14 @@ class JointSlot:
 
 
 def why_not_joint(shapes: Sequence[Shape], alignment: int) -> str | None:
-    """Why parameters of these shapes are not one operand where they are packed one after the other.
+    """Checks whether parameters of these shapes, packed one after the other, form one operand.
 
     Args:
-        alignment: of slots, in elements.
+        shapes: shapes of the parameters, in order.
+        alignment: alignment of slots, in elements.
 
     Returns:
-        The reason, or None if they are one.
+        None if they do; otherwise the reason why not.
     """
     if any(not shape for shape in shapes):
         return "one is a scalar"
@@ -88,7 +89,7 @@ def why_not_joint(shapes: Sequence[Shape], alignment: int) -> str | None:
 
 
 def find_joint(name: str, parts: Sequence[str], slots: Sequence[Placed]) -> JointSlot | None:
-    """The joint of the slots with these names; None if they are not one behind the other without a gap."""
+    """Makes the joint of the slots with these names; None if there are gaps between them."""
     first = next((index for index, slot in enumerate(slots) if slot.name == parts[0]), len(slots))
     last = first + len(parts)
     members = slots[first:last]

@@ -1,14 +1,14 @@
-"""`FlatLayout`: the place of each parameter in a flat buffer: pure arithmetic, no communication, no storage.
+"""`FlatLayout`: the place of each parameter in a flat buffer, as pure arithmetic.
 
 In:   the names, shapes and alignments of the parameters of one group (`FlatLayout.pack`).
 Out:  a frozen `FlatLayout` of `ParamSlot`s, the same on every rank.
-Next: `engine/storage/` makes storages of these sizes, `binding.py` ties the slots to a module.
+Next: `engine/storage/` makes buffers of these sizes, `binding.py` ties the slots to a module.
 
     flat   | slot 0 ........|gap| slot 1 ...........................|gap| slot 2 .....| tail |
     shards |<---- shard_numel(n) ---->|<---- shard_numel(n) ---->|<---- shard_numel(n) ---->|
 
-Offsets do not depend on the number of ranks; only the tail does.  A checkpoint written by N ranks can
-therefore be read by M ranks by cutting the same line elsewhere.
+Offsets do not depend on the number of ranks; only the tail does.  So M ranks can read a checkpoint that N
+ranks wrote, by cutting the same line elsewhere.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from flatfsdp.contract.placement import Partition, Placement
 from flatfsdp.flat.joints import JointSlot, find_joint, runs_of
 
 ELEMENT_ALIGNMENT = 16
-"""Every slot and every shard starts on a multiple of this many elements: 16 bytes even at one byte an
-element, which is what vector loads, TMA and FP8 GEMMs ask for."""
+"""Every slot and every shard starts on a multiple of this many elements.  Even at one byte an element these
+are 16 bytes, as vector loads, TMA and FP8 GEMMs require."""
 
 
 class Role(Enum):
-    """How the unsharded copy of a slot is stored."""
+    """Storage of the unsharded copy of a slot."""
 
     COMPUTE = "compute"
-    """In the unit's compute dtype."""
+    """Stored in the unit's compute dtype."""
     FP8 = "fp8"
-    """In E4M3, one byte an element, with one scale for the slot."""
+    """Stored in E4M3, one byte an element, with one scale for the slot."""
 
 
 class Align(Enum):
-    """Rule for where a shard boundary may cut a slot."""
+    """Rule for the places where a shard boundary may cut a slot."""
 
     ELEMENTS = "elements"
-    """On any multiple of 16 elements."""
+    """Cut at any multiple of 16 elements."""
     ROWS = "rows"
-    """Only between rows (dimension 0), so that per-row scales stay on one rank."""
+    """Cut only between rows (dimension 0), so that per-row scales stay on one rank."""
     ROWS_128 = "rows_128"
-    """Only between blocks of 128 rows, so that 128 x 128 scaling blocks stay on one rank."""
+    """Cut only between blocks of 128 rows, so that 128 x 128 scaling blocks stay on one rank."""
 
     def unit(self, shape: Sequence[int]) -> int:
         """Number of elements that must not be separated, for a parameter of this shape."""
@@ -57,7 +57,7 @@ class Align(Enum):
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What a group is packed from: one parameter, before it has a place."""
+    """One parameter to be packed, before it has a place."""
 
     name: str
     shape: tuple[int, ...]
@@ -72,8 +72,8 @@ class ParamSlot:
     """The place of one parameter in a flat buffer; `offset` and `numel` are in elements.
 
     Attributes:
-        shape: of this tensor-parallel rank's part, if it is split.
-        partition: how it is split; None if it is not.
+        shape: shape of the parameter, or of this tensor-parallel rank's part if it is split.
+        partition: split over tensor-parallel ranks; None if it is not split.
     """
 
     name: str
@@ -86,12 +86,12 @@ class ParamSlot:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """Number of elements of the parameter."""
         return math.prod(self.shape)
 
     @property
     def end(self) -> int:
-        """First element behind the slot."""
+        """End of the slot in the flat buffer, in elements."""
         return self.offset + self.numel
 
     @property
@@ -115,10 +115,10 @@ class FlatLayout:
     """Slots of one flat buffer in address order.  Build it with `pack`.
 
     Attributes:
-        slots: disjoint, in address order, each aligned to its `Align` unit.
-        numel: end of the last slot, in elements; the unpadded length.
-        shard_multiple: every shard length is a multiple of this; it keeps the promise of each `Align`.
-        joints: disjoint, in address order.
+        slots: the slots, disjoint, in address order, each aligned to its `Align` unit.
+        numel: unpadded length: end of the last slot, in elements.
+        shard_multiple: divisor of every shard length; it keeps the promise of each `Align`.
+        joints: the joints, disjoint, in address order.
     """
 
     slots: tuple[ParamSlot, ...]
@@ -128,11 +128,12 @@ class FlatLayout:
 
     @staticmethod
     def pack(specs: Iterable[ParamSpec], joints: Iterable[tuple[str, Sequence[str]]] = ()) -> FlatLayout:
-        """Places the parameters one after the other in the given order.
+        """Packs the parameters one after the other in the given order.
 
         Args:
-            joints: name and parameters of each that is wanted; those are left out whose parameters do not
-                follow one another without a gap.
+            specs: the parameters, in order.
+            joints: name and parameters of each wanted joint; a joint with gaps between its parameters is left
+                out.
 
         Raises:
             ValueError: if two parameters share a name, or differ in their role.
@@ -178,12 +179,12 @@ class FlatLayout:
 
     @property
     def role(self) -> Role:
-        """Role of all slots; a buffer has one."""
+        """Role of all slots: each buffer has a single one."""
         return self.slots[0].role
 
     @property
     def placement(self) -> Placement:
-        """Placement of all slots, where FlatFSDP has packed them."""
+        """Placement of all slots, if FlatFSDP has packed them."""
         return self.slots[0].placement
 
     def shard_numel(self, num_shards: int) -> int:
@@ -191,11 +192,11 @@ class FlatLayout:
         return _round_up(-(-self.numel // num_shards), self.shard_multiple)
 
     def padded_numel(self, num_shards: int) -> int:
-        """Elements of the buffer, padded to a multiple of `num_shards`."""
+        """Length of the buffer in elements, padded to a multiple of `num_shards`."""
         return self.shard_numel(num_shards) * num_shards
 
     def pieces(self, rank: int, num_shards: int) -> list[Piece]:
-        """What shard `rank` of `num_shards` holds, in address order; empty if it is all padding."""
+        """Pieces of slots in shard `rank` of `num_shards`, in address order; empty if it is all padding."""
         length = self.shard_numel(num_shards)
         low, high = rank * length, (rank + 1) * length
         pieces = []
@@ -206,7 +207,7 @@ class FlatLayout:
         return pieces
 
     def gaps(self, num_shards: int) -> list[tuple[int, int]]:
-        """Ranges [start, stop) of the padded buffer that no slot owns, in address order."""
+        """Ranges [start, stop) of the padded buffer outside all slots, in address order."""
         edges = [0]
         for slot in self.slots:
             edges += [slot.offset, slot.end]
@@ -214,23 +215,23 @@ class FlatLayout:
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """One view of `flat` per slot, in the slot's shape.
+        """Views of `flat`, one a slot, in the slots' shapes.
 
-        Differentiable when `flat` is: one split over the whole buffer, whose backward is the one concat
+        Differentiable if `flat` is: one split over the whole buffer, whose backward is the one concat
         that `optimize_backward_concat` avoids.
         """
         parts = flat.split([*self._cuts, flat.numel() - self.numel])
         return [part.view(slot.shape) for part, slot in zip(parts[1::2], self.slots, strict=False)]
 
     def joint_views(self, flat: Tensor) -> list[Tensor]:
-        """One view of `flat` per joint, in the joint's shape."""
+        """Views of `flat`, one a joint, in the joints' shapes."""
         return [flat.narrow(0, joint.offset, joint.numel).view(joint.shape) for joint in self.joints]
 
 
 def gaps_and_runs(runs: Iterable[tuple[int, int]]) -> list[int]:
-    """Lengths of gaps and runs [start, stop) by turns, a gap first, as `Tensor.split` takes them.
+    """Lengths of alternating gaps and runs [start, stop), a gap first, for `Tensor.split`.
 
-    What follows the last run is for the caller to add.
+    The caller adds the length after the last run.
     """
     lengths, cursor = [], 0
     for start, stop in runs:

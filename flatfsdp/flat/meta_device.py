@@ -1,6 +1,6 @@
-"""Modules that were built on the meta device get memory and values just before their unit is sharded.
+"""Gives memory and values to modules built on the meta device, just before their unit is sharded.
 
-So a model that no single device could hold is built one unit at a time: `with torch.device("meta"): model =
+A model that no single device could hold is thus built one unit at a time: `with torch.device("meta"): model =
 GPT(config)`, then `auto_wrap(model, ..., device="cuda")`.
 """
 
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from flatfsdp.flat.sites import Site, assign
 
 ParamInit = Callable[[nn.Module], None]
-"""Initialises the parameters and buffers that a module owns directly.
+"""Function that initialises the parameters and buffers that a module owns directly.
 
-One that has a true attribute `after_children` is called for modules that own none, too, such as a layer whose
-projections get other values than those of other layers: for each module of a unit, children before parents.
+A function with a true attribute `after_children` is also called for modules that own none, such as a layer
+whose projections need special values: for each module of a unit, children before parents.
 """
 
 
@@ -29,18 +29,20 @@ def is_on_meta(owner: nn.Module) -> bool:
 def materialize(
     modules: Iterable[tuple[str, nn.Module]], device: torch.device, init: ParamInit | None
 ) -> None:
-    """Gives memory on `device` to the meta parameters and buffers of these modules, and initialises them.
+    """Allocates the meta parameters and buffers of these modules on `device`, and initialises them.
 
     Each module that directly owns some is initialised once, children before parents: by `init`, or else by
-    its `reset_parameters()`.  What is not on the meta device stays as it is, unless its owner's
-    initialisation covers it too.  Tied parameters stay tied.
+    its `reset_parameters()`.  Tensors on real devices stay as they are, unless their owner's initialisation
+    covers them, too.  Tied parameters stay tied.
 
     Args:
-        modules: (path, module), parents before children.
-        device: the meta device itself leaves everything as it is: such a model is planned, not trained.
+        modules: (path, module) pairs, parents before children.
+        device: where to allocate; the meta device leaves everything as it is, for models that are only
+            planned.
+        init: initialises what a module owns directly; None: its `reset_parameters()`.
 
     Raises:
-        ValueError: if a module cannot be initialised, or something is left uninitialised, naming it; the
+        ValueError: if a module cannot be initialised, or a tensor is left uninitialised, naming it; the
             modules are then as they were.
     """
     if device.type == "meta":
@@ -74,7 +76,7 @@ def _own_tensors(owner: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
-    """Not-a-number where it can be, so that what nobody initialises is noticed."""
+    """Allocates a tensor, filled with NaN if its dtype has one, so that a missing initialisation shows."""
     data = torch.empty_like(tensor, device=device).detach()
     if data.is_floating_point():
         data.fill_(torch.nan)
@@ -86,12 +88,12 @@ def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _reset_of(owner: nn.Module) -> Callable[[], None] | None:
-    # nn.MultiheadAttention and nn.Transformer spell it with an underscore.
+    # nn.MultiheadAttention and nn.Transformer have it with an underscore.
     return getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
 
 
 def _check_initialises_itself(path: str, module: nn.Module) -> None:
-    """Raises ValueError if there is no `reset_parameters`, or if what it does is not what the model wants."""
+    """Raises ValueError if there is no `reset_parameters`, or if the model would initialise otherwise."""
     name = f"{path or 'the module'} ({type(module).__name__})"
     if type(module).__module__.startswith("transformers."):
         raise ValueError(
@@ -118,7 +120,7 @@ def _check_initialised(path: str, owner: nn.Module, made: set[Tensor]) -> None:
     for name, tensor in _own_tensors(owner):
         if tensor not in made or tensor.numel() == 0:
             continue
-        # Integers have no NaN, but whoever writes them raises their version.
+        # Integers have no NaN, but writing them raises their version.
         forgotten = tensor.isnan().any() if tensor.is_floating_point() else tensor._version == 0
         if bool(forgotten):
             raise ValueError(

@@ -1,8 +1,9 @@
-"""A module that stands in for the one it wraps: same attributes, same indexing, same state-dict keys.
+"""`ModuleWrapper`: stands in for the module that it wraps: same attributes, indexing and state-dict keys.
 
-In:   a module, and from the subclass the `Binding`s of the parameters that it took out of that module.
+In:   a module, and the `Binding`s of the parameters that the subclass took out of that module.
 Out:  `state_dict` and `load_state_dict` as if there were no wrapper, however deep wrappers are nested.
-Next: `flatten_params.py` and `engine/fsdp.py` say how a parameter is put back and how a slot is filled.
+Next: `flatten_params.py` and `engine/fsdp.py` define how a parameter is registered again and how a slot is
+      filled.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from flatfsdp.flat.layout import ParamSlot
 
 
 class ModuleWrapper(Transparent, ABC):
-    """Base of the wrappers that keep parameters of `module` in a form of their own.
+    """Base class of wrappers that keep the parameters of `module` in a form of their own.
 
-    State-dict hooks belong on `module`; those of the wrapper itself are not called.
+    Register state-dict hooks on `module`: hooks on the wrapper itself are not called.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -36,21 +37,21 @@ class ModuleWrapper(Transparent, ABC):
     @property
     @abstractmethod
     def bindings(self) -> Sequence[Binding]:
-        """The bindings whose parameters are not registered in `module` at the moment."""
+        """Bindings whose parameters are not registered in `module` at the moment."""
 
     @abstractmethod
     def _registered_parameters(self) -> AbstractContextManager[None]:
-        """Inside, every parameter of `bindings` is registered in `module`, whole and up to date."""
+        """Context in which every parameter of `bindings` is registered in `module`, whole and current."""
 
     @abstractmethod
     def _load_slot(self, binding: Binding, slot: ParamSlot, value: Tensor) -> None:
-        """Copies `value`, which has the slot's shape and any dtype or device, to where the slot is kept.
+        """Stores `value`, which has the slot's shape and any dtype or device.
 
         Called under no_grad; once per key, so several times for a tied parameter.
         """
 
     def _register_flat(self, name: str, parameter: nn.Parameter) -> None:
-        """Like `register_parameter`, which refuses names of the wrapped module, say of an inner wrapper."""
+        """Registers a parameter, also under a name that the wrapped module has, such as an inner wrapper."""
         self._parameters[name] = parameter
 
     def __getattr__(self, name: str) -> Any:
@@ -74,13 +75,13 @@ class ModuleWrapper(Transparent, ABC):
         return iter(self.module)  # type: ignore[call-overload]
 
     def __bool__(self) -> bool:
-        """True; else Python would ask `__len__`, which most modules lack."""
+        """Always True; otherwise Python would call `__len__`, which most modules lack."""
         return True
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The state dict of `module` as it was before wrapping: same keys, order and shapes.
+        """State dict of `module` as before wrapping: same keys, order and shapes.
 
-        Takes what `nn.Module.state_dict` takes: `destination`, `prefix`, `keep_vars`.
+        Takes the arguments of `nn.Module.state_dict`: `destination`, `prefix`, `keep_vars`.
         """
         with self._registered_parameters():
             return self.module.state_dict(*args, **kwargs)
@@ -95,10 +96,10 @@ class ModuleWrapper(Transparent, ABC):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Takes the slots out of `state_dict` and leaves the rest to `module`, one level down.
+        """Loads the slots from `state_dict` and leaves the rest to `module`, one level down.
 
-        `load_state_dict` gave us a dict of its own, so that its keys may be changed.  Values are always
-        copied, also with `assign=True`.
+        `load_state_dict` passes a dict of its own, so its keys may be changed.  Values are always copied,
+        even with `assign=True`.
         """
         for binding in self.bindings:
             for slot, sites in zip(binding.layout.slots, binding.sites, strict=True):
@@ -109,7 +110,7 @@ class ModuleWrapper(Transparent, ABC):
                         missing_keys.append(key)
         rest = {key: state_dict.pop(key) for key in list(state_dict) if key.startswith(prefix)}
         state_dict.update((f"{prefix}module.{key[len(prefix) :]}", value) for key, value in rest.items())
-        # What is reported from here on comes from below, under "module."; see _report_original_names.
+        # Reports from here on come from modules below, under "module."; see _report_original_names.
         reports = (missing_keys, unexpected_keys, error_msgs)
         self._reports_from_below = prefix, [(report, len(report)) for report in reports]
 
@@ -125,10 +126,12 @@ class ModuleWrapper(Transparent, ABC):
 
 
 def misfit(slot: ParamSlot, value: Any, key: str) -> str | None:
-    """Why a value of a state dict cannot be loaded into a slot, in PyTorch's words; None if it can.
+    """Says why a value cannot be loaded into a slot, in PyTorch's words; None if it can.
 
     Args:
-        key: of the value in the state dict.
+        slot: slot to load into.
+        value: value in the state dict.
+        key: its key in the state dict.
     """
     if not torch.overrides.is_tensor_like(value):
         return (
@@ -150,7 +153,7 @@ def misfit(slot: ParamSlot, value: Any, key: str) -> str | None:
 
 
 def _report_original_names(wrapper: ModuleWrapper, _incompatible_keys: object) -> None:
-    """After a load: takes the level of `wrapper` out of the keys that the modules below it reported."""
+    """Removes the level of `wrapper`, after a load, from the keys that modules below it reported."""
     prefix, reports = wrapper._reports_from_below
     wrapper._reports_from_below = "", []
     level = re.compile(rf"(?<![\w.-]){re.escape(prefix)}module\.(?=\w)")

@@ -1,4 +1,4 @@
-"""Finding and converting the tensors inside what a module takes and returns."""
+"""Finds and converts tensors inside the arguments and results of a module."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
-"""What most arguments are that hold no tensors."""
+"""Types of most arguments without tensors."""
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """Every tensor in nested tuples, lists, dicts and dataclasses."""
+    """Collects every tensor in nested tuples, lists, dicts and dataclasses."""
     found: list[Tensor] = []
     _collect(value, found)
     return found
@@ -37,19 +37,20 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """The same structure with floating-point tensors in `dtype`; differentiable."""
+    """Returns the same structure with floating-point tensors in `dtype`; differentiable."""
     return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, value)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """The same structure with `function` of each tensor in tuples, lists, dicts and dataclasses.
+    """Applies `function` to each tensor in nested tuples, lists, dicts and dataclasses.
 
-    What holds no tensor that `function` replaces is not copied: a list that a module was given to append to
-    is still the caller's.
+    Containers in which `function` replaces no tensor are not copied: a list that a module appends to remains
+    the caller's.
     """
     if isinstance(value, Tensor):
         return function(value)
-    # By its id: what `is_leaf` refers to stays until Python collects cycles, as tree_flatten makes one.
+    # By id: tree_flatten makes a cycle, so objects that `is_leaf` refers to live until Python collects
+    # cycles.
     own = id(value)
     parts, structure = tree_flatten(value, is_leaf=lambda part: id(part) != own)
     if len(parts) == 1 and parts[0] is value:
@@ -67,7 +68,7 @@ def _map_fields(function: Callable[[Tensor], Tensor], value: Any) -> Any:
         return value
     changed = copy.copy(value)
     for name, part in zip(names, mapped, strict=True):
-        # It may be frozen.
+        # The dataclass may be frozen.
         object.__setattr__(changed, name, part)
     return changed
 

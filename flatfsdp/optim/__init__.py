@@ -1,7 +1,7 @@
-"""Between reduction and the next forward: norms of sharded gradients, and optimizers.
+"""Optimizers for flat shards, and norms of sharded gradients.
 
-Any torch.optim optimizer works over flat shards.  These also write the shard that is gathered next, in the
-same pass.
+Any torch.optim optimizer works on flat shards.  The optimizers here also write, in the same pass, the shard
+that is gathered next.
 """
 
 from flatfsdp.contract.flat_shard import FlatShard

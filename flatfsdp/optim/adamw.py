@@ -1,4 +1,4 @@
-"""AdamW as one kernel for all parameters, and for all that the next forward needs of them.
+"""`AdamW`: one kernel updates all parameters and writes what the next forward needs of them.
 
 Next: `flatfsdp.kernels.optim.adamw` has the formula.
 """
@@ -21,17 +21,17 @@ from flatfsdp.optim.verdict import NonFinite
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 LARGEST_BF16_BETA = 0.99
-"""The last of 8 bits is worth 2^-7 to 2^-8: what shrinks by less than half of that does not shrink."""
+"""Largest beta for bf16 moments.  The last of bf16's 8 bits is worth 2^-7 to 2^-8 of a value: decay by less than
+half of that rounds to no decay."""
 
 
 class AdamW(FusedOptimizer):
     """Adam with decoupled weight decay (Loshchilov and Hutter, 2019).
 
-    Options and state are those of `torch.optim.AdamW`: each loads the other's state dict, and learning rate
+    Options and state are those of `torch.optim.AdamW`: each loads the other's state dict, and learning-rate
     schedulers work.  `state["step"]` is on the parameter's device, as with `fused=True` there.  A parameter
-    is rounded once a step.  What is written to it through `.data` after a step is not seen before the next
-    one, as the shard that is gathered next is there already: write to the parameter itself, under
-    `torch.no_grad()`.
+    is rounded once a step.  The step also writes the shard that is gathered next, so a later write through
+    `.data` has no effect until the following step: write to the parameter itself, under `torch.no_grad()`.
 
         no_decay = {"params": lambda name, shape: len(shape) < 2, "weight_decay": 0.0}
         optimizer = flatfsdp.optim.AdamW(flatfsdp.param_groups(model, [no_decay]), lr=3e-4, max_grad_norm=1.0)
@@ -39,25 +39,25 @@ class AdamW(FusedOptimizer):
     Args:
         params: parameters of a FlatFSDP module, groups from `flatfsdp.param_groups`, ordinary parameters, or
             several of these; groups may have their own `lr`, `betas`, `eps` and `weight_decay`.
-        max_grad_norm: clips gradients to this norm over all ranks, while they are read: with FP32 gradients
-            the same bits as `model.clip_grad_norm_` and then a step (of a model that is sharded in place and
-            has several parameter groups, up to the rounding of the norm).
+        max_grad_norm: clip gradients to this norm over all ranks, while they are read; None: do not clip.
+            With FP32 gradients the bits are those of `model.clip_grad_norm_` and a step; only in-place
+            sharding with several parameter groups may round the norm differently.
         nonfinite: what a step does if the norm of the gradients is NaN or infinite, on any rank.  "raise" and
-            "skip" leave parameters, moments, step counts and the FP8 scales of the model's layers as if there
-            had been no such step.  The device decides, so no step waits for it: "raise" raises in the next
-            step (on a CPU at once), or in `state_dict()`; "skip" counts in `skipped_steps`.  Either reads all
-            gradients for their norm, and makes `step` collective, as `max_grad_norm` does, so that one
-            optimizer has to have all parameters of the model.  "step" goes on.
-        pp_group: ranks that have the other stages of a pipeline, whose gradients count in that norm, too;
-            default: as `FlatStage` has said.
-        moment_dtype: FP32 or bf16, of `exp_avg` and `exp_avg_sq`; None for the parameter's.  In bf16 they
-            take 4 bytes less an element, and betas may be 0.99 at most: with 0.999, `exp_avg_sq` would be
-            rounded back to what it was, and never decay.
+            "skip" leave parameters, moments, step counts and FP8 scales as if there had been no such step.  The
+            device decides, so no step waits for it: "raise" raises in the next step (on a CPU at once), or in
+            `state_dict()`; "skip" counts in `skipped_steps`.  Both read all gradients for their norm and,
+            like `max_grad_norm`, make `step` collective, so one optimizer must have all parameters of the
+            model.  "step" updates regardless.
+        pp_group: ranks with the other stages of a pipeline, whose gradients count in the norm, too; default:
+            the group of the model's `FlatStage`.
+        moment_dtype: dtype of `exp_avg` and `exp_avg_sq`: FP32, bf16, or None for the parameter's.  In bf16
+            they take 4 bytes less an element, and betas may be at most 0.99: with 0.999, rounding would
+            restore `exp_avg_sq` in every step, so that it never decays.
 
     Attributes:
-        grad_norm: of the last step, before clipping: 0-dim, on the device.  None with `nonfinite="step"` and
-            no `max_grad_norm`, and where no rank knows it (experts).
-        skipped_steps: how many steps were left out, refused ones too: int64, 0-dim, on the device.
+        grad_norm: norm of the last step's gradients before clipping, 0-dim, on the device.  None with
+            `nonfinite="step"` and no `max_grad_norm`, and if no rank knows it (experts).
+        skipped_steps: number of steps left out, refused ones included: int64, 0-dim, on the device.
 
     Raises:
         ValueError: if an option is out of its range; for parameters that are not floating-point.
@@ -99,18 +99,20 @@ class AdamW(FusedOptimizer):
             )
         for name in ("amsgrad", "maximize"):
             if group.get(name):
-                raise ValueError(f"a parameter group has {name}={group[name]!r}, which this AdamW has not")
+                raise ValueError(
+                    f"a parameter group has {name}={group[name]!r}, which this AdamW does not support"
+                )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "moment_dtype": self.moment_dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also part of `load_state_dict`, which has converted moments to the parameter's dtype."""
+        """Restores state, also in `load_state_dict`, which has cast moments to the parameter's dtype."""
         super().__setstate__(state)
         for parameter, of_parameter in self.state.items():
             if not of_parameter:
                 continue
-            # Most others count on the host.
+            # Most other optimizers count on the host.
             of_parameter[STEP] = step_count(of_parameter[STEP], parameter)
             if self.moment_dtype is not None:
                 for name in MOMENTS:

@@ -1,9 +1,9 @@
-"""Between reduction and optimizer: the norm of gradients that are sharded, split, and in several stages.
+"""Norms of gradients that are sharded, split over tensor-parallel ranks, and in several stages; clipping.
 
 In:   flat shards (`contract/flat_shard.py`) and their gradients.
-Out:  the norm over all ranks, and what to multiply gradients by.
-Next: `FlatFSDP.clip_grad_norm_` and `parallel.clip_grad_norm_` have them multiplied here; `fused.py` does so
-      where it reads them, and `verdict.py` says whether there is a step at all.
+Out:  the norm over all ranks, and the coefficient to multiply gradients by.
+Next: `FlatFSDP.clip_grad_norm_` and `parallel.clip_grad_norm_` multiply here; `fused.py` multiplies while it
+      reads gradients, and `verdict.py` decides whether there is a step at all.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from flatfsdp.contract.flat_shard import FlatShard
 
 
 class Identified(Protocol):
-    """A shard, or a portion of one."""
+    """Interface of a shard, or of a portion of one."""
 
     def identify(self, action: Action) -> Identity | None:
-        """What a collective for it carries."""
+        """Identity that a collective for it carries."""
 
 
 Gradients = Sequence[tuple[FlatShard, Sequence[Tensor]]]
-"""Flat shards of one model, in the same order on all ranks, each with the gradients that it has now."""
+"""Flat shards of one model, in the same order on all ranks, each with its present gradients."""
 
 
 def clip_grad_norm(
@@ -47,13 +47,17 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scales gradients by min(1, max_norm / (norm + 1e-6)), with the norm taken over all ranks.  Collective.
 
-    As `torch.nn.utils.clip_grad_norm_`.  Padding is zero in every gradient and adds nothing.  What all ranks
-    of a tensor-parallel group have counts once.
+    Does what `torch.nn.utils.clip_grad_norm_` does.  Padding is zero in every gradient and adds nothing.  A
+    gradient that all ranks of a tensor-parallel group have counts once.
 
     Args:
-        gradients: shards over different groups of ranks are summed group by group.
-        device: where the model computes.
-        stages: ranks that have other parts of the model; they have to call this, too.
+        gradients: shards with their gradients; shards over different groups of ranks are summed group by
+            group.
+        device: device that the model computes on.
+        max_norm: largest norm afterwards, not negative.
+        norm_type: order of the norm, positive; `math.inf` for the largest magnitude.
+        stages: ranks with other stages of the model; they must make the same call.
+        error_if_nonfinite: raise if the norm is not finite.
 
     Returns:
         The norm before scaling, 0-dim, FP32 at least, on `device`, with the same bits on all ranks; zero
@@ -84,17 +88,18 @@ def norm_over_ranks(
     replicas: Sequence[Ranks] = (),
     stages: Ranks = ALONE,
 ) -> Tensor:
-    """(sum over all gradients |.|^p)^(1/p), or the largest magnitude for an infinite p.  Collective.
+    """Computes (sum over all gradients |.|^p)^(1/p), or the largest magnitude for infinite p.  Collective.
 
-    A gradient that is not finite shows on all ranks that share the norm, also one that does not count on its
-    rank, because others have the same.
+    A non-finite gradient shows on all ranks that share the norm, even if its rank does not count it because
+    others have the same one.
 
     Args:
-        gradients: all ranks over which they are spread pass as many, also those that have no gradient.
-        device: where to communicate.
+        gradients: shards with their gradients; all ranks of a shard pass it, even without a gradient.
+        device: device to communicate on.
+        norm_type: order of the norm.
         alone: gradients of ordinary parameters, which this rank has whole.
-        replicas: ranks that have the same gradients; the largest of their norms counts, and NaN before that.
-        stages: ranks with further gradients.
+        replicas: ranks that have the same gradients; the largest of their norms counts, NaN above all.
+        stages: ranks with other stages of the model.
 
     Returns:
         0-dim, on `device`, FP32 at least.
@@ -110,10 +115,10 @@ def norm_over_ranks(
         (of_partners if shard.is_counted else uncounted).extend(grads)
     dtype = widest([*alone, *(grad for _, grads in gradients for grad in grads)])
     identity = identity_of_norm(shard for shard, _ in gradients)
-    # What only this rank looks at.
+    # Norms that only this rank takes.
     own = [local_norm(grads, dtype, device, norm_type) for grads in (alone, uncounted) if grads]
     local = {each: local_norm(grads, dtype, device, norm_type) for each, grads in counted.items()}
-    # Partners of one unit hear also of what is not finite in units that they do not share.
+    # Partners of one unit must also learn of non-finite gradients in units that they do not share.
     others = [*own, *local.values()] if len(own) + len(local) > 1 else []
     bad = [unless_finite(norm) for norm in others]
     norms = own[:1] if alone else []
@@ -131,14 +136,14 @@ def norm_over_ranks(
 
 
 def pipeline_of(given: dist.ProcessGroup | None, found: Iterable[Ranks]) -> Ranks:
-    """Ranks that have other stages: `given`, or those that a shard names."""
+    """Ranks with the other stages: `given`, or those that a shard names."""
     if given is not None:
         return Ranks.of(given)
     return next((ranks for ranks in found if ranks.size > 1), ALONE)
 
 
 def identity_of_norm(shards: Iterable[Identified]) -> Identity | None:
-    """The identity that collectives of a norm carry; None if those of these shards carry nothing."""
+    """Identity that collectives of a norm carry; None if those of these shards carry none."""
     first = next((found for shard in shards if (found := shard.identify(Action.NORM))), None)
     return None if first is None else Identity(Action.NORM, first.model, is_early=first.step == 0)
 
@@ -147,7 +152,7 @@ def require_same_grid(grids: Iterable[Grid]) -> None:
     """Checks that no unit has gradients that only some of the ranks share (experts).
 
     Raises:
-        ValueError: if some grids are of fewer ranks than others.
+        ValueError: if some grids have fewer ranks than others.
     """
     sizes = sorted({grid.num_ranks for grid in grids})
     if len(sizes) > 1:
@@ -163,24 +168,24 @@ def widest(grads: Iterable[Tensor]) -> torch.dtype:
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:
-    """What gradients of this norm are multiplied by: 0-dim, at most 1, NaN if the norm is."""
+    """Coefficient to multiply gradients of this norm by: 0-dim, at most 1, NaN if the norm is."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
 
 
 def scale_grads(grads: list[Tensor], coefficient: Tensor) -> None:
-    """In place; all on one device."""
+    """Multiplies gradients, all on one device, in place."""
     if grads:
         torch._foreach_mul_(grads, coefficient.to(grads[0].device))
 
 
 def local_norm(grads: Sequence[Tensor], dtype: torch.dtype, device: torch.device, norm_type: float) -> Tensor:
-    """The norm of what this rank has: 0-dim, on `device`."""
+    """Norm of this rank's gradients: 0-dim, on `device`."""
     norms = torch._foreach_norm(list(grads), norm_type, dtype=dtype) if grads else []
     return _norm_of(norms, dtype, device, norm_type)
 
 
 def unless_finite(norm: Tensor) -> Tensor:
-    """0 for a finite norm, which others need not know, else the norm."""
+    """Returns 0 for a finite norm, which other ranks need not know, otherwise the norm."""
     return torch.where(norm < math.inf, 0.0, norm)
 
 
@@ -198,7 +203,7 @@ def norm_over(partners: Sequence[Ranks], norm: Tensor, norm_type: float, identit
     powers = norm if math.isinf(norm_type) else norm**norm_type
     for ranks in several:
         # Gathered, so that all ranks, of whatever groups, add in the same order: their norms have the same
-        # bits, and what several of them have stays equal.
+        # bits, and parameters that several ranks have stay equal.
         everyones = powers.new_empty(ranks.size, *powers.shape)
         with launch(ranks, identity, powers.device):
             all_gather(everyones.view(-1), powers.reshape(-1), ranks)

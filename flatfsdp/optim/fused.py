@@ -1,13 +1,13 @@
-"""One step over all parameters in one pass: what AdamW and SGD share.
+"""`FusedOptimizer`: one step over all parameters in one pass; the base class of AdamW and SGD.
 
-In:   parameters with gradients, in `.grad`, or in `.main_grad` if that is there.
-Out:  new values; of flat shards (`contract/flat_shard.py`) also the next compute shard and the amaxes.
+In:   parameters with gradients, in `.main_grad` if that is there, otherwise in `.grad`.
+Out:  new values; for flat shards (`contract/flat_shard.py`) also the next compute shard and the amaxes.
 Next: the engine gathers the compute shard as it is.
 
     norm of all gradients -> scale, and verdict -> kernel: gradient, states, parameter, copy, amax
 
-All of it is one way round on the device.  The host does not know whether a step is taken (`verdict.py`), so
-whatever depends on how many were, such as a bias correction, is computed on the device, too.
+All of it runs on the device.  The host does not know whether a step is taken (`verdict.py`), so quantities
+that depend on the number of steps, such as a bias correction, are computed on the device, too.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from flatfsdp.optim.verdict import Awaited, NonFinite, Verdict, judge
 
 
 class LaunchKey(NamedTuple):
-    """What runs that go into one launch have in common.
+    """Properties that all runs in one launch share.
 
     Attributes:
-        dtypes: of the parameter, the gradient and each state.
-        rounding: of a flat shard; None for an ordinary parameter.
-        variant: of the optimizer's formula.
+        dtypes: dtypes of the parameter, the gradient and each state.
+        rounding: dtype that values of a flat shard are rounded to; None for an ordinary parameter.
+        variant: variant of the optimizer's formula.
     """
 
     device: torch.device
@@ -50,7 +50,7 @@ class LaunchKey(NamedTuple):
 
 
 class Due(NamedTuple):
-    """What this step updates, and by which gradient."""
+    """A parameter that this step updates, with its gradient."""
 
     updated: Updated
     grad: Tensor
@@ -67,12 +67,12 @@ class Due(NamedTuple):
 
     @property
     def shard(self) -> FlatShard | None:
-        """The flat shard that the parameter is; None for an ordinary one."""
+        """The flat shard of the parameter; None for an ordinary one."""
         return self.updated.shard
 
 
 class _Plan(NamedTuple):
-    """What steps update, as long as the parameter groups have these parameters."""
+    """Parameters that steps update, valid as long as the parameter groups have these parameters."""
 
     groups: list[tuple[dict[str, Any], list[Tensor]]]
     updated: list[Updated]
@@ -87,12 +87,12 @@ class _Plan(NamedTuple):
 
 
 class Formula(NamedTuple):
-    """What the optimizer's formula takes for one parameter.
+    """Inputs of the optimizer's formula for one parameter.
 
     Attributes:
-        states: updated along with it.
-        numbers: that the host knows.
-        variant: of the formula.
+        states: states that are updated along with it.
+        numbers: numbers that the host knows.
+        variant: variant of the formula.
     """
 
     states: list[Tensor]
@@ -101,28 +101,28 @@ class Formula(NamedTuple):
 
 
 class FusedOptimizer(torch.optim.Optimizer, ABC):
-    """Steps flat shards in one pass: clips, updates, and writes what is gathered next.
+    """Base of optimizers that step flat shards in one pass: clip, update, and write the next compute shard.
 
     Args:
         params: parameters of a FlatFSDP module, groups from `flatfsdp.param_groups`, ordinary parameters, or
             several of these.
         defaults: options of parameter groups.
-        max_grad_norm: gradients are scaled to a norm, over all ranks, of at most this while they are read.
-        pp_group: ranks that have other pipeline stages, whose gradients count in the norm, too; default: as
-            `FlatStage` has said.
-        nonfinite: what a step does whose gradients are not finite.
+        max_grad_norm: clip gradients to this norm over all ranks, while they are read; None: do not clip.
+        pp_group: ranks with the other stages of a pipeline, whose gradients count in the norm, too; default:
+            the group of the model's `FlatStage`.
+        nonfinite: what a step does if gradients are not finite: "raise", "skip" or "step".
 
     Attributes:
-        max_grad_norm: may be changed between steps.
-        grad_norm: of the last step, before scaling: 0-dim, on the device.  None with `nonfinite="step"` and
-            no `max_grad_norm`, and where no rank knows it (experts).
-        skipped_steps: how many steps were left out, refused ones too: int64, 0-dim, on the device.
+        max_grad_norm: largest norm of gradients; may be changed between steps.
+        grad_norm: norm of the last step's gradients before clipping, 0-dim, on the device.  None with
+            `nonfinite="step"` and no `max_grad_norm`, and if no rank knows it (experts).
+        skipped_steps: number of steps left out, refused ones included: int64, 0-dim, on the device.
 
     Raises:
         ValueError: if an option is out of its range, or a parameter is not a real floating-point tensor.
     """
 
-    # A copy has none: process groups cannot be copied, nor is it told of what the original has done.
+    # None in copies: process groups cannot be copied, nor is a copy told what the original is told.
     pp_group: dist.ProcessGroup | None = None
     _awaited: Awaited | None = None
     _plan: _Plan | None = None
@@ -147,11 +147,11 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     @property
     def nonfinite(self) -> NonFinite:
-        """What a step does whose gradients are not finite, on any rank; may be changed between steps.
+        """What a step does if gradients are not finite on any rank; may be changed between steps.
 
         "raise"   changes nothing, and raises: on a CPU at once, on a GPU in the next step
         "skip"    changes nothing, as if there had been no such step
-        "step"    goes on, which makes all parameters NaN if the norm is and `max_grad_norm` is set
+        "step"    updates regardless: with `max_grad_norm`, a NaN norm makes all parameters NaN
         """
         return self._nonfinite
 
@@ -169,17 +169,17 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
     @abstractmethod
     def _formula(self, due: Due) -> Formula:
-        """What the formula takes for a parameter; the first time it gets new states, with no step counted.
+        """Inputs of the formula for a parameter; the first call makes new states, with no step counted.
 
-        A formula that depends on how many steps there were has a state `STEP`, which is counted here.
+        A formula that depends on the number of steps has a state `STEP`, which is counted here.
         """
 
     @abstractmethod
     def _on_device(self, counted: Sequence[tuple[Due, Tensor]]) -> Mapping[Tensor, Tensor]:
-        """By parameter: numbers of the formula that depend on the count of steps; this one is counted.
+        """Numbers of the formula, by parameter, that depend on the step count, which includes this step.
 
         Args:
-            counted: what is updated, and its count.
+            counted: updated parameters, each with its count.
         """
 
     @abstractmethod
@@ -206,7 +206,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         for group in state_dict["param_groups"]:
             self._check_options({**self.defaults, **group})
         super().load_state_dict(state_dict)
-        # Whatever the last step was, its parameters and moments are others now.
+        # The verdict on the last step does not concern the loaded state.
         self._awaited = None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -215,7 +215,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         for parameter in self._parameters():
             main_grad = MAIN_GRAD.of(parameter)
             if main_grad is not None:
-                # Somebody else's buffer, to which fused weight gradients are added, has to stay.
+                # Another owner's buffer, which fused weight gradients are added to, has to stay.
                 if set_to_none and FLAT_SHARD.of(parameter) is not None:
                     MAIN_GRAD.leave(parameter, None)
                 else:
@@ -240,7 +240,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
                 ranks share and that is in no FlatFSDP, with `max_grad_norm`, or if the layer has not said
                 which ranks these are.
             RuntimeError: if gradients are accumulated and not yet reduced.
-            Nothing is changed then.
+            Nothing has changed when one of them is raised.
         """
         self.raise_if_nonfinite()
         loss = None
@@ -261,7 +261,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             wide = wide_of(kind.dtypes[0])
             grad_scale = None if coefficient is None else coefficient.to(kind.device, wide)
             self._update(of_kind, kind, grad_scale, None if taken is None else taken.to(kind.device))
-        # A kernel writes past the dispatcher, which counts writes.
+        # The kernel bypasses the dispatcher, which would count these writes.
         torch.autograd.graph.increment_version([one.parameter for one in due])
         for one in due:
             if one.shard is not None:
@@ -269,30 +269,30 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return loss
 
     def raise_if_nonfinite(self) -> None:
-        """Raises for the last step, if it was refused; once.
+        """Raises once if the last step was refused.
 
-        Waits for the device, up to where it decided on that step.  `step` and checkpoints call it; call it
-        after the last step of all.
+        Waits until the device has decided on that step.  `step` and checkpoints call it; call it yourself
+        after the very last step.
 
         Raises:
-            NonFiniteGradientError: if gradients of the last step were not finite, with `nonfinite="raise"`;
-                on all ranks.
+            NonFiniteGradientError: on all ranks, with `nonfinite="raise"`, if gradients of the last step were
+                not finite.
         """
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
             awaited.check()
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state, as PyTorch's optimizers return it.
+        """State dict in the form of PyTorch's optimizers.
 
         Raises:
             NonFiniteGradientError: as long as `raise_if_nonfinite` would raise.
         """
         if self._awaited is not None:
-            # Only looked at: a state dict may be asked of some ranks alone, and `step` raises on all.
+            # Check without clearing: perhaps only some ranks ask for a state dict, but `step` raises on all.
             self._awaited.check()
         state_dict = super().state_dict()
-        # Who loads it, `torch.optim.AdamW` say, counts for each parameter by itself.
+        # Loaders such as `torch.optim.AdamW` count for each parameter separately.
         state_dict["state"] = {
             index: {**state, STEP: state[STEP].clone()} if isinstance(state.get(STEP), Tensor) else state
             for index, state in state_dict["state"].items()
@@ -300,12 +300,12 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return state_dict
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies of the optimizer; its `state_dict` has none of these."""
+        """State for copies of the optimizer, which its `state_dict` does not include."""
         own = ("max_grad_norm", "grad_norm", "_nonfinite", "skipped_steps")
         return {**super().__getstate__(), **{name: getattr(self, name) for name in own}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also part of `load_state_dict`."""
+        """Restores state; also part of `load_state_dict`."""
         super().__setstate__(state)
         self._plan = None
 
@@ -315,7 +315,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return (parameter for group in self.param_groups for parameter in group["params"])
 
     def _updated(self) -> list[Updated]:
-        """What steps update: joined, where the parameters are views and their states are still joined."""
+        """Units of update: views are joined as long as their states are."""
         plan = self._plan
         if (
             plan is None
@@ -347,9 +347,9 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return due
 
     def _shards(self, updated: Iterable[Updated]) -> list[FlatShard]:
-        """Those of all parameters, in the same order on all ranks, whichever of their portions is first.
+        """Shards of all parameters, in the same order on all ranks, whichever portion comes first.
 
-        Views are listed module by module, and are added up unit by unit, as flat parameters are.
+        Parameter groups list views module by module; norms add them up unit by unit, as for flat parameters.
         """
         updated = list(updated)
         of_group = {id(group): index for index, group in enumerate(self.param_groups)}
@@ -367,10 +367,10 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         return next(computing, None) or next(own, torch.device("cpu"))
 
     def _decide(self, due: Sequence[Due]) -> tuple[Tensor | None, Tensor | None]:
-        """What to multiply gradients by, and whether to take the step, each 0-dim; None: do not ask.
+        """Coefficient for gradients, and whether to take the step, each 0-dim; None where not needed.
 
         Raises:
-            NonFiniteGradientError: if the step is refused, and the host knows it.
+            NonFiniteGradientError: if the step is refused and the host knows it.
         """
         self.grad_norm = None
         if self.max_grad_norm is None and self.nonfinite == "step":
@@ -401,7 +401,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         grads = {one.shard: one.grad for one in due if one.shard is not None}
         alone = [one for one in due if one.shard is None]
         clips = self.max_grad_norm is not None
-        # Of all that are trained: ranks may have gradients of other ones.
+        # All trained parameters, because ranks may have gradients of different ones.
         ordinary = (each for each in self._parameters() if each.requires_grad and FLAT_SHARD.of(each) is None)
         sharing = {ranks for each in ordinary for ranks in _sharing(each, clips=clips)}
         return judge(
@@ -414,13 +414,13 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         )
 
     def _count(self, due: Sequence[Due], taken: Tensor | None) -> Mapping[Tensor, Tensor]:
-        """Counts the step where it is taken, and returns what the formula makes of the counts."""
+        """Counts the step if it is taken; returns the numbers that depend on the counts."""
         counted = [(one, step) for one in due if (step := one.updated.count(self.state)) is not None]
         by_device: dict[torch.device, list[Tensor]] = {}
         for _, step in counted:
             by_device.setdefault(step.device, []).append(step)
         for device, steps in by_device.items():
-            # A list, because a number of one element is fetched to the host.
+            # A list, because a one-element tensor would be fetched to the host.
             torch._foreach_add_(steps, 1.0 if taken is None else [taken.to(device)] * len(steps))
         return self._on_device(counted)
 
@@ -454,13 +454,14 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
 
 
 def _sharing(parameter: Tensor, *, clips: bool) -> Iterator[tuple[int, ...]]:
-    """The ranks that share the layer of an ordinary parameter, by their global numbers; none for most.
+    """Ranks that share the layer of an ordinary parameter, by global number; none for most parameters.
 
     Args:
-        clips: whether the norm is needed, which no rank knows then.
+        parameter: the ordinary parameter.
+        clips: whether the norm is needed; no rank knows it for such a layer.
 
     Raises:
-        ValueError: if there are any, and the norm is needed or nobody has said which ranks these are.
+        ValueError: if there are any, and the norm is needed or the ranks are unknown.
     """
     if not is_shared(parameter):
         return
@@ -480,17 +481,17 @@ def _sharing(parameter: Tensor, *, clips: bool) -> Iterator[tuple[int, ...]]:
 
 
 def _due_alone(updated: Updated) -> list[Due]:
-    """One parameter, if it has a gradient."""
+    """Lists one parameter with its gradient; empty without a gradient."""
     grad = grad_of(updated.parameter)
     if grad is None:
         return []
     check_grad(updated.parameter, grad)
-    # A view's is of a class of its own, which answers for all ranks.
+    # The gradient of a view is a `ShardGrad`, which answers for all ranks.
     return [Due(updated, grad if updated.shard is None else grad.as_subclass(Tensor))]
 
 
 def step_count(value: Tensor | float, parameter: Tensor) -> Tensor:
-    """A count of updates as the device goes on with it: FP32, 0-dim, beside the parameter, and a copy."""
+    """Copy of a step count on the parameter's device: FP32, 0-dim."""
     if isinstance(value, Tensor):
         return value.detach().to(parameter.device, torch.float32, copy=True)
     return torch.full((), value, dtype=torch.float32, device=parameter.device)
@@ -498,12 +499,12 @@ def step_count(value: Tensor | float, parameter: Tensor) -> Tensor:
 
 @cache
 def wide_of(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that parameters of this dtype are updated in."""
+    """Dtype in which parameters of this dtype are updated."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def grad_of(parameter: Tensor) -> Tensor | None:
-    """`.main_grad`, which an engine or a fused weight gradient adds up, or else `.grad`."""
+    """Gradient of a parameter: `.main_grad` if an engine or a fused wgrad accumulates there, else `.grad`."""
     main_grad = MAIN_GRAD.of(parameter)
     return parameter.grad if main_grad is None else main_grad
 
@@ -520,7 +521,7 @@ def check_grad(parameter: Tensor, grad: Tensor) -> None:
 
 
 def covering(numel: int, runs: Sequence[tuple[int, int, Tensor]]) -> Iterator[tuple[int, int, Tensor | None]]:
-    """These runs and what is between them: all of [0, numel) once."""
+    """Yields these runs and the gaps between them, which cover [0, numel) once."""
     end = 0
     for start, stop, amax in runs:
         if not end <= start <= stop <= numel:

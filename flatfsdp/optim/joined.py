@@ -1,20 +1,20 @@
-"""Views of one shard that an optimizer updates as one: one run of its kernel, whatever they are called.
+"""Joins views of one shard that an optimizer can update in one run of its kernel.
 
-In:   parameter groups in which there are views (`ViewedShard` of `contract/flat_shard.py`).
-Out:  `Updated`: what a step updates, an ordinary parameter or several views together.
-Next: `fused.py` walks over these where it would walk over parameters.
+In:   parameter groups with views (`ViewedShard` of `contract/flat_shard.py`).
+Out:  `Updated`: unit of update: an ordinary parameter, or several views together.
+Next: `fused.py` iterates over these instead of over parameters.
 
     shard    | view 0 .......|gap| view 1 ....................|gap| view 2 .....|
     groups     decay               no decay                         no decay
     updated  [0 ................) [1 and 2 ...................................)
 
-Neighbouring views of one parameter group are together from where the first one starts to where the next run
-does: the portions that `param_groups` cuts, so norms are summed up in the same order.  Their state is one
-tensor, of which each view has its part under its own name in the optimizer's state; they have one count of
-steps.
+Neighbouring views of one parameter group are joined, from where the first one starts to where the next run
+starts.  These are the portions that `param_groups` cuts, so norms are summed in the same order.  Joined views
+share one state tensor, of which each has its part under its own name in the optimizer's state, and one step
+count.
 
-They part if some of them have a gradient and others have none: each goes on with its part of the state and a
-count of its own.  They come together again when a state is loaded, if their counts are equal.
+They are parted if only some of them have a gradient: each then continues with its part of the state and a
+count of its own.  Loading a state joins them again, if their counts are equal.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from torch import Tensor
 from flatfsdp.contract.flat_shard import FLAT_SHARD, VIEWED_SHARD, FlatShard, ViewedShard
 
 STEP = "step"
-"""A state: how many updates a parameter has had, as `torch.optim.AdamW` counts them."""
+"""Key of the state that counts updates of a parameter, as in `torch.optim.AdamW`."""
 
 State = MutableMapping[Tensor, dict[str, Any]]
-"""`state` of an optimizer, by parameter."""
+"""The optimizer's `state`, by parameter."""
 
 
 class Updated:
-    """What one step updates by one run: a parameter.
+    """Unit of update, which takes one run of the kernel: here a single parameter.
 
     Attributes:
         parameter: the tensor to update.
-        group: the parameter group, whose options count.
-        shard: of which it is a part; None for an ordinary parameter.
+        group: the parameter group whose options apply.
+        shard: the flat shard that it is a part of; None for an ordinary parameter.
     """
 
     def __init__(self, parameter: Tensor, group: dict[str, Any], shard: FlatShard | None) -> None:
@@ -51,7 +51,7 @@ class Updated:
 
     @property
     def model(self) -> object:
-        """Whose shard it is a part of, if there are views of it; None for anything else."""
+        """Identity of the model, if these are views of its shard; None for anything else."""
         return None
 
     @property
@@ -60,23 +60,24 @@ class Updated:
         return 0
 
     def state(self, states: State) -> dict[str, Any]:
-        """What the optimizer keeps for it, to be read and written; the first time it is empty."""
+        """The optimizer's state for it, to be read and written; empty at first."""
         return states[self.parameter]
 
     def count(self, states: State) -> Tensor | None:
-        """How many steps it has had, 0-dim; None if nobody counts."""
+        """Number of steps it has had, 0-dim; None if that is not counted."""
         step: Tensor | None = states.get(self.parameter, {}).get(STEP)
         return step
 
     def hand_out(self, states: State) -> None:
-        """Parameters get what `state` has got since."""
+        """Gives the parameters what `state` has got since."""
 
 
 class Joined(Updated):
-    """Views [first, last) of one shard.
+    """Unit of update of neighbouring views [first, last) of one shard.
 
     Args:
-        start, stop: the elements of the shard that are theirs, and what is between them.
+        start: first element of the shard that they cover.
+        stop: end of these elements, with the gaps between the views.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Joined(Updated):
 
     @property
     def views(self) -> Sequence[tuple[Tensor, int, int]]:
-        """(parameter, start, stop) of each: its elements of `parameter`."""
+        """The views as (parameter, start, stop): elements [start, stop) of `parameter`."""
         views = self._viewed.views[self._first : self._last]
         return [(view, start - self._start, stop - self._start) for view, start, stop in views]
 
@@ -131,7 +132,7 @@ class Joined(Updated):
                 self._handed_out.append((view, parts))
 
     def has_its_state(self, states: Mapping[Tensor, dict[str, Any]]) -> bool:
-        """Whether the optimizer's state still has what was handed out."""
+        """Whether the optimizer's state is still the one that was handed out."""
         for view, parts in self._handed_out:
             found = states.get(view)
             if found is None or len(found) != len(parts):
@@ -141,7 +142,7 @@ class Joined(Updated):
         return True
 
     def take_over(self, states: State) -> bool:
-        """Joins the states that views have by themselves; False if that cannot be.
+        """Joins the views' separate states; returns False if they cannot be joined.
 
         Waits for the device, if there are any.
         """
@@ -174,7 +175,7 @@ class Joined(Updated):
         return True
 
     def parted(self, states: State) -> list[Updated]:
-        """The views that are not empty, one by one; each has its part of the state, and counts alone."""
+        """The non-empty views one by one, each with its part of the state and its own count."""
         parted = [Updated(view, self.group, FLAT_SHARD.of(view)) for view, a, b in self.views if a < b]
         for each in parted:
             state = states.get(each.parameter, {})
@@ -184,7 +185,7 @@ class Joined(Updated):
 
 
 def updated(param_groups: Sequence[dict[str, Any]], states: State) -> list[Updated]:
-    """All that a step may update, in the order of the parameters; of views, the order of the first ones."""
+    """Lists all units of update in the order of the parameters; joined views come at their first one."""
     group_of = {p: group for group in param_groups for p in group["params"] if VIEWED_SHARD.of(p) is not None}
     joined = {
         each.views[0][0]: each
@@ -204,7 +205,7 @@ def updated(param_groups: Sequence[dict[str, Any]], states: State) -> list[Updat
 
 
 def _runs(viewed: ViewedShard, group_of: Mapping[Tensor, dict[str, Any]]) -> Iterator[Joined]:
-    """Neighbouring views of one group, as `param_groups` cuts portions."""
+    """Yields runs of neighbouring views of one group, as `param_groups` cuts portions."""
     views, numel = viewed.views, viewed.flat.numel()
     groups = [group_of.get(view) for view, _, _ in views]
     edges = [n for n in range(len(views)) if n == 0 or groups[n] is not groups[n - 1]]

@@ -1,4 +1,4 @@
-"""SGD as one kernel for all parameters, and for all that the next forward needs of them.
+"""`SGD`: one kernel updates all parameters and writes what the next forward needs of them.
 
 Next: `flatfsdp.kernels.optim.sgd` has the formula.
 """
@@ -22,27 +22,29 @@ BUFFER = "momentum_buffer"
 
 
 class SGD(FusedOptimizer):
-    """Stochastic gradient descent, with momentum or without.
+    """Stochastic gradient descent, with or without momentum.
 
-    Options and state are those of `torch.optim.SGD`: each loads the other's state dict, and learning rate
-    schedulers work.  Beside the momentum there is `state["step"]`, which tells a first step from later ones;
-    a state without it has had its first.  (A state whose only steps were skipped is no first one to
-    `torch.optim.SGD`, which matters with dampening.)  Writes through `.data` as in `AdamW`.
+    Options and state are those of `torch.optim.SGD`: each loads the other's state dict, and learning-rate
+    schedulers work.  Beside the momentum there is `state["step"]`, which tells the first step from later
+    ones; a state without it has had its first.  (If all steps so far were skipped, `torch.optim.SGD` takes
+    the loaded state for one after the first step, which matters with dampening.)  A write through `.data`
+    after a step has no effect until the following step, as in `AdamW`.
 
     Args:
         params: parameters of a FlatFSDP module, groups from `flatfsdp.param_groups`, ordinary parameters, or
-            several of these; groups may have options of their own.
-        max_grad_norm: clips gradients to this norm over all ranks, while they are read: with FP32 gradients
-            the same bits as `model.clip_grad_norm_` and then a step (of a model that is sharded in place and
-            has several parameter groups, up to the rounding of the norm).
-        nonfinite: what a step does if the norm of the gradients is NaN or infinite, as in `AdamW`.
-        pp_group: ranks that have the other stages of a pipeline, whose gradients count in that norm, too;
-            default: as `FlatStage` has said.
+            several of these; groups may have their own options.
+        max_grad_norm: clip gradients to this norm over all ranks, while they are read; None: do not clip.
+            With FP32 gradients the bits are those of `model.clip_grad_norm_` and a step; only in-place
+            sharding with several parameter groups may round the norm differently.
+        nonfinite: what a step does if the norm of the gradients is NaN or infinite: "raise", "skip" or
+            "step", as in `AdamW`.
+        pp_group: ranks with the other stages of a pipeline, whose gradients count in the norm, too; default:
+            the group of the model's `FlatStage`.
 
     Attributes:
-        grad_norm: of the last step, before clipping: 0-dim, on the device.  None with `nonfinite="step"` and
-            no `max_grad_norm`, and where no rank knows it (experts).
-        skipped_steps: how many steps were left out, refused ones too: int64, 0-dim, on the device.
+        grad_norm: norm of the last step's gradients before clipping, 0-dim, on the device.  None with
+            `nonfinite="step"` and no `max_grad_norm`, and if no rank knows it (experts).
+        skipped_steps: number of steps left out, refused ones included: int64, 0-dim, on the device.
 
     Raises:
         ValueError: if an option is out of its range; for parameters that are not floating-point.
@@ -80,10 +82,10 @@ class SGD(FusedOptimizer):
                 "it needs a momentum and no dampening"
             )
         if group.get("maximize"):
-            raise ValueError("a parameter group has maximize=True, which this SGD has not")
+            raise ValueError("a parameter group has maximize=True, which this SGD does not support")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Also part of `load_state_dict`."""
+        """Restores state; also part of `load_state_dict`."""
         super().__setstate__(state)
         for parameter, of_parameter in self.state.items():
             if of_parameter.get(BUFFER) is not None:

@@ -1,15 +1,15 @@
-r"""Between reduction and optimizer: whether a step is taken, decided on the device and equal on all ranks.
+r"""`Verdict`: whether a step is taken, decided on the device and equal on all ranks.
 
-In:   the gradients that each rank has.
-Out:  a `Verdict`: one number on the device that kernels read, and later the same on the host (`Awaited`).
-Next: `fused.py` hands it to its kernels, and raises by it.
+In:   the gradients of each rank.
+Out:  a `Verdict`: one number on the device, which kernels read, and later the same on the host (`Awaited`).
+Next: `fused.py` passes it to its kernels, and raises by it.
 
     norm over all ranks --finite?--> taken, 1 or 0 --> kernels: new values, or the old ones
                         \--pinned host memory, event--> the next step waits for it, and may raise
 
-A norm that is not finite shows on all ranks.  Where no rank knows the norm of the whole model, because units
-are spread over fewer ranks than others (experts) or ranks share an ordinary layer, each rank looks at what it
-has, and the worst of all ranks counts.
+A non-finite norm shows on all ranks.  If no rank knows the norm of the whole model, because units are spread
+over fewer ranks than others (experts) or ranks share an ordinary layer, each rank looks at its own gradients,
+and the worst value of all ranks counts.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from flatfsdp.optim.clip import (
 )
 
 NonFinite = Literal["raise", "skip", "step"]
-"""What a step does whose gradients are not finite: raise, or leave itself out, or go on."""
+"""What a step does if gradients are not finite: raise, skip itself, or step regardless."""
 
 
 class NonFiniteGradientError(RuntimeError):
-    """The gradients of a step were not finite, on some rank, and nothing was changed on any."""
+    """Gradients of a step were not finite on some rank, and nothing was changed on any."""
 
 
 class Verdict(NamedTuple):
-    """Whether a step is taken.
+    """Decision on a step.
 
     Attributes:
-        worst: finite if the step is taken: the norm of all gradients, or the largest that a rank has.
+        worst: finite if the step is taken: the norm of all gradients, or the worst value of all ranks.
         is_norm: whether it is the norm of all gradients.
         taken: FP32, 0-dim, on the device of `worst`: 1 to take the step, 0 to leave it out.
     """
@@ -56,7 +56,7 @@ class Verdict(NamedTuple):
 
     @staticmethod
     def by(worst: Tensor, *, is_norm: bool) -> Verdict:
-        """The verdict that a number gives which is not negative; NaN leaves the step out."""
+        """Makes the verdict from a non-negative number; NaN or infinity leaves the step out."""
         taken = torch.empty((), dtype=torch.float32, device=worst.device)
         torch.lt(worst, math.inf, out=taken)
         return Verdict(worst, is_norm, taken)
@@ -71,20 +71,20 @@ def judge(
     stages: Ranks,
     needs_norm: bool,
 ) -> Verdict:
-    """The verdict on a step, with the same bits on all ranks.  Collective.
+    """Decides on a step, with the same bits on all ranks.  Collective.
 
     Args:
-        gradients: as for `norm_over_ranks`.
-        device: where to communicate.
+        gradients: shards with their gradients; all ranks of a shard pass it, even without a gradient.
+        device: device to communicate on.
         alone: gradients of ordinary parameters.
-        tensor_parallel: ranks that share layers of these, in the same order on all of them.
-        stages: ranks with further gradients.
-        needs_norm: whether the number has to be the norm.
+        tensor_parallel: ranks that share the layers of these, in the same order on all of them.
+        stages: ranks with other stages of the model.
+        needs_norm: whether the number has to be the norm of all gradients.
 
     Raises:
-        ValueError: if it has to be, and no rank knows it.
+        ValueError: if the norm is needed and no rank knows it.
     """
-    # In the order of the shards, which is the same on all ranks; that of a set is not.
+    # In the order of the shards, which is equal on all ranks; that of a set is not.
     grids = dict.fromkeys(shard.grid for shard, _ in gradients)
     if needs_norm or not (tensor_parallel or len({grid.num_ranks for grid in grids}) > 1):
         replicas = {grid.replicate for grid in grids if grid.replicate.size > 1}
@@ -98,12 +98,12 @@ def judge(
         return Verdict.by(norm, is_norm=True)
     grads = [*alone, *(grad for _, of_shard in gradients for grad in of_shard)]
     identity = identity_of_norm(shard for shard, _ in gradients)
-    # The ranks of the grid that has most of them have met all others.
+    # The grid with most ranks includes those of all others.
     largest = max(grids, key=lambda grid: (grid.num_ranks, grid.tensor.size), default=None)
     together = [*tensor_parallel, *(() if largest is None else largest.dimensions)]
     worst = norm_over(together, local_norm(grads, widest(grads), device, 2.0), math.inf, identity)
     if stages.size > 1:
-        # Other stages may take this for a part of their norm.
+        # Other stages may join this as a part of their norm.
         identity = Identity(Action.NORM) if identity is None else identity
         worst = norm_over((stages,), unless_finite(worst).double(), math.inf, identity)
     return Verdict.by(worst, is_norm=False)
@@ -113,8 +113,8 @@ class Awaited(NamedTuple):
     """A verdict on its way to the host.
 
     Attributes:
-        worst: that of the verdict, in host memory.
-        arrived: when it is there; None if it is there.
+        worst: `worst` of the verdict, in host memory.
+        arrived: event after its arrival; None if it has arrived.
     """
 
     worst: Tensor
