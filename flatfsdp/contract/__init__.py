@@ -1,8 +1,8 @@
-"""What layers, the engine and optimizers promise each other; none of them imports another.
+"""The contract between layers, the engine and optimizers, which do not import one another.
 
-They speak through attributes of parameters and layers, whose names stand here and nowhere else.  Who writes
-a layer needs no more than this page: a layer of any library that sets or reads these attributes works inside
-FlatFSDP.
+They communicate through attributes of parameters and layers, whose names are defined here and nowhere else.
+To write a layer you need only this page: a layer of any library that sets or reads these attributes works
+inside FlatFSDP.
 
     attribute                   set by           read by             see
     main_grad, get_main_grad,   engine           layers,             main_grad.py
@@ -24,12 +24,12 @@ FlatFSDP.
     exchanges                   layers           engine              tensor_parallel.py
     skip_backward_post_hook     layers           engine              tensor_parallel.py
     flat_shard, viewed_shard    engine           optimizers          flat_shard.py
-    whole_shape                 engine           anybody             whole_shape.py
+    whole_shape                 engine           everyone            whole_shape.py
     fsdp_state                  engine           engine              claimed.py
     _flatfsdp_part_of           engine           engine              claimed.py
     _flatfsdp_name(s)           engine           engine, Lightning   claimed.py
     _flatfsdp_owned             engine           engine              claimed.py
 
-`placement.py` reads the marks of tensor parallelism for the engine.  Wrappers that add no level to the names
+`placement.py` reads the tensor-parallel marks for the engine.  Wrappers that add no level to the names
 of modules derive from `Transparent` (`transparent.py`).
 """

@@ -1,6 +1,6 @@
-"""A model that somebody brings: how it is built, what a batch is, where its loss is, which modules are units.
+"""Interface to a user's own model: how to build it, its batches, its loss, and the modules that become units.
 
-Next: `parity/` trains it twice and compares, `plan/` says what it will take.
+Next: `parity/` trains it twice and compares, `plan/` predicts its memory and time.
 """
 
 from __future__ import annotations
@@ -11,23 +11,25 @@ from typing import Any
 from torch import Tensor, nn
 
 BuildModel = Callable[[], nn.Module]
-"""Builds the model, which is not sharded; PyTorch's generators are seeded before."""
+"""Function that builds the unsharded model; PyTorch's generators are seeded before the call."""
 
 Batches = Callable[[int, int], Iterable[Any]]
-"""(rank, world size) -> batches, one a microbatch: the same ones each time that it is called."""
+"""Function (rank, world size) -> batches, one a microbatch; every call must give the same ones."""
 
 Loss = Callable[[nn.Module, Any], Tensor]
-"""(model, batch) -> loss, 0-dim."""
+"""Function (model, batch) -> loss, 0-dim."""
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """The loss that a model returns for a batch: by itself, as `.loss` or as `["loss"]`.
+    """Returns the loss of a model for a batch: its result, or `.loss` or `["loss"]` of the result.
 
     Args:
-        batch: a dict is passed as keyword arguments, a tuple or list as positional ones, all else as one.
+        model: the model to call.
+        batch: passed as keyword arguments if a dict, as positional ones if a tuple or list, else as one
+            argument.
 
     Raises:
-        ValueError: if it returns none.
+        ValueError: if the model returns no loss.
     """
     if isinstance(batch, Mapping):
         output = model(**batch)
@@ -49,10 +51,10 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
 
 
 def layers_of(model: nn.Module) -> Callable[[str, nn.Module, int], bool] | None:
-    """The items of the outermost nn.ModuleList and nn.Sequential, as a policy of `auto_wrap` and `shard`.
+    """Policy for `auto_wrap` and `shard` that picks items of the outermost nn.ModuleList and nn.Sequential.
 
     Returns:
-        None if there are no such items with parameters: then the model is one unit.
+        The policy, or None if no such items have parameters; the model is then one unit.
     """
     lists = [name for name, each in model.named_modules() if isinstance(each, nn.ModuleList | nn.Sequential)]
     outermost = [name for name in lists if not any(_is_below(name, other) for other in lists)]

@@ -1,4 +1,4 @@
-"""`Attribute`: a name under which one side leaves something on a parameter or a layer, for another side."""
+"""`Attribute`: a named value that one package leaves on a parameter or a layer for another package."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 class Attribute(Generic[T]):
-    """One attribute of parameters or layers, by the name that everybody knows it by.
+    """One attribute of parameters or layers, under its well-known name.
 
     Args:
-        name: Transformer Engine's or Megatron's, where they have one.
-        default: for owners that do not have the attribute.
+        name: name of the attribute; Transformer Engine's or Megatron's, if they have one.
+        default: value for owners without the attribute.
     """
 
     def __init__(self, name: str, default: T) -> None:
@@ -22,7 +22,7 @@ class Attribute(Generic[T]):
         self._default = default
 
     def of(self, owner: Tensor | nn.Module) -> T:
-        """The value that `owner` has, or the default."""
+        """Value on `owner`, or the default."""
         value: T = getattr(owner, self.name, self._default)
         return value
 
@@ -31,5 +31,5 @@ class Attribute(Generic[T]):
         return hasattr(owner, self.name)
 
     def leave(self, owner: Tensor | nn.Module, value: T) -> None:
-        """Gives `owner` the attribute."""
+        """Sets the attribute on `owner`."""
         setattr(owner, self.name, value)

@@ -1,7 +1,7 @@
 """Marks of modules that are units, and of what they own, for other units, engines and old optimizers.
 
-Left on units, on the parameters that a module had before it was sharded, and on what it shows in their place;
-on the modules that had them; and on all modules whose parameters, now or later, are the unit's to keep.
+Units are marked; so are the parameters that a module had before it was sharded, the tensors shown in their
+place, the modules that had them, and all modules whose parameters, now or later, belong to the unit.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from torch import nn
 from flatfsdp.contract.attribute import Attribute
 
 FSDP_STATE = Attribute[Any]("fsdp_state", None)
-"""What the engine knows of a sharded module (`engine/units.py`); None for any other module."""
+"""Engine state of a sharded module (`engine/units.py`); None for any other module."""
 
 PART_OF = Attribute[Any]("_flatfsdp_part_of", None)
-"""A weak reference to the unit around a module that may be called by itself; see `engine/in_place`."""
+"""Weak reference to the unit around a module that may be called by itself; see `engine/in_place`."""
 
 TAKEN_AS = Attribute[str | None]("_flatfsdp_name", None)
-"""The name in its unit of a tensor that an optimizer cannot update: the shard has the values."""
+"""Name in its unit of a tensor that an optimizer must not update, because the shard has the values."""
 
 _TAKEN_FROM = Attribute[dict[str, str]]("_flatfsdp_names", {})
-"""The same, by the attributes of the module that had them."""
+"""The same names on the module that had the parameters, by attribute."""
 
 
 def taken_from(module: nn.Module) -> dict[str, str]:
-    """Names in the unit that has taken them, by attribute of `module`; not those of a module inside it."""
+    """Names of taken parameters in their unit, by attribute of `module`; without those of inner modules."""
     return vars(module).get(_TAKEN_FROM.name, {})
 
 
@@ -39,13 +39,13 @@ _OWNED = "_flatfsdp_owned"
 
 
 def mark_owned(module: nn.Module) -> None:
-    """Notes that `module` belongs to a unit, with all parameters that it has."""
-    # By its address: a copy of the module, pickled or not, belongs to nobody.
+    """Marks `module`, and all parameters that it has or gets, as a unit's."""
+    # By address, so that a copy of the module, pickled or not, belongs to no unit.
     vars(module)[_OWNED] = id(module)
 
 
 def is_owned(module: nn.Module) -> bool:
-    """Whether `module` belongs to a unit; a wrapper does not, which may be given other modules."""
+    """Whether `module` belongs to a unit; a wrapper does not, as it may be given other modules."""
     return vars(module).get(_OWNED) == id(module)
 
 

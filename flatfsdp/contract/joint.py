@@ -1,7 +1,7 @@
-"""Several parameters that one GEMM reads as one operand: query, key and value; gate and up.
+"""`Joint`: several parameters that one GEMM reads as one operand: query, key and value; gate and up.
 
-A layer says which (`joints()`); an engine that has put them side by side gives it one tensor over them.  What
-is no neighbour of the others in memory is concatenated, or multiplied by itself.
+A layer declares its joints; an engine that has packed their parts side by side gives it one tensor over them.
+Parts that are not neighbours in memory are concatenated, or multiplied separately.
 
     q_proj.weight [q, n]  |
     k_proj.weight [k, n]  |  qkv_weight [q + k + v, n]
@@ -25,39 +25,39 @@ from flatfsdp.torch_private import nodes_behind, receives_gradient
 
 @dataclass(frozen=True)
 class Joint:
-    """Parameters that are one operand.
+    """Parameters that are one GEMM operand.
 
     Attributes:
-        name: unique in the layer that multiplies with it.
-        parts: (module, attribute) of each, in the order of their rows.
+        name: name of the joint, unique in the layer that multiplies with it.
+        parts: (module, attribute) of each parameter, in the order of their rows.
     """
 
     name: str
     parts: tuple[tuple[nn.Module, str], ...]
 
     def tensors(self) -> list[Tensor]:
-        """What the modules have now."""
+        """The tensors that the modules have now."""
         return [getattr(module, attribute) for module, attribute in self.parts]
 
 
 DECLARED_JOINTS = Attribute[Callable[[], tuple[Joint, ...]]]("declared_joints", tuple[Joint, ...])
-"""A layer's method: what it would like to read as one operand.
+"""Method of a layer that lists the joints it would like to read.
 
-`fp8_weights()` of the layer may name a joint, also one of a single part: then nobody reads its parts but this
-layer, and in FP8, so that they may be kept in FP8 although other modules hold them.
+The layer's `fp8_weights()` may name a joint, even one of a single part.  That promises that only this layer
+reads the parts, in FP8, so they may be stored in FP8 although other modules hold them.
 """
 
 JOINT_PARTS = Attribute[tuple[Tensor, ...]]("joint_parts", ())
-"""Left on an engine's joint tensor: the parts, whose gradients the backward is asked for.  They are the last
-inputs, in this order, of what the tensor was computed by."""
+"""Attribute of an engine's joint tensor: the parts, whose gradients a backward is asked for.  They are the
+last inputs, in this order, of the function that computed the tensor."""
 
 
 Get = Callable[[], Tensor | None]
-"""Gives a joint's tensor; None while the parts are ordinary parameters, as in `summon_full_params`."""
+"""Function that returns a joint's tensor; None while the parts are ordinary, as in `summon_full_params`."""
 
 
 class _Getters(dict[str, Get]):
-    """What gives a layer its joints, by their names.  A copy of the layer has parameters of its own."""
+    """Functions that return a layer's joint tensors, by name; not copied with the layer."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Getters:
         return _Getters()
@@ -70,7 +70,7 @@ _GETTERS = "_flatfsdp_joined"
 
 
 def leave_joined(layer: nn.Module, name: str, get: Get) -> None:
-    """Gives `layer` its joint `name`: from now on `joined` returns what `get` does."""
+    """Gives `layer` its joint `name`: `joined` returns the result of `get` from now on."""
     vars(layer).setdefault(_GETTERS, _Getters())[name] = get
 
 
@@ -80,11 +80,11 @@ def is_joined(layer: nn.Module, name: str) -> bool:
 
 
 def joined(layer: nn.Module, joint: Joint) -> Tensor | None:
-    """The parts one below the other: [sum of rows, columns], or [sum of elements] for biases.
+    """Returns the parts one below the other: [sum of rows, columns], or [sum of elements] for biases.
 
     Returns:
-        The engine's tensor, or a concatenation if no engine has the parts.  None if one has them, but not
-        side by side: they are in several units, frozen beside trained, or of several dtypes.
+        The engine's tensor, or a concatenation if no engine has the parts.  None if an engine has them, but
+        not side by side: they are in several units, partly frozen, or of several dtypes.
     """
     get: Get | None = vars(layer).get(_GETTERS, {}).get(joint.name)
     tensor = None if get is None else get()
@@ -98,7 +98,7 @@ def joined(layer: nn.Module, joint: Joint) -> Tensor | None:
 
 
 def _is_engines(module: nn.Module, attribute: str) -> bool:
-    """Whether an engine has put something in the place of a parameter, and it is there now."""
+    """Whether an engine has replaced a parameter, and its replacement is in place now."""
     return attribute in taken_from(module) and attribute in vars(module)
 
 
@@ -111,7 +111,7 @@ class Wanted(Enum):
 
 
 def wanted_grads(weight: Tensor) -> Wanted:
-    """What the running backward asks for: of a joint, of its parts; of any other weight, all or none.
+    """Tells which gradients of `weight` the running backward asks for; a joint may need those of some parts.
 
     `autograd.grad` and `backward(inputs=...)` may ask for some parts; parts may be frozen after the forward.
     """

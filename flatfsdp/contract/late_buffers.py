@@ -1,6 +1,6 @@
-"""Buffers that a layer gets on first use, such as the scales of delayed scaling.
+"""Late buffers: buffers that a layer makes on first use, such as the scales of delayed scaling.
 
-They are FP32 whatever the model is cast to, and a checkpoint may have them before the layer does.
+They are FP32 even if the model is cast, and a checkpoint may have them before the layer does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from flatfsdp.contract.attribute import Attribute
 
 
 def _missing(shapes: Mapping[str, torch.Size], device: torch.device | None) -> None:
-    """Stands for the method in a layer that has the names alone.
+    """Stands in for the method in a layer that only names its late buffers.
 
     Raises:
         TypeError: always.
@@ -22,9 +22,9 @@ def _missing(shapes: Mapping[str, torch.Size], device: torch.device | None) -> N
 
 
 LATE_BUFFERS = Attribute[tuple[str, ...]]("late_buffers", ())
-"""Their names in the layer."""
+"""Names of the late buffers in the layer."""
 
 PREPARE_LOAD = Attribute[Callable[[Mapping[str, torch.Size], torch.device | None], None]](
     "prepare_load", _missing
 )
-"""A layer's method, called with the shapes of those that a checkpoint has: makes them."""
+"""Method of a layer that makes its late buffers, given the shapes in a checkpoint."""

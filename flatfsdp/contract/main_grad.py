@@ -1,13 +1,13 @@
 """The place of a weight gradient that its layer accumulates itself.
 
-A weight says so in one of three ways:
+A weight offers the place in one of three ways:
 
-    claim_main_grad()   FlatFSDP's parameters: the slot of the unit's flat buffer, and whether to overwrite it
-    get_main_grad()     with `__fsdp_param__`, as Megatron-FSDP's: a buffer, allocated when it is first needed
-    main_grad           anybody's: a buffer of the weight's shape, zeroed by its owner
+    claim_main_grad()   FlatFSDP's parameters: a slot of the unit's flat buffer, and whether to overwrite it
+    get_main_grad()     with `__fsdp_param__`, as in Megatron-FSDP: a buffer, allocated on first use
+    main_grad           any owner's: a buffer of the weight's shape, which the owner zeroes
 
-The last two are Transformer Engine's contract: the buffer is added to, unless is_first_microbatch is True or
-the weight's `overwrite_main_grad` is; a weight that has `grad_added_to_main_grad` gets it set.
+The last two are Transformer Engine's contract: layers add to the buffer, unless is_first_microbatch or the
+weight's `overwrite_main_grad` is True, and set `grad_added_to_main_grad` on a weight that has it.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch import Tensor
 from flatfsdp.contract.attribute import Attribute
 
 GRAD = Attribute[Tensor | None]("grad", None)
-"""PyTorch's own, where a reduced gradient has the dtype of its parameter."""
+"""PyTorch's own attribute, for a reduced gradient in the dtype of its parameter."""
 
 MAIN_GRAD = Attribute[Tensor | None]("main_grad", None)
-"""FP32, of the parameter's shape: a slot of the engine's flat buffer, or anybody's buffer; also a reduced
-gradient that is wider than its parameter."""
+"""FP32 buffer of the parameter's shape: a slot of the engine's flat buffer, or another owner's buffer; also a
+reduced gradient that is wider than its parameter."""
 
 GET_MAIN_GRAD = Attribute[Callable[[], Tensor] | None]("get_main_grad", None)
-"""A buffer to add to, for layers that find `IS_FSDP_PARAM`."""
+"""Function that returns a buffer to add to, for layers that find `IS_FSDP_PARAM`."""
 
 IS_FSDP_PARAM = Attribute[bool]("__fsdp_param__", False)
 
 CLAIM_MAIN_GRAD = Attribute[Callable[[], tuple[Tensor, bool]] | None]("claim_main_grad", None)
-"""The slot, and whether nothing has landed there in this step."""
+"""Function that returns the slot, and whether nothing has landed there in this step."""
 
 OVERWRITE_MAIN_GRAD = Attribute[bool]("overwrite_main_grad", False)
 
@@ -41,11 +41,11 @@ GRAD_ADDED_TO_MAIN_GRAD = Attribute[bool]("grad_added_to_main_grad", False)
 
 
 class MainGradSlot(NamedTuple):
-    """A place for one weight's gradient.
+    """Place for one weight's gradient.
 
     Attributes:
-        target: FP32, the weight's shape, contiguous.
-        first: whether what it holds counts as nothing.
+        target: buffer, FP32, of the weight's shape, contiguous.
+        first: whether to overwrite its contents instead of adding to them.
     """
 
     target: Tensor
@@ -53,11 +53,12 @@ class MainGradSlot(NamedTuple):
 
 
 def claim(weight: Tensor, name: str, is_first_microbatch: bool | None) -> MainGradSlot:
-    """The slot that this backward has to write or add to.
+    """Claims the slot that this backward has to write or add to.
 
     Raises:
-        RuntimeError: if the weight has none.
-        TypeError, ValueError: if it is not FP32, or not contiguous and of the weight's shape.
+        RuntimeError: if the weight has no slot.
+        TypeError: if the slot is not FP32.
+        ValueError: if it is not contiguous and of the weight's shape.
     """
     owned = CLAIM_MAIN_GRAD.of(weight)
     if owned is not None:

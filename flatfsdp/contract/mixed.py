@@ -1,8 +1,8 @@
-"""Modules whose class changes while they live: a class of the same name, with a mixin in front of their own.
+"""Changes the class of a live module to one of the same name, with a mixin in front of its own class.
 
-    class LlamaMLP(FusedMLP, LlamaMLP)      of a module whose class was LlamaMLP, before `mix`
+    class LlamaMLP(FusedMLP, LlamaMLP)      for a module whose class was LlamaMLP before `mix`
 
-`isinstance`, the class's name and everything that the mixin does not say stay as they were.
+`isinstance`, the class's name and everything that the mixin does not define stay as they were.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ About = Mapping[str, Any]
 
 
 class Mixed:
-    """What stands in front of a user's class.
+    """Base of mixins that are put in front of a user's class.
 
     Attributes:
-        plain_class: the class that the module had before.
+        plain_class: class that the module had before.
     """
 
     plain_class: ClassVar[type[nn.Module]]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A new module is a plain one: `type(model).from_pretrained(...)`, or a slice of a ModuleList."""
+        """Makes a plain module, as in `type(model).from_pretrained(...)`, or a slice of a ModuleList."""
         plain = innermost(cls)
         made = plain.__new__(plain, *args, **kwargs)
         made.__init__(*args, **kwargs)
@@ -35,38 +35,39 @@ class Mixed:
 
     @classmethod
     def about(cls, plain: type[nn.Module]) -> About:
-        """Attributes of the new class that depend on the one before it, by name."""
+        """Attributes of the new class, by name, that depend on the class before it."""
         return {}
 
 
 def innermost(kind: type) -> Any:
-    """The user's own class, behind all mixins."""
+    """Finds the user's own class, behind all mixins."""
     while "plain_class" in vars(kind):
         kind = vars(kind)["plain_class"]
     return kind
 
 
 def mix(module: nn.Module, mixin: type[Mixed]) -> None:
-    """From now on `module` is of a class of the same name, with `mixin` in front of its own.
+    """Gives `module` a class of the same name, with `mixin` in front of its own.
 
     Raises:
-        TypeError: if its class does not let others derive from it.
+        TypeError: if no class can be derived from its class.
     """
     module.__class__ = mixed_class(type(module), mixin)  # type: ignore[arg-type]
 
 
 def unmix(module: nn.Module) -> None:
-    """Gives a module back the class that it had before it was last mixed."""
+    """Restores the class that a module had before it was last mixed."""
     module.__class__ = getattr(type(module), "plain_class")  # noqa: B009 - its class is a mixed one
 
 
 def made_again(module: Any, state: dict[str, Any] | None = None) -> Any:
-    """What `__reduce_ex__` of a mixin returns, so that copies and pickles of a module are mixed, too.
+    """Result for `__reduce_ex__` of a mixin, so that copies and pickles of a module are mixed, too.
 
-    Its class has no name to be found by.
+    A mixed class cannot be pickled by name.
 
     Args:
-        state: of the copy; default: all that the module has.
+        module: module to be copied or pickled.
+        state: state of the copy; default: everything that the module has.
     """
     mixin, plain = type(module).__bases__
     return _new, (plain, mixin), module.__getstate__() if state is None else state
@@ -78,7 +79,7 @@ def _new(plain: type[nn.Module], mixin: type[Mixed]) -> Any:
 
 @functools.cache
 def mixed_class(plain: type[nn.Module], mixin: type[Mixed]) -> type[nn.Module]:
-    """The class that `mix` gives a module of class `plain`.
+    """Makes the class that `mix` gives to a module of class `plain`.
 
     Raises:
         TypeError: if no class can be derived from `plain` without arguments.

@@ -1,4 +1,4 @@
-"""One matrix of a GEMM, in the forms that the coming GEMMs read; and which weights are kept in FP8.
+"""`Operand`: one matrix of GEMMs, in the forms that they read; and the weights to be stored in FP8.
 
 rowwise      [rows, cols]   y = x w^T reads x and w like this
 columnwise   [cols, rows]   dx = dy w reads w, dw = dy^T x reads dy and x like this: Hopper's FP8 GEMMs
@@ -16,13 +16,13 @@ from flatfsdp.contract.attribute import Attribute
 
 
 class Operand(NamedTuple):
-    """Either `high`, or FP8 with its scales' inverses; what is not there is None.
+    """One matrix: either `high`, or FP8 with the inverses of its scales; unused fields are None.
 
     Attributes:
-        high: FP32, fp16 or bf16 [rows, cols].
-        rowwise: FP8 [rows, cols].
-        columnwise: FP8 [cols, rows].
-        rowwise_inv: FP32, one number, or one a block: what `rowwise` has to be multiplied with.
+        high: matrix in FP32, fp16 or bf16 [rows, cols].
+        rowwise: matrix in FP8 [rows, cols].
+        columnwise: its transpose in FP8 [cols, rows].
+        rowwise_inv: factors that turn `rowwise` into values: FP32, one number, or one a block.
         columnwise_inv: the same for `columnwise`.
     """
 
@@ -34,14 +34,14 @@ class Operand(NamedTuple):
 
     @property
     def for_backward(self) -> Operand:
-        """Without what only the forward reads."""
+        """The operand without the form that only the forward reads."""
         if self.high is not None:
             return self
         return Operand(columnwise=self.columnwise, columnwise_inv=self.columnwise_inv)
 
 
 FP8_OPERAND = Attribute[Callable[[], Operand] | None]("fp8_operand", None)
-"""Left on a weight by the engine, which keeps it in FP8: the weight as GEMMs read it now."""
+"""Function on a weight that the engine stores in FP8: returns it as GEMMs read it now."""
 
 FP8_WEIGHTS = Attribute[Callable[[], tuple[str, ...]]]("fp8_weights", tuple[str, ...])
-"""A layer's method: names of its parameters that only FP8 GEMMs read, so that they may be kept in FP8."""
+"""Method of a layer that names its parameters that only FP8 GEMMs read, so they may be stored in FP8."""

@@ -1,9 +1,9 @@
-"""What the engine has to know of tensor parallelism: which parameters are split, which are on all ranks.
+"""`Placement`: how tensor-parallel ranks share a parameter, as the engine sees it.
 
-In:   the attributes that layers give to their parameters (`tensor_parallel.py`).
+In:   the attributes that layers set on their parameters (`tensor_parallel.py`).
 Out:  a `Placement` for each parameter, and for a split one a `Partition`.
-Next: `engine/claim.py` keeps placements apart; `engine/step/reduce.py` sums by them, `optim/clip.py` counts
-      by them, and `checkpoint/` joins whole tensors.
+Next: `engine/claim.py` groups by placement; `engine/step/reduce.py` sums by it, `optim/clip.py` counts by it,
+      and `checkpoint/` joins whole tensors.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from flatfsdp.contract.tensor_parallel import (
 
 
 class Placement(Enum):
-    """How the ranks of one tensor-parallel group share a parameter."""
+    """The way in which the ranks of a tensor-parallel group share a parameter."""
 
     SPLIT = "split"
-    """Each has a part of it."""
+    """Each rank has a part."""
     EQUAL = "equal"
-    """Each has all of it, and of its gradient."""
+    """Each rank has the whole parameter, and its whole gradient."""
     PARTIAL = "partial"
-    """Each has all of it, and a gradient that is one part of a sum over them."""
+    """Each rank has the whole parameter, and one part of a sum of gradients."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How a whole tensor is cut: each of some parts, evenly over the ranks.
+    """Cut of a whole tensor: it has some parts, each of which is split evenly over the ranks.
 
     Attributes:
-        dim: along which it is cut.
-        sizes: of the parts of the whole dimension; rank r has the r-th piece of each, one after the other.
+        dim: dimension along which it is cut.
+        sizes: sizes of the parts of that dimension; rank r has the r-th piece of each, one after the other.
     """
 
     dim: int
     sizes: tuple[int, ...]
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Shape of the whole tensor, of which every rank has a part of this shape."""
+        """Shape of the whole tensor, given that of one rank's part."""
         return (*shape[: self.dim], sum(self.sizes), *shape[self.dim + 1 :])
 
     def ranks(self, shape: Sequence[int]) -> int:
-        """Over how many ranks the whole is split, if a rank's part has this shape; 0 if no number fits."""
+        """Number of ranks that a part of this shape implies; 0 if no number fits."""
         size = shape[self.dim]
         count = sum(self.sizes) // size if size else 0
         fits = count and sum(self.sizes) == count * size and not any(part % count for part in self.sizes)
         return count if fits else 0
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """The whole tensor of all ranks' parts, in rank order."""
+        """Joins all ranks' parts, in rank order, to the whole tensor."""
         pieces = [part.split([size // len(parts) for size in self.sizes], self.dim) for part in parts]
         return torch.cat([piece for of_part in zip(*pieces, strict=True) for piece in of_part], self.dim)
 
 
 def partition_of(parameter: nn.Parameter, tensor: Ranks) -> Partition | None:
-    """Partition that a layer has declared; None for a parameter that is not split, or over one rank.
+    """Partition that a layer has declared; None for a parameter that is not split, or over one rank only.
 
     Args:
         tensor: the tensor-parallel ranks that FlatFSDP was given.
@@ -82,14 +82,14 @@ def partition_of(parameter: nn.Parameter, tensor: Ranks) -> Partition | None:
 def _declared(parameter: nn.Parameter, tensor: Ranks) -> Partition:
     dim, sizes = PARTITION_DIM.of(parameter), PARTITION_SIZES.of(parameter)
     if sizes is None:
-        # Megatron and Transformer Engine mean as many equal parts.
+        # In Megatron and Transformer Engine the stride counts equal parts.
         stride = PARTITION_STRIDE.of(parameter)
         sizes = (parameter.shape[dim] * tensor.size // stride,) * stride
     return Partition(dim, tuple(sizes))
 
 
 def placement_of(parameter: nn.Parameter, tensor: Ranks) -> Placement:
-    """One that no layer has declared is on all ranks, and so is its gradient."""
+    """Placement of a parameter; an undeclared one is whole on all ranks, and so is its gradient."""
     if partition_of(parameter, tensor) is not None:
         return Placement.SPLIT
     is_partial = tensor.size > 1 and SEQUENCE_PARALLEL.of(parameter)
@@ -97,21 +97,23 @@ def placement_of(parameter: nn.Parameter, tensor: Ranks) -> Placement:
 
 
 def is_shared(parameter: Tensor) -> bool:
-    """Whether other tensor-parallel ranks have other parts of it or of its gradient, or the same."""
+    """Whether other tensor-parallel ranks have the parameter, or other parts of it or of its gradient."""
     sizes = PARTITION_SIZES.of(parameter)
     is_part = bool(sizes) and parameter.shape[PARTITION_DIM.of(parameter)] != sum(sizes or ())
     return is_part or bool(TENSOR_PARALLEL_RANKS.of(parameter)) or SEQUENCE_PARALLEL.of(parameter)
 
 
 def check_placement(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
-    """Checks that a layer's marks and the ranks of FlatFSDP say the same.
+    """Checks that a layer's marks agree with the ranks that FlatFSDP was given.
 
     Args:
+        name: name of the parameter, for errors.
+        parameter: the parameter.
         tensor: the tensor-parallel ranks that FlatFSDP was given.
 
     Raises:
-        ValueError: if a layer has declared the parameter for other ranks than these, or as none of them could
-            have it.
+        ValueError: if a layer has declared the parameter for other ranks, or in a way that fits none of
+            these.
     """
     ranks = list(TENSOR_PARALLEL_RANKS.of(parameter))
     if ranks and ranks != tensor.global_ranks:
@@ -132,7 +134,7 @@ def check_placement(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
 def _check_split(name: str, parameter: nn.Parameter, tensor: Ranks) -> None:
     sizes = PARTITION_SIZES.of(parameter)
     if sizes is None and tensor.size == 1:
-        # Megatron marks what one rank has, too.
+        # Megatron marks parameters on a single rank, too.
         return
     dim = PARTITION_DIM.of(parameter)
     is_known = 0 <= dim < parameter.dim()
@@ -149,13 +151,13 @@ def check_marks(path: str, owner: nn.Module) -> None:
     """Checks that all parameters of a shared layer are marked.
 
     Raises:
-        ValueError: if several ranks share a layer, and it has a parameter that does not say so.
+        ValueError: if several ranks share a layer that has an unmarked parameter.
     """
     exchanges = EXCHANGES.of(owner) or {}
     if all(exchange.ranks.size == 1 for exchange in exchanges.values()):
         return
     for exchange in exchanges.values():
-        # Raises where nobody knows which they are.
+        # Raises if the ranks are still unknown.
         _ = exchange.ranks.group
     for name, parameter in owner._parameters.items():
         if parameter is not None and not TENSOR_MODEL_PARALLEL.is_on(parameter):

@@ -1,9 +1,9 @@
 """The ranks that share a layer, and the part of each of its parameters that a rank has.
 
 In:   a layer's tp_group, tp_size and sequence_parallel, and the sizes of its whole parameters.
-Out:  a `TensorParallel`, and parameters that say how they are split, by the attributes below.
-Next: `matmul/exchange.py` communicates; FlatFSDP sums, clips and saves by these attributes.  The names are
-      Transformer Engine's and Megatron's, but for partition_sizes and tensor_parallel_ranks.
+Out:  a `TensorParallel`, and parameters whose attributes say how they are split.
+Next: `matmul/exchange.py` communicates; FlatFSDP sums, clips and saves by these attributes.  Their names are
+      Transformer Engine's and Megatron's, except partition_sizes and tensor_parallel_ranks.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ TENSOR_MODEL_PARALLEL = Attribute[bool]("tensor_model_parallel", False)
 """Whether a parameter is split over the ranks of tp_group at all."""
 
 PARTITION_DIM = Attribute[int]("partition_dim", -1)
-"""The dimension along which it is split; -1 for one that is not split."""
+"""Dimension along which it is split; -1 for a parameter that is not split."""
 
 PARTITION_SIZES = Attribute[tuple[int, ...] | None]("partition_sizes", None)
 """Sizes of the parts of the whole dimension that are each split evenly, such as (ffn, ffn) for [gate | up];
 rank r has the r-th piece of each, one after the other."""
 
 PARTITION_STRIDE = Attribute[int]("partition_stride", 1)
-"""How many such parts there are."""
+"""Number of such parts."""
 
 SEQUENCE_PARALLEL = Attribute[bool]("sequence_parallel", False)
-"""Whether the gradient of a parameter that all ranks have is a part of a sum over them, because each rank has
+"""Whether each rank's gradient of a whole parameter is only a part of a sum over the ranks, because each has
 seen other tokens, or other heads."""
 
 TENSOR_PARALLEL_RANKS = Attribute[tuple[int, ...]]("tensor_parallel_ranks", ())
-"""The ranks that share the layer, by their global numbers; () if the layer does not know."""
+"""Ranks that share the layer, by global number; () if the layer does not know them."""
 
 SKIP_BACKWARD_POST_HOOK = Attribute[bool]("skip_backward_post_hook", False)
-"""Whether a weight's gradient comes after the backward."""
+"""Whether a weight's gradient is computed after the backward."""
 
 _KEPT = {
     attribute.name
@@ -54,11 +54,11 @@ _KEPT = {
         SKIP_BACKWARD_POST_HOOK,
     )
 }
-"""What a parameter in another's place is marked with, too."""
+"""Marks that a replacement of a parameter must carry, too."""
 
 
 class HasRanks(Protocol):
-    """What the engine asks an exchange of a linear map."""
+    """Interface of a linear map's exchange, as far as the engine needs it."""
 
     @property
     def ranks(self) -> Ranks:
@@ -66,20 +66,20 @@ class HasRanks(Protocol):
 
 
 EXCHANGES = Attribute[Mapping[str, HasRanks] | None]("exchanges", None)
-"""A layer's: what the ranks that share each of its linear maps send each other, by the weight's name."""
+"""Attribute of a layer: the exchanges between the ranks that share its linear maps, by the weight's name."""
 
 Mode = Literal["column", "row"]
-"""How a linear map is split: by its weight's rows, which are columns of the result, or by its columns."""
+"""Split of a linear map: by its weight's rows, which are columns of the result, or by its columns."""
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """How a layer is shared.
+    """Tensor parallelism of one layer.
 
     Attributes:
-        ranks: that share a layer; with a size of 1 nothing is split.
-        sequence_parallel: activations between layers are split along dimension 0, the sequence, too.
-        overlap: what GEMMs wait for is sent in chunks, which are multiplied as they come.
+        ranks: ranks that share the layer; with a size of 1 nothing is split.
+        sequence_parallel: whether activations between layers are split along dimension 0, the sequence, too.
+        overlap: whether inputs of GEMMs are sent in chunks that are multiplied as they arrive.
     """
 
     ranks: Ranks
@@ -94,11 +94,14 @@ class TensorParallel:
         sequence_parallel: bool,
         overlap: bool = False,
     ) -> TensorParallel:
-        """What a layer's arguments of Transformer Engine's names mean.
+        """Resolves a layer's arguments with Transformer Engine's names.
 
         Args:
-            tp_group: without it and with a tp_size, the ranks are found out later; see `Shared`.
-            tp_size: of the group; may be left out (1) where the group is given.
+            layer: name of the layer, for errors.
+            tp_group: ranks that share the layer; with tp_size alone they are set later, see `Shared`.
+            tp_size: size of the group; may be left at 1 if the group is given.
+            sequence_parallel: whether activations between layers are split along dimension 0, too.
+            overlap: whether inputs of GEMMs are sent in chunks.
 
         Raises:
             ValueError: if size and group differ, or there is nothing to overlap.
@@ -117,10 +120,10 @@ class TensorParallel:
         return TensorParallel(ranks, sequence_parallel and is_shared, overlap and is_shared)
 
     def share(self, layer: str, what: str, size: int) -> int:
-        """One rank's part of `size`.
+        """Divides `size` by the number of ranks.
 
         Raises:
-            ValueError: if the ranks cannot share it equally.
+            ValueError: if it is not a multiple of that number.
         """
         if size % self.ranks.size:
             raise ValueError(
@@ -133,21 +136,24 @@ class TensorParallel:
 def declare_split(
     parameter: nn.Parameter, dim: int, sizes: Sequence[int], ranks: Ranks | None = None
 ) -> None:
-    """Marks a rank's part of a parameter.
+    """Marks a parameter that is this rank's part of a split one.
 
     Args:
-        sizes: of the parts of the whole dimension; see above.
-        ranks: that share the layer.
+        parameter: this rank's part.
+        dim: dimension along which the whole is split.
+        sizes: sizes of the parts of the whole dimension that are each split evenly, such as (ffn, ffn).
+        ranks: ranks that share the layer.
     """
     _declare(parameter, True, dim, tuple(sizes), False, ranks)
 
 
 def declare_whole(parameter: nn.Parameter, *, partial_grad: bool, ranks: Ranks | None = None) -> None:
-    """Marks a parameter that every rank has.
+    """Marks a parameter that every rank has whole.
 
     Args:
+        parameter: the parameter.
         partial_grad: whether its gradients have to be summed over the ranks.
-        ranks: that share the layer.
+        ranks: ranks that share the layer.
     """
     _declare(parameter, False, -1, (), partial_grad, ranks)
 
@@ -159,10 +165,14 @@ def declare_map(
     bias: nn.Parameter | None,
     sizes: Sequence[int],
 ) -> None:
-    """Marks the parameters of one linear map; of one rank alone nothing is said.
+    """Marks the parameters of one linear map; does nothing on a single rank.
 
     Args:
-        sizes: of the parts of the split dimension of the whole weight.
+        parallel: tensor parallelism of the layer.
+        mode: split of the map; None if it is not split.
+        weight: weight of the map.
+        bias: its bias, if there is one.
+        sizes: sizes of the parts of the whole weight's split dimension.
     """
     if parallel.ranks.size == 1:
         return
@@ -179,7 +189,7 @@ def declare_map(
 
 
 def declare_norm(parallel: TensorParallel, weight: nn.Parameter, bias: nn.Parameter | None) -> None:
-    """Marks the parameters of a norm, which each rank applies to the tokens that it has."""
+    """Marks the parameters of a norm that each rank applies to its own tokens."""
     declare_map(parallel, None, weight, bias, ())
 
 
@@ -202,23 +212,23 @@ def _declare(
 
 
 def marks_of(parameter: nn.Parameter | None) -> dict[str, Any]:
-    """What a layer has declared of its parameter, by the attributes' names."""
+    """Marks that a layer has set on its parameter, by attribute name."""
     attributes = {} if parameter is None else vars(parameter)
     return {key: value for key, value in attributes.items() if key in _KEPT}
 
 
 def mark_like(parameter: nn.Parameter | None, marks: dict[str, Any]) -> None:
-    """Marks a parameter that has no marks of its own."""
+    """Copies marks to a parameter that has none of its own."""
     if parameter is not None and not marks_of(parameter):
         vars(parameter).update(marks)
 
 
 def are_known(ranks: Ranks) -> bool:
-    """Whether it has been said which they are."""
+    """Whether the ranks are known, not just their number."""
     return not isinstance(ranks, LateRanks) or ranks.found is not None
 
 
 def part_of(whole: Tensor, dim: int, sizes: Sequence[int], ranks: Ranks) -> Tensor:
-    """This rank's part of a whole tensor: its piece of each of the parts of `sizes`."""
+    """Cuts this rank's part from a whole tensor: its piece of each of the parts of `sizes`."""
     pieces = [part.chunk(ranks.size, dim)[ranks.rank] for part in whole.split(list(sizes), dim)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

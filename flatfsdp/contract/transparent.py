@@ -1,6 +1,6 @@
-"""Names of modules as the user knows them: wrappers that are `Transparent` add no level.
+"""Names of modules as users know them: `Transparent` wrappers add no level.
 
-In:   a module tree, with wrappers of the engine somewhere in it.
+In:   a module tree that may contain wrappers of the engine.
 Out:  its modules, each with the prefix of its state-dict keys.
 Next: `flat/sites.py` finds parameters by these names, `fp8/overflows.py` FP8 layers.
 """
@@ -16,16 +16,16 @@ class Transparent(nn.Module):
     """A module that wraps another one, and adds no level to its state-dict keys.
 
     Attributes:
-        module: the wrapped one.
+        module: the wrapped module.
     """
 
     module: nn.Module
 
 
 def prefixed_modules(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """`module` and all modules below it, parents first, each with the prefix of its state-dict keys.
+    """Yields `module` and all modules below it, parents first, each with its state-dict prefix.
 
-    A module with several paths comes up once for each.
+    A module with several paths comes up once for each path.
     """
     yield prefix, module
     for name, child in module._modules.items():

@@ -1,7 +1,7 @@
-"""The shape of the parameter that a rank has a part of.
+"""Whole shapes of parameters of which a rank has a part.
 
-In:   what `parameters()` of a model lists that is sharded in place: 1-D, this rank's elements.
-Next: whoever groups, counts or names parameters by their shape asks `whole_shape`.
+In:   the parameters that a model sharded in place lists: 1-D, this rank's elements.
+Next: code that groups, counts or names parameters by shape calls `whole_shape`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 from flatfsdp.contract.attribute import Attribute
 
 WHOLE_SHAPE = Attribute[tuple[int, ...] | None]("whole_shape", None)
-"""Left on this rank's part of one parameter: the parameter's shape, over tensor-parallel ranks together."""
+"""Attribute of this rank's part: the shape of the whole parameter, over tensor-parallel ranks together."""
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:
-    """The shape of the parameter of which `parameter` is this rank's part; its own shape if it is no part.
+    """Shape of the whole parameter that `parameter` is a part of; its own shape if it is not a part.
 
     decayed = [p for p in model.parameters() if len(flatfsdp.whole_shape(p)) >= 2]
     """

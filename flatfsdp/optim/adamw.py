@@ -21,8 +21,8 @@ from flatfsdp.optim.verdict import NonFinite
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 LARGEST_BF16_BETA = 0.99
-"""Largest beta for bf16 moments.  The last of bf16's 8 bits is worth 2^-7 to 2^-8 of a value: decay by less than
-half of that rounds to no decay."""
+"""Largest beta for bf16 moments.  The last of bf16's 8 bits is worth 2^-7 to 2^-8 of a value: decay by less
+than half of that rounds to no decay."""
 
 
 class AdamW(FusedOptimizer):
@@ -43,7 +43,7 @@ class AdamW(FusedOptimizer):
             With FP32 gradients the bits are those of `model.clip_grad_norm_` and a step; only in-place
             sharding with several parameter groups may round the norm differently.
         nonfinite: what a step does if the norm of the gradients is NaN or infinite, on any rank.  "raise" and
-            "skip" leave parameters, moments, step counts and FP8 scales as if there had been no such step.  The
+            "skip" leave parameters, moments, step counts and FP8 scales as if the step had not been.  The
             device decides, so no step waits for it: "raise" raises in the next step (on a CPU at once), or in
             `state_dict()`; "skip" counts in `skipped_steps`.  Both read all gradients for their norm and,
             like `max_grad_norm`, make `step` collective, so one optimizer must have all parameters of the

@@ -1,4 +1,4 @@
-"""THE SAME BITS: one model trained twice, with a switch off and on, and compared bit for bit."""
+"""THE SAME BITS: trains one model twice, with a switch off and on, and compares bit for bit."""
 
 from flatfsdp.parity.switches import ModelSwitch
 from flatfsdp.parity.verify import Parity, verify

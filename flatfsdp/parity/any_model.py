@@ -1,8 +1,8 @@
-"""Trains anybody's model for a few steps, sharded in one way.
+"""Trains a user's own model for a few steps, sharded in one way.
 
 In:   a function that builds a model, one that yields batches, and a `Sharding`.
 Out:  a `Trained`.
-Next: `evidence.py` keeps what two of them leave behind.
+Next: `evidence.py` compares what two of them leave behind.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from flatfsdp.parity.trained import AfterBackward, Step, Trained, mean_over_rank
 
 @dataclass(frozen=True)
 class ModelJob:
-    """What to train.
+    """Model, data and settings of a training run.
 
     Attributes:
-        policy: which modules are units; None takes the items of the outermost lists of modules.
-        loss: None takes what the model returns: see `loss_of`.
-        seed: of parameters, which all ranks share, and of dropout.
+        policy: policy that picks units; None takes the items of the outermost lists of modules.
+        loss: function of model and batch; None takes the loss that the model returns, see `loss_of`.
+        seed: seed of parameters, which all ranks share, and of dropout.
     """
 
     build_model: BuildModel
@@ -52,7 +52,7 @@ class ModelJob:
 
 
 def train(job: ModelJob, sharding: Sharding, rank: Rank, after_backward: AfterBackward) -> Trained:
-    """Trains a fresh model; the same arguments give the same bits wherever the kernels repeat theirs.
+    """Trains a fresh model; equal arguments give equal bits if the kernels are deterministic.
 
     Raises:
         ValueError: if there are too few batches, or no loss.

@@ -1,8 +1,8 @@
-"""What is compared: every loss, gradient, parameter and optimizer state of two runs, bit for bit.
+"""Evidence of two runs: compares every loss, gradient, parameter and optimizer state bit for bit.
 
 In:   a run's `Trained` and the reduced gradients that a `GradientRecorder` kept.
 Out:  for each kind of evidence the first place on each rank where two runs differ, or nothing.
-Next: `verify.py`, `cli/verify.py` and `cli/matrix.py` make rows of it.
+Next: `verify.py`, `cli/verify.py` and `cli/matrix.py` make rows of the results.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ KINDS = ("losses", "gradients", "parameters", "optimizer state")
 
 
 class Kept(NamedTuple):
-    """What a run has left behind, on the CPU.
+    """A tensor that a run has left behind, on the CPU.
 
     Attributes:
-        tensor: 1-D, if it is of a shard.
-        parameters: of which parameter the elements are, in order; empty if of none.
+        tensor: values; 1-D for a shard.
+        parameters: the parameters that its elements belong to, in order; empty if to none.
     """
 
     tensor: Tensor
@@ -38,10 +38,10 @@ class Kept(NamedTuple):
 
 
 class Elements(NamedTuple):
-    """The elements [start, stop) of a shard, which belong to one parameter.
+    """Elements [start, stop) of a shard, which belong to one parameter.
 
     Attributes:
-        first: the number of the first of them in the parameter, flattened.
+        first: index of the first of them in the flattened parameter.
     """
 
     start: int
@@ -56,10 +56,10 @@ NamedTensors = dict[str, Kept]
 
 @dataclass(frozen=True, eq=False)
 class GradientRecorder:
-    """Keeps a copy of this rank's reduced gradient shards of every step: an `AfterBackward`.
+    """`AfterBackward` that keeps a copy of this rank's reduced gradient shards of every step.
 
     Attributes:
-        gradients: "step 3, <unit>" -> a copy on the CPU, as it was before clipping.
+        gradients: copies on the CPU, taken before clipping, under names such as "step 3, <unit>".
     """
 
     gradients: NamedTensors = field(default_factory=dict)
@@ -75,7 +75,7 @@ class GradientRecorder:
 
 @dataclass(frozen=True)
 class Saboteur:
-    """An `AfterBackward` that flips one bit in one step on the last rank, then lets `recorder` see it."""
+    """`AfterBackward` that flips one bit in one step on the last rank, and then calls `recorder`."""
 
     recorder: GradientRecorder
     rank: Rank
@@ -83,27 +83,27 @@ class Saboteur:
 
     def __call__(self, step: int, model: nn.Module) -> None:
         """Flips the bit if it is time, and records."""
-        # One rank alone, and not the one that reports: the verdict must come from all of them.
+        # On one rank only, and not the one that reports: the verdict must come from all ranks.
         if step == self.at_step and self.rank.index == self.rank.world - 1:
             flip_lowest_bit(model)
         self.recorder(step, model)
 
 
 def flip_lowest_bit(model: nn.Module) -> None:
-    """Changes one gradient element by the least that FP32 can express: the largest of the first unit's."""
+    """Flips the lowest bit of one gradient element of the first unit, the largest one."""
     grads = (parameter.grad for parameter in model.parameters())
-    # A rank may have no element of a parameter.
+    # A rank may have no elements of a parameter.
     grad = next(grad.detach() for grad in grads if grad is not None and grad.numel())
     grad.view(torch.int32)[grad.abs().argmax()] ^= 1
 
 
 def evidence(trained: Trained, gradients: NamedTensors) -> dict[str, NamedTensors]:
-    """All that one rank saw of a run, for each of `KINDS`, on the CPU."""
+    """All evidence of a run on one rank, on the CPU, for each of `KINDS`."""
     shards = _shards(trained.model)
     state: NamedTensors = {}
     for name, (master, elements) in shards.items():
         if not elements:
-            # All padding: an optimizer has a state for a flat parameter of it, and none for empty parts.
+            # All padding: an optimizer has state for such a flat parameter, and none for empty parts.
             continue
         of_portions = [trained.optimizer.state.get(parameter, {}) for parameter, _, _ in master.portions]
         for key in dict.fromkeys(key for each in of_portions for key in each):
@@ -145,18 +145,18 @@ def _shards(model: nn.Module) -> dict[str, _Shard]:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All buffers of the model's own, such as running statistics, under their names in the plain model."""
+    """Yields all buffers of the model's own, such as running statistics, under their original names."""
     for prefix, module in prefixed_modules(model):
         for name, buffer in module.named_buffers(recurse=False):
             yield prefix + name, buffer
 
 
 def _joined(master: MasterShard, of_portions: Sequence[Tensor | None]) -> Tensor:
-    """What an optimizer has for each portion of a shard, as one tensor on the CPU, however the shard is cut.
+    """Joins the values that an optimizer has for the portions of a shard, however cut, on the CPU.
 
     Returns:
-        One element for each of the shard, zero where there is none; of numbers, such as a count of steps,
-        those that differ.
+        One element for each element of the shard, zero where there is none; for single numbers, such as a
+        count of steps, the distinct ones.
     """
     found = [
         (torch.as_tensor(value).detach().cpu(), portion)
@@ -173,7 +173,7 @@ def _joined(master: MasterShard, of_portions: Sequence[Tensor | None]) -> Tensor
 
 @dataclass(frozen=True)
 class Compared:
-    """Two runs, with a switch off and on.
+    """Comparison of two runs, with a switch off and on.
 
     Attributes:
         differences: for each kind of evidence, the first difference on each rank that has one: the step, the
@@ -186,11 +186,11 @@ class Compared:
 
     @property
     def equal(self) -> bool:
-        """Whether all bits are."""
+        """Whether all bits are equal."""
         return not any(self.differences.values())
 
     def lines(self, name: str) -> list[str]:
-        """What differs, by kind of evidence and rank."""
+        """Describes the differences, by kind of evidence and rank."""
         return [
             f"{name}, {kind}: first difference on {place}"
             for kind, places in self.differences.items()
@@ -199,14 +199,17 @@ class Compared:
 
 
 Run = Callable[[AfterBackward], Trained]
-"""Trains, and calls its argument after each step's backwards."""
+"""Function that trains, and calls its argument after each step's backwards."""
 
 
 def compared(off: Run, on: Run, rank: Rank, steps: int, *, self_test: bool) -> Compared:
-    """Runs both, and compares them on all ranks.
+    """Runs both, and compares their evidence on all ranks.
 
     Args:
-        steps: of each run.
+        off: run with the switch off.
+        on: run with the switch on.
+        rank: this rank.
+        steps: number of steps of each run.
         self_test: damage one bit of one gradient on the last rank, with the switch on.
     """
     first, first_evidence = _observed(off, rank, steps, sabotage=False)
@@ -217,7 +220,7 @@ def compared(off: Run, on: Run, rank: Rank, steps: int, *, self_test: bool) -> C
 def _observed(
     run: Run, rank: Rank, steps: int, *, sabotage: bool
 ) -> tuple[RunSummary, dict[str, NamedTensors]]:
-    """One run and its evidence; the model is freed."""
+    """Runs one and returns its summary and evidence; the model is freed."""
     recorder = GradientRecorder()
     trained = run(Saboteur(recorder, rank, at_step=min(1, steps - 1)) if sabotage else recorder)
     return RunSummary.of(trained), evidence(trained, recorder.gradients)
@@ -226,7 +229,7 @@ def _observed(
 def differences_on_all_ranks(
     off: dict[str, NamedTensors], on: dict[str, NamedTensors], rank: Rank
 ) -> dict[str, list[str]]:
-    """The first difference on each rank that has one, by kind of evidence; the same on every rank."""
+    """Finds the first difference on each rank that has one, by kind of evidence; equal on every rank."""
     mine = {kind: first_difference(off[kind], on[kind]) for kind in KINDS}
     everyones: list[dict[str, str | None]] = [{}] * rank.world
     dist.all_gather_object(everyones, mine)
@@ -237,7 +240,7 @@ def differences_on_all_ranks(
 
 
 def first_difference(off: NamedTensors, on: NamedTensors) -> str | None:
-    """Names the first tensor that is not the same in both, and says how much of it; None if all are."""
+    """Names the first tensor that differs, and how much of it; None if all are equal."""
     if off.keys() != on.keys():
         return f"only one run has {sorted(off.keys() ^ on.keys())[0]}"
     for name, kept in off.items():
@@ -248,14 +251,16 @@ def first_difference(off: NamedTensors, on: NamedTensors) -> str | None:
 
 
 def _difference(off: Tensor, on: Tensor, parameters: Sequence[Elements]) -> str | None:
-    """None if there are the same bits in both.
+    """Describes the difference of two tensors; None if their bits are equal.
 
     Args:
-        parameters: of which the elements are.
+        off: tensor of the run with the switch off.
+        on: tensor of the run with the switch on.
+        parameters: parameters that the elements belong to.
     """
     if off.shape != on.shape or off.dtype != on.dtype:
         return f"{off.dtype} {tuple(off.shape)} and {on.dtype} {tuple(on.shape)}"
-    # A NaN is not equal to itself: two broken runs prove nothing about each other.
+    # A NaN counts as a difference: two broken runs prove nothing about each other.
     if bool(off.isnan().any()) or bool(on.isnan().any()):
         return f"{int(off.isnan().sum())} NaN with the switch off, {int(on.isnan().sum())} with it on"
     if torch.equal(_bits(off), _bits(on)):
@@ -267,7 +272,7 @@ def _difference(off: Tensor, on: Tensor, parameters: Sequence[Elements]) -> str 
 
 
 def _place(element: int, parameters: Sequence[Elements]) -> str:
-    """The parameter, and which of its elements this element of a shard is."""
+    """Names the parameter, and the index in it, of an element of a shard."""
     for each in parameters:
         if each.start <= element < each.stop:
             rest, indices = each.first + element - each.start, []
@@ -282,5 +287,5 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The elements as integers of their size, which also tell 0.0 from -0.0."""
+    """Views the elements as integers of their size, which also tell 0.0 from -0.0."""
     return tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])

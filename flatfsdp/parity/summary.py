@@ -1,4 +1,4 @@
-"""The numbers of one run, as reports hold them."""
+"""Summary of a run, in the form that reports contain."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from flatfsdp.parity.trained import Trained
 
 LOCAL_COPIES = ("cast", "concat", "accumulate")
-"""The ledger's counters of bytes that move within one rank's memory; the others travel."""
+"""The ledger's counters of bytes that move within one rank's memory; other counters are of traffic."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The numbers of one run, as rank 0 saw them.
+    """Summary of one run, as seen by rank 0.
 
     Attributes:
-        losses: one a step, mean over ranks and microbatches; exact FP32 values.
-        final_loss_hex: the last of them as `float.hex`, which shows every bit.
-        ms: median of a step.
-        bytes_per_parameter: the byte ledger of the last step.
-        local_bytes: its sum over the copies within a rank.
+        losses: loss of each step, averaged over ranks and microbatches; exact FP32 values.
+        final_loss_hex: the last loss as `float.hex`, which shows every bit.
+        ms: median time of a step in milliseconds.
+        bytes_per_parameter: the byte ledger of the last step, by kind of traffic.
+        local_bytes: sum of those bytes that are copies within a rank.
     """
 
     losses: list[float]

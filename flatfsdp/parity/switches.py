@@ -1,7 +1,7 @@
-"""What can be switched for any model, without a bit that changes.
+"""Switches that must not change a bit of any model's training.
 
-In:   how a model is to be sharded.
-Out:  the same, off and on.
+In:   a `Sharding` of a model.
+Out:  the sharding with a switch off and on.
 Next: `any_model.py` trains with both.
 """
 
@@ -20,12 +20,12 @@ from flatfsdp.policy import Precision
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a model is sharded and computed.
+    """Settings by which a model is sharded and computed.
 
     Attributes:
-        recipe: of `fp8.autocast` around each step; None without FP8.
-        fuses: how layers that can fuse their weight gradients do so; None leaves them as they are.
-        replays: microbatches are CUDA graphs.
+        recipe: recipe of `fp8.autocast` around each step; None without FP8.
+        fuses: fusion of weight gradients in layers that support it; None leaves layers as they are.
+        replays: run microbatches as CUDA graphs.
     """
 
     precision: Precision = field(default_factory=Precision)
@@ -38,7 +38,7 @@ class Sharding:
 
 
 class ModelSwitch(str, Enum):
-    """What must not change a bit.
+    """Switches, none of which may change a bit.
 
     flag: `optimize_backward_concat`; in_place: sharded in place, or wrapped; reshard: parameters freed after
     use (ZeRO-3), or kept for a step (ZeRO-2); fusion: weight gradients added in the GEMM, or after it, in
@@ -55,7 +55,7 @@ class ModelSwitch(str, Enum):
 
     @property
     def ends(self) -> tuple[str, str]:
-        """What the two runs are called, off and on."""
+        """Names of the two runs, off and on."""
         names = {
             ModelSwitch.flag: ("flag off", "flag on"),
             ModelSwitch.in_place: ("wrapped", "in place"),
@@ -67,7 +67,7 @@ class ModelSwitch(str, Enum):
         return names[self]
 
     def applied(self, usual: Sharding) -> tuple[Sharding, Sharding]:
-        """Off and on."""
+        """Returns the sharding with the switch off and on."""
         changes: dict[ModelSwitch, tuple[dict[str, Any], dict[str, Any]]] = {
             ModelSwitch.flag: ({"flag": False}, {"flag": True}),
             ModelSwitch.in_place: ({"in_place": False}, {"in_place": True}),
@@ -83,7 +83,7 @@ class ModelSwitch(str, Enum):
         return replace(usual, **off), replace(usual, **on)
 
     def why_not(self, model: nn.Module, usual: Sharding, on_gpus: bool) -> str | None:
-        """Why it makes no difference to this model; None if it does."""
+        """Reason why the switch makes no difference to this model; None if it does."""
         if self is ModelSwitch.fusion and next(fusing(model), None) is None:
             return "no layer of the model can fuse its weight gradients (flatfsdp.layers, convert, fuse)"
         if self is ModelSwitch.storage and usual.precision.fp8_weights is None:

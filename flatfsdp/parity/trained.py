@@ -1,7 +1,7 @@
-"""What a training run measures, and whom it tells meanwhile.
+"""Results of a training run, and the callbacks that it makes.
 
 In:   nothing.
-Out:  a `Trained`, which both loops return.
+Out:  `Trained`, which all training loops return.
 Next: `training/gpt.py`, `training/llama.py` and `any_model.py` fill it.
 """
 
@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Step:
-    """What one step measured.
+    """Measurements of one step.
 
     Attributes:
-        loss: mean over microbatches and ranks, the exact FP32 value, the same on every rank.
+        loss: mean over microbatches and ranks: the exact FP32 value, equal on every rank.
         grad_norm: norm of the whole reduced gradient before clipping.
-        ms: wall time, without data loading and without the `after_backward` hook.
+        ms: wall time in milliseconds, without data loading and the `after_backward` hook.
     """
 
     loss: float
@@ -38,9 +38,9 @@ class Trained:
     """A finished run.
 
     Attributes:
-        local_losses: FP32 [steps, microbatches] on the CPU, of this rank alone.
+        local_losses: losses of this rank alone, FP32 [steps, microbatches], on the CPU.
         bytes_per_parameter: the model's byte ledger for the last step.
-        model: whose parameters are this rank's flat shards.
+        model: the model, whose parameters are this rank's flat shards.
     """
 
     steps: list[Step]
@@ -59,10 +59,10 @@ class Trained:
 
 
 OnStep = Callable[[float, float], None]
-"""Called with the loss and with tokens per second of all ranks after every step."""
+"""Callback with the loss and the tokens per second of all ranks, after every step."""
 
 AfterBackward = Callable[[int, nn.Module], None]
-"""Called with (step, model) when the reduced gradients of a step are there, before they are clipped."""
+"""Callback with (step, model), when a step's gradients are reduced and not yet clipped."""
 
 
 def ignore(*_: object) -> None:
@@ -70,7 +70,7 @@ def ignore(*_: object) -> None:
 
 
 def require_positive(settings: Any) -> None:
-    """Checks the sizes and rates that all settings have.
+    """Checks sizes and rates that all settings have.
 
     Raises:
         ValueError: if one is not positive.
@@ -84,16 +84,16 @@ def require_positive(settings: Any) -> None:
 
 
 def now(device: torch.device) -> float:
-    """Seconds, after everything issued so far has run."""
+    """Time in seconds, after everything launched so far has run."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def mean_over_ranks(losses_m: Tensor, world: int) -> float:
-    """The mean of [world, microbatches] losses, added up in one fixed order on every rank.
+    """Mean of [world, microbatches] losses, added up in one fixed order on every rank.
 
-    Gathered and not all-reduced, whose order of additions belongs to the backend.
+    Losses are gathered, not all-reduced, because the backend would choose the order of additions.
     """
     gathered = [torch.empty_like(losses_m) for _ in range(world)]
     dist.all_gather(gathered, losses_m)

@@ -1,4 +1,4 @@
-"""Verifies for anybody's model that switches change no bit.
+"""`verify`: checks for a user's own model that switches change no bit.
 
 In:   functions that build a model and yield batches.
 Out:  a `Parity` with one row a switch, the same on every rank.
@@ -29,22 +29,22 @@ from flatfsdp.profiling.figures import to_json
 
 @dataclass(frozen=True)
 class ParityRow(Compared):
-    """A model with one switch off and on."""
+    """Comparison of a model's runs with one switch off and on."""
 
     switch: str
 
     @property
     def ends(self) -> tuple[str, str]:
-        """What the two runs are called."""
+        """Names of the two runs, off and on."""
         return ModelSwitch(self.switch).ends
 
 
 @dataclass(frozen=True)
 class Parity:
-    """What `verify` has found.
+    """Result of `verify`.
 
     Attributes:
-        left_out: switches that make no difference to the model, and why.
+        left_out: switches that make no difference to the model, each with the reason.
     """
 
     rows: list[ParityRow]
@@ -66,7 +66,7 @@ class Parity:
             raise AssertionError("\n".join(self.differences()))
 
     def json(self) -> str:
-        """All of it, as JSON."""
+        """The result as JSON."""
         rows = [{**asdict(row), "equal": row.equal} for row in self.rows]
         about = {"world_size": self.world_size, "left_out": self.left_out}
         return to_json({"equal": self.equal, **about, "rows": rows}, indent=2)
@@ -101,22 +101,28 @@ def verify(
         parity = verify(build_model, batches, switches=["flag", "in-place"])
         parity.require()
 
-    Collective over all ranks.  The model is built anew for each run; losses, reduced gradients of every step,
-    parameters, buffers and optimizer state are compared on every rank, and kept in host memory for that.
-    On GPUs, call `torch.use_deterministic_algorithms(True)` before: attention does not repeat its bits
-    otherwise.
+    Collective over all ranks.  The model is built anew for each run.  Losses, reduced gradients of every
+    step, parameters, buffers and optimizer state are compared on every rank, and kept in host memory for
+    that.  On GPUs, call `torch.use_deterministic_algorithms(True)` first: otherwise attention does not repeat
+    its bits.
 
     Args:
-        build_model: returns the model, which is not sharded.
-        batches: called with rank and world size; yields a batch for each microbatch, the same ones each time.
+        build_model: function that returns the unsharded model.
+        batches: function of rank and world size that yields a batch for each microbatch, the same ones each
+            time.
         switches: names of `ModelSwitch`; default: all that make a difference to the model.
-        precision, policy: as of `FlatFSDP` and `auto_wrap`.  By default the items of the outermost lists of
-            modules are units, such as the layers of a Hugging Face model.
-        recipe: of `fp8.autocast`, in which the steps run; default: none.
-        loss: called with model and batch; default: what the model returns, `.loss` or `["loss"]` of it.
-        max_norm: gradients are clipped to it.
-        device: default: the current GPU with NCCL, otherwise the CPU.
-        self_test: damage one bit of one gradient in the runs with the switch on, which has to be found.
+        precision: dtypes, as for `FlatFSDP`.
+        policy: policy that picks units, as for `auto_wrap`; default: the items of the outermost lists of
+            modules, such as the layers of a Hugging Face model.
+        recipe: recipe of `fp8.autocast` around the steps; default: no FP8.
+        loss: function of model and batch; default: the model's result, or its `.loss` or `["loss"]`.
+        steps: number of optimizer steps.
+        microbatches: number of microbatches in a step.
+        lr: learning rate.
+        max_norm: largest norm of gradients, to which they are clipped.
+        seed: seed of parameters and of dropout.
+        device: device to train on; default: the current GPU with NCCL, otherwise the CPU.
+        self_test: damage one bit of one gradient in the runs with the switch on, which must be found.
 
     Raises:
         ValueError: for a switch that is unknown or makes no difference to the model; if batches end early, or
@@ -140,10 +146,10 @@ def _device(device: torch.device | str | None) -> torch.device:
 def _chosen(
     switches: Iterable[ModelSwitch | str] | None, model: nn.Module, usual: Sharding, on_gpus: bool
 ) -> tuple[list[ModelSwitch], dict[str, str]]:
-    """Those that make a difference, and why others do not.
+    """Chooses the switches that make a difference, and says why others do not.
 
     Raises:
-        ValueError: if one was asked for that makes none.
+        ValueError: if one that was asked for makes none.
     """
     wanted = list(ModelSwitch) if switches is None else [ModelSwitch(switch) for switch in switches]
     why_not = {switch: switch.why_not(model, usual, on_gpus) for switch in wanted}

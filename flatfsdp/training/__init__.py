@@ -1,1 +1,1 @@
-"""Training loops whose every number is decided by their settings: for commands, examples and benchmarks."""
+"""Training loops whose settings determine every number: for commands, examples and benchmarks."""

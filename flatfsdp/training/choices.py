@@ -1,4 +1,4 @@
-"""Names for what a training run may choose, and what each stands for in the library.
+"""Names of the choices for a training run, with their values in the library.
 
 In:   a word of the command line.
 Out:  dtypes, recipes and options of layers.
@@ -18,9 +18,9 @@ from flatfsdp.policy import Precision
 class PrecisionName(str, Enum):
     """Dtype of GEMMs; parameters, accumulation and reduction are always FP32.
 
-    In a GPT the first two are plain PyTorch layers, the others FlatFSDP's own; in a Llama all are its own,
-    and bf16 and bf16-fused are the same.  With fp8-weights the flat buffers hold weights in FP8, and GEMMs
-    are those of fp8-current; with the other FP8 ones each layer casts its own.
+    In a GPT, the first two use plain PyTorch layers, the others FlatFSDP's own; a Llama always has FlatFSDP's
+    own, so bf16 and bf16-fused are the same.  With fp8-weights, flat buffers hold FP8 weights and GEMMs are
+    those of fp8-current; with the other FP8 choices each layer casts its own weights.
     """
 
     fp32 = "fp32"
@@ -38,12 +38,12 @@ class PrecisionName(str, Enum):
 
     @property
     def has_own_layers(self) -> bool:
-        """Whether a GPT is made of FlatFSDP's own layers."""
+        """Whether a GPT uses FlatFSDP's own layers."""
         return self not in (PrecisionName.fp32, PrecisionName.bf16)
 
     @property
     def recipe(self) -> Recipe | None:
-        """How to scale; None without FP8."""
+        """FP8 recipe; None without FP8."""
         recipes: dict[PrecisionName, Recipe] = {
             PrecisionName.fp8_delayed: DelayedScaling(amax_history_len=16),
             PrecisionName.fp8_current: CurrentScaling(),
@@ -53,20 +53,20 @@ class PrecisionName(str, Enum):
         return recipes.get(self)
 
     def dtypes(self, fp8_weights: bool = False) -> Precision:
-        """Dtypes of a parameter's stations.
+        """Dtypes of parameters, compute, gradients and buffers.
 
         Args:
-            fp8_weights: the flat buffers hold weights in FP8 with other recipes, too.
+            fp8_weights: keep FP8 weights in the flat buffers with other recipes, too.
         """
         stored = fp8_weights or self is PrecisionName.fp8_weights
         return Precision(compute=self.compute, fp8_weights=CurrentScaling() if stored else None)
 
 
 class Fusion(str, Enum):
-    """How FlatFSDP's own layers accumulate weight gradients.
+    """Accumulation of weight gradients in FlatFSDP's own layers.
 
-    off: autograd hands them over, rounded to the compute dtype; two_pass: an FP32 GEMM, then an addition;
-    fused: in the GEMM itself.
+    off: autograd passes them on, rounded to the compute dtype; two_pass: an FP32 GEMM, then an addition;
+    fused: the GEMM itself accumulates.
     """
 
     off = "off"
@@ -80,7 +80,7 @@ class Fusion(str, Enum):
 
 
 class Strategy(str, Enum):
-    """What is sharded: nothing (dp), gradients and optimizer (zero2), or the parameters as well (zero3)."""
+    """Extent of sharding: nothing (dp), gradients and optimizer (zero2), or parameters as well (zero3)."""
 
     dp = "dp"
     zero2 = "zero2"

@@ -1,7 +1,7 @@
 """Trains a GPT over data-parallel ranks: build, wrap, and run steps of several microbatches.
 
 In:   `TrainSettings`, a `Sampler` and a `Rank`.
-Out:  a `Trained`: what every step measured, and the model and the optimizer as they ended.
+Out:  a `Trained`: measurements of every step, and the model and the optimizer at the end.
 Next: `cli/verify.py` compares two of them bit for bit, `cli/train.py` reports one.
 """
 
@@ -40,19 +40,19 @@ from flatfsdp.training.interruptions import Interruptions
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """Everything that decides a run's numbers, but for the number of ranks.
+    """Settings that determine a run's numbers, apart from the number of ranks.
 
     Attributes:
-        fusion: only with FlatFSDP's own layers.
-        caches_weights: FP8 weights are cast in the first microbatch of a step only.
-        stores_fp8: with fp8_weights, whether the flat buffers really are FP8, or packed as if they were.
-        in_place: the model is sharded in place, and not wrapped.
-        replays: microbatches are CUDA graphs, by `flatfsdp.replayed`; on CPUs they are eager.
-        interrupts: other things come between the steps, see `Interruptions`.
-        batch: sequences in one microbatch of one rank.
-        microbatches: forwards and backwards before one optimizer step.
-        decays: the learning rate falls linearly, to zero after the last step.
-        warm_up: steps in which it rises linearly before; only if it decays.
+        fusion: accumulation of weight gradients; only for FlatFSDP's own layers.
+        caches_weights: cast FP8 weights in the first microbatch of a step only.
+        stores_fp8: with fp8_weights, whether flat buffers really are FP8, or only packed as if they were.
+        in_place: shard the model in place instead of wrapping it.
+        replays: run microbatches as CUDA graphs, by `flatfsdp.replayed`; on CPUs they are eager.
+        interrupts: do other things between steps, see `Interruptions`.
+        batch: number of sequences in one microbatch of one rank.
+        microbatches: number of forwards and backwards before an optimizer step.
+        decays: lower the learning rate linearly, to zero after the last step.
+        warm_up: number of steps in which it rises linearly before that; only with `decays`.
         clip: largest norm of the gradient of one step.
         data: file or folder with the text; None means the standard library.
     """
@@ -101,7 +101,7 @@ class TrainSettings:
 
     @property
     def dtypes(self) -> Precision:
-        """Dtypes of a parameter's stations."""
+        """Dtypes of parameters, compute, gradients and buffers."""
         dtypes = self.precision.dtypes()
         is_packed_only = dtypes.fp8_weights is not None and not self.stores_fp8
         return replace(dtypes, fp8_weights="in_layers") if is_packed_only else dtypes
@@ -118,11 +118,11 @@ class TrainSettings:
         return GPT(self.model, self.seed)
 
     def loss(self, model: Any, tokens_bt: Tensor, targets_bt: Tensor, **position: bool) -> Tensor:
-        """The model's mean loss; `position` is `is_first_microbatch`, where FP8 weights are cached."""
+        """The model's mean loss; `position` is `is_first_microbatch`, if FP8 weights are cached."""
         return model(tokens_bt, targets_bt, **position)
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, if it decays."""
+        """Learning rate of a step, if it decays."""
         rises = min(1.0, (step + 1) / self.warm_up) if self.warm_up else 1.0
         return self.lr * rises * (1 - step / self.steps)
 
@@ -138,13 +138,13 @@ def train(
     on_step: OnStep = ignore,
     after_backward: AfterBackward = ignore,
 ) -> Trained:
-    """Trains a fresh model; the same arguments give the same bits wherever the kernels are deterministic.
+    """Trains a fresh model; equal arguments give equal bits if the kernels are deterministic.
 
     Raises:
-        RuntimeError: if microbatches were to be replayed on a GPU, and none was.
+        RuntimeError: if microbatches should have been replayed on a GPU, and none was.
     """
     model = _sharded(settings, rank.device)
-    # No weight decay: a flat shard holds matrices and norms alike, and the norms should not decay.
+    # No weight decay: a flat shard holds matrices and norms alike, and norms should not decay.
     optimizer = torch.optim.AdamW(model.parameters(), lr=settings.lr, betas=(0.9, 0.95), weight_decay=0.0)
     run = _Microbatches(model, settings)
     interruptions = Interruptions(model, optimizer, run, partial(settings.loss, model), run.region)
@@ -193,7 +193,7 @@ def _sharded(settings: TrainSettings, device: torch.device) -> Any:
 
 
 class _Microbatches:
-    """Forward and backward of one microbatch; a step calls it once for each."""
+    """Runs forward and backward of a microbatch; a step calls it once for each."""
 
     def __init__(self, model: Any, settings: TrainSettings) -> None:
         self._model, self._settings = model, settings
@@ -201,12 +201,12 @@ class _Microbatches:
         self._replayed = replayed(model, self._run) if settings.replays else None
 
     def region(self) -> AbstractContextManager[None]:
-        """The autocast around a step."""
+        """Autocast context around a step."""
         recipe = self._settings.precision.recipe
         return autocast(recipe is not None, recipe=recipe)
 
     def __call__(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
-        """Returns the loss, FP32 []."""
+        """Runs forward and backward; returns the loss, FP32, 0-dim."""
         return (self._replayed or self._run)(tokens_bt, targets_bt)
 
     def _run(self, tokens_bt: Tensor, targets_bt: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ class _Microbatches:
         return loss.detach()
 
     def require_replays(self, device: torch.device) -> None:
-        """Raises RuntimeError if there should have been replays, and were none."""
+        """Raises RuntimeError if microbatches should have been replayed, and none was."""
         if self._replayed is not None and device.type == "cuda" and not self._replayed.replays:
             raise RuntimeError(
                 f"none of the microbatches of {self._settings.steps} steps was replayed: the log says why, "

@@ -1,8 +1,8 @@
-"""What comes between the steps of real trainings, and must leave nothing behind in the ones that follow.
+"""Interruptions between steps, as in real trainings, which must not affect the following steps.
 
-In:   a model in training, and how to run one microbatch of it.
-Out:  the same, after an evaluation, a microbatch that raises, or a state dict that was loaded.
-Next: `gpt.py` does all of it in a run with `interruptions`.
+In:   a model in training, and a function that runs one microbatch of it.
+Out:  the same model, after an evaluation, a failed microbatch, or the load of a state dict.
+Next: `gpt.py` does all of these in a run that is interrupted.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import Tensor
 Batch = tuple[Tensor, ...]
 
 EVERY = 4
-"""Steps from one interruption to the next, which is of another kind."""
+"""Number of steps from one interruption to the next, which is of another kind."""
 
 
 class Interruptions:
     """Interrupts a training before each fourth step.
 
-    By turns: an evaluation, a microbatch that raises, a step of shorter microbatches, and a load of the state
-    dict as it was at the last evaluation.
+    In turn: an evaluation, a microbatch that raises, a step of shorter microbatches, and a load of the state
+    dict from the last evaluation.
 
     Args:
-        microbatch: runs forward and backward.
-        loss: of one microbatch, with its graph; evaluations call it.
-        region: the autocast around all of that.
+        microbatch: function that runs forward and backward.
+        loss: function that computes the loss of one microbatch, with its graph; used in evaluations.
+        region: function that makes the autocast context around these.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Interruptions:
         self._saved: dict[str, Tensor] = {}
 
     def before(self, step: int, batches: Sequence[Batch]) -> list[Batch]:
-        """Interrupts if it is time; returns the microbatches of the step."""
+        """Interrupts if it is time; returns the step's microbatches."""
         turn, rest = divmod(step, EVERY)
         if rest != EVERY - 1:
             return list(batches)
@@ -55,7 +55,7 @@ class Interruptions:
         elif kind == 1:
             self._fail(batches[0])
         elif kind == 2:
-            # Half of the sequences, or half of each.
+            # Half of the sequences, or half of each sequence.
             return [tuple(_half(tensor) for tensor in batch) for batch in batches]
         else:
             self._model.load_state_dict(self._saved)
@@ -69,7 +69,7 @@ class Interruptions:
         self._model.train()
 
     def _fail(self, batch: Batch) -> None:
-        """A microbatch whose targets do not fit raises between its forward and its backward."""
+        """Runs a microbatch whose targets do not fit, which raises between its forward and its backward."""
         tokens_bt, targets_bt = batch
         try:
             with self._region():

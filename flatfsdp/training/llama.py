@@ -1,7 +1,7 @@
 """Trains a Llama over tensor, pipeline and data parallel ranks.
 
 In:   `ParallelSettings`, a `Sampler` and a `Rank`.
-Out:  a `Trained`, as of `gpt.py`.
+Out:  a `Trained`: measurements of every step, and the model and the optimizer at the end.
 Next: `cli/matrix.py` compares two of them bit for bit.
 """
 
@@ -30,13 +30,13 @@ STAGES_PER_RANK = 2
 
 @dataclass(frozen=True)
 class ParallelSettings:
-    """Everything that decides a run's numbers.
+    """Settings that determine a run's numbers.
 
     Attributes:
-        schedule: of the pipeline; without effect where there is none.
+        schedule: schedule of the pipeline; no effect without one.
         fusion, optimize_backward_concat, in_place, batch, microbatches, steps, lr, clip, seed, data: as in
-            `TrainSettings`; `batch` is of one data-parallel rank.
-        reshard: ZeRO-3, else ZeRO-2.
+            `TrainSettings`; `batch` is for one data-parallel rank.
+        reshard: free parameters after use (ZeRO-3), or keep them for a step (ZeRO-2).
     """
 
     model: LlamaConfig
@@ -78,13 +78,13 @@ class ParallelSettings:
 
 
 class Meshes:
-    """A mesh for each parallelism, because communicators are dear."""
+    """Meshes, one for each parallelism: creating communicators is expensive."""
 
     def __init__(self) -> None:
         self._found: dict[Parallelism, ParallelMesh] = {}
 
     def of(self, parallelism: Parallelism) -> ParallelMesh:
-        """Collective, the first time."""
+        """Returns the mesh for a parallelism.  Collective the first time."""
         key = replace(parallelism, sequence_parallel=False)
         if key not in self._found:
             self._found[key] = make_mesh(
@@ -121,10 +121,15 @@ def train_parallel(
     on_step: OnStep = ignore,
     after_backward: AfterBackward = ignore,
 ) -> Trained:
-    """Trains a fresh model; the same arguments give the same bits wherever the kernels are deterministic.
+    """Trains a fresh model; equal arguments give equal bits if the kernels are deterministic.
 
     Args:
-        after_backward: gets this rank's stages, a ModuleDict.
+        settings: settings of the run.
+        sampler: source of the data.
+        rank: this rank.
+        meshes: meshes that earlier runs may have made.
+        on_step: called after every step.
+        after_backward: called with this rank's stages, a ModuleDict, when a step's gradients are reduced.
     """
     mesh = meshes.of(settings.parallelism)
     pipeline = _pipeline(settings, mesh, rank.device)
@@ -172,18 +177,18 @@ def on(device: torch.device, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
 
 
 def _mean_of_replicas(losses_m: Tensor, settings: ParallelSettings, mesh: ParallelMesh, rank: Rank) -> float:
-    """The mean over microbatches and data-parallel ranks, added up in one fixed order on every rank."""
+    """Mean over microbatches and data-parallel ranks, added up in one fixed order on every rank."""
     has_losses = bool(losses_m.numel())
     sent = losses_m if has_losses else torch.zeros(settings.microbatches, device=rank.device)
     gathered = [torch.empty_like(sent) for _ in range(rank.world)]
     dist.all_gather(gathered, sent)
-    # The last stage's ranks have losses, and all tensor-parallel ones the same.
+    # Ranks of the last stage have losses, equal on all tensor-parallel ranks.
     ranks = mesh.device_mesh.mesh[-1, ..., 0].flatten().tolist()
     return float(torch.stack([gathered[index] for index in ranks]).cpu().mean())
 
 
 def _bytes_per_parameter(model: LlamaPipeline) -> dict[str, float]:
-    """The ledger of all of this rank's stages."""
+    """Sum of the ledgers of this rank's stages."""
     ledgers = [stage.fsdp_state.ledger for stage in model.stages]
     kinds = dict.fromkeys(kind for ledger in ledgers for kind in ledger.bytes)
     parameters = sum(ledger.parameters for ledger in ledgers)
