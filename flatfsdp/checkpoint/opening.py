@@ -100,7 +100,7 @@ def open_checkpoint(path: str | os.PathLike[str], world: Ranks, device: torch.de
         except Exception as error:
             # Whatever it is: the other ranks wait.
             contents = unreadable(folder, error)
-    # As it was read: what is in it need not be such that it can be pickled again.
+    # Broadcast as it was read: its contents need not be such that they can be pickled again.
     contents = broadcast_object(contents, [world], device)
     if not isinstance(contents, _Contents):
         assert contents is not None

@@ -191,7 +191,7 @@ def merged_groups(of_stages: Iterable[Sequence[dict[str, Any]]]) -> list[dict[st
     for groups in of_stages:
         taken: set[int] = set()
         for index, group in enumerate(groups):
-            # That of the same number first: a stage may have several with the same options.
+            # The one with the same number comes first: a stage may have several with the same options.
             candidates = sorted(set(range(len(merged))) - taken, key=lambda number: number != index)
             number = next((n for n in candidates if _same_options(merged[n], group)), len(merged))
             if number == len(merged):

@@ -40,7 +40,7 @@ class Verification:
         self._is_stopped = threading.Event()
         needed = data_files(opened.metadata)
         recorded = opened.manifest.files if opened.manifest is not None else {}
-        # Where as many ranks read as wrote, each has read its file's bytes itself.
+        # If as many ranks read as wrote, each has read its own file's bytes.
         writers = {
             name: recorded[name].rank if name in recorded else number
             for number, name in enumerate(sorted(needed))

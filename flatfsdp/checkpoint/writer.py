@@ -110,7 +110,7 @@ class Writer(dcp.FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's files, with their digests."""
         written: Future[list[WriteResult]] = Future()
-        # Where storage is not shared, which the commit finds out, this rank has another folder.
+        # If storage is not shared, this rank has another folder; the commit finds that out.
         Path(self.path).mkdir(parents=True, exist_ok=True)
         if not plan.items:
             written.set_result([])

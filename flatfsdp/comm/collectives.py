@@ -37,7 +37,7 @@ def one_launch(ranks: Ranks, device: torch.device, collectives: int) -> Abstract
 
 def all_gather(full: Tensor, shard: Tensor, ranks: Ranks) -> None:
     """full[r * len(shard) : (r + 1) * len(shard)] = rank r's shard, both 1-D and of one dtype."""
-    # As bytes: gloo knows no FP8, and one launch gathers several dtypes.
+    # Sent as bytes: gloo knows no FP8, and one launch gathers several dtypes.
     _all_gather(full.view(torch.uint8), shard.view(torch.uint8), group=ranks.group)
 
 
@@ -65,7 +65,7 @@ def start_all_gather(part: Tensor, ranks: Ranks) -> Pending:
     whole = part.new_empty(part.shape[0] * ranks.size, *part.shape[1:])
     if whole.numel() == 0:
         return Pending(whole, None)
-    # As bytes: gloo knows no FP8.
+    # Sent as bytes: gloo knows no FP8.
     work = _all_gather(whole.view(torch.uint8), part.view(torch.uint8), group=ranks.group, async_op=True)
     return Pending(whole, work)
 
@@ -113,7 +113,7 @@ def all_reduce(tensor: Tensor, ranks: Ranks, *, mean: bool) -> None:
 
 def raise_to_largest(amax: Tensor, ranks: Ranks) -> None:
     """In place: the largest over the ranks of numbers that are not negative, FP32; NaN wins."""
-    # As integers, because the order of the bits puts NaN above infinity on every backend.
+    # Compared as integers, because the order of the bits puts NaN above infinity on every backend.
     dist.all_reduce(amax.view(torch.int32), op=dist.ReduceOp.MAX, group=ranks.group)
 
 

@@ -292,7 +292,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
             # Only looked at: a state dict may be asked of some ranks alone, and `step` raises on all.
             self._awaited.check()
         state_dict = super().state_dict()
-        # Who loads it, `torch.optim.AdamW` say, counts for each parameter by itself.
+        # Optimizers that load it, such as `torch.optim.AdamW`, count for each parameter by itself.
         state_dict["state"] = {
             index: {**state, STEP: state[STEP].clone()} if isinstance(state.get(STEP), Tensor) else state
             for index, state in state_dict["state"].items()
@@ -401,7 +401,7 @@ class FusedOptimizer(torch.optim.Optimizer, ABC):
         grads = {one.shard: one.grad for one in due if one.shard is not None}
         alone = [one for one in due if one.shard is None]
         clips = self.max_grad_norm is not None
-        # Of all that are trained: ranks may have gradients of other ones.
+        # Counts all that are trained: ranks may have gradients of different ones.
         ordinary = (each for each in self._parameters() if each.requires_grad and FLAT_SHARD.of(each) is None)
         sharing = {ranks for each in ordinary for ranks in _sharing(each, clips=clips)}
         return judge(

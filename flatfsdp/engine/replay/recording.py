@@ -62,7 +62,7 @@ class Recording:
             self._graph, self.outputs = graphs.record(partial(run, inputs))
             if (root.microbatch.step, root.microbatch.index) != ended:
                 raise RuntimeError("it ran no backward of the model, or several, and a microbatch has one")
-        # As an eager microbatch leaves the engine; nothing has run yet.
+        # The engine looks as after an eager microbatch; nothing has run yet.
         self._changed: list[tuple[FlatGroup, Passage]] = [
             (group, passage)
             for group, passage, earlier in zip(root.groups, root.passages(), found, strict=True)

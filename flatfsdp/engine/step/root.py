@@ -292,7 +292,7 @@ class Root:
                 # Other weights may have been there since the forward.
                 self._refresh_scales()
                 self._follow_user()
-                # Where nobody knows, as for outputs without tensors, a backward follows its forward.
+                # Nobody knows for outputs without tensors: then a backward follows its forward.
                 forward = self.order.current if forward is None else forward
                 self.backward.open()
         self.backward.reach(forward)

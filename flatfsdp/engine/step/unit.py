@@ -182,7 +182,7 @@ class Unit:
             # Two units that return their input would both have their hooks on one tensor, where the backward
             # runs them in the order of registration: the first unit's before the second one's.
             outputs = map_tensors(lambda t: t.view_as(t) if _is_input(t, given) else t, outputs)
-            # As in stochastic depth, on this rank: there is no gradient to wait for, and the unit is reduced
+            # This rank skipped it, as in stochastic depth: there is no gradient to wait for, and the unit is reduced
             # as soon as on the others, or they would wait.
             uses_nothing = len(returned) == len(differentiable)
             tensors = tensors_in(outputs)
@@ -296,7 +296,7 @@ class Unit:
         # A recomputation inside this unit runs a nested backward, after which the outer one goes on here.
         if not all(self._all_landed_in(backward) for backward in {running_backward(), *self._reached_in}):
             return
-        # Where nobody knows that no nested backward will bring more, the unit is reduced at the end.
+        # A nested backward may bring more, so the unit is reduced at the end.
         is_complete = self._was_followed and not self.root.backward.is_nested
         if is_complete and self.root.reduces and any(group.takes_part for group in self.groups):
             self.root.reducer.ready(self.groups)

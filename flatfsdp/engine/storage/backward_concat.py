@@ -258,7 +258,7 @@ class Views:
 
     def _land(self, leaf: Tensor) -> None:
         if not self.trains:
-            # As in `Leaves`.
+            # For the reason given in `Leaves`.
             return
         grad, leaf.grad = leaf.grad, None
         # No gradient: the layers wrote all of them into main_grad themselves (torch 2.13 makes zeros of it).
